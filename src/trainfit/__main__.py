@@ -1,0 +1,5 @@
+"""`python -m trainfit` is the same as `trainfit`."""
+
+from trainfit.cli.main import main
+
+main()

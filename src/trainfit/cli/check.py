@@ -1,0 +1,91 @@
+"""`trainfit check`: what is here, what it supports, what to set."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.records import HardwareProfile, Measurements
+
+
+@click.command()
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
+@click.option("--short", is_flag=True, help="Print one line per GPU.")
+@click.option(
+    "--gpu",
+    metavar="SLUG",
+    help="Show a GPU of the catalogue as if it were here; `list` shows them all.",
+)
+@click.option(
+    "--measure", is_flag=True, help="Measure this machine for about ten seconds, and keep it."
+)
+def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
+    """Hardware, what it supports, and the settings to start from."""
+    from trainfit.catalogue import find, gpus
+    from trainfit.errors import BadInput
+    from trainfit.planning import recommend
+    from trainfit.reports import terminal
+
+    if gpu is not None and measure:
+        raise BadInput(f"--measure cannot measure {gpu}, which is not here", "leave out --gpu")
+    if gpu == "list":
+        terminal.console().print(terminal.gpu_list(gpus()))
+        return
+    profile = _profile(gpu)
+    measured = _measure(profile, quiet=as_json) if measure else None
+    specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
+    recommended = recommend(profile)
+    if as_json:
+        click.echo(json.dumps(_data(profile, specs, recommended, measured), indent=2))
+    elif short:
+        lines = [terminal.gpu_line(g) for g in profile.gpus]
+        click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
+    else:
+        page = terminal.check_page(profile, specs, recommended, measured)
+        terminal.console().print(page)
+
+
+def _profile(gpu: str | None) -> HardwareProfile:
+    from dataclasses import replace
+
+    from trainfit.catalogue import find
+    from trainfit.hardware import as_if, detect
+    from trainfit.records import Note
+
+    if gpu is None:
+        return detect()
+    spec = find(gpu)
+    profile = as_if(spec)
+    if gpu == spec.slug:
+        return profile
+    note = Note(code="short_form", text=f"{gpu} was taken as {spec.slug}, the usual one.")
+    return replace(profile, notes=(note, *profile.notes))
+
+
+def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
+    """Measure with a line of progress in a terminal, and keep the result for the planner."""
+    from trainfit.measuring import measure, remember
+    from trainfit.reports import terminal
+
+    console = terminal.console(stderr=True)
+    if quiet or not console.is_terminal:
+        measured = measure(profile)
+    else:
+        with console.status("measuring") as status:
+            measured = measure(profile, progress=lambda name: status.update(f"measuring {name}"))
+    remember(measured)
+    return measured
+
+
+def _data(profile: Any, specs: Any, recommended: Any, measured: Any) -> dict[str, Any]:
+    from trainfit import codec
+
+    return {
+        **codec.encode(profile),
+        "datasheet": codec.encode(specs),
+        "recommended": codec.encode(recommended),
+        "measured": codec.encode(measured),
+    }

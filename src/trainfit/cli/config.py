@@ -1,0 +1,48 @@
+"""`trainfit config`: the composed configuration, and where each value came from."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.conf import Composed
+
+
+@click.command()
+@click.argument("task")
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
+def command(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
+    """The composed configuration, and where each value came from.
+
+    TASK is nli, textclass or gpt. OVERRIDES are key=value words, such as hardware=gpu_4090
+    training.batch_size=20, and later ones win.
+    """
+    from trainfit.conf import compose
+    from trainfit.reports import terminal
+
+    composed = compose(task, overrides)
+    for note in composed.notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+    if as_json:
+        click.echo(json.dumps(_data(composed), indent=2))
+        return
+    console = terminal.console()
+    experiment = f", experiment {composed.experiment}" if composed.experiment else ""
+    console.print(f"{composed.task} with hardware {composed.hardware}{experiment}")
+    console.print(terminal.config_table(composed))
+
+
+def _data(composed: Composed) -> dict[str, Any]:
+    return {
+        "task": composed.task,
+        "hardware": composed.hardware,
+        "experiment": composed.experiment,
+        "values": {
+            key: {"value": value, "from": composed.origins[key]}
+            for key, value in composed.values().items()
+        },
+    }

@@ -1,0 +1,108 @@
+"""The entry point: find the command, run it, and turn whatever goes wrong into one line."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import warnings
+from typing import Any, NoReturn, TextIO
+
+import click
+
+from trainfit import __version__
+from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
+
+COMMANDS = {
+    "check": "Hardware, what it supports, and the settings to start from.",
+    "config": "The composed configuration, and where each value came from.",
+}
+INTERRUPTED = 130
+
+
+class _Commands(click.Group):
+    """Loads a command's module when it is called; `--help` needs the one-line texts alone."""
+
+    def list_commands(self, _ctx: click.Context) -> list[str]:
+        return list(COMMANDS)
+
+    def get_command(self, _ctx: click.Context, name: str) -> click.Command | None:
+        if name not in COMMANDS:
+            return None
+        module = importlib.import_module(f"trainfit.cli.{name}")
+        command: click.Command = module.command
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in COMMANDS and not args[0].startswith("-"):
+            near = did_you_mean(args[0], COMMANDS, f"the commands are {', '.join(COMMANDS)}")
+            raise click.UsageError(f"unknown command {args[0]!r}; {near}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, _ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="trainfit")
+def trainfit() -> None:
+    """Fits a training run to the hardware it is on."""
+
+
+def main() -> NoReturn:
+    """Run the command line and exit with its code."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: list[str]) -> int:
+    """Run one command: 0, 1 for a finding or a failure, 2 for bad input."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", TrainfitWarning)
+        warnings.showwarning = _show_warning
+        try:
+            code = trainfit.main(arguments, prog_name="trainfit", standalone_mode=False)
+            sys.stdout.flush()
+        except click.exceptions.NoArgsIsHelpError as error:
+            print(error.format_message())
+            return 0
+        except click.ClickException as error:
+            return _fail(error.format_message(), 2)
+        except TrainfitError as error:
+            return _fail(str(error), error.exit_code)
+        except (click.Abort, KeyboardInterrupt):
+            return _fail("interrupted", INTERRUPTED)
+        except BrokenPipeError:  # the reader, such as head, has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        except Exception as error:  # the last resort: no traceback reaches a user
+            if os.environ.get("TRAINFIT_TRACEBACK"):
+                raise
+            first = (str(error).strip().splitlines() or ["no message"])[0]
+            hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
+            return _fail(f"internal error, {type(error).__name__}: {first}; {hint}", 1)
+    return code if isinstance(code, int) else 0
+
+
+def _fail(message: str, code: int) -> int:
+    for line in message.splitlines():
+        print(f"trainfit: {line}", file=sys.stderr)
+    return code
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    """Our own warnings as one line; those of libraries as Python prints them."""
+    if issubclass(category, TrainfitWarning):
+        text: Any = f"trainfit: note: {message}\n"
+    else:
+        text = warnings.formatwarning(message, category, filename, lineno, line)
+    (file or sys.stderr).write(text)

@@ -1,0 +1,17 @@
+"""Configuration: Hydra's YAML in a folder per task, a typed schema, and the known spellings."""
+
+from trainfit.conf.compose import Composed, compose, keys, options, preset
+from trainfit.conf.schema import SCHEMAS, Config, GptConfig, NliConfig, TextclassConfig
+
+__all__ = [
+    "SCHEMAS",
+    "Composed",
+    "Config",
+    "GptConfig",
+    "NliConfig",
+    "TextclassConfig",
+    "compose",
+    "keys",
+    "options",
+    "preset",
+]

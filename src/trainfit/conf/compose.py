@@ -1,0 +1,213 @@
+"""Hydra composes; the schema checks; every value knows where it came from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
+from dataclasses import dataclass, fields, is_dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from trainfit import codec
+from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
+from trainfit.conf.schema import SCHEMAS, Config
+from trainfit.errors import BadConfig, BadInput, did_you_mean
+
+GROUPS = ("hardware", "experiment")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Composed:
+    """A configuration, and for each key the layer that set it."""
+
+    task: str
+    hardware: str
+    experiment: str | None
+    config: Config
+    origins: dict[str, str]
+    """dotted key -> default, preset NAME, experiment NAME or override"""
+    notes: tuple[str, ...]
+    """Spellings that were understood as another key."""
+
+    def values(self) -> dict[str, Any]:
+        """The configuration flat, by dotted key."""
+        return dict(_flat(codec.encode(self.config)))
+
+
+def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
+    """The configuration of a task, or one error that lists every mistake in the overrides."""
+    schema = _schema(task)
+    groups, assignments, problems = _parse(task, overrides)
+    settled, contradictions = settle(assignments)
+    choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
+    data = deepcopy(shipped)
+    for key, item in settled.items():
+        _put(data, key, item.value)
+    problems += contradictions
+    try:
+        config = codec.decode(schema, data)
+    except BadInput as error:
+        problems += getattr(error, "problems", (error,))
+    if problems:
+        raise problems[0] if len(problems) == 1 else BadConfig(problems)
+    return Composed(
+        task=task,
+        hardware=choices["hardware"] or "auto",
+        experiment=choices["experiment"],
+        config=config,
+        origins=_origins(task, choices, settled),
+        notes=tuple(
+            f"{item.written} is {key}: took it as {key}={item.value}"
+            for key, item in settled.items()
+            if item.written != key
+        ),
+    )
+
+
+def options(task: str, group: str) -> tuple[str, ...]:
+    """The names that `hardware=` or `experiment=` takes for a task."""
+    _schema(task)
+    folder = _folder(task) / group
+    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+
+
+def preset(task: str, hardware: str) -> dict[str, Any]:
+    """The values that a hardware preset pins, by dotted key."""
+    return _layer(task, "hardware", hardware)
+
+
+@cache
+def keys(task: str) -> tuple[str, ...]:
+    """Every dotted key of a task's configuration."""
+
+    def walk(kind: type, prefix: str) -> Iterator[str]:
+        for field in fields(kind):
+            inner = codec.hints(kind)[field.name]
+            name = f"{prefix}{field.name}"
+            if is_dataclass(inner) and isinstance(inner, type):
+                yield from walk(inner, f"{name}.")
+            else:
+                yield name
+
+    return tuple(walk(_schema(task), ""))
+
+
+def _schema(task: str) -> type[Config]:
+    if task not in SCHEMAS:
+        fix = did_you_mean(task, SCHEMAS, f"the tasks are {', '.join(SCHEMAS)}")
+        raise BadInput(f"unknown task {task!r}", fix)
+    return SCHEMAS[task]
+
+
+def _folder(task: str) -> Path:
+    return Path(str(resources.files("trainfit.conf"))) / task
+
+
+def _parse(
+    task: str, overrides: Sequence[str]
+) -> tuple[dict[str, str], list[Assignment], list[BadInput]]:
+    """Split `key=value` words into group choices and assignments, gathering what is wrong."""
+    groups: dict[str, str] = {}
+    assignments: list[Assignment] = []
+    problems: list[BadInput] = []
+    for word in overrides:
+        try:
+            written, value = _split(word)
+            if written in GROUPS:
+                groups[written] = _choice(task, written, value)
+            else:
+                assignments.append(_assignment(task, written, value))
+        except BadInput as error:
+            problems.append(error)
+    return groups, assignments, problems
+
+
+def _split(word: str) -> tuple[str, Any]:
+    """Read one word with Hydra's own grammar; only plain assignments make sense here."""
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from hydra.errors import HydraException
+
+    wrong = BadInput(f"cannot read the override {word!r}", "write it as key=value")
+    if "=" not in word:
+        raise wrong
+    try:
+        override = OverridesParser.create().parse_override(word)
+    except HydraException:
+        raise wrong from None
+    if override.is_delete() or override.is_add() or override.is_sweep_override():
+        raise wrong
+    return override.key_or_group, override.value()
+
+
+def _choice(task: str, group: str, value: Any) -> str:
+    names = options(task, group)
+    if str(value) not in names:
+        fix = did_you_mean(str(value), names, f"the choices are {', '.join(names)}")
+        raise BadInput(f"unknown {group}={value} for {task}", fix)
+    return str(value)
+
+
+def _assignment(task: str, written: str, value: Any) -> Assignment:
+    key = canonical_key(written, keys(task))
+    if key is None:
+        near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
+        listed = f"`trainfit config {task}` shows the keys"
+        raise BadInput(f"unknown key {written} for {task}", near or listed)
+    return Assignment(written, key, canonical_value(written, key, value))
+
+
+@cache
+def _hydra_compose(
+    task: str, groups: tuple[str, ...]
+) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """Let Hydra join the default, the hardware preset and the experiment."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(_folder(task)), version_base="1.3"):
+        composed = hydra_compose("config", list(groups), return_hydra_config=True)
+    chosen = composed.hydra.runtime.choices
+    choices = {group: chosen.get(group) for group in GROUPS}
+    data = OmegaConf.to_container(composed)
+    assert isinstance(data, dict)
+    return choices, {str(key): value for key, value in data.items() if key != "hydra"}
+
+
+def _origins(
+    task: str, choices: Mapping[str, str | None], settled: Mapping[str, Assignment]
+) -> dict[str, str]:
+    origins = dict.fromkeys(keys(task), "default")
+    if choices["hardware"]:
+        name = choices["hardware"]
+        origins |= dict.fromkeys(_layer(task, "hardware", name), f"preset {name}")
+    if choices["experiment"]:
+        name = choices["experiment"]
+        origins |= dict.fromkeys(_layer(task, "experiment", name), f"experiment {name}")
+    return origins | dict.fromkeys(settled, "override")
+
+
+@cache
+def _layer(task: str, group: str, name: str) -> dict[str, Any]:
+    """The values that one YAML file sets, by dotted key."""
+    data = yaml.safe_load((_folder(task) / group / f"{name}.yaml").read_text()) or {}
+    return dict(_flat({key: value for key, value in data.items() if key != "defaults"}))
+
+
+def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in data.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _put(data: dict[str, Any], key: str, value: Any) -> None:
+    *path, last = key.split(".")
+    for part in path:
+        data = data[part]
+    data[last] = value

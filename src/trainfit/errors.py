@@ -1,0 +1,58 @@
+"""One error family. Every message says what was wrong, with the value, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Sequence
+
+
+class TrainfitWarning(UserWarning):
+    """Something a person should know about, and trainfit goes on."""
+
+
+class TrainfitError(Exception):
+    """Base of everything trainfit raises on purpose; the command line prints it as one line."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, fix: str) -> None:
+        """Say `what` was wrong, naming the value, and the `fix`."""
+        super().__init__(f"{what}; {fix}" if fix else what)
+        self.what = what
+        self.fix = fix
+
+
+class RunFailed(TrainfitError):
+    """The input was right, but the work could not be finished."""
+
+
+class BadInput(TrainfitError):
+    """A value given by the user, or read from a file, cannot be used."""
+
+    exit_code = 2
+
+
+class BadConfig(BadInput):
+    """Every problem of one configuration, gathered and raised once."""
+
+    def __init__(self, problems: Sequence[BadInput]) -> None:
+        """Join the `problems`, one line each."""
+        super().__init__("\n".join(str(problem) for problem in problems), "")
+        self.problems = tuple(problems)
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """The `choices` that look most like `word`, best first; substrings count as near."""
+    pool = sorted(set(choices))
+    folded = word.lower()
+    close = difflib.get_close_matches(folded, [c.lower() for c in pool], n=count, cutoff=0.5)
+    by_fold = {c.lower(): c for c in pool}
+    found = [by_fold[c] for c in close]
+    found += [c for c in pool if len(folded) > 2 and folded in c.lower() and c not in found]
+    return found[:count]
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """A fix that names the nearest valid words, or `otherwise` when none is near."""
+    close = nearest(word, choices)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise

@@ -1,0 +1,5 @@
+"""What is here now: torch, NVML, processor, memory, disk and compiler, as one HardwareProfile."""
+
+from trainfit.hardware.detect import as_if, detect
+
+__all__ = ["as_if", "detect"]

@@ -1,0 +1,186 @@
+"""One Gpu record per device: what torch says, what the driver adds, what the catalogue knows."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from trainfit.catalogue import GpuSpec, lookup
+from trainfit.errors import TrainfitWarning
+from trainfit.hardware.capability import Dtypes, native_dtypes, parse_capability
+from trainfit.hardware.host import GIB
+from trainfit.hardware.nvml import NvmlGpu
+from trainfit.hardware.torch_probe import TorchDevice
+from trainfit.records import Gpu, GpuState
+
+_SLICE_NAME = re.compile(r" MIG (\S+)$")
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A device of torch with the driver's view of it: the GPU, and the slice if it is one."""
+
+    device: TorchDevice
+    gpu: NvmlGpu | None = None
+    slice: NvmlGpu | None = None
+
+    @property
+    def mig(self) -> str | None:
+        """The profile of a MIG slice, such as 1g.5gb."""
+        for name in (self.device.name, self.slice.name if self.slice else ""):
+            if found := _SLICE_NAME.search(name):
+                return found.group(1)
+        return None
+
+
+def join(devices: Sequence[TorchDevice], known: Sequence[NvmlGpu]) -> tuple[Joined, ...]:
+    """Match torch's devices to the driver's by UUID, else PCI address, else position.
+
+    CUDA numbers GPUs fastest first and after CUDA_VISIBLE_DEVICES, NVML by PCI address, so a
+    position means something only when the two lists are alike throughout.
+    """
+    alike = [device.name for device in devices] == [gpu.name for gpu in known]
+    return tuple(
+        _by_uuid(device, known)
+        or _by_pci(device, known)
+        or Joined(device, known[position] if alike and device.vendor == "nvidia" else None)
+        for position, device in enumerate(devices)
+    )
+
+
+def not_joined(joined: Sequence[Joined], known: Sequence[NvmlGpu]) -> tuple[NvmlGpu, ...]:
+    """The driver's GPUs that torch does not have."""
+    used = [id(pair.gpu) for pair in joined]
+    left = [gpu for gpu in known if id(gpu) not in used]
+    for pair in joined:
+        if pair.gpu is None:  # one of its name is this one, whichever
+            same = [gpu for gpu in left if gpu.name == pair.device.name]
+            left = [gpu for gpu in left if not same or gpu is not same[0]]
+    return tuple(left)
+
+
+def gpu_record(pair: Joined, shared_memory_gib: float) -> Gpu:
+    """The record of a device; one without memory of its own has `shared_memory_gib`."""
+    device, mig = pair.device, pair.mig
+    memory = shared_memory_gib if device.memory_bytes is None else device.memory_bytes / GIB
+    spec = None if mig else known_spec(device.name, memory)
+    dtypes = _dtypes(device, spec)
+    return Gpu(
+        index=device.index,
+        name=device.name,
+        vendor=device.vendor,
+        slug=spec.slug if spec else None,
+        memory_gib=memory,
+        compute_capability=device.capability,
+        native_bf16=dtypes.bf16,
+        tf32=dtypes.tf32,
+        fp16=dtypes.fp16,
+        fp8=dtypes.fp8,
+        sm_count=device.sm_count,
+        uuid=_uuid(pair),
+        mig=mig,
+        state=_state(pair),
+    )
+
+
+def catalogue_gpu(spec: GpuSpec) -> Gpu:
+    """The record of a catalogue GPU as if it were here."""
+    return Gpu(
+        index=0,
+        name=spec.names[0] if spec.names else spec.slug,
+        vendor=spec.vendor,
+        slug=spec.slug,
+        memory_gib=spec.memory_gib,
+        compute_capability=spec.compute_capability,
+        native_bf16=spec.native_bf16,
+        tf32=spec.native_tf32,
+        fp16=spec.native_fp16,
+        fp8=spec.native_fp8,
+        sm_count=spec.sm_count,
+    )
+
+
+def known_spec(name: str, memory_gib: float) -> GpuSpec | None:
+    """The catalogue's row; an unknown GPU becomes a note of the profile, not a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainfitWarning)
+        return lookup(name, memory_gib)
+
+
+def _dtypes(device: TorchDevice, spec: GpuSpec | None) -> Dtypes:
+    if device.vendor == "nvidia":
+        return native_dtypes(parse_capability(device.capability))
+    if spec is None:
+        return Dtypes()
+    return Dtypes(
+        bf16=spec.native_bf16, tf32=spec.native_tf32, fp16=spec.native_fp16, fp8=spec.native_fp8
+    )
+
+
+def _state(pair: Joined) -> GpuState:
+    """What the driver says now. A slice has memory of its own; the rest is the whole GPU's."""
+    if pair.gpu is None:
+        return GpuState()
+    part = (pair.slice or NvmlGpu(name="")) if pair.mig else pair.gpu
+    used = part.state.memory_used_gib
+    return replace(
+        pair.gpu.state,
+        memory_used_gib=used,
+        memory_used_by_others_gib=used_by_others(used, part.own_gib, pair.device.has_context),
+    )
+
+
+def used_by_others(
+    used_gib: float | None, own_gib: float | None, has_context: bool | None
+) -> float | None:
+    """What of the used memory is not this process's.
+
+    A process that has no context on the GPU holds none of it. One that has is in the driver's
+    list, except in a container, where the list has the host's process numbers or is empty: what
+    is its own is then unknown, and so is the rest.
+    """
+    if used_gib is None or has_context is False:
+        return used_gib
+    return None if own_gib is None else max(0.0, used_gib - own_gib)
+
+
+def _uuid(pair: Joined) -> str | None:
+    """The UUID as the vendor's tools print it, so that it can be pasted into a command."""
+    known = (pair.slice if pair.mig else pair.gpu) or NvmlGpu(name="")
+    own = pair.device.uuid
+    if known.uuid or own is None or pair.mig:
+        return known.uuid
+    return f"GPU-{_bare(own)}" if pair.device.vendor == "nvidia" else own
+
+
+def _bare(uuid: str | None) -> str | None:
+    """A UUID without the GPU- or MIG- that NVML writes before it and torch does not."""
+    return uuid and uuid.lower().removeprefix("gpu-").removeprefix("mig-")
+
+
+def _by_uuid(device: TorchDevice, known: Sequence[NvmlGpu]) -> Joined | None:
+    wanted = _bare(device.uuid)
+    if wanted is None:
+        return None
+    for gpu in known:
+        if _bare(gpu.uuid) == wanted:
+            return Joined(device, gpu, _slice_by_name(device, gpu))
+        for part in gpu.slices:
+            if _bare(part.uuid) == wanted:
+                return Joined(device, gpu, part)
+    return None
+
+
+def _by_pci(device: TorchDevice, known: Sequence[NvmlGpu]) -> Joined | None:
+    for gpu in known:
+        if device.pci is not None and gpu.pci == device.pci:
+            return Joined(device, gpu, _slice_by_name(device, gpu))
+    return None
+
+
+def _slice_by_name(device: TorchDevice, gpu: NvmlGpu) -> NvmlGpu | None:
+    """The slice, when torch gave its parent's identity and only one slice has its name."""
+    fitting = [part for part in gpu.slices if part.name == device.name]
+    return fitting[0] if len(fitting) == 1 else None

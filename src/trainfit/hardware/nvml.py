@@ -1,0 +1,207 @@
+"""The GPUs as the NVIDIA driver tells of them through NVML.
+
+Almost every question may be answered with "not supported" by some GPU, driver or container, and
+that makes the one figure unknown. Only when the library itself does not start is NVML broken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from trainfit.hardware.capability import Capability
+from trainfit.hardware.host import GIB
+from trainfit.records import GpuState, PcieLink
+
+_THROTTLE_REASONS = {
+    0x002: "applications_clocks_setting",
+    0x004: "sw_power_cap",
+    0x008: "hw_slowdown",
+    0x010: "sync_boost",
+    0x020: "sw_thermal_slowdown",
+    0x040: "hw_thermal_slowdown",
+    0x080: "hw_power_brake_slowdown",
+    0x100: "display_clock_setting",
+    0x200: "board_limit",
+    0x400: "reliability",
+}
+"""The bits of the driver's answer; the first one, idle, holds nothing back and is left out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmlGpu:
+    """One GPU, or one MIG slice of a GPU, as the driver sees it now."""
+
+    name: str
+    uuid: str | None = None
+    pci: str | None = None
+    memory_gib: float | None = None
+    capability: Capability | None = None
+    state: GpuState = field(default_factory=GpuState)
+    own_gib: float | None = None
+    """What this process holds of it; None when the driver does not list this process."""
+    mig_on: bool = False
+    slices: tuple[NvmlGpu, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NvmlReport:
+    """Everything NVML said, or the reason why it said nothing."""
+
+    driver: str | None = None
+    driver_cuda: str | None = None
+    gpus: tuple[NvmlGpu, ...] = ()
+    error: str | None = None
+
+
+def load_nvml() -> Any:
+    """NVML's Python binding."""
+    import pynvml
+
+    return pynvml
+
+
+def probe_nvml(load: Callable[[], Any], pid: int) -> NvmlReport:
+    """Ask the binding that `load` gives; `pid` is the process whose own memory is told apart."""
+    try:
+        nvml = load()
+    except ImportError as error:
+        return NvmlReport(error=str(error))
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return NvmlReport(error=str(error))
+    try:
+        return _read(nvml, pid)
+    except nvml.NVMLError as error:
+        return NvmlReport(error=str(error))
+    finally:
+        _ask(nvml, "nvmlShutdown")
+
+
+def pci_address(domain: int, bus: int, device: int) -> str:
+    """One spelling of a PCI address for torch and NVML, which print it differently."""
+    return f"{domain:04x}:{bus:02x}:{device:02x}"
+
+
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """The driver's answer, or None where this driver, GPU or binding has none."""
+    function = getattr(nvml, question, None)
+    if function is None:
+        return None
+    mismatch = getattr(nvml, "NVMLLibraryMismatchError", nvml.NVMLError)
+    try:
+        return function(*arguments)
+    except (nvml.NVMLError, mismatch):
+        return None
+
+
+def _read(nvml: Any, pid: int) -> NvmlReport:
+    """Every GPU that answers; one that fell off the bus is an error beside the others."""
+    cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
+    gpus, lost = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        try:
+            gpus.append(_gpu(nvml, nvml.nvmlDeviceGetHandleByIndex(index), pid))
+        except nvml.NVMLError as error:
+            lost.append(f"GPU {index}: {error}")
+    return NvmlReport(
+        driver=_ask(nvml, "nvmlSystemGetDriverVersion"),
+        driver_cuda=f"{cuda // 1000}.{cuda % 1000 // 10}" if cuda else None,
+        gpus=tuple(gpus),
+        error="; ".join(lost) or None,
+    )
+
+
+def _gpu(nvml: Any, handle: Any, pid: int) -> NvmlGpu:
+    """A whole GPU with its MIG slices; raises NVMLError when not even its name is known."""
+    memory = _memory(nvml, handle)
+    mig_on = (_ask(nvml, "nvmlDeviceGetMigMode", handle) or (0,))[0] == 1
+    pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
+    return NvmlGpu(
+        name=nvml.nvmlDeviceGetName(handle),
+        uuid=_ask(nvml, "nvmlDeviceGetUUID", handle),
+        pci=pci and pci_address(pci.domain, pci.bus, pci.device),
+        memory_gib=memory and memory.total / GIB,
+        capability=_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
+        state=_state(nvml, handle, memory),
+        own_gib=_own_memory(nvml, handle, pid),
+        mig_on=mig_on,
+        slices=tuple(_slices(nvml, handle, pid)) if mig_on else (),
+    )
+
+
+def _slices(nvml: Any, parent: Any, pid: int) -> Iterator[NvmlGpu]:
+    for index in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", parent) or 0):
+        handle = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", parent, index)
+        if handle is None:  # the numbers of slices have gaps
+            continue
+        memory = _memory(nvml, handle)
+        yield NvmlGpu(
+            name=_ask(nvml, "nvmlDeviceGetName", handle) or "",
+            uuid=_ask(nvml, "nvmlDeviceGetUUID", handle),
+            memory_gib=memory and memory.total / GIB,
+            state=GpuState(memory_used_gib=memory and memory.used / GIB),
+            own_gib=_own_memory(nvml, handle, pid),
+        )
+
+
+def _memory(nvml: Any, handle: Any) -> Any:
+    """Total and used memory; the second version does not count the driver's reserve as used."""
+    version = getattr(nvml, "nvmlMemory_v2", None)
+    answer = version and _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version)
+    return answer or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+
+
+def _own_memory(nvml: Any, handle: Any, pid: int) -> float | None:
+    """What the driver says that process `pid` holds on the GPU."""
+    for kind in ("Compute", "Graphics"):
+        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+            if process.pid == pid and process.usedGpuMemory is not None:
+                return float(process.usedGpuMemory) / GIB
+    return None
+
+
+def _state(nvml: Any, handle: Any, memory: Any) -> GpuState:
+    def ask(question: str, *arguments: Any) -> Any:
+        return _ask(nvml, f"nvmlDeviceGet{question}", handle, *arguments)
+
+    limits = ask("PowerManagementLimitConstraints")
+    utilisation = ask("UtilizationRates")
+    ecc = ask("EccMode")
+    return GpuState(
+        memory_used_gib=memory and memory.used / GIB,
+        power_limit_w=_watts(ask("EnforcedPowerLimit") or ask("PowerManagementLimit")),
+        power_max_w=_watts(limits and limits[1]),
+        power_w=_watts(ask("PowerUsage")),
+        temperature_c=_first(ask, ("TemperatureV", "Temperature"), nvml.NVML_TEMPERATURE_GPU),
+        clock_sm_mhz=ask("ClockInfo", nvml.NVML_CLOCK_SM),
+        clock_sm_max_mhz=ask("MaxClockInfo", nvml.NVML_CLOCK_SM),
+        clock_memory_mhz=ask("ClockInfo", nvml.NVML_CLOCK_MEM),
+        throttle_reasons=_reasons(
+            _first(ask, ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons"))
+        ),
+        utilisation_percent=utilisation and utilisation.gpu,
+        ecc=None if ecc is None else ecc[0] == 1,
+        pcie=PcieLink(
+            generation=ask("CurrPcieLinkGeneration"),
+            width=ask("CurrPcieLinkWidth"),
+            max_generation=ask("MaxPcieLinkGeneration"),
+            max_width=ask("MaxPcieLinkWidth"),
+        ),
+    )
+
+
+def _first(ask: Callable[..., Any], questions: tuple[str, ...], *arguments: Any) -> Any:
+    """The first answer to questions that mean the same: newer drivers rename them."""
+    answers = (ask(question, *arguments) for question in questions)
+    return next((answer for answer in answers if answer is not None), None)
+
+
+def _watts(milliwatts: int | None) -> float | None:
+    return None if milliwatts is None else milliwatts / 1000
+
+
+def _reasons(bits: int | None) -> tuple[str, ...]:
+    return tuple(name for bit, name in _THROTTLE_REASONS.items() if (bits or 0) & bit)

@@ -1,0 +1,134 @@
+"""The hardware guide's function API: the same names, keys and printed lines, on top of trainfit.
+
+    from trainfit.hardware_optimizer import detect_gpu_info, optimize_pytorch_settings
+
+A script of one's own can use these without the rest of trainfit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal
+
+from trainfit.conf import preset
+from trainfit.errors import BadInput, did_you_mean
+from trainfit.hardware import detect
+from trainfit.measuring import MemoryTracker, benchmark_dataloader
+from trainfit.planning import preset_for_memory, recommend, workers
+from trainfit.records import Applied, HardwareProfile, RuntimeSettings
+from trainfit.runtime import apply, compile_model
+
+if TYPE_CHECKING:
+    from trainfit.records import Recommendation
+
+__all__ = [
+    "MemoryTracker",
+    "benchmark_dataloader",
+    "compile_model",
+    "detect_gpu_info",
+    "enable_memory_efficient_mode",
+    "get_optimal_num_workers",
+    "get_recommended_config",
+    "optimize_pytorch_settings",
+    "print_hardware_info",
+]
+
+
+def detect_gpu_info() -> dict[str, Any]:
+    """The first GPU in plain values; without one, has_gpu is False and the rest is empty."""
+    profile = detect()
+    if not profile.gpus:
+        return {
+            "has_gpu": False,
+            "gpu_count": 0,
+            "gpu_name": None,
+            "gpu_memory_gb": 0.0,
+            "compute_capability": None,
+            "supports_bfloat16": False,
+            "supports_tf32": False,
+        }
+    gpu = profile.gpus[0]
+    return {
+        "has_gpu": True,
+        "gpu_count": len(profile.gpus),
+        "gpu_name": gpu.name,
+        "gpu_memory_gb": gpu.memory_gib,
+        "compute_capability": gpu.compute_capability,
+        "supports_bfloat16": gpu.native_bf16,
+        "supports_tf32": gpu.tf32,
+    }
+
+
+def get_recommended_config(gpu_memory_gb: float | None = None) -> dict[str, Any]:
+    """The guide's row for the GPU that is here, or the cautious one for a size of memory.
+
+    `mixed_precision` is "bf16", "fp16", "auto" or False, so that it also reads as yes or no.
+    """
+    if gpu_memory_gb is None:
+        found = recommend(detect())
+        return _row(found.preset, found)
+    if not gpu_memory_gb >= 0:
+        raise BadInput(f"gpu_memory_gb is {gpu_memory_gb}", "give the size in GB, 0 for a CPU")
+    return _row(preset_for_memory(gpu_memory_gb) if gpu_memory_gb else "cpu")
+
+
+def _row(name: str, found: Recommendation | None = None) -> dict[str, Any]:
+    """A preset in the guide's keys. The GPU itself, where it is here, decides the precision."""
+    values = preset("nli", name)
+    precision = values["device.mixed_precision"] if found is None else found.precision
+    pinned = values["training.num_workers"]
+    return {
+        "batch_size": values["training.batch_size"],
+        "num_workers": get_optimal_num_workers() if pinned == "auto" else pinned,
+        "gradient_checkpointing": values.get("model.use_gradient_checkpointing", False),
+        "gradient_accumulation_steps": values.get("optimization.gradient_accumulation_steps", 1),
+        "mixed_precision": False if precision in ("off", "fp32") else precision,
+        "compile": values.get("optimization.compile", False),
+    }
+
+
+def print_hardware_info() -> None:
+    """Print the machine and what to set on it."""
+    from trainfit.catalogue import find
+    from trainfit.reports import terminal
+
+    profile = detect()
+    specs = [None if gpu.slug is None else find(gpu.slug) for gpu in profile.gpus]
+    terminal.console().print(terminal.check_page(profile, specs, recommend(profile), None))
+
+
+def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applied:
+    """Set torch up for training: cuDNN benchmark, TF32, threads, and an empty cache.
+
+    `config` overrides any of tf32, cudnn_benchmark, deterministic, num_threads, attention,
+    expandable_segments, empty_cache and seed. Returns what changed; runtime.undo takes it back.
+    """
+    profile = detect()
+    wanted: dict[str, Any] = {
+        "tf32": any(gpu.tf32 for gpu in profile.gpus),
+        "cudnn_benchmark": True,
+        "num_threads": profile.cpu.cores,
+        "empty_cache": True,
+    }
+    for key, value in (config or {}).items():
+        if key not in RuntimeSettings.__dataclass_fields__:
+            names = list(RuntimeSettings.__dataclass_fields__)
+            raise BadInput(f"unknown setting {key!r}", did_you_mean(key, names, f"use {names}"))
+        wanted[key] = value
+    return apply(RuntimeSettings(**wanted))
+
+
+def enable_memory_efficient_mode() -> Applied:
+    """Prefer memory-efficient attention, growable segments and an empty cache.
+
+    Returns what it did. Segments can only be set before CUDA starts: later, the change says so.
+    """
+    attention: Literal["efficient"] = "efficient"
+    return apply(RuntimeSettings(expandable_segments=True, attention=attention, empty_cache=True))
+
+
+def get_optimal_num_workers() -> int:
+    """Loader processes for this machine: usable cores - 2, at most 8, one per 3 GB of GPU."""
+    profile: HardwareProfile = detect()
+    memory = min((gpu.memory_gib for gpu in profile.gpus), default=None)
+    return workers(profile.cpu.cores, memory)

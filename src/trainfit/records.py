@@ -1,0 +1,437 @@
+"""What each stage of the flow hands to the next: frozen records, lossless in JSON.
+
+    detect ─► plan ─► tune ─► apply ─► train ─► verify ─► report
+
+A stage takes the records before it and returns its own; none reaches back. `None` always means
+"not known" or "not set", never zero. Sizes are in GiB, times in seconds, rates in TFLOP/s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+
+from trainfit import codec
+from trainfit.errors import BadInput
+from trainfit.files import write_whole
+
+if TYPE_CHECKING:
+    import torch
+
+Precision = Literal["bf16", "fp16", "fp32"]
+Scalar = bool | int | float | str | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Record:
+    """Base of the records: JSON both ways, to text or to a file."""
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """The record as strict JSON text."""
+        return codec.dumps(self, indent)
+
+    @classmethod
+    def from_json(cls, text: str, source: str = "") -> Self:
+        """The record that `text` holds; `source` is named in an error."""
+        return codec.loads(cls, text, source)
+
+    def save(self, path: Path) -> None:
+        """Write the record whole or not at all."""
+        write_whole(path, self.to_json() + "\n")
+
+    @classmethod
+    def load(cls, path: Path) -> Self:
+        """Read a record that `save` wrote."""
+        try:
+            text = path.read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise BadInput(f"cannot read {path} ({error})", "give a file trainfit wrote") from None
+        return cls.from_json(text, str(path))
+
+
+# ── detect ────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Note(Record):
+    """Something about the machine that a person should know, and what to do about it."""
+
+    code: str
+    text: str
+    fix: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PcieLink(Record):
+    """The link of a GPU to the host: a narrow one makes every copy slow."""
+
+    generation: int | None = None
+    width: int | None = None
+    max_generation: int | None = None
+    max_width: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuState(Record):
+    """What the driver says of a GPU right now; everything may be unknown."""
+
+    memory_used_gib: float | None = None
+    memory_used_by_others_gib: float | None = None
+    power_limit_w: float | None = None
+    power_max_w: float | None = None
+    power_w: float | None = None
+    temperature_c: int | None = None
+    clock_sm_mhz: int | None = None
+    clock_sm_max_mhz: int | None = None
+    clock_memory_mhz: int | None = None
+    throttle_reasons: tuple[str, ...] = ()
+    utilisation_percent: int | None = None
+    ecc: bool | None = None
+    pcie: PcieLink = PcieLink()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Gpu(Record):
+    """One device that training could run on."""
+
+    index: int
+    name: str
+    vendor: Literal["nvidia", "amd", "apple", "unknown"]
+    slug: str | None
+    """The catalogue's row, or None for a GPU that it does not know (then there is no peak)."""
+    memory_gib: float
+    """What a program can see of it, which is less than the box says."""
+    compute_capability: str
+    native_bf16: bool
+    """Matrix units take bfloat16. An emulated bfloat16, as on a T4, does not count."""
+    tf32: bool
+    fp16: bool
+    fp8: bool
+    sm_count: int | None = None
+    uuid: str | None = None
+    mig: str | None = None
+    """The profile of a MIG slice, such as 1g.10gb."""
+    state: GpuState = GpuState()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cpu(Record):
+    """The processor as this process may use it."""
+
+    name: str
+    cores: int
+    """Cores that affinity and cgroup allow, which in a container are fewer than the host has."""
+    host_cores: int
+    native_bf16: bool = False
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TorchBuild(Record):
+    """Which torch is installed, and for what."""
+
+    version: str
+    backend: Literal["cpu", "cuda", "rocm", "mps"]
+    cuda: str | None = None
+    cudnn: str | None = None
+    hip: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompileSupport(Record):
+    """What torch.compile needs on this machine."""
+
+    c_compiler: str | None
+    python_headers: bool
+    triton: str | None
+
+    def missing(self, gpu: bool) -> tuple[str, ...]:
+        """What torch.compile would fail for, for a GPU (Triton) or the CPU (C++)."""
+        lacks = []
+        if self.c_compiler is None:
+            lacks.append("a C compiler")
+        if not self.python_headers:
+            lacks.append("Python headers")
+        if gpu and self.triton is None:
+            lacks.append("Triton")
+        return tuple(lacks)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HardwareProfile(Record):
+    """The machine as it is now, from detect()."""
+
+    gpus: tuple[Gpu, ...]
+    """What torch can train on, in torch's order."""
+    other_gpus: tuple[str, ...] = ()
+    """GPUs that are in the machine but that this process cannot use, with the reason in notes."""
+    cpu: Cpu
+    memory_gib: float
+    memory_available_gib: float
+    shm_gib: float | None
+    disk_free_gib: float
+    torch: TorchBuild | None
+    """None where torch was not asked, as for a GPU that is only looked up."""
+    driver: str | None
+    driver_cuda: str | None
+    compile: CompileSupport
+    platform: str
+    python: str
+    notes: tuple[Note, ...] = ()
+    simulated: bool = False
+    """True when the GPU comes from the catalogue and is not here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Reason(Record):
+    """One setting, its value, why, and what lost against it."""
+
+    setting: str
+    value: Scalar
+    why: str
+    alternatives: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recommendation(Record):
+    """Starting values for a machine, before any model is known."""
+
+    preset: str
+    precision: Precision
+    tf32: bool
+    batch_size: int
+    gradient_accumulation_steps: int
+    gradient_checkpointing: bool
+    freeze_encoder: bool
+    compile: bool
+    num_workers: int
+    reasons: tuple[Reason, ...] = ()
+
+
+# ── plan ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload(Record):
+    """What is to be trained, apart from the model: how long the sequences are and how many."""
+
+    lengths: tuple[int, ...]
+    """Tokens per sequence, or a sample of them."""
+    sequences: int
+    """Sequences in an epoch."""
+    max_length: int
+    effective_batch_size: int
+    """Sequences in an optimizer step, over all ranks."""
+    epochs: float
+    method: Literal["full", "lora", "dora", "frozen"] = "full"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TaskSpec(Record):
+    """How a child process builds the task: an import path and its JSON arguments."""
+
+    factory: str
+    """module:callable"""
+    arguments: dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RuntimeSettings(Record):
+    """Process-wide switches that runtime applies; None leaves one as it is."""
+
+    tf32: bool | None = None
+    cudnn_benchmark: bool | None = None
+    deterministic: bool | None = None
+    num_threads: int | None = None
+    attention: Literal["flash", "efficient", "math"] | None = None
+    """The attention kernel to prefer; the others stay as fallbacks."""
+    expandable_segments: bool | None = None
+    empty_cache: bool | None = None
+    seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemoryEstimate(Record):
+    """Where the memory of a step goes, and what is left."""
+
+    weights_gib: float
+    gradients_gib: float
+    optimizer_gib: float
+    activations_gib: float
+    workspace_gib: float
+    peak_allocated_gib: float
+    peak_reserved_gib: float
+    capacity_gib: float
+    error_percent: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimeEstimate(Record):
+    """How fast it will run; a figure is None where nothing was recorded to base it on."""
+
+    tokens_per_second: float | None
+    samples_per_second: float | None
+    mfu: float | None
+    step_seconds: float | None
+    epoch_seconds: float | None
+    total_seconds: float | None
+    error_percent: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Record):
+    """Every setting of a run, each with its reason."""
+
+    fits: bool
+    task: TaskSpec
+    workload: Workload
+    gpu: str | None
+    precision: Precision
+    runtime: RuntimeSettings
+    attention: str
+    batch_size: int
+    micro_batch_tokens: int
+    cuts: tuple[int, ...]
+    """Micro-batches per step: the one planned, then those to fall back on when memory runs out."""
+    gradient_checkpointing: Literal["none", "selective", "full"]
+    compile: bool
+    compile_mode: str
+    optimizer: str
+    num_workers: int
+    eval_batch_size: int
+    memory: MemoryEstimate | None
+    time: TimeEstimate | None
+    reasons: tuple[Reason, ...] = ()
+    measurements: tuple[Measurement, ...] = ()
+
+
+# ── tune, apply ───────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurement(Record):
+    """A measured quantity: the median, every raw sample, and the datasheet's figure if any."""
+
+    name: str
+    unit: str
+    value: float
+    samples: tuple[float, ...]
+    datasheet: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Measurements(Record):
+    """What `check --measure` found on one device, with what it depends on."""
+
+    device: str
+    torch: str
+    driver: str | None
+    taken: str
+    items: tuple[Measurement, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Change(Record):
+    """One switch: what was asked, what it was before, and what it is now as read back."""
+
+    name: str
+    requested: Scalar
+    before: Scalar
+    after: Scalar
+    note: str = ""
+    """Why it could not be done, or what else to know."""
+
+    @property
+    def done(self) -> bool:
+        """Whether the switch now stands where it was asked to."""
+        return self.after == self.requested
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Applied(Record):
+    """What apply() did to this process."""
+
+    changes: tuple[Change, ...]
+
+    def __getitem__(self, name: str) -> Change:
+        """The change of that name."""
+        return {change.name: change for change in self.changes}[name]
+
+
+# ── train, verify ─────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Event(Record):
+    """Something that happened in a run: an OOM, a resume, a skipped step."""
+
+    kind: str
+    step: int
+    seconds: float
+    text: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunResult(Record):
+    """How a run ended."""
+
+    run: str
+    """The run folder."""
+    status: Literal["finished", "stopped", "failed"]
+    steps: int
+    seconds: float
+    metrics: dict[str, float]
+    peak_memory_gib: float | None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ReceiptItem(Record):
+    """One optimization: what was asked for against what was seen to run."""
+
+    name: str
+    requested: Scalar
+    observed: Scalar
+    status: Literal["active", "not_active", "off", "not_applicable"]
+    evidence: str
+    mend: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Receipt(Record):
+    """The proof of what was active in a run."""
+
+    run: str
+    items: tuple[ReceiptItem, ...]
+
+
+# ── bring your own ────────────────────────────────────────────────────────────────────────────
+
+
+class TrainTask(Protocol):
+    """What a user brings to have it planned, tuned, trained and verified.
+
+    A step is a fixed set of sequences. How it is cut into micro-batches is the engine's decision,
+    so a task answers for any subset: the loss is a sum, and its weight says of how much.
+    """
+
+    def build_model(self) -> torch.nn.Module:
+        """A new model with its weights, on the CPU."""
+
+    def steps(self, epoch: int) -> Iterable[tuple[int, ...]]:
+        """The sequences of each optimizer step of an epoch, by index; the same every time."""
+
+    def length(self, sequence: int) -> int:
+        """Tokens in a sequence, without reading its text."""
+
+    def collate(self, sequences: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
+        """The micro-batch of these sequences."""
+
+    def loss(
+        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, float]:
+        """The summed loss of a micro-batch, and its weight (labels or tokens that count)."""
+
+    def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
+        """Metrics on the validation data."""

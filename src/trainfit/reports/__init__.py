@@ -1,0 +1,1 @@
+"""What people look at. Nothing here measures or decides."""

@@ -1,0 +1,228 @@
+"""Records as tables in a terminal; plain text where the output is not one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+
+from trainfit.catalogue import GpuSpec
+from trainfit.conf import Composed
+from trainfit.records import Gpu, HardwareProfile, Measurements, Note, Recommendation
+
+PLAIN_WIDTH = 110
+
+
+def console(stderr: bool = False) -> Console:
+    """A console that does not fold lines at 80 columns when it is piped into a file."""
+    made = Console(stderr=stderr, highlight=False)
+    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+
+
+def check_page(
+    profile: HardwareProfile,
+    specs: Iterable[GpuSpec | None],
+    recommended: Recommendation,
+    measured: Measurements | None,
+) -> RenderableType:
+    """The page of `trainfit check`."""
+    parts: list[RenderableType] = [
+        _gpu_panel(gpu, spec, profile.simulated)
+        for gpu, spec in zip(profile.gpus, specs, strict=True)
+    ]
+    parts.append(_machine_panel(profile))
+    if measured is not None:
+        parts.append(_measured_table(measured))
+    parts.append(_recommended_table(recommended))
+    parts += [_note(note) for note in profile.notes]
+    return Group(*parts)
+
+
+def gpu_line(gpu: Gpu) -> str:
+    """A GPU in one line."""
+    return (
+        f"{gpu.index}: {gpu.name}, {gpu.memory_gib:.2f} GiB, compute capability "
+        f"{gpu.compute_capability}, bf16 {_yes(gpu.native_bf16)}, TF32 {_yes(gpu.tf32)}"
+    )
+
+
+def gpu_list(specs: Iterable[GpuSpec]) -> Table:
+    """The catalogue as a table."""
+    table = Table(title="GPUs of the catalogue", box=None, pad_edge=False)
+    table.add_column("slug")
+    table.add_column("also")
+    for heading in ("GB", "GB/s", "bf16", "fp16", "TF32", "fp32"):
+        table.add_column(heading, justify="right")
+    for spec in specs:
+        table.add_row(
+            spec.slug,
+            ", ".join(spec.short_names),
+            *(f"{n:g}" for n in (spec.memory_gb, spec.bandwidth_gbs)),
+            *(_rate(spec.peak_tflops(kind)) for kind in ("bf16", "fp16", "tf32", "fp32")),
+        )
+    return table
+
+
+def config_table(composed: Composed) -> Table:
+    """A configuration with the layer that each value came from."""
+    table = Table(box=None, pad_edge=False)
+    for heading in ("key", "value", "from"):
+        table.add_column(heading)
+    for key, value in composed.values().items():
+        origin = composed.origins[key]
+        table.add_row(key, _value(value), Text(origin, "dim" if origin == "default" else "bold"))
+    return table
+
+
+def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
+    title = f"{gpu.name} (from the catalogue, not in this machine)" if simulated else gpu.name
+    rows: list[tuple[str, str]] = [
+        ("Memory", f"{gpu.memory_gib:.2f} GiB{_memory_use(gpu)}"),
+        ("Compute capability", gpu.compute_capability),
+        ("BFloat16", _yes(gpu.native_bf16) + ("" if gpu.native_bf16 else " (not native)")),
+        ("TF32", _yes(gpu.tf32)),
+        ("FP8", _yes(gpu.fp8)),
+        ("Catalogue", spec.slug if spec else "unknown: no peak, so no MFU"),
+    ]
+    if spec is not None:
+        rows.append(("Dense peak", _peaks(spec)))
+        rows.append(("Bandwidth", f"{spec.bandwidth_gbs:g} GB/s"))
+        if spec.mfu_good and spec.mfu_excellent:
+            good, excellent = (f"{a} to {b}%" for a, b in (spec.mfu_good, spec.mfu_excellent))
+            rows.append(("MFU target", f"good {good}, excellent {excellent}"))
+    rows += _state_rows(gpu)
+    return Panel(_grid(rows), title=f"GPU {gpu.index}: {title}", title_align="left")
+
+
+def _memory_use(gpu: Gpu) -> str:
+    others = gpu.state.memory_used_by_others_gib
+    return "" if not others else f", {others:.2f} used by others"
+
+
+def _state_rows(gpu: Gpu) -> list[tuple[str, str]]:
+    state, pcie = gpu.state, gpu.state.pcie
+    rows = []
+    if state.power_limit_w is not None:
+        rows.append(("Power cap", f"{state.power_limit_w:.0f} W{_of(state.power_max_w, ' W')}"))
+    if state.clock_sm_mhz is not None:
+        now = f"{state.clock_sm_mhz} MHz{_of(state.clock_sm_max_mhz, ' MHz')}"
+        reasons = ", ".join(state.throttle_reasons) or "not throttled"
+        rows.append(("Clock", f"{now}, {reasons}"))
+    if pcie.width is not None and pcie.generation is not None:
+        link = f"generation {pcie.generation}{_of(pcie.max_generation)}"
+        rows.append(("PCIe", f"{link}, {pcie.width} lanes{_of(pcie.max_width)}"))
+    if state.ecc is not None:
+        rows.append(("ECC", "on" if state.ecc else "off"))
+    if gpu.mig is not None:
+        rows.append(("MIG slice", gpu.mig))
+    return rows
+
+
+def _of(most: float | None, unit: str = "") -> str:
+    return "" if most is None else f" of {most:.0f}{unit}"
+
+
+def _peaks(spec: GpuSpec) -> str:
+    kinds = ("bf16", "fp16", "tf32", "fp32", "fp8")
+    rates = [(kind, spec.peak_tflops(kind)) for kind in kinds]
+    return ", ".join(f"{kind} {rate:g}" for kind, rate in rates if rate) + " TFLOP/s"
+
+
+def _machine_panel(profile: HardwareProfile) -> Panel:
+    cpu = profile.cpu
+    cores = f"{cpu.cores} usable" + (f" of {cpu.host_cores}" if cpu.host_cores > cpu.cores else "")
+    rows = [
+        ("CPU", f"{cpu.name}, {cores} cores, bf16 {_yes(cpu.native_bf16)}"),
+        (
+            "Memory",
+            f"{profile.memory_gib:.1f} GiB, {profile.memory_available_gib:.1f} available",
+        ),
+        ("/dev/shm", "none" if profile.shm_gib is None else f"{profile.shm_gib:.1f} GiB"),
+        ("Disk here", f"{profile.disk_free_gib:.1f} GiB free"),
+        ("Torch", _torch(profile)),
+        ("Driver", _driver(profile)),
+        ("torch.compile", _compile(profile)),
+        ("Python", f"{profile.python} on {profile.platform}"),
+    ]
+    return Panel(_grid(rows), title="Machine", title_align="left")
+
+
+def _torch(profile: HardwareProfile) -> str:
+    build = profile.torch
+    if build is None:
+        return "not asked"
+    versions = [("CUDA", build.cuda), ("cuDNN", build.cudnn), ("HIP", build.hip)]
+    extras = "".join(f", {name} {version}" for name, version in versions if version)
+    return f"{build.version} ({build.backend}{extras})"
+
+
+def _driver(profile: HardwareProfile) -> str:
+    if profile.driver is None:
+        return "not asked" if profile.simulated else "none found"
+    cuda = f" (CUDA up to {profile.driver_cuda})" if profile.driver_cuda else ""
+    return f"{profile.driver}{cuda}"
+
+
+def _compile(profile: HardwareProfile) -> str:
+    support = profile.compile
+    missing = support.missing(gpu=bool(profile.gpus) and not profile.simulated)
+    if missing:
+        return f"would fail: {' and '.join(missing)} missing"
+    triton = f", Triton {support.triton}" if support.triton else ""
+    return f"ready ({support.c_compiler}{triton})"
+
+
+def _recommended_table(recommended: Recommendation) -> Table:
+    table = Table(title="Recommended settings", title_justify="left", box=None, pad_edge=False)
+    for heading in ("setting", "value", "why"):
+        table.add_column(heading)
+    for reason in recommended.reasons:
+        table.add_row(reason.setting, Text(_value(reason.value), "bold"), reason.why)
+    return table
+
+
+def _measured_table(measured: Measurements) -> Table:
+    table = Table(title="Measured", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what")
+    for heading in ("median", "datasheet", "share", "samples"):
+        table.add_column(heading, justify="right")
+    for item in measured.items:
+        table.add_row(
+            item.name,
+            f"{item.value:.4g} {item.unit}",
+            "" if item.datasheet is None else f"{item.datasheet:g} {item.unit}",
+            "" if item.datasheet is None else f"{item.value / item.datasheet:.0%}",
+            str(len(item.samples)),
+        )
+    return table
+
+
+def _note(note: Note) -> Text:
+    text = Text.assemble(("Note: ", "bold yellow"), note.text)
+    return text.append(f" {note.fix}") if note.fix else text
+
+
+def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+    grid = Table.grid(padding=(0, 2))
+    grid.add_column(style="dim", no_wrap=True)
+    grid.add_column()
+    for name, value in rows:
+        grid.add_row(name, Text(value))
+    return grid
+
+
+def _value(value: Any) -> str:
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _yes(flag: bool) -> str:
+    return "yes" if flag else "no"
+
+
+def _rate(rate: float | None) -> str:
+    return "" if rate is None else f"{rate:g}"

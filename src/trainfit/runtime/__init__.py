@@ -1,0 +1,10 @@
+"""The only place that writes torch's process-wide switches and environment variables.
+
+`apply` does what a plan or its settings ask and returns what changed, as read back; `undo` puts
+it back; `applied` does both around a block. `compile_model` compiles and survives the compiler.
+"""
+
+from trainfit.runtime.applying import applied, apply, undo
+from trainfit.runtime.compiling import compile_model
+
+__all__ = ["applied", "apply", "compile_model", "undo"]

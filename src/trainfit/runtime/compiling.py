@@ -1,0 +1,78 @@
+"""Compile a model in place, and go on without the compiler when it fails."""
+
+from __future__ import annotations
+
+import warnings
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainfit.errors import BadInput, TrainfitWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def compile_model(
+    model: Model, mode: str = "default", *, backend: str | Callable[..., Any] = "inductor"
+) -> Model:
+    """Compile `model` in place and return it; its state dict keeps its keys.
+
+    torch compiles at the first call, so that is where the compiler fails, if it does. The model
+    then warns once and runs eagerly from there on. An error in the model's own forward is raised
+    as it is. `mode` is one of torch.compile's; `backend` is for another compiler than Inductor.
+    """
+    import torch
+    from torch._inductor import list_mode_options
+
+    if mode not in (modes := list_mode_options()):
+        raise BadInput(f"compile mode is {mode!r}", f"give one of {', '.join(modes)}")
+    eager: Callable[..., Any] = model._call_impl
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return eager(*args, **kwargs)
+
+    # This is nn.Module.compile with a frame of ours in between. Without it the tracer passes over
+    # the call itself, as it does over all of torch.nn: a bare nn.Sequential is not compiled then,
+    # and a hook cuts the graph.
+    compiled = torch.compile(forward, mode=mode, backend=backend)
+    model._compiled_call_impl = _guarded(model, eager, compiled)
+    return model
+
+
+def _guarded(
+    model: torch.nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The `compiled` call of `model`, which gives way to the `eager` one if the compiler fails."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._functorch import config
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            # Left to itself torch compiles the backward pass in the first backward(), outside
+            # this call, where nothing could fall back any more.
+            with config.patch(force_non_lazy_backward_lowering=True):
+                return compiled(*args, **kwargs)
+        except TorchDynamoException as error:  # the base of Inductor's errors too
+            cause = _in_one_line(error)
+        # The tracer wraps a mistake in forward as if it were its own. So the eager call decides:
+        # if that raises as well, the error was the model's, and it leaves here as itself.
+        outcome = eager(*args, **kwargs)
+        model._compiled_call_impl = None
+        warnings.warn(
+            f"torch.compile failed and the model runs eagerly from here on ({cause})",
+            TrainfitWarning,
+            stacklevel=3,
+        )
+        return outcome
+
+    return call
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The cause of a compiler's `error`, which torch tells over many lines."""
+    cause = getattr(error, "inner_exception", error)
+    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

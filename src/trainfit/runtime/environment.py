@@ -1,0 +1,94 @@
+"""Variables that torch and CUDA read from the environment, once, when CUDA starts."""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from contextlib import ExitStack
+
+from trainfit.records import Change
+
+# One parser in torch looks for the old name first and another for the new one, and the order has
+# changed between versions. So a variable that is there is amended, each of them, and only where
+# there is none is the new name used.
+_NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+_NEW_NAME = _NAMES[-1]
+_EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*(\w+)")
+
+
+def set_variable(name: str, value: str, restore: ExitStack) -> None:
+    """Set an environment variable, and leave in `restore` what puts the old one back."""
+    restore.callback(_put_back, name, os.environ.get(name))
+    os.environ[name] = value
+
+
+def _put_back(name: str, value: str | None) -> None:
+    if value is None:
+        os.environ.pop(name, None)
+    else:
+        os.environ[name] = value
+
+
+def cuda_started() -> bool:
+    """Whether CUDA runs in this process, without importing torch or starting it."""
+    torch = sys.modules.get("torch")
+    return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def expandable_segments(on: bool, restore: ExitStack) -> Change:
+    """Let the CUDA allocator grow its segments, which keeps memory from fragmenting.
+
+    Everything else in the variable stays. This neither imports torch nor starts CUDA.
+    """
+    before, obstacle = _reads(), _obstacle(on)
+    if not obstacle:
+        for name in [name for name in _NAMES if name in os.environ] or [_NEW_NAME]:
+            set_variable(name, _amended(os.environ.get(name, ""), on), restore)
+    after = _reads()
+    return Change(
+        name="expandable_segments",
+        requested=on,
+        before=before,
+        after=after,
+        note="" if after == on else obstacle,
+    )
+
+
+def _obstacle(on: bool) -> str:
+    """Why the variable would be set in vain."""
+    if not _has_cuda():
+        return f"this torch has no CUDA: nothing reads {_NEW_NAME}"
+    if cuda_started():
+        return (
+            "CUDA had already started, and its allocator reads the setting only once; "
+            f"set {_NEW_NAME}=expandable_segments:{on} before the process starts"
+        )
+    return ""
+
+
+def _has_cuda() -> bool:
+    """Whether torch was built with CUDA; a torch that is not imported yet may be."""
+    torch = sys.modules.get("torch")
+    return torch is None or bool(torch.backends.cuda.is_built())
+
+
+def _amended(text: str, on: bool) -> str:
+    """The allocator's settings in `text` with this one set, and all others as they were."""
+    setting = f"expandable_segments:{on}"
+    if _EXPANDABLE.search(text):
+        return _EXPANDABLE.sub(setting, text)
+    return f"{text.rstrip(', ')},{setting}" if text.strip(", ") else setting
+
+
+def _reads() -> bool | None:
+    """What the allocator works with, or will when CUDA starts; None where nothing says."""
+    if not _has_cuda():
+        return None
+    if cuda_started():
+        # What is in the environment by now may have come too late.
+        settings = sys.modules["torch"].cuda.memory._snapshot()["allocator_settings"]
+        return bool(settings["expandable_segments"])
+    text = next((os.environ[name] for name in _NAMES if name in os.environ), "")
+    found = _EXPANDABLE.search(text)
+    return found[1] == "True" if found else None

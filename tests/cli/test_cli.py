@@ -1,0 +1,224 @@
+"""The command line as a person or a program meets it."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from trainfit import __version__
+from trainfit.cli import main as entry
+from trainfit.cli.main import COMMANDS, run
+
+
+def python(code: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize(
+    "words", [["--help"], ["check", "--gpu", "t4", "--json"], ["config", "nli"]]
+)
+def test_torch_is_not_imported(words: list[str]):
+    done = python(
+        f"import sys\nfrom trainfit.cli.main import run\ncode = run({words!r})\n"
+        "heavy = {'torch', 'transformers', 'optuna'} & set(sys.modules)\n"
+        "sys.exit(f'imported {heavy}' if heavy else code)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_trainfit_imports_no_torch():
+    done = python("import sys, trainfit\nsys.exit('torch' in sys.modules)")
+    assert done.returncode == 0
+
+
+def test_help_is_quick():
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-m", "trainfit", "--help"], capture_output=True, check=True
+        )
+        times.append(time.perf_counter() - started)
+        assert b"check" in done.stdout
+    assert min(times) < 0.4
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
+    assert run([name, "--help"]) == 0
+    assert COMMANDS[name] in capsys.readouterr().out
+
+
+def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]):
+    assert run([]) == 0
+    assert "Commands" in capsys.readouterr().out
+
+
+def test_version(capsys: pytest.CaptureFixture[str]):
+    assert run(["--version"]) == 0
+    assert __version__ in capsys.readouterr().out
+
+
+def test_check_for_a_program(capsys: pytest.CaptureFixture[str]):
+    assert run(["check", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert {"gpus", "cpu", "memory_gib", "torch", "recommended"} <= set(data)
+    assert data["cpu"]["cores"] >= 1
+    assert {
+        "precision",
+        "batch_size",
+        "num_workers",
+        "gradient_checkpointing",
+        "gradient_accumulation_steps",
+        "compile",
+    } <= set(data["recommended"])
+
+
+@pytest.mark.parametrize(
+    ("gpu", "slug", "precision", "tf32"),
+    [
+        ("t4", "t4", "fp16", False),
+        ("a100-sxm4-80gb", "a100-sxm4-80gb", "bf16", True),
+        ("a100", "a100-sxm4-80gb", "bf16", True),
+        ("h200", "h200-sxm-141gb", "bf16", True),
+    ],
+)
+def test_a_gpu_that_is_not_here(
+    gpu: str, slug: str, precision: str, tf32: bool, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["check", "--gpu", gpu, "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    assert data["simulated"]
+    [shown] = data["gpus"]
+    assert (shown["slug"], shown["tf32"], shown["native_bf16"]) == (slug, tf32, tf32)
+    assert {"name", "memory_gib", "compute_capability"} <= set(shown)
+    assert (data["recommended"]["precision"], data["recommended"]["tf32"]) == (precision, tf32)
+    said = [note["text"] for note in data["notes"] if note["code"] == "short_form"]
+    assert bool(said) == (gpu != slug)
+    assert all(slug in text for text in said)
+
+
+def test_check_for_a_person(capsys: pytest.CaptureFixture[str]):
+    assert run(["check", "--gpu", "3090"]) == 0
+    page = capsys.readouterr().out
+    for word in (
+        "NVIDIA GeForce RTX 3090",
+        "not in this machine",
+        "23.56 GiB",
+        "8.6",
+        "BFloat16",
+        "TF32",
+        "Recommended settings",
+        "batch_size",
+        "why",
+        "good 18 to 22%",
+        "taken as rtx-3090",
+    ):
+        assert word in page
+
+
+def test_check_short(capsys: pytest.CaptureFixture[str]):
+    assert run(["check", "--short", "--gpu", "t4"]) == 0
+    line = "0: Tesla T4, 14.74 GiB, compute capability 7.5, bf16 no, TF32 no\n"
+    assert capsys.readouterr().out == line
+    assert run(["check", "--short"]) == 0
+    assert capsys.readouterr().out.strip()
+
+
+def test_the_catalogue_can_be_listed(capsys: pytest.CaptureFixture[str]):
+    assert run(["check", "--gpu", "list"]) == 0
+    page = capsys.readouterr().out
+    assert "h200-sxm-141gb" in page
+    assert page.count("\n") > 120
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["check", "--gpu", "t5"], "unknown GPU 't5'; did you mean t4"),
+        (["check", "--gpu", "t4", "--measure"], "--measure cannot measure t4"),
+        (["check", "--jsn"], "--json"),
+        (["chek"], "unknown command 'chek'; did you mean check?"),
+        (["config"], "TASK"),
+        (["config", "nlu"], "unknown task 'nlu'; did you mean nli?"),
+        (["config", "nli", "training.batch_sise=3"], "did you mean training.batch_size"),
+    ],
+)
+def test_bad_input_is_one_line_and_exit_code_2(
+    words: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(words) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert message in captured.err
+    assert captured.err.count("\n") == 1
+    assert captured.err.startswith("trainfit: ")
+
+
+def test_several_mistakes_are_a_line_each(capsys: pytest.CaptureFixture[str]):
+    assert run(["config", "nli", "hardware=gpu_409", "seed=x"]) == 2
+    assert capsys.readouterr().err.count("\n") == 2
+
+
+def test_an_internal_error_shows_no_traceback(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def broken(*_args: object) -> None:
+        raise ZeroDivisionError("first\nsecond")
+
+    monkeypatch.setattr("trainfit.conf.compose", broken)
+    assert run(["config", "nli"]) == 1
+    err = capsys.readouterr().err
+    assert err.startswith("trainfit: internal error, ZeroDivisionError: first;")
+    assert "Traceback" not in err
+    assert err.count("\n") == 1
+    monkeypatch.setenv("TRAINFIT_TRACEBACK", "1")
+    with pytest.raises(ZeroDivisionError):
+        run(["config", "nli"])
+
+
+def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
+    def stopped(*_args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("trainfit.conf.compose", stopped)
+    assert run(["config", "nli"]) == entry.INTERRUPTED
+    assert capsys.readouterr().err.strip() == "trainfit: interrupted"
+
+
+def test_a_reader_that_stops_early_is_no_error():
+    words = f"{sys.executable} -m trainfit check --gpu list | head -1"
+    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 0
+    assert done.stderr == ""
+
+
+def test_config_names_the_origin_of_each_value(capsys: pytest.CaptureFixture[str]):
+    words = ["config", "nli", "hardware=gpu_4090", "batch_size=20", "--json"]
+    assert run(words) == 0
+    captured = capsys.readouterr()
+    data = json.loads(captured.out)
+    assert data["values"]["training.batch_size"] == {"value": 20, "from": "override"}
+    assert data["values"]["training.num_workers"] == {"value": 8, "from": "preset gpu_4090"}
+    assert "batch_size is training.batch_size" in captured.err
+    assert run(words[:-1]) == 0
+    page = capsys.readouterr().out
+    [line] = [line for line in page.splitlines() if line.startswith("training.batch_size ")]
+    assert line.split() == ["training.batch_size", "20", "override"]
+
+
+def test_measuring_from_the_command_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr("trainfit.measuring.machine.ITEM_SECONDS", 0.1)
+    assert run(["check", "--measure", "--json"]) == 0
+    data = json.loads(capsys.readouterr().out)
+    rates = {item["name"]: item["value"] for item in data["measured"]["items"]}
+    assert rates["matmul_fp32"] > 0
+    assert rates["copy"] > 0
+    assert len(list((tmp_path / "cache" / "measured").iterdir())) == 1

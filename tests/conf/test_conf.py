@@ -1,0 +1,317 @@
+"""Every preset against the documents, every override that a document shows, and every mistake."""
+
+import csv
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfit.catalogue import model_shape
+from trainfit.conf import SCHEMAS, compose, keys, options, preset
+from trainfit.conf.aliases import ALIASES
+from trainfit.errors import BadConfig, BadInput
+
+TABLE = list(csv.DictReader((Path(__file__).parent / "presets.csv").open()))
+TASKS = list(SCHEMAS)
+HARDWARE = (
+    "a10 a100 a30 a40 auto conservative cpu gpu_3090 gpu_4090 gpu_low_mem h100 h200 "
+    "rtx_4080 rtx_5090 t4 v100"
+).split()
+
+
+def expected(task: str, name: str) -> dict[str, Any]:
+    rows = [row for row in TABLE if (row["task"], row["preset"]) == (task, name)]
+    words = {"true": True, "false": False}
+    return {
+        row["key"]: words.get(row["value"], yaml.safe_load(row["value"]))
+        if row["value"] != "off"
+        else "off"
+        for row in rows
+    }
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_every_preset_of_the_documents_is_there(task: str):
+    assert list(options(task, "hardware")) == HARDWARE
+
+
+@pytest.mark.parametrize("name", HARDWARE)
+@pytest.mark.parametrize("task", TASKS)
+def test_a_preset_pins_what_its_document_says_and_nothing_else(task: str, name: str):
+    composed = compose(task, [f"hardware={name}"])
+    values = composed.values()
+    pinned = {k: values[k] for k, origin in composed.origins.items() if origin == f"preset {name}"}
+    assert pinned == expected(task, name) == preset(task, name)
+    assert composed.hardware == name
+
+
+def test_the_table_cites_a_source_for_every_value():
+    assert all(row["source"] for row in TABLE)
+    assert {row["task"] for row in TABLE} == set(TASKS)
+
+
+EXPERIMENTS = {
+    ("nli", "nli_full_5fold"): {"cv.folds": 5, "model.freeze_encoder": True},
+    ("nli", "nli_quick_test"): {"training.max_steps": 20},
+    ("nli", "rtx3090_optimized"): {
+        "device.tf32": True,
+        "optimization.optimizer": "adamw_fused",
+        "training.batch_size": 8,
+        "training.num_workers": 4,
+        "training.pin_memory": True,
+        "training.prefetch_factor": 2,
+        "model.use_flash_attention": True,
+        "optimization.compile": False,
+        "model.name": "gemma-3-1b-it",
+    },
+    ("textclass", "t4_textclass"): {
+        "data.max_length": 192,
+        "training.batch_size": 16,
+        "training.eval_batch_size": 32,
+        "optimization.gradient_accumulation_steps": 2,
+        "training.num_epochs": 3.0,
+        "device.mixed_precision": "fp16",
+        "model.name": "phobert-base-v2",
+    },
+    ("gpt", "gpt_medium"): {"model.name": "gpt-medium"},
+}
+
+
+@pytest.mark.parametrize(("task", "name"), EXPERIMENTS)
+def test_an_experiment_sets_what_its_document_says(task: str, name: str):
+    values = compose(task, [f"experiment={name}"]).values()
+    assert {key: values[key] for key in EXPERIMENTS[task, name]} == EXPERIMENTS[task, name]
+
+
+def test_every_shipped_experiment_is_in_the_table_above():
+    shipped = {(task, name) for task in TASKS for name in options(task, "experiment")}
+    assert shipped == set(EXPERIMENTS)
+
+
+def test_an_experiment_brings_its_hardware_and_the_user_may_choose_another():
+    assert compose("nli", ["experiment=rtx3090_optimized"]).hardware == "gpu_3090"
+    chosen = compose("nli", ["experiment=rtx3090_optimized", "hardware=gpu_4090"])
+    assert chosen.hardware == "gpu_4090"
+    assert chosen.origins["training.batch_size"] == "experiment rtx3090_optimized"
+
+
+def test_default_preset_experiment_and_override_are_told_apart():
+    words = ["hardware=gpu_3090", "experiment=nli_full_5fold", "training.batch_size=20"]
+    composed = compose("nli", words)
+    assert composed.origins["training.batch_size"] == "override"
+    assert composed.origins["training.num_workers"] == "preset gpu_3090"
+    assert composed.origins["cv.folds"] == "experiment nli_full_5fold"
+    assert composed.origins["seed"] == "default"
+    assert composed.values()["training.batch_size"] == 20
+    assert set(composed.origins) == set(composed.values()) == set(keys("nli"))
+
+
+# What the documents show, as they spell it; then the canonical key and value that it must become.
+SHOWN: dict[str, list[tuple[str, str, str, Any]]] = {
+    "hardware guide": [
+        ("nli", "training.batch_size=20", "training.batch_size", 20),
+        ("nli", "optimization.compile=true", "optimization.compile", True),
+        ("nli", "optimization.compile=false", "optimization.compile", False),
+        ("nli", "optimization.compile_mode=default", "optimization.compile_mode", "default"),
+        (
+            "nli",
+            "optimization.compile_mode=reduce-overhead",
+            "optimization.compile_mode",
+            "reduce-overhead",
+        ),
+        (
+            "nli",
+            "optimization.compile_mode=max-autotune",
+            "optimization.compile_mode",
+            "max-autotune",
+        ),
+        ("nli", "training.batch_size=4", "training.batch_size", 4),
+        (
+            "nli",
+            "model.use_gradient_checkpointing=true",
+            "model.use_gradient_checkpointing",
+            True,
+        ),
+        (
+            "nli",
+            "optimization.gradient_accumulation_steps=8",
+            "optimization.gradient_accumulation_steps",
+            8,
+        ),
+        ("nli", "model.freeze_encoder=true", "model.freeze_encoder", True),
+        ("nli", "training.num_workers=8", "training.num_workers", 8),
+        ("nli", "training.pin_memory=true", "training.pin_memory", True),
+        ("nli", "training.prefetch_factor=2", "training.prefetch_factor", 2),
+        ("nli", "device.mixed_precision=true", "device.mixed_precision", "auto"),
+        ("nli", "device.mixed_precision=false", "device.mixed_precision", "off"),
+        ("nli", "device.use_cuda=false", "device.use_cuda", False),
+        ("nli", "device.tf32=false", "device.tf32", False),
+        ("nli", "cudnn_benchmark=true", "device.cudnn_benchmark", True),
+    ],
+    "3090 document": [
+        ("nli", "device.use_tf32=false", "device.tf32", False),
+        ("nli", "training.optimizer_type=adamw", "optimization.optimizer", "adamw"),
+        ("nli", "training.optimizer_type=adamw_fused", "optimization.optimizer", "adamw_fused"),
+        ("nli", "model.use_flash_attention=false", "model.use_flash_attention", False),
+        ("nli", "model.use_torch_compile=false", "optimization.compile", False),
+        ("nli", "data.num_workers=0", "training.num_workers", 0),
+        ("nli", "data.num_workers=2", "training.num_workers", 2),
+        ("nli", "data.pin_memory=true", "training.pin_memory", True),
+        ("nli", "data.prefetch_factor=2", "training.prefetch_factor", 2),
+        ("nli", "training.batch_size=6", "training.batch_size", 6),
+        ("nli", "training.learning_rate=2e-5", "training.learning_rate", 2e-5),
+        ("nli", "training.weight_decay=0.01", "training.weight_decay", 0.01),
+    ],
+    "status report": [
+        ("nli", "training.use_bf16=true", "device.mixed_precision", "bf16"),
+        ("nli", "training.use_bf16=false", "device.mixed_precision", "off"),
+        ("nli", "use_bf16=true", "device.mixed_precision", "bf16"),
+        ("nli", "reproducibility.tf32=true", "device.tf32", True),
+        ("nli", "reproducibility.deterministic=true", "device.deterministic", True),
+        ("nli", "training.fused_adamw=true", "optimization.optimizer", "adamw_fused"),
+        ("nli", "fused_adamw=false", "optimization.optimizer", "adamw"),
+        ("nli", "max_grad_norm=1.0", "training.max_grad_norm", 1.0),
+        ("nli", "optimization.max_grad_norm=1.0", "training.max_grad_norm", 1.0),
+        ("nli", "pin_memory=true", "training.pin_memory", True),
+        ("nli", "num_workers=auto", "training.num_workers", "auto"),
+        ("nli", "persistent_workers=true", "training.persistent_workers", True),
+        ("nli", "use_torch_compile=false", "optimization.compile", False),
+        ("nli", "target_effective_batch_size=128", "training.effective_batch_size", 128),
+    ],
+    "tuning guide": [
+        ("gpt", "enable_tf32=true", "device.tf32", True),
+        ("gpt", "enable_amp=true", "device.mixed_precision", "auto"),
+        ("gpt", "enable_amp=false", "device.mixed_precision", "off"),
+        ("gpt", "amp_dtype=bf16", "device.mixed_precision", "bf16"),
+        ("gpt", "amp_dtype=fp16", "device.mixed_precision", "fp16"),
+        ("gpt", "enable_compile=false", "optimization.compile", False),
+        ("gpt", "max_length=768", "data.max_length", 768),
+        ("gpt", "block_size=1024", "data.max_length", 1024),
+        ("gpt", "batch_size=16", "training.batch_size", 16),
+        ("gpt", "eval_steps=2000", "training.eval_steps", 2000),
+        ("gpt", "logging_steps=100", "training.logging_steps", 100),
+        ("gpt", "eval_iters=50", "training.eval_iters", 50),
+        ("gpt", "dataloader_num_workers=4", "training.num_workers", 4),
+        ("gpt", "dataloader_pin_memory=true", "training.pin_memory", True),
+        ("gpt", "dataloader_persistent_workers=true", "training.persistent_workers", True),
+    ],
+    "T4 guide": [
+        ("textclass", "BATCH_TRAIN=12", "training.batch_size", 12),
+        ("textclass", "BATCH_EVAL=24", "training.eval_batch_size", 24),
+        (
+            "textclass",
+            "USE_GRADIENT_CHECKPOINTING=false",
+            "model.use_gradient_checkpointing",
+            False,
+        ),
+        ("textclass", "MAX_LENGTH=128", "data.max_length", 128),
+        ("textclass", "USE_TORCH_COMPILE=true", "optimization.compile", True),
+        ("textclass", "GRAD_ACCUM=4", "optimization.gradient_accumulation_steps", 4),
+        ("textclass", "optim=adamw_torch_fused", "optimization.optimizer", "adamw_fused"),
+        ("textclass", "optim=adamw_torch", "optimization.optimizer", "adamw"),
+        ("textclass", "dataloader_num_workers=2", "training.num_workers", 2),
+        ("textclass", "dataloader_pin_memory=true", "training.pin_memory", True),
+        ("textclass", "tf32=true", "device.tf32", True),
+    ],
+}
+ROWS = [(document, *row) for document, rows in SHOWN.items() for row in rows]
+
+
+@pytest.mark.parametrize(("document", "task", "word", "key", "value"), ROWS)
+def test_an_override_of_a_document(document: str, task: str, word: str, key: str, value: Any):
+    composed = compose(task, [word])
+    assert composed.values()[key] == value
+    assert type(composed.values()[key]) is type(value)
+    assert composed.origins[key] == "override"
+    written = word.split("=")[0]
+    assert [note for note in composed.notes if note.startswith(f"{written} is {key}")] == list(
+        composed.notes
+    )
+    assert bool(composed.notes) == (written != key)
+
+
+def test_every_alias_leads_to_a_key():
+    assert set(ALIASES.values()) <= set(keys("nli"))
+    assert {row[2].split("=")[0].lower() for row in ROWS} >= set(ALIASES) - {
+        "training.use_torch_compile",
+        "data.persistent_workers",
+        "dataloader_prefetch_factor",
+    }
+
+
+@pytest.mark.parametrize(
+    ("words", "value"),
+    [
+        (["enable_amp=true", "amp_dtype=fp16"], "fp16"),
+        (["amp_dtype=bf16", "enable_amp=true"], "bf16"),
+        (["amp_dtype=bf16", "enable_amp=false"], "off"),
+        (["enable_amp=false", "amp_dtype=fp16"], "off"),
+        (["device.mixed_precision=off"], "off"),
+    ],
+)
+def test_amp_is_whether_and_which(words: list[str], value: str):
+    assert compose("gpt", words).values()["device.mixed_precision"] == value
+
+
+@pytest.mark.parametrize(
+    ("task", "word", "message"),
+    [
+        ("nli", "training.batchsize=2", "unknown key training.batchsize for nli; did you mean tr"),
+        ("nli", "model.use_flash_attenton=true", "did you mean model.use_flash_attention?"),
+        ("nli", "learnig_rate=1", "did you mean training.learning_rate?"),
+        ("nli", "training.batch_size=many", 'training.batch_size is "many"; use a whole number'),
+        ("nli", "training.batch_size=0", "training.batch_size is 0; use a whole number (1 or more"),
+        ("nli", "training.batch_size=1.5", "training.batch_size is 1.5"),
+        ("nli", "device.tf32=1", "device.tf32 is 1; use true or false or auto"),
+        ("nli", "device.mixed_precision=bf61", "did you mean bf16?"),
+        ("nli", "hardware=gpu_490", "unknown hardware=gpu_490 for nli; did you mean gpu_4090"),
+        ("nli", "experiment=t4_textclass", "unknown experiment=t4_textclass for nli"),
+        ("nli", "training.batch_size", "write it as key=value"),
+        ("nli", "~training.batch_size", "write it as key=value"),
+        ("nli", "+training.batch=3", "write it as key=value"),
+        ("nli", "training.batch_size=1,2", "write it as key=value"),
+        ("nli", "training.batch_size=[", "write it as key=value"),
+        ("gpt", "cv.folds=5", "unknown key cv.folds for gpt"),
+        ("nli", "optim=adamw_troch", 'optimization.optimizer is "adamw_troch"'),
+        ("nlu", "seed=1", "unknown task 'nlu'; did you mean nli?"),
+    ],
+)
+def test_a_mistake_is_named_with_the_fix(task: str, word: str, message: str):
+    with pytest.raises(BadInput) as caught:
+        compose(task, [word])
+    assert message in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_several_mistakes_are_reported_at_once():
+    words = ["hardware=gpu_409", "training.batchsize=1", "training.batch_size=x", "seed=-1"]
+    with pytest.raises(BadConfig) as caught:
+        compose("nli", words)
+    assert len(caught.value.problems) == 4
+
+
+def test_two_spellings_that_disagree_are_refused():
+    with pytest.raises(BadInput, match="set the same key optimization.optimizer"):
+        compose("nli", ["training.optimizer_type=adamw", "training.fused_adamw=true"])
+    agreed = compose("nli", ["training.optimizer_type=adamw_fused", "training.fused_adamw=true"])
+    assert agreed.values()["optimization.optimizer"] == "adamw_fused"
+    last = compose("nli", ["training.batch_size=4", "training.batch_size=8"])
+    assert last.values()["training.batch_size"] == 8
+
+
+@given(st.lists(st.text(max_size=25), max_size=3))
+def test_whatever_is_typed_is_either_understood_or_one_line_per_mistake(words: list[str]):
+    try:
+        compose("nli", words)
+    except BadInput as error:
+        problems = getattr(error, "problems", (error,))
+        assert 1 <= len(problems) <= len(words)
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_the_default_model_and_every_experiments_model_is_in_the_catalogue(task: str):
+    for words in ([], *([f"experiment={name}"] for name in options(task, "experiment"))):
+        model_shape(compose(task, words).values()["model.name"])

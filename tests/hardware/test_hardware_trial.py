@@ -1,0 +1,54 @@
+import os
+import signal
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+
+from trainfit.catalogue import find
+from trainfit.hardware import as_if, detect
+from trainfit.hardware.detect import _tried
+from trainfit.hardware.trial import bf16_fault
+
+
+def child(code: str) -> tuple[str, ...]:
+    return (sys.executable, "-c", code)
+
+
+def test_a_child_that_dies_names_its_signal_and_this_process_lives():
+    assert bf16_fault(child("import os; os.kill(os.getpid(), 4)")) == "SIGILL"
+
+
+@pytest.mark.parametrize("code", ["pass", "import sys; sys.exit(3)"])
+def test_a_child_that_ends_by_itself_is_no_fault(code: str):
+    assert bf16_fault(child(code)) is None
+
+
+def test_a_program_that_cannot_start_is_no_fault():
+    assert bf16_fault(("/no/such/program",)) is None
+
+
+def test_a_processor_that_only_claims_bf16_is_believed_no_longer():
+    profile = as_if(find("t4"))
+    claims = replace(profile, cpu=replace(profile.cpu, native_bf16=True))
+    tried = _tried(claims, lambda: "SIGILL")
+    assert not tried.cpu.native_bf16
+    assert [note.code for note in tried.notes][-1] == "cpu_bf16_dies"
+    assert _tried(claims, lambda: None) == claims
+    without = replace(profile, cpu=replace(profile.cpu, native_bf16=False))
+    assert _tried(without, lambda: "SIGILL") == without
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tried only where the CPU has to train")
+def test_what_detect_says_of_this_cpu_holds():
+    pid = os.fork()
+    if pid == 0:  # the product itself is the reference
+        a = torch.ones(64, 64, dtype=torch.bfloat16)
+        a @ a
+        os._exit(0)
+    _, status = os.waitpid(pid, 0)
+    died = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGILL
+    profile = detect()
+    assert not (died and profile.cpu.native_bf16)
+    assert died == ("cpu_bf16_dies" in [note.code for note in profile.notes])

@@ -1,0 +1,78 @@
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from trainfit.errors import BadInput
+from trainfit.hardware import detect
+from trainfit.measuring import machine, measure, remember, remembered
+from trainfit.records import HardwareProfile
+
+
+@pytest.fixture
+def cpu() -> HardwareProfile:
+    return replace(detect(), gpus=())
+
+
+def test_the_cpu_is_measured_against_an_independent_clock(
+    cpu: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(machine, "ITEM_SECONDS", 0.2)
+    names: list[str] = []
+    measured = measure(cpu, tmp_path, progress=names.append)
+    items = {item.name: item for item in measured.items}
+    assert len(names) == len(items)
+    assert {"matmul_fp32", "copy", "disk_read"} <= set(items)
+    a = torch.randn(1024, 1024)
+    for _ in range(3):
+        a @ a
+    started = time.perf_counter()
+    for _ in range(10):
+        a @ a
+    rate = 10 * 2 * 1024**3 / (time.perf_counter() - started) / 1e12
+    assert items["matmul_fp32"].value == pytest.approx(rate, rel=0.8)
+    for item in items.values():
+        assert min(item.samples) <= item.value <= max(item.samples)
+        assert item.datasheet is None
+    assert list(tmp_path.iterdir()) == []  # the file that was read is gone
+
+
+def test_measurements_are_kept_per_device(cpu: HardwareProfile, tmp_path: Path):
+    assert remembered(cpu) is None
+    item = machine._measurement("copy", "GB/s", 1.0, [0.5, 0.25, 1.0], None)
+    assert item.value == 2.0  # the median rate, not the rate of the mean
+    taken = machine.Measurements(
+        device=machine.device_name(cpu), torch="2", driver=None, taken="now", items=(item,)
+    )
+    path = remember(taken)
+    assert remembered(cpu) == taken
+    assert remembered(replace(cpu, cpu=replace(cpu.cpu, name="another"))) is None
+    path.write_text("{")
+    assert remembered(cpu) is None
+
+
+def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
+    with pytest.raises(BadInput, match="cannot measure the disk"):
+        machine._disk(tmp_path / "none")
+
+
+def test_measuring_leaves_torch_as_it_was(cpu: HardwareProfile, tmp_path: Path):
+    before = (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())
+    machine._matmul("tf32", "cpu", None)
+    assert before == (
+        torch.backends.cuda.matmul.allow_tf32,
+        torch.get_float32_matmul_precision(),
+    )
+
+
+@pytest.mark.gpu
+def test_a_gpu_reaches_a_plausible_share_of_its_datasheet(tmp_path: Path):
+    measured = measure(detect(), tmp_path)
+    items = {item.name: item for item in measured.items}
+    for item in items.values():
+        if item.datasheet is not None:
+            assert 0.4 < item.value / item.datasheet < 1.05, item.name
+    assert items["matmul_tf32"].value > 2 * items["matmul_fp32"].value
+    assert items["host_to_device_pinned"].value > items["host_to_device_pageable"].value

@@ -1,0 +1,160 @@
+"""compile_model: in place, and alive when the compiler is not."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._inductor import config as inductor
+
+from trainfit.errors import BadInput, TrainfitWarning
+from trainfit.runtime import compile_model
+
+
+class Small(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inside = nn.Linear(4, 8)
+        self.out = nn.Linear(8, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inside(x).relu())
+
+
+class Counting:
+    """A compiler that runs the graph as it is, and counts the graphs."""
+
+    def __init__(self) -> None:
+        self.graphs = 0
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        self.graphs += 1
+        return graph.forward
+
+
+def fails(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+    raise ValueError("\nno such instruction\nand a long story")
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.mark.parametrize(
+    "make", [Small, lambda: nn.Sequential(Small(), nn.ReLU()), lambda: nn.Linear(4, 2)]
+)
+def test_it_compiles_in_place_into_one_graph(make: Any) -> None:
+    model, x, compiler = make(), torch.rand(3, 4), Counting()
+    keys, expected = list(model.state_dict()), model(x)
+    assert compile_model(model, backend=compiler) is model
+    torch.testing.assert_close(model(x), expected)
+    assert compiler.graphs == 1
+    assert list(model.state_dict()) == keys
+
+
+def test_a_hook_stays_in_the_graph() -> None:
+    model, compiler = Small(), Counting()
+    model.register_forward_hook(lambda module, args, output: output + 1)
+    expected = model(x := torch.rand(3, 4))
+    torch.testing.assert_close(compile_model(model, backend=compiler)(x), expected)
+    assert compiler.graphs == 1
+
+
+def test_two_models_keep_their_own_weights() -> None:
+    x, one, two = torch.rand(3, 4), Small(), Small()
+    expected = one(x), two(x)
+    compile_model(one, backend="aot_eager")
+    compile_model(two, backend="aot_eager")
+    torch.testing.assert_close((one(x), two(x)), expected)
+
+
+def test_gradients_equal_those_without_the_compiler() -> None:
+    model, x = Small(), torch.rand(3, 4)
+    other = copy.deepcopy(model)
+    compile_model(model, backend="aot_eager")(x).sum().backward()
+    other(x).sum().backward()
+    for mine, plain in zip(model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, plain.grad)
+
+
+def test_a_compiler_that_fails_is_named_once_and_never_asked_again() -> None:
+    model, x = Small(), torch.rand(3, 4)
+    expected = model(x)
+    compile_model(model, backend=fails)
+    with pytest.warns(
+        TrainfitWarning, match=r"eagerly.*ValueError: no such instruction\)$"
+    ) as seen:
+        torch.testing.assert_close(model(x), expected)
+    assert len(seen) == 1
+    assert seen[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch.testing.assert_close(model(torch.rand(5, 4)).shape, torch.Size([5, 2]))
+    assert list(model.state_dict()) == list(Small().state_dict())
+
+
+def test_a_compiler_that_fails_in_the_backward_pass_is_survived_too() -> None:
+    backend = aot_autograd(fw_compiler=lambda graph, inputs: graph.forward, bw_compiler=fails)
+    model, x = Small(), torch.rand(3, 4)
+    other = copy.deepcopy(model)
+    compile_model(model, backend=backend)
+    with pytest.warns(TrainfitWarning, match="no such instruction"):
+        loss = model(x).sum()
+    loss.backward()
+    other(x).sum().backward()
+    torch.testing.assert_close(model.inside.weight.grad, other.inside.weight.grad)
+
+
+def test_a_machine_without_a_compiler_runs_eagerly() -> None:
+    model, x = Small(), torch.rand(3, 4)
+    expected = model(x)
+    compile_model(model)
+    with (
+        inductor.patch({"cpp.cxx": ("/no/such/c++",)}),
+        pytest.warns(TrainfitWarning, match="C\\+\\+"),
+    ):
+        torch.testing.assert_close(model(x), expected)
+
+
+def test_a_mistake_in_forward_is_raised_as_itself_and_the_compiler_stays() -> None:
+    model, compiler = Small(), Counting()
+    compile_model(model, backend=compiler)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied") as raised:
+        model(torch.rand(3, 5))
+    assert raised.type is RuntimeError
+    assert raised.value.__context__ is None
+    assert model(torch.rand(3, 4)).shape == (3, 2)
+    assert compiler.graphs == 1
+
+
+class Refuses(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] == 1:
+            raise KeyError("one is too few")
+        return x + 1
+
+
+def test_an_error_that_the_model_raises_is_not_the_compilers() -> None:
+    model = compile_model(Refuses(), backend="aot_eager")
+    with pytest.raises(KeyError, match="one is too few"):
+        model(torch.rand(1))
+    assert model(torch.zeros(2)).tolist() == [1, 1]
+
+
+def test_a_copy_and_a_pickle_carry_no_compiler() -> None:
+    model = compile_model(Small(), backend=fails)
+    assert copy.deepcopy(model)(torch.rand(3, 4)).shape == (3, 2)
+
+
+def test_an_unknown_mode_is_named_with_the_valid_ones() -> None:
+    with pytest.raises(BadInput, match=r"'fastest'.*default.*reduce-overhead.*max-autotune"):
+        compile_model(Small(), "fastest")

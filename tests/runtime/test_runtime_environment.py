@@ -1,0 +1,143 @@
+"""The allocator's variable: it counts only before CUDA starts, and it may be the user's already."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import applied
+
+NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
+
+
+def in_a_fresh_process(code: str, **variables: str) -> Any:
+    """Run `code` in a Python of its own, and return the JSON that it prints last."""
+    environment = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+WITHOUT_TORCH = """
+import json, os, sys
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import apply, undo
+done = apply(RuntimeSettings(expandable_segments=True))
+during = os.environ.get("PYTORCH_ALLOC_CONF")
+undo(done)
+print(json.dumps([during, "PYTORCH_ALLOC_CONF" in os.environ, "torch" in sys.modules]))
+"""
+
+
+def test_it_is_set_without_importing_torch() -> None:
+    assert in_a_fresh_process(WITHOUT_TORCH) == ["expandable_segments:True", False, False]
+
+
+@pytest.fixture
+def cuda_to_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A torch with CUDA that has not started."""
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+
+
+@pytest.mark.usefixtures("cuda_to_come")
+@pytest.mark.parametrize("name", [NEW, OLD])
+@pytest.mark.parametrize(
+    ("text", "on", "amended"),
+    [
+        ("", True, "expandable_segments:True"),
+        ("max_split_size_mb:128", True, "max_split_size_mb:128,expandable_segments:True"),
+        ("max_split_size_mb:128,", True, "max_split_size_mb:128,expandable_segments:True"),
+        ("expandable_segments:False", True, "expandable_segments:True"),
+        (
+            "expandable_segments: True, backend:native",
+            False,
+            "expandable_segments:False, backend:native",
+        ),
+        (
+            "roundup_power2_divisions:[256:1,512:2,>:4]",
+            False,
+            "roundup_power2_divisions:[256:1,512:2,>:4],expandable_segments:False",
+        ),
+    ],
+)
+def test_what_the_user_has_is_kept(
+    monkeypatch: pytest.MonkeyPatch, name: str, text: str, on: bool, amended: str
+) -> None:
+    monkeypatch.setenv(name, text)
+    with applied(RuntimeSettings(expandable_segments=on)) as done:
+        assert os.environ[name] == amended
+        assert done["expandable_segments"].after is on
+    assert os.environ[name] == text
+
+
+@pytest.mark.usefixtures("cuda_to_come")
+def test_two_variables_never_contradict_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(NEW, "expandable_segments:False")
+    monkeypatch.setenv(OLD, "max_split_size_mb:64")
+    with applied(RuntimeSettings(expandable_segments=True)):
+        assert os.environ[NEW] == "expandable_segments:True"
+        assert os.environ[OLD] == "max_split_size_mb:64,expandable_segments:True"
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="for a torch without CUDA")
+def test_a_torch_without_cuda_says_so_and_leaves_the_environment() -> None:
+    before = dict(os.environ)
+    with applied(RuntimeSettings(expandable_segments=True)) as done:
+        assert dict(os.environ) == before
+    assert not done["expandable_segments"].done
+    assert "no CUDA" in done["expandable_segments"].note
+
+
+ON_A_GPU = """
+import json, os, torch
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import apply
+assert not torch.cuda.is_initialized()
+if {started}:
+    torch.ones(1, device="cuda")
+before = dict(os.environ)
+change = apply(RuntimeSettings(expandable_segments={on}))["expandable_segments"]
+assert torch.cuda.is_initialized() is {started}
+torch.cuda.empty_cache()
+held = torch.ones(64 << 20, device="cuda")
+kinds = {{segment["is_expandable"] for segment in torch.cuda.memory_snapshot()}}
+untouched = dict(os.environ) == before
+print(json.dumps([sorted(kinds), change.before, change.after, change.note, untouched]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", [NEW, OLD])
+@pytest.mark.parametrize("on", [True, False])
+def test_before_cuda_starts_the_allocator_follows(name: str, on: bool) -> None:
+    code = ON_A_GPU.format(started=False, on=on)
+    variables = {name: f"max_split_size_mb:512,expandable_segments:{not on}"}
+    kinds, before, after, note, _ = in_a_fresh_process(code, **variables)
+    assert (kinds, before, after, note) == ([on], not on, on, "")
+
+
+@pytest.mark.gpu
+def test_before_cuda_starts_the_new_name_is_enough() -> None:
+    kinds, *_ = in_a_fresh_process(ON_A_GPU.format(started=False, on=True))
+    assert kinds == [True]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [True, False])
+def test_after_cuda_has_started_nothing_is_pretended(on: bool) -> None:
+    code = ON_A_GPU.format(started=True, on=on)
+    variables = {NEW: f"expandable_segments:{not on}"}
+    kinds, before, after, note, untouched = in_a_fresh_process(code, **variables)
+    assert kinds == [not on]
+    assert (before, after, untouched) == (not on, not on, True)
+    assert "already started" in note
