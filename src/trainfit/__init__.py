@@ -1,3 +1,43 @@
-"""trainfit fits a training run to the hardware it is on."""
+"""trainfit fits a training run to the hardware it is on.
+
+The public names are loaded when they are first used: `import trainfit` imports no torch.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trainfit.catalogue import lookup as lookup
+    from trainfit.conf import compose as compose
+    from trainfit.hardware import as_if as as_if
+    from trainfit.hardware import detect as detect
+    from trainfit.measuring import measure as measure
+    from trainfit.planning import recommend as recommend
+    from trainfit.runtime import applied as applied
+    from trainfit.runtime import apply as apply
+    from trainfit.runtime import undo as undo
 
 __version__ = "0.1.0"
+
+_HOMES = {
+    "applied": "trainfit.runtime",
+    "apply": "trainfit.runtime",
+    "as_if": "trainfit.hardware",
+    "compose": "trainfit.conf",
+    "detect": "trainfit.hardware",
+    "lookup": "trainfit.catalogue",
+    "measure": "trainfit.measuring",
+    "recommend": "trainfit.planning",
+    "undo": "trainfit.runtime",
+}
+__all__ = ["__version__", *_HOMES]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'trainfit' has no attribute {name!r}")
+    return getattr(import_module(_HOMES[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

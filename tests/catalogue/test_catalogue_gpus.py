@@ -1,6 +1,7 @@
 """The catalogue against what is known of the chips independently of its source."""
 
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 
@@ -77,7 +78,7 @@ def test_names_are_told_apart_by_name_or_by_memory():
     shared = [name for name, n in Counter(x for s in gpus() for x in s.names).items() if n > 1]
     for name in shared:
         rows = sorted((s for s in gpus() if name in s.names), key=lambda s: s.memory_gib)
-        for smaller, larger in zip(rows, rows[1:], strict=False):
+        for smaller, larger in pairwise(rows):
             assert smaller.memory_gib * 1.07 < larger.memory_gib * 0.93
         for row in rows:
             assert lookup(name, row.memory_gib) is row

@@ -65,7 +65,7 @@ def test_the_guides_function_returns_seconds_per_batch(capsys: pytest.CaptureFix
 
 
 def test_batches_in_any_container_are_moved():
-    pair = namedtuple("pair", "x y")  # noqa: PYI024
+    pair = namedtuple("pair", "x y")
     seen: list[object] = []
     x = torch.ones(2)
     batch = {"a": x, "b": [x, (x, "text")], "c": pair(x, 3)}

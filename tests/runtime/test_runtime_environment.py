@@ -141,3 +141,22 @@ def test_after_cuda_has_started_nothing_is_pretended(on: bool) -> None:
     assert kinds == [not on]
     assert (before, after, untouched) == (not on, not on, True)
     assert "already started" in note
+
+
+WITHOUT_SEGMENTS = """
+import json, torch
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import apply
+torch.ones(1 << 20, device="cuda")
+done = apply(RuntimeSettings(expandable_segments=True, empty_cache=True))
+print(json.dumps({change.name: [change.after, change.note] for change in done.changes}))
+"""
+
+
+@pytest.mark.gpu
+def test_an_allocator_without_segments_is_not_asked_for_them() -> None:
+    seen = in_a_fresh_process(WITHOUT_SEGMENTS, **{NEW: "backend:cudaMallocAsync"})
+    assert seen["expandable_segments"][0] is None
+    assert "already started" in seen["expandable_segments"][1]
+    assert seen["empty_cache"][0] is None
+    assert "reserved" in seen["empty_cache"][1]

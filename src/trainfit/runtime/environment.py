@@ -9,9 +9,8 @@ from contextlib import ExitStack
 
 from trainfit.records import Change
 
-# One parser in torch looks for the old name first and another for the new one, and the order has
-# changed between versions. So a variable that is there is amended, each of them, and only where
-# there is none is the new name used.
+# All three are honoured, and an older name wins over the newer one. So every variable that is there
+# is amended, and only where there is none is the new name used.
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NEW_NAME = _NAMES[-1]
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*(\w+)")
@@ -34,6 +33,11 @@ def cuda_started() -> bool:
     """Whether CUDA runs in this process, without importing torch or starting it."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
+
+
+def has_segments() -> bool:
+    """Whether a started CUDA uses torch's own allocator; cudaMallocAsync shows no segments."""
+    return bool(sys.modules["torch"].cuda.get_allocator_backend() == "native")
 
 
 def expandable_segments(on: bool, restore: ExitStack) -> Change:
@@ -87,6 +91,8 @@ def _reads() -> bool | None:
         return None
     if cuda_started():
         # What is in the environment by now may have come too late.
+        if not has_segments():
+            return None
         settings = sys.modules["torch"].cuda.memory._snapshot()["allocator_settings"]
         return bool(settings["expandable_segments"])
     text = next((os.environ[name] for name in _NAMES if name in os.environ), "")

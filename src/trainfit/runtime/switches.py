@@ -14,7 +14,7 @@ from typing import Any
 
 from trainfit.errors import BadInput
 from trainfit.records import Change
-from trainfit.runtime.environment import cuda_started, set_variable
+from trainfit.runtime.environment import cuda_started, has_segments, set_variable
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _REPRODUCIBLE = (":4096:8", ":16:8")  # the values that torch accepts as deterministic
@@ -91,7 +91,7 @@ def _reproducible_cublas(restore: ExitStack) -> str:
         return ""
     if cuda_started():
         return (
-            "CUDA had already started, so torch may refuse matrix products on the GPU; "
+            "CUDA had already started, so matrix products may still differ from run to run; "
             f"set {_CUBLAS}={_REPRODUCIBLE[0]} before the process starts"
         )
     set_variable(_CUBLAS, _REPRODUCIBLE[0], restore)
@@ -166,10 +166,12 @@ def empty_cache(on: bool, _restore: ExitStack) -> Change:
     return Change(name="empty_cache", requested=on, before=before, after=after, note=note)
 
 
-def _cached() -> tuple[int, bool]:
+def _cached() -> tuple[int, bool | None]:
     """Bytes that the allocator holds, and whether a tensor lives in each of its segments."""
     import torch
 
     cuda: Any = torch.cuda
+    if not has_segments():
+        return cuda.memory_reserved(), None
     segments = cuda.memory_snapshot()
     return sum(s["total_size"] for s in segments), all(s["active_size"] for s in segments)

@@ -1,0 +1,79 @@
+"""The commands and links that README and docs show are real."""
+
+import re
+import shlex
+from pathlib import Path
+
+import pytest
+
+from trainfit.cli.main import COMMANDS, run
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
+
+
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+SHOWN = [
+    (page.name, line.split("  #")[0].strip())
+    for page in PAGES
+    for block in blocks(page, "bash")
+    for line in block.splitlines()
+    if line.startswith("trainfit ")
+]
+
+
+@pytest.mark.parametrize(("page", "line"), SHOWN)
+def test_a_shown_command_runs(page: str, line: str, capsys: pytest.CaptureFixture[str]):
+    assert run(shlex.split(line)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_commands_are_shown_at_all():
+    assert len(SHOWN) > 10
+    assert all((ROOT / "docs" / f"{name}.md").exists() for name in COMMANDS)
+
+
+SESSIONS = [
+    (page.name, block)
+    for page in PAGES
+    for block in blocks(page, "console")
+    if "$ trainfit" in block
+]
+
+
+@pytest.mark.parametrize(("page", "block"), SESSIONS)
+def test_a_shown_answer_is_the_real_one(page: str, block: str, capsys: pytest.CaptureFixture[str]):
+    command, _, answer = block.partition("\n")
+    run(shlex.split(command)[2:])
+    captured = capsys.readouterr()
+    assert captured.out + captured.err == answer
+
+
+@pytest.mark.parametrize(
+    ("page", "block"), [(page.name, block) for page in PAGES for block in blocks(page, "python")]
+)
+def test_shown_python_runs(page: str, block: str, capsys: pytest.CaptureFixture[str]):
+    from trainfit import undo
+    from trainfit.runtime import applying
+
+    exec(compile(block, page, "exec"), {})
+    while applying._in_force:
+        undo(applying._in_force[-1][0])
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path):
+    for target in re.findall(r"\]\(([^)#]+)\)", page.read_text()):
+        assert "://" in target or (page.parent / target).exists(), target
+
+
+def test_figures_that_the_readme_gives_are_right():
+    from trainfit.catalogue import gpus
+    from trainfit.conf import options
+
+    text = (ROOT / "README.md").read_text()
+    assert f"catalogue of {len(gpus())} GPUs" in text
+    assert f"presets for {len(options('nli', 'hardware')) - 1} kinds of hardware" in text
