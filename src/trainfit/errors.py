@@ -42,14 +42,16 @@ class BadConfig(BadInput):
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The `choices` that look most like `word`, best first; substrings count as near."""
-    pool = sorted(set(choices))
+    """The `choices` that look most like `word`, best first, and none that look much less so."""
     folded = word.lower()
-    close = difflib.get_close_matches(folded, [c.lower() for c in pool], n=count, cutoff=0.5)
-    by_fold = {c.lower(): c for c in pool}
-    found = [by_fold[c] for c in close]
-    found += [c for c in pool if len(folded) > 2 and folded in c.lower() and c not in found]
-    return found[:count]
+    likeness = {
+        choice: difflib.SequenceMatcher(None, folded, choice.lower()).ratio()
+        for choice in sorted(set(choices))
+    }
+    best = max(likeness.values(), default=0.0)
+    floor = max(0.5, best - 0.1)
+    close = sorted(likeness, key=lambda choice: (-likeness[choice], choice[:1] != word[:1]))
+    return [choice for choice in close if likeness[choice] >= floor][:count]
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:

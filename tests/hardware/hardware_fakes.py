@@ -11,7 +11,7 @@ from typing import Any
 
 import pynvml
 
-from trainfit.hardware.detect import assemble
+from trainfit.hardware.detection import assemble
 from trainfit.hardware.host import Host
 from trainfit.hardware.nvml import probe_nvml
 from trainfit.hardware.torch_probe import probe_torch

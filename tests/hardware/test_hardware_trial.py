@@ -8,7 +8,7 @@ import torch
 
 from trainfit.catalogue import find
 from trainfit.hardware import as_if, detect
-from trainfit.hardware.detect import _tried
+from trainfit.hardware.detection import _tried
 from trainfit.hardware.trial import bf16_fault
 
 

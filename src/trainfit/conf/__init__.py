@@ -1,6 +1,6 @@
 """Configuration: Hydra's YAML in a folder per task, a typed schema, and the known spellings."""
 
-from trainfit.conf.compose import Composed, compose, keys, options, preset
+from trainfit.conf.composition import Composed, compose, keys, options, preset
 from trainfit.conf.schema import SCHEMAS, Config, GptConfig, NliConfig, TextclassConfig
 
 __all__ = [

@@ -1,5 +1,5 @@
 """What is here now: torch, NVML, processor, memory, disk and compiler, as one HardwareProfile."""
 
-from trainfit.hardware.detect import as_if, detect
+from trainfit.hardware.detection import as_if, detect
 
 __all__ = ["as_if", "detect"]

@@ -22,7 +22,7 @@ _KERNELS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "mat
 _MAX_SEED = 2**32 - 1  # numpy takes no larger one
 
 
-def assign(owner: Any, name: str, value: object, restore: ExitStack) -> None:
+def _assign(owner: Any, name: str, value: object, restore: ExitStack) -> None:
     """Set an attribute, and leave in `restore` what puts the old value back."""
     restore.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
@@ -47,9 +47,9 @@ def cudnn_benchmark(on: bool, restore: ExitStack) -> Change:
     cudnn = torch.backends.cudnn
     before, note = cudnn.benchmark, ""
     if on and torch.are_deterministic_algorithms_enabled():
-        note = "left off: the fastest kernel differs from run to run, and deterministic is on"
+        note = "left as it was: the fastest kernel differs from run to run, and deterministic is on"
     else:
-        assign(cudnn, "benchmark", on, restore)
+        _assign(cudnn, "benchmark", on, restore)
     return Change(
         name="cudnn_benchmark", requested=on, before=before, after=cudnn.benchmark, note=note
     )
@@ -67,10 +67,10 @@ def deterministic(on: bool, restore: ExitStack) -> Change:
         warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
     )
     torch.use_deterministic_algorithms(on)
-    assign(cudnn, "deterministic", on, restore)
+    _assign(cudnn, "deterministic", on, restore)
     note = ""
     if on:
-        assign(cudnn, "benchmark", False, restore)
+        _assign(cudnn, "benchmark", False, restore)
         note = _reproducible_cublas(restore)
     return Change(
         name="deterministic", requested=on, before=before, after=_is_deterministic(), note=note
