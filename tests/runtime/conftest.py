@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -69,6 +72,21 @@ def forget_tf32() -> None:
     backends.cudnn.allow_tf32 = True
     for part in parts()[:4]:
         part.fp32_precision = "none"
+
+
+def run_afresh(code: str, **variables: str) -> Any:
+    """Run `code` in a Python of its own, and return the JSON that it prints last."""
+    environment = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k} | variables
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def afresh() -> Callable[..., Any]:
+    return run_afresh
 
 
 @pytest.fixture(scope="session")

@@ -145,16 +145,22 @@ def test_undoing_the_first_undoes_the_later_ones_before_it(observe: Observe) -> 
     assert observe() == before
 
 
-def test_two_equal_results_are_two_things_to_undo() -> None:
-    threads = torch.get_num_threads()
-    same = RuntimeSettings(num_threads=threads)
-    outer, inner = apply(same), apply(same)
-    assert outer == inner
-    changed = apply(RuntimeSettings(num_threads=threads + 1))
-    undo(inner)
-    undo(changed)
-    assert torch.get_num_threads() == threads
-    undo(outer)
+def test_equal_results_are_still_different_things_to_undo() -> None:
+    def threads(count: int) -> Applied:
+        return apply(RuntimeSettings(num_threads=count))
+
+    start = threads(2)
+    first, back, again = threads(3), threads(2), threads(3)
+    assert first == again
+    undo(again)
+    undo(back)
+    undo(again)
+    assert torch.get_num_threads() == 3
+    back, again = threads(2), threads(3)
+    undo(first)
+    undo(back)
+    assert torch.get_num_threads() == 2
+    undo(start)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,17 +12,8 @@ import torch
 from trainfit.records import RuntimeSettings
 from trainfit.runtime import applied
 
+Afresh = Callable[..., Any]
 NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
-
-
-def in_a_fresh_process(code: str, **variables: str) -> Any:
-    """Run `code` in a Python of its own, and return the JSON that it prints last."""
-    environment = {k: v for k, v in os.environ.items() if "ALLOC_CONF" not in k} | variables
-    done = subprocess.run(
-        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 WITHOUT_TORCH = """
@@ -38,8 +27,8 @@ print(json.dumps([during, "PYTORCH_ALLOC_CONF" in os.environ, "torch" in sys.mod
 """
 
 
-def test_it_is_set_without_importing_torch() -> None:
-    assert in_a_fresh_process(WITHOUT_TORCH) == ["expandable_segments:True", False, False]
+def test_it_is_set_without_importing_torch(afresh: Afresh) -> None:
+    assert afresh(WITHOUT_TORCH) == ["expandable_segments:True", False, False]
 
 
 @pytest.fixture
@@ -104,6 +93,8 @@ from trainfit.records import RuntimeSettings
 from trainfit.runtime import apply
 assert not torch.cuda.is_initialized()
 if {started}:
+    torch.cuda.get_device_properties(0)
+if {used}:
     torch.ones(1, device="cuda")
 before = dict(os.environ)
 change = apply(RuntimeSettings(expandable_segments={on}))["expandable_segments"]
@@ -119,25 +110,34 @@ print(json.dumps([sorted(kinds), change.before, change.after, change.note, untou
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [NEW, OLD])
 @pytest.mark.parametrize("on", [True, False])
-def test_before_cuda_starts_the_allocator_follows(name: str, on: bool) -> None:
-    code = ON_A_GPU.format(started=False, on=on)
+def test_before_cuda_starts_the_allocator_follows(afresh: Afresh, name: str, on: bool) -> None:
+    code = ON_A_GPU.format(started=False, used=False, on=on)
     variables = {name: f"max_split_size_mb:512,expandable_segments:{not on}"}
-    kinds, before, after, note, _ = in_a_fresh_process(code, **variables)
+    kinds, before, after, note, _ = afresh(code, **variables)
     assert (kinds, before, after, note) == ([on], not on, on, "")
 
 
 @pytest.mark.gpu
-def test_before_cuda_starts_the_new_name_is_enough() -> None:
-    kinds, *_ = in_a_fresh_process(ON_A_GPU.format(started=False, on=True))
+def test_before_cuda_starts_the_new_name_is_enough(afresh: Afresh) -> None:
+    kinds, *_ = afresh(ON_A_GPU.format(started=False, used=False, on=True))
     assert kinds == [True]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("on", [True, False])
-def test_after_cuda_has_started_nothing_is_pretended(on: bool) -> None:
-    code = ON_A_GPU.format(started=True, on=on)
+def test_after_a_look_at_the_hardware_the_allocator_still_follows(afresh: Afresh, on: bool) -> None:
+    code = ON_A_GPU.format(started=True, used=False, on=on)
+    variables = {NEW: f"max_split_size_mb:512,expandable_segments:{not on}"}
+    kinds, before, after, note, untouched = afresh(code, **variables)
+    assert (kinds, before, after, note, untouched) == ([on], not on, on, "", True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [True, False])
+def test_once_memory_is_in_use_nothing_is_pretended(afresh: Afresh, on: bool) -> None:
+    code = ON_A_GPU.format(started=True, used=True, on=on)
     variables = {NEW: f"expandable_segments:{not on}"}
-    kinds, before, after, note, untouched = in_a_fresh_process(code, **variables)
+    kinds, before, after, note, untouched = afresh(code, **variables)
     assert kinds == [not on]
     assert (before, after, untouched) == (not on, not on, True)
     assert "already started" in note
@@ -154,8 +154,8 @@ print(json.dumps({change.name: [change.after, change.note] for change in done.ch
 
 
 @pytest.mark.gpu
-def test_an_allocator_without_segments_is_not_asked_for_them() -> None:
-    seen = in_a_fresh_process(WITHOUT_SEGMENTS, **{NEW: "backend:cudaMallocAsync"})
+def test_an_allocator_without_segments_is_not_asked_for_them(afresh: Afresh) -> None:
+    seen = afresh(WITHOUT_SEGMENTS, **{NEW: "backend:cudaMallocAsync"})
     assert seen["expandable_segments"][0] is None
     assert "already started" in seen["expandable_segments"][1]
     assert seen["empty_cache"][0] is None

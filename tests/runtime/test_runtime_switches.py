@@ -41,6 +41,15 @@ def conv_and_rnn_apart() -> None:
     BACKENDS.cudnn.conv.fp32_precision = "ieee"
 
 
+def new_cudnn_off() -> None:
+    BACKENDS.cudnn.conv.fp32_precision = BACKENDS.cudnn.rnn.fp32_precision = "ieee"
+
+
+def new_cudnn_on() -> None:
+    BACKENDS.cudnn.allow_tf32 = False
+    BACKENDS.cudnn.conv.fp32_precision = BACKENDS.cudnn.rnn.fp32_precision = "tf32"
+
+
 def cuda_tf32_under_ieee() -> None:
     BACKENDS.fp32_precision = "ieee"
     BACKENDS.cudnn.fp32_precision = "tf32"
@@ -54,6 +63,8 @@ PRIOR_STATES: list[Callable[[], None]] = [
     new_matmul_only,
     old_cudnn_off,
     conv_and_rnn_apart,
+    new_cudnn_off,
+    new_cudnn_on,
     cuda_tf32_under_ieee,
 ]
 
@@ -96,6 +107,34 @@ def test_undo_tells_a_value_from_an_inherited_one(own: str) -> None:
     assert BACKENDS.cuda.matmul.fp32_precision == "tf32"
     all_ieee()
     assert BACKENDS.cuda.matmul.fp32_precision == ("tf32" if own == "tf32" else "ieee")
+
+
+FROM_THE_START = """
+import json, torch
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import applied
+def reads():
+    cudnn = torch.backends.cudnn
+    return [cudnn.conv.fp32_precision, cudnn.rnn.fp32_precision]
+torch.backends.fp32_precision = {level!r}
+before = reads()
+with applied(RuntimeSettings(tf32={on})):
+    pass
+after = reads()
+torch.backends.fp32_precision = "ieee"
+print(json.dumps([before, after, reads()]))
+"""
+
+
+def test_undo_keeps_what_conv_and_rnn_inherit(afresh: Callable[..., Any]) -> None:
+    before, after, _ = afresh(FROM_THE_START.format(level="ieee", on=False))
+    assert after == before
+
+
+def test_undo_keeps_the_defaults_that_torch_starts_with(afresh: Callable[..., Any]) -> None:
+    *_, later = afresh(FROM_THE_START.format(level="none", on=True))
+    *_, untouched = afresh(FROM_THE_START.format(level="none", on=None))
+    assert later == untouched
 
 
 def test_before_says_where_tf32_was_on() -> None:

@@ -21,9 +21,13 @@ from trainfit.runtime import applied
 if TYPE_CHECKING:
     import torch
 
-ITEM_SECONDS = 0.9
+ITEM_SECONDS = 0.8
+REST_SECONDS = 0.3
+"""Before each item: a GPU that has just run into its power cap is slow for the next one too."""
+BURST = 20
+"""Samples before the power cap sets in, some 50 ms later on a large GPU."""
 WARM_UP = 3
-MOST_SAMPLES = 200
+MOST_SAMPLES = 400
 MIB = 1024**2
 
 
@@ -33,10 +37,12 @@ def measure(
     progress: Callable[[str], object] = str,
 ) -> Measurements:
     """Measure the first GPU, or the CPU, and the disk under `folder`; calls `progress` per item."""
-    items = []
+    items: list[Measurement] = []
     for name, take in _items(profile, folder or Path.cwd()):
         progress(name)
-        items.append(take())
+        if profile.gpus:
+            time.sleep(REST_SECONDS)
+        items += take()
     return Measurements(
         device=device_name(profile),
         torch=profile.torch.version if profile.torch else "",
@@ -79,7 +85,7 @@ def _file(device: str) -> Path:
 
 def _items(
     profile: HardwareProfile, folder: Path
-) -> Iterator[tuple[str, Callable[[], Measurement]]]:
+) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
     gpu = profile.gpus[0] if profile.gpus else None
     spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
     device = _torch_device(profile)
@@ -104,8 +110,12 @@ def _torch_device(profile: HardwareProfile) -> str:
     return "mps" if profile.gpus[0].vendor == "apple" else "cuda"
 
 
-def _matmul(kind: str, device: str, spec: GpuSpec | None) -> Measurement:
-    """Square products on random data: zeros would run faster than anything real."""
+def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:
+    """Square products on random data: zeros would run faster than anything real.
+
+    A GPU reaches its rate in a burst and then falls back to what its power cap allows, so there
+    are two figures: the first products, which is what others publish, and the later ones.
+    """
     import torch
 
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
@@ -116,10 +126,16 @@ def _matmul(kind: str, device: str, spec: GpuSpec | None) -> Measurement:
         out = torch.empty_like(a)
         seconds = _time(lambda: torch.mm(a, b, out=out), device)
     peak = spec.peak_tflops(kind) if spec is not None else None
-    return _measurement(f"matmul_{kind}", "TFLOP/s", 2 * size**3 / 1e12, seconds, peak)
+    rate = partial(_measurement, unit="TFLOP/s", amount=2 * size**3 / 1e12, datasheet=peak)
+    if device == "cpu" or len(seconds) < 2 * BURST:
+        return [rate(f"matmul_{kind}", seconds=seconds)]
+    return [
+        rate(f"matmul_{kind}", seconds=seconds[:BURST]),
+        rate(f"matmul_{kind}_sustained", seconds=seconds[len(seconds) // 2 :]),
+    ]
 
 
-def _copy(device: str, spec: GpuSpec | None) -> Measurement:
+def _copy(device: str, spec: GpuSpec | None) -> list[Measurement]:
     """Counts the bytes read and the bytes written, as a datasheet's bandwidth does."""
     import torch
 
@@ -128,7 +144,7 @@ def _copy(device: str, spec: GpuSpec | None) -> Measurement:
     target = torch.empty_like(source)
     seconds = _time(lambda: target.copy_(source), device)
     peak = spec.bandwidth_gbs if spec is not None else None
-    return _measurement("copy", "GB/s", 2 * size / 1e9, seconds, peak)
+    return [_measurement("copy", "GB/s", 2 * size / 1e9, seconds, peak)]
 
 
 def _spare_bytes(device: str) -> int:
@@ -139,7 +155,7 @@ def _spare_bytes(device: str) -> int:
     return min(4096 * MIB, free // 8)
 
 
-def _host_to_device(pinned: bool) -> Measurement:
+def _host_to_device(pinned: bool) -> list[Measurement]:
     import torch
 
     size = 256 * MIB
@@ -147,10 +163,10 @@ def _host_to_device(pinned: bool) -> Measurement:
     target = torch.empty(size, dtype=torch.uint8, device="cuda")
     seconds = _time(lambda: target.copy_(source, non_blocking=True), "cuda")
     name = "host_to_device_pinned" if pinned else "host_to_device_pageable"
-    return _measurement(name, "GB/s", size / 1e9, seconds, None)
+    return [_measurement(name, "GB/s", size / 1e9, seconds, None)]
 
 
-def _disk(folder: Path, size: int = 256 * MIB) -> Measurement:
+def _disk(folder: Path, size: int = 256 * MIB) -> list[Measurement]:
     """Sequential reads of a file that the page cache was told to forget."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".trainfit-read-") as file:
@@ -163,7 +179,7 @@ def _disk(folder: Path, size: int = 256 * MIB) -> Measurement:
     except OSError as error:
         fix = f"free {size // MIB} MiB there, or measure from a folder you may write to"
         raise BadInput(f"cannot measure the disk under {folder} ({error})", fix) from None
-    return _measurement("disk_read", "GB/s", size / 1e9, seconds, None)
+    return [_measurement("disk_read", "GB/s", size / 1e9, seconds, None)]
 
 
 def _read_cold(handle: int) -> float:
@@ -200,7 +216,7 @@ def _time(work: Callable[[], torch.Tensor], device: str) -> list[float]:
 def _measurement(
     name: str, unit: str, amount: float, seconds: list[float], datasheet: float | None
 ) -> Measurement:
-    """A rate: the amount of work over the median of the seconds it took."""
+    """A rate: the amount of work over the seconds it took, and the median of those."""
     rates = tuple(amount / s for s in seconds)
     return Measurement(
         name=name, unit=unit, value=statistics.median(rates), samples=rates, datasheet=datasheet

@@ -43,10 +43,14 @@ def has_segments() -> bool:
 def expandable_segments(on: bool, restore: ExitStack) -> Change:
     """Let the CUDA allocator grow its segments, which keeps memory from fragmenting.
 
-    Everything else in the variable stays. This neither imports torch nor starts CUDA.
+    Everything else in the variable stays. This neither imports torch nor starts CUDA. Where CUDA
+    has started but nothing was allocated yet, as after a look at the hardware, the allocator is
+    told directly, since it no longer reads the variable.
     """
     before, obstacle = _reads(), _obstacle(on)
-    if not obstacle:
+    if not obstacle and cuda_started():
+        _tell_allocator(on, restore)
+    elif not obstacle:
         for name in [name for name in _NAMES if name in os.environ] or [_NEW_NAME]:
             set_variable(name, _amended(os.environ.get(name, ""), on), restore)
     after = _reads()
@@ -60,15 +64,31 @@ def expandable_segments(on: bool, restore: ExitStack) -> Change:
 
 
 def _obstacle(on: bool) -> str:
-    """Why the variable would be set in vain."""
+    """Why it would be set in vain."""
     if not _has_cuda():
         return f"this torch has no CUDA: nothing reads {_NEW_NAME}"
-    if cuda_started():
+    if cuda_started() and not _takes_settings():
         return (
-            "CUDA had already started, and its allocator reads the setting only once; "
-            f"set {_NEW_NAME}=expandable_segments:{on} before the process starts"
+            "CUDA had already started and its memory is in use, so that part of it would stay "
+            f"as it is; set {_NEW_NAME}=expandable_segments:{on} before the process starts"
         )
     return ""
+
+
+def _takes_settings() -> bool:
+    """Whether a started CUDA can still be set up whole: its own allocator, and nothing in it."""
+    torch = sys.modules["torch"]
+    devices = range(torch.cuda.device_count())
+    unused = has_segments() and not any(torch.cuda.memory_reserved(d) for d in devices)
+    return unused and hasattr(torch._C, "_accelerator_setAllocatorSettings")
+
+
+def _tell_allocator(on: bool, restore: ExitStack) -> None:
+    torch = sys.modules["torch"]
+    text = torch._C._accelerator_getAllocatorSettings()
+    known = text if _EXPANDABLE.search(text) else _amended(text, bool(_reads()))
+    restore.callback(torch._C._accelerator_setAllocatorSettings, known)
+    torch._C._accelerator_setAllocatorSettings(_amended(text, on))
 
 
 def _has_cuda() -> bool:

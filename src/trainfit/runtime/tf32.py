@@ -59,7 +59,8 @@ def _write_cudnn(on: bool, restore: ExitStack) -> None:
     value = "tf32" if on else "ieee"
     flag = _cudnn_flag()
     own = {part: _own(part, backends, cudnn) for part in (cudnn.conv, cudnn.rnn)}
-    # Inductor's convolutions ask this level, which the old setters do not write.
+    # The old setter's off is "none" for conv and rnn, which follows this level. Inductor's
+    # convolutions ask it too.
     restore.callback(setattr, cudnn, _LEVEL, _own(cudnn, backends))
     cudnn.fp32_precision = value
     # conv and rnn begin with a default that no setter can bring back (TF32, unless a level above
@@ -70,9 +71,6 @@ def _write_cudnn(on: bool, restore: ExitStack) -> None:
         restore.callback(setattr, part, _LEVEL, before)
     restore.callback(setattr, cudnn, "allow_tf32", flag)
     cudnn.allow_tf32 = on
-    # Off by the old setter is "none" here, which would follow a TF32 from above.
-    for part in own:
-        part.fp32_precision = value
 
 
 def _cudnn_flag() -> bool:
