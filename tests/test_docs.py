@@ -1,5 +1,6 @@
 """The commands and links that README and docs show are real."""
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -77,3 +78,17 @@ def test_figures_that_the_readme_gives_are_right():
     text = (ROOT / "README.md").read_text()
     assert f"catalogue of {len(gpus())} GPUs" in text
     assert f"presets for {len(options('nli', 'hardware')) - 1} kinds of hardware" in text
+
+
+def test_the_readmes_measurements_are_the_recorded_ones():
+    path = ROOT / "benchmarks" / "results" / "2026-11-15-check-h200.json"
+    items = json.loads(path.read_text())["result"]["measured"]["items"]
+    values = {item["name"]: item["value"] for item in items}
+    text = (ROOT / "README.md").read_text()
+    rows = re.findall(r"\| matrix products in (\w+), TFLOP/s \| ([\d.]+) \| ([\d.]+) \|", text)
+    assert len(rows) == 4
+    for kind, burst, sustained in rows:
+        assert float(burst) == pytest.approx(values[f"matmul_{kind}"], rel=0.01)
+        assert float(sustained) == pytest.approx(values[f"matmul_{kind}_sustained"], rel=0.01)
+    [copy] = re.findall(r"\| copies in memory, GB/s \| ([\d.]+) \|", text)
+    assert float(copy) == pytest.approx(values["copy"], rel=0.01)

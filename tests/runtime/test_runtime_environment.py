@@ -132,6 +132,26 @@ def test_after_a_look_at_the_hardware_the_allocator_still_follows(afresh: Afresh
     assert (kinds, before, after, note, untouched) == ([on], not on, on, "", True)
 
 
+UNDONE = """
+import json, torch
+from trainfit.records import RuntimeSettings
+from trainfit.runtime import applied
+torch.cuda.get_device_properties(0)
+with applied(RuntimeSettings(expandable_segments=True)):
+    during = torch.cuda.memory._snapshot()["allocator_settings"]
+after = torch.cuda.memory._snapshot()["allocator_settings"]
+names = ("expandable_segments", "max_split_size")
+print(json.dumps([[settings[name] for name in names] for settings in (during, after)]))
+"""
+
+
+@pytest.mark.gpu
+def test_the_allocator_is_set_back_and_keeps_its_other_settings(afresh: Afresh) -> None:
+    during, after = afresh(UNDONE, **{NEW: "max_split_size_mb:512"})
+    assert during == [True, 512 << 20]
+    assert after == [False, 512 << 20]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("on", [True, False])
 def test_once_memory_is_in_use_nothing_is_pretended(afresh: Afresh, on: bool) -> None:

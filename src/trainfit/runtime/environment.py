@@ -85,7 +85,8 @@ def _takes_settings() -> bool:
 
 def _tell_allocator(on: bool, restore: ExitStack) -> None:
     torch = sys.modules["torch"]
-    text = torch._C._accelerator_getAllocatorSettings()
+    settings = torch.cuda.memory._snapshot()["allocator_settings"]
+    text = settings.get("PYTORCH_CUDA_ALLOC_CONF") or _variable()
     known = text if _EXPANDABLE.search(text) else _amended(text, bool(_reads()))
     restore.callback(torch._C._accelerator_setAllocatorSettings, known)
     torch._C._accelerator_setAllocatorSettings(_amended(text, on))
@@ -115,6 +116,10 @@ def _reads() -> bool | None:
             return None
         settings = sys.modules["torch"].cuda.memory._snapshot()["allocator_settings"]
         return bool(settings["expandable_segments"])
-    text = next((os.environ[name] for name in _NAMES if name in os.environ), "")
-    found = _EXPANDABLE.search(text)
+    found = _EXPANDABLE.search(_variable())
     return found[1] == "True" if found else None
+
+
+def _variable() -> str:
+    """The text that the allocator reads when CUDA starts."""
+    return next((os.environ[name] for name in _NAMES if name in os.environ), "")
