@@ -1,0 +1,30 @@
+"""From lengths to optimizer steps and micro-batches of fixed shape: pure functions, no torch.
+
+steps = deal_steps(lengths, effective_batch, seed, epoch)   # resume: steps[s:]
+cuts = ladder(lengths, effective_batch, cap_tokens)         # cuts[0], then for less memory
+for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
+"""
+
+from trainfit.packing.cutting import Cut, cut_step, ladder
+from trainfit.packing.dealing import deal_steps, share_step
+from trainfit.packing.microbatch import Fill, MicroBatch, measure_fill
+from trainfit.packing.packed import PackedCut, fit_budget
+from trainfit.packing.padded import PaddedCut, fit_padded
+from trainfit.packing.rows import row_offsets, row_positions
+
+__all__ = [
+    "Cut",
+    "Fill",
+    "MicroBatch",
+    "PackedCut",
+    "PaddedCut",
+    "cut_step",
+    "deal_steps",
+    "fit_budget",
+    "fit_padded",
+    "ladder",
+    "measure_fill",
+    "row_offsets",
+    "row_positions",
+    "share_step",
+]

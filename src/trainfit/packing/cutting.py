@@ -1,0 +1,67 @@
+"""A step into micro-batches, packed or padded, on one rank or several, and the ladder of cuts.
+
+A step owns its sequences. How it is cut is a decision about memory alone, so the union over all
+micro-batches of all ranks is the step, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from trainfit.packing.dealing import sample_parts, share_step
+from trainfit.packing.lengths import IntArray, Lengths, check_fits, check_lengths, check_whole
+from trainfit.packing.microbatch import MicroBatch
+from trainfit.packing.packed import PackedCut, fit_packed_parts
+from trainfit.packing.padded import PaddedCut, choose_widths, fit_padded_parts
+
+Cut: TypeAlias = PackedCut | PaddedCut
+
+
+def cut_step(
+    lengths: IntArray, step: Sequence[int] | IntArray, cut: Cut, ranks: int = 1
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of a step, for each rank.
+
+    All ranks get the same number, since some kinds of parallel training talk in every one of
+    them; a rank with less to do gets empty ones at the end.
+    """
+    parts = share_step(lengths, np.asarray(step, dtype=np.int64), ranks)
+    batches = [cut.cut(lengths, part) for part in parts]
+    most = max(map(len, batches))
+    return tuple((*own, *[cut.empty()] * (most - len(own))) for own in batches)
+
+
+def ladder(
+    lengths: Lengths,
+    effective_batch: int,
+    cap_tokens: int,
+    *,
+    padded: bool = False,
+    ranks: int = 1,
+    seed: int = 0,
+) -> tuple[Cut, ...]:
+    """The cut to start with, then those to go down when memory runs out, each smaller.
+
+    Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
+    more than the longest sequence in a micro-batch.
+    """
+    array = check_lengths(lengths)
+    longest = int(array.max())
+    check_fits(longest, check_whole("the cap in tokens", cap_tokens))
+    widths = choose_widths(array)
+    parts = sample_parts(array, effective_batch, ranks, seed)
+
+    def below(rung: Cut | None) -> Cut:
+        if padded:
+            cap = cap_tokens if rung is None else max(rung.tokens // 2, longest)
+            return fit_padded_parts(parts, widths, cap)
+        at_least = 1 if rung is None else 2 * rung.micro_batches
+        return fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
+
+    rungs = [below(None)]
+    while (rung := below(rungs[-1])).tokens < rungs[-1].tokens:
+        rungs.append(rung)
+    return tuple(rungs)

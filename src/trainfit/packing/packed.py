@@ -1,0 +1,157 @@
+"""Packed micro-batches: sequences end to end in one row of a fixed number of tokens."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainfit.packing.dealing import emptiest_first, sample_parts
+from trainfit.packing.lengths import (
+    IntArray,
+    Lengths,
+    check_fits,
+    check_lengths,
+    check_whole,
+    divide_up,
+    round_up,
+)
+from trainfit.packing.microbatch import MicroBatch
+from trainfit.records import Record
+
+# Steps that may need a micro-batch more than planned, before all are planned with one more.
+_EXCEPTIONS = 0.02
+# A second shape is a second compilation: it must be needed (97% is promised) and save something.
+_GOOD_FILL = 0.972
+_LEAST_GAIN = 0.01
+# Room for the steps of epochs that were not looked at: one token over would cost a micro-batch.
+_MARGIN = 1 / 512
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PackedCut(Record):
+    """How steps are cut into packed micro-batches of one or two fixed shapes."""
+
+    part_size: int
+    """Sequences of a whole step that a rank gets, at most."""
+    micro_batches: int
+    """In a whole step, on each rank; a step that does not fit takes one more of the same shape."""
+    budgets: tuple[int, ...]
+    """Tokens of a micro-batch: one shape or two, the smaller first."""
+    slots: int
+    """The most sequences in a micro-batch: the fixed size for whatever is one per sequence."""
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of the largest micro-batch, which sets the memory."""
+        return self.budgets[-1]
+
+    def empty(self) -> MicroBatch:
+        """A micro-batch of filler alone."""
+        return MicroBatch(sequences=(), tokens=0, rows=1, width=self.budgets[0])
+
+    def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
+        """The micro-batches of a rank's part of a step, which comes longest first."""
+        if not part.size:
+            return []
+        values = lengths[part].tolist()
+        check_fits(values[0], self.tokens)
+        # A partial step has fewer tokens, so it gets fewer micro-batches, not emptier ones.
+        start = divide_up(self.micro_batches * part.size, self.part_size)
+        groups = _fewest(values, start, self.tokens, self.slots)
+        return [self._pack(group, values, part) for group in groups]
+
+    def _pack(self, group: list[int], values: list[int], part: IntArray) -> MicroBatch:
+        tokens = sum(values[at] for at in group)
+        width = next(budget for budget in self.budgets if tokens <= budget)
+        return MicroBatch(sequences=tuple(part[group].tolist()), tokens=tokens, rows=1, width=width)
+
+
+def fit_budget(
+    lengths: Lengths,
+    effective_batch: int,
+    cap_tokens: int,
+    *,
+    ranks: int = 1,
+    seed: int = 0,
+    multiple: int = 64,
+    at_least: int = 1,
+) -> PackedCut:
+    """The fewest micro-batches per step (`at_least` or more) under the cap, and their budget.
+
+    The cap, batch_size × max_length, is what memory allows; the budget is what the steps need of
+    it, rounded up to a `multiple`. A few steps may be exceptions: they get the second shape, or
+    one micro-batch more.
+    """
+    array = check_lengths(lengths)
+    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
+    check_whole("the multiple of a budget", multiple)
+    check_whole("the number of micro-batches", at_least)
+    parts = sample_parts(array, effective_batch, ranks, seed)
+    return fit_packed_parts(parts, int(array.max()), cap_tokens, multiple, at_least)
+
+
+def fit_packed_parts(
+    parts: list[list[int]], longest: int, cap_tokens: int, multiple: int = 64, at_least: int = 1
+) -> PackedCut:
+    """Like `fit_budget`, for parts of steps that are dealt already."""
+    size = max(map(len, parts))
+    whole = [part for part in parts if len(part) == size]
+    count = _all_but_exceptions([len(_fewest(part, at_least, cap_tokens)) for part in whole])
+    groups = [group for part in whole for group in _split(part, count, cap_tokens)]
+    # The partial steps take what budget the whole ones need, not the other way round.
+    most = max(map(sum, groups))
+    roomy = math.ceil(most * (1 + _MARGIN)) if most > longest else longest
+    budget = int(round_up(roomy, multiple, cap_tokens))
+    for part in parts:
+        if len(part) < size:
+            groups += _split(part, divide_up(count * len(part), size), budget)
+    return PackedCut(
+        part_size=size,
+        micro_batches=count,
+        budgets=_choose_budgets(np.array([sum(group) for group in groups]), budget, multiple),
+        slots=max(map(len, groups)),
+    )
+
+
+def _fewest(
+    lengths: list[int], start: int, budget: int, room: int | None = None
+) -> list[list[int]]:
+    """Places of the sequences in the fewest micro-batches, from `start` on, that keep to budget."""
+    size = len(lengths)
+    room = room or size
+    count = max(min(start, size), divide_up(size, room), divide_up(sum(lengths), budget))
+    while True:  # ends, at the latest, with a micro-batch for each sequence
+        groups: list[list[int]] = [[] for _ in range(count)]
+        tokens = [0] * count
+        for at, group in enumerate(emptiest_first(lengths, count, room)):
+            groups[group].append(at)
+            tokens[group] += lengths[at]
+        if max(tokens) <= budget:
+            return groups
+        count += 1
+
+
+def _split(lengths: list[int], start: int, budget: int) -> list[list[int]]:
+    """The lengths in each of the fewest micro-batches."""
+    return [[lengths[at] for at in group] for group in _fewest(lengths, start, budget)]
+
+
+def _all_but_exceptions(counts: list[int]) -> int:
+    """The count that is enough for all steps but a few."""
+    return sorted(counts)[-1 - int(len(counts) * _EXCEPTIONS)]
+
+
+def _choose_budgets(totals: IntArray, budget: int, multiple: int) -> tuple[int, ...]:
+    """The budget, which holds every total, and before it a smaller one where that pays."""
+    roomy = np.ceil(totals * (1 + _MARGIN)).astype(np.int64)
+    sizes, counts = np.unique(round_up(roomy, multiple, budget), return_counts=True)
+    held = np.cumsum(counts)
+    with_one = budget * totals.size
+    with_two = sizes * held + budget * (totals.size - held)
+    best = int(with_two.argmin())
+    enough = int(totals.sum()) >= _GOOD_FILL * with_one
+    if enough or with_two[best] > (1 - _LEAST_GAIN) * with_one:
+        return (budget,)
+    return int(sizes[best]), budget

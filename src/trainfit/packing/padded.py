@@ -1,0 +1,146 @@
+"""Padded micro-batches of sequences of like length, where attention cannot take packed rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from trainfit.packing.dealing import sample_parts
+from trainfit.packing.lengths import (
+    IntArray,
+    Lengths,
+    check_fits,
+    check_lengths,
+    check_whole,
+    round_up,
+)
+from trainfit.packing.microbatch import MicroBatch
+from trainfit.records import Record
+
+# What starting a micro-batch costs, in tokens: cutting finer must save more padding than that.
+_START_COST = 256
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PaddedCut(Record):
+    """How steps are cut into padded micro-batches: longest first, a fixed number of rows each."""
+
+    tokens: int
+    """The most tokens of a micro-batch, padding included; it sets the memory."""
+    widths: tuple[int, ...]
+    """The lengths that sequences are padded to, the smallest first."""
+    rows: tuple[int, ...]
+    """Rows of each micro-batch in a rank's part of a whole step."""
+
+    @property
+    def micro_batches(self) -> int:
+        """In a whole step, on each rank."""
+        return len(self.rows)
+
+    def empty(self) -> MicroBatch:
+        """A micro-batch of padding alone."""
+        return MicroBatch(sequences=(), tokens=0, rows=1, width=self.widths[0])
+
+    def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
+        """The micro-batches of a rank's part of a step, which comes longest first."""
+        if not part.size:
+            return []
+        values = lengths[part]
+        check_fits(int(values[0]), self.widths[-1])
+        widths = _pad(values, self.widths)
+        rows = self.rows if sum(self.rows) == part.size else _best_rows(widths[None], self.tokens)
+        batches = []
+        start = 0
+        for end in _ends(rows, widths.tolist(), self.tokens):
+            batches.append(
+                MicroBatch(
+                    sequences=tuple(part[start:end].tolist()),
+                    tokens=int(values[start:end].sum()),
+                    rows=end - start,
+                    width=int(widths[start]),
+                )
+            )
+            start = end
+        return batches
+
+
+def fit_padded(
+    lengths: Lengths,
+    effective_batch: int,
+    cap_tokens: int,
+    *,
+    ranks: int = 1,
+    seed: int = 0,
+    multiple: int = 32,
+    most_widths: int = 8,
+) -> PaddedCut:
+    """The widths to pad to, and the rows per micro-batch that pad the least.
+
+    A micro-batch has at most `cap_tokens` tokens, padding included. Dealt steps have nearly the
+    same lengths, so the same rows suit them all, and the shapes stay few.
+    """
+    array = check_lengths(lengths)
+    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
+    check_whole("the multiple of a width", multiple)
+    widths = choose_widths(array, check_whole("the number of widths", most_widths), multiple)
+    return fit_padded_parts(sample_parts(array, effective_batch, ranks, seed), widths, cap_tokens)
+
+
+def fit_padded_parts(parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int) -> PaddedCut:
+    """Like `fit_padded`, for parts of steps that are dealt already."""
+    whole = max(map(len, parts))
+    profile = _pad(np.array([part for part in parts if len(part) == whole]), widths)
+    rows = _best_rows(profile, cap_tokens)
+    firsts = np.cumsum((0, *rows[:-1]))
+    largest = int((profile.max(axis=0)[firsts] * rows).max())
+    return PaddedCut(tokens=max(largest, widths[-1]), widths=widths, rows=rows)
+
+
+def choose_widths(lengths: IntArray, most: int = 8, multiple: int = 32) -> tuple[int, ...]:
+    """The widths that pad these lengths little: all multiples, less those that help the least."""
+    # Never over the longest, since a model may have no positions beyond it.
+    padded = round_up(lengths, multiple, int(lengths.max()))
+    sizes, counts = np.unique(padded, return_counts=True)
+    while sizes.size > most:
+        least = int((counts[:-1] * np.diff(sizes)).argmin())
+        counts[least + 1] += counts[least]
+        sizes, counts = np.delete(sizes, least), np.delete(counts, least)
+    return tuple(sizes.tolist())
+
+
+def _pad(values: IntArray, widths: tuple[int, ...]) -> IntArray:
+    """The width that each length is padded to."""
+    return np.array(widths)[np.searchsorted(widths, values)]
+
+
+def _best_rows(profile: IntArray, cap: int) -> tuple[int, ...]:
+    """How many rows, from the longest on, each micro-batch has so that all steps pad the least.
+
+    `profile` has the widths of a step in each row, the longest first: a run of sequences costs as
+    many times the width of its first.
+    """
+    steps, size = profile.shape
+    total, most = profile.sum(axis=0), profile.max(axis=0)
+    cost = np.zeros(size + 1, dtype=np.int64)
+    first = np.zeros(size + 1, dtype=np.int64)
+    for end in range(1, size + 1):
+        rows = end - np.arange(end)
+        options = cost[:end] + rows * total[:end] + steps * _START_COST
+        options[rows * most[:end] > cap] = np.iinfo(np.int64).max
+        first[end] = options.argmin()
+        cost[end] = options[first[end]]
+    ends = [size]
+    while ends[-1]:
+        ends.append(int(first[ends[-1]]))
+    return tuple(np.diff(ends[::-1]).tolist())
+
+
+def _ends(rows: tuple[int, ...], widths: list[int], cap: int) -> Iterator[int]:
+    """Where the micro-batches of a step end; one that is over the cap is cut again."""
+    start = 0
+    for end in np.cumsum(rows).tolist():
+        while start < end:
+            start = min(end, start + cap // widths[start])
+            yield start

@@ -1,0 +1,272 @@
+"""Cuts: the union is the step whatever the cut, shapes are fixed and few, and well filled."""
+
+from __future__ import annotations
+
+from itertools import chain, pairwise, product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packing_lengths import redsm5_lengths
+
+from trainfit.errors import BadInput
+from trainfit.packing import (
+    Cut,
+    Fill,
+    MicroBatch,
+    PackedCut,
+    PaddedCut,
+    cut_step,
+    deal_steps,
+    fit_budget,
+    fit_padded,
+    ladder,
+    measure_fill,
+)
+
+LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
+
+
+def cut_epoch(
+    lengths: np.ndarray, batch: int, cut: Cut, ranks: int = 1, epoch: int = 0
+) -> list[tuple[tuple[MicroBatch, ...], ...]]:
+    return [cut_step(lengths, step, cut, ranks) for step in deal_steps(lengths, batch, 0, epoch)]
+
+
+def flat(steps: list[tuple[tuple[MicroBatch, ...], ...]]) -> list[MicroBatch]:
+    return [batch for step in steps for rank in step for batch in rank]
+
+
+# ── whatever the lengths and settings ─────────────────────────────────────────────────────────
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=LENGTHS,
+    batch=st.integers(1, 40),
+    spare=st.integers(0, 2000),
+    ranks=st.integers(1, 3),
+    padded=st.booleans(),
+    epoch=st.sampled_from([0, 99]),  # one that the shapes were fitted to, and one that was not
+)
+def test_the_union_over_ranks_and_cuts_is_the_step(
+    lengths: list[int], batch: int, spare: int, ranks: int, padded: bool, epoch: int
+) -> None:
+    array = np.array(lengths)
+    cap = max(lengths) + spare
+    rungs = ladder(array, batch, cap, padded=padded, ranks=ranks)
+    assert all(low.tokens < high.tokens <= cap for high, low in pairwise(rungs))
+    for cut, step in product(rungs, deal_steps(array, batch, 0, epoch)):
+        by_rank = cut_step(array, step, cut, ranks)
+        assert len(by_rank) == ranks
+        assert len({len(own) for own in by_rank}) == 1
+        own = [[i for b in own for i in b.sequences] for own in by_rank]
+        assert sorted(chain(*own)) == sorted(step.tolist())
+        first = cut_step(array, step, rungs[0], ranks)
+        assert [set(o) for o in own] == [{i for b in o for i in b.sequences} for o in first]
+        for micro in flat([by_rank]):
+            check_micro_batch(array, cut, micro)
+
+
+def check_micro_batch(lengths: np.ndarray, cut: Cut, micro: MicroBatch) -> None:
+    held = [int(lengths[i]) for i in micro.sequences]
+    assert micro.tokens == sum(held)
+    assert micro.rows * micro.width <= cut.tokens
+    if isinstance(cut, PackedCut):
+        assert micro.rows == 1
+        assert micro.width == min(b for b in cut.budgets if b >= micro.tokens)
+        assert len(held) <= cut.slots
+        assert len(cut.budgets) <= 2
+    else:
+        assert micro.rows == max(1, len(held))
+        assert micro.width == min(w for w in cut.widths if w >= max(held, default=1))
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 20))
+def test_the_fewest_micro_batches_are_close_to_brute_force(lengths: list[int], cap: int) -> None:
+    array = np.array(lengths)
+    best = next(
+        k
+        for k in range(1, len(lengths) + 1)
+        if any(
+            max(np.bincount(places, weights=array)) <= cap
+            for places in product(range(k), repeat=len(lengths))
+        )
+    )
+    cut = fit_budget(array, len(lengths), cap, multiple=1)
+    assert best <= cut.micro_batches <= best + 1
+    assert len(cut_step(array, np.arange(array.size), cut)[0]) == cut.micro_batches
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9))
+def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
+    array = np.array(lengths)
+    cap = 2 * max(lengths)
+    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9)
+    batches = cut_step(array, np.arange(array.size), cut)[0]
+    ordered = sorted(lengths, reverse=True)
+
+    def cost(ends: tuple[int, ...]) -> float:
+        runs = [ordered[a:b] for a, b in zip((0, *ends), (*ends, len(ordered)), strict=True)]
+        sizes = [len(run) * run[0] for run in runs]
+        return sum(sizes) + 256 * len(runs) if max(sizes) <= cap else np.inf
+
+    inner = range(1, len(ordered))
+    cuts = [tuple(i for i in inner if mask >> i & 1) for mask in range(0, 2 ** len(ordered), 2)]
+    assert sum(b.rows * b.width + 256 for b in batches) == min(map(cost, cuts))
+
+
+# ── fill and shapes on lengths like ReDSM5's ──────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("batch", [16, 32, 64, 128])
+@pytest.mark.parametrize(("count", "least"), [(1, 0.97), (2, 0.95)])
+def test_fill_of_packed_steps(batch: int, count: int, least: float) -> None:
+    lengths = redsm5_lengths()
+    cut = fit_budget(lengths, batch, batch * 512 // count)
+    assert cut.micro_batches == count
+    for epoch in (0, 1, 20):
+        steps = cut_epoch(lengths, batch, cut, epoch=epoch)
+        assert {len(step[0]) for step in steps[:-1]} == {count}
+        fill = measure_fill(flat(steps))
+        assert fill.fill >= least
+        assert fill.shapes <= 2
+
+
+@pytest.mark.parametrize("sequences", [200, 500, 1187])
+def test_small_data_are_filled_too_with_their_partial_step(sequences: int) -> None:
+    lengths = np.random.default_rng(0).permutation(redsm5_lengths())[:sequences]
+    cut = fit_budget(lengths, 32, 32 * 512)
+    for epoch in (0, 3, 70):
+        fill = measure_fill(flat(cut_epoch(lengths, 32, cut, epoch=epoch)))
+        assert fill.fill >= 0.95
+        assert fill.shapes <= 2
+
+
+def test_budgets_are_multiples_under_the_cap() -> None:
+    lengths = redsm5_lengths()
+    assert fit_budget(lengths, 64, 8192).tokens % 64 == 0
+    assert fit_budget(lengths, 64, 8192, multiple=128).tokens % 128 == 0
+    assert fit_budget(lengths, 16, 4900).tokens == 4900  # rounding up would break the cap
+
+
+def test_one_outlier_does_not_cost_all_steps_a_micro_batch() -> None:
+    lengths = np.array([100] * 1599 + [900])
+    cut = fit_budget(lengths, 16, 1700)
+    assert cut.micro_batches == 1
+    counts = [len(step[0]) for step in cut_epoch(lengths, 16, cut)]
+    assert sorted(counts) == [1] * 99 + [2]
+    assert measure_fill(flat(cut_epoch(lengths, 16, cut))).fill > 0.9
+
+
+def test_padded_batches_pad_little_in_few_shapes() -> None:
+    lengths = redsm5_lengths()
+    for batch, least in [(16, 0.8), (64, 0.88)]:
+        cut = fit_padded(lengths, batch, 16 * 512)
+        fill = measure_fill(flat(cut_epoch(lengths, batch, cut, epoch=20)))
+        to_longest = lengths.mean() / 512
+        assert fill.fill > least > to_longest
+        assert fill.shapes <= 20
+        assert len(cut.widths) <= 8
+
+
+def test_bucketing_comes_before_padding() -> None:
+    # Padding first makes all lengths equal, and then there is nothing left to gain.
+    cut = fit_padded(redsm5_lengths(), 16, 16 * 512)
+    assert len(cut.widths) > 1
+    assert cut.tokens < 16 * 512
+
+
+def test_widths_never_exceed_the_longest_sequence() -> None:
+    assert fit_padded([500, 33, 90], 3, 1000).widths == (64, 96, 500)
+
+
+# ── cuts and ladders ──────────────────────────────────────────────────────────────────────────
+
+
+def test_any_effective_batch_is_cut_as_memory_allows() -> None:
+    lengths = np.full(640, 512)
+    cut = fit_budget(lengths, 64, 23 * 512)
+    assert cut.micro_batches == 3
+    sizes = [len(batch.sequences) for batch in cut_step(lengths, np.arange(64), cut)[0]]
+    assert sum(sizes) == 64
+    assert max(sizes) <= 23
+
+
+def test_the_ladder_doubles_the_cuts_down_to_the_longest_sequence() -> None:
+    rungs = ladder(redsm5_lengths(), 64, 16 * 512)
+    counts = [rung.micro_batches for rung in rungs]
+    assert counts == [3 * 2**i for i in range(5)]
+    assert rungs[-1].tokens == 512
+    padded = ladder(redsm5_lengths(), 64, 16 * 512, padded=True)
+    assert [rung.tokens for rung in padded] == [8192, 4096, 2048, 1024, 512]
+
+
+def test_a_partial_step_gets_fewer_micro_batches() -> None:
+    lengths = redsm5_lengths()[: 64 * 20 + 10]
+    cut = fit_budget(lengths, 64, 16 * 512, at_least=4)
+    counts = [len(step[0]) for step in cut_epoch(lengths, 64, cut)]
+    assert counts == [4] * 20 + [1]
+
+
+def test_ranks_with_nothing_to_do_keep_step_with_empty_micro_batches() -> None:
+    lengths = np.array([5, 7, 3])
+    for cut in (fit_budget(lengths, 3, 64, ranks=4), fit_padded(lengths, 3, 64, ranks=4)):
+        by_rank = cut_step(lengths, [0, 1, 2], cut, ranks=4)
+        assert [len(own) for own in by_rank] == [1] * 4
+        assert by_rank[3][0].sequences == ()
+        assert by_rank[3][0].tokens == 0
+
+
+def test_a_dataset_of_one_sequence() -> None:
+    for cut in (*ladder([37], 16, 512), *ladder([37], 16, 512, padded=True)):
+        assert cut.micro_batches == 1
+        ((batch,),) = cut_step(np.array([37]), [0], cut)
+        assert batch.sequences == (0,)
+
+
+def test_cuts_survive_json() -> None:
+    lengths = redsm5_lengths(posts=30)
+    packed, padded = fit_budget(lengths, 16, 4096), fit_padded(lengths, 16, 4096)
+    assert PackedCut.from_json(packed.to_json()) == packed
+    assert PaddedCut.from_json(padded.to_json()) == padded
+
+
+def test_fill_counts_tokens_and_shapes() -> None:
+    fill = measure_fill(
+        [
+            MicroBatch(sequences=(0, 1), tokens=90, rows=1, width=100),
+            MicroBatch(sequences=(2,), tokens=60, rows=1, width=100),
+            MicroBatch(sequences=(), tokens=0, rows=2, width=50),
+        ]
+    )
+    assert fill == Fill(micro_batches=3, shapes=2, tokens=150, capacity=300)
+    assert (fill.fill, fill.padding) == (0.5, 0.5)
+    assert measure_fill([]).fill == 1.0
+
+
+# ── errors ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("fit", [fit_budget, fit_padded, ladder])
+def test_a_sequence_over_the_cap_is_named_with_the_fix(fit) -> None:
+    with pytest.raises(
+        BadInput, match=r"sequence of 700 tokens.*of 512; truncate to 512.*batch_size"
+    ):
+        fit([10, 700], 2, 512)
+    with pytest.raises(BadInput, match="cap in tokens is 0"):
+        fit([10], 2, 0)
+    with pytest.raises(BadInput, match="effective_batch_size is 0"):
+        fit([10], 0, 512)
+    with pytest.raises(BadInput, match="number of ranks is 0"):
+        fit([10], 1, 512, ranks=0)
+
+
+@pytest.mark.parametrize("fit", [fit_budget, fit_padded])
+def test_a_step_of_other_data_than_fitted_is_refused(fit) -> None:
+    cut = fit([10, 20], 2, 512)
+    with pytest.raises(BadInput, match="sequence of 900 tokens"):
+        cut_step(np.array([900]), [0], cut)
