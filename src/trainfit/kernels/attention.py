@@ -1,0 +1,97 @@
+"""How attention is computed, chosen in one place for every transformers model.
+
+A model is built with `attn_implementation=register()`. Before each forward pass `choose` makes an
+`Attention` for the batch, which travels through the model as the keyword argument `ARGUMENT` and
+is called by every layer. It is bidirectional whatever the model was trained as.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+from trainfit.errors import BadInput
+from trainfit.kernels.layout import Layout
+from trainfit.kernels.masked import masked_attention
+
+NAME = "trainfit"
+"""The name under which transformers knows this attention."""
+ARGUMENT = "trainfit_attention"
+"""The keyword argument of a model's forward that carries the `Attention` to its layers."""
+
+_UNKNOWN_TERMS = ("position_bias", "s_aux", "head_mask")
+"""What some models add to the logits; to leave it out silently would be another model."""
+
+
+class Attention(Protocol):
+    """Attends within the sequences of one batch."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        dropout: float,
+        windowed: bool,
+        softcap: float | None,
+    ) -> Tensor:
+        """From `[B, heads, T, d]` (keys and values may have fewer heads) to `[B, T, heads, d]`."""
+
+
+def choose(layout: Layout, window: int | None) -> Attention:
+    """The attention for a batch. Faster paths than the masked reference are chosen here.
+
+    In layers with a sliding window a token sees those at a distance below `window`, both ways.
+    """
+    return masked_attention(layout, window)
+
+
+def register() -> str:
+    """Make the attention known to transformers, once or again, and return its name.
+
+    No mask function goes with it: transformers then builds no mask of its own.
+    """
+    from transformers import AttentionInterface
+
+    AttentionInterface.register(NAME, _attend)
+    return NAME
+
+
+def _attend(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    trainfit_attention: Attention | None = None,
+    **rest: Any,
+) -> tuple[Tensor, None]:
+    """What a transformers layer calls."""
+    terms = [name for name in _UNKNOWN_TERMS if rest.get(name) is not None]
+    if trainfit_attention is None or attention_mask is not None or terms:
+        raise BadInput(
+            f"{type(module).__name__} does not hand attention on as it must"
+            + (f" (it adds {', '.join(terms)})" if terms else ""),
+            "choose another model: BERT, ModernBERT, Gemma, Llama and Qwen families work",
+        )
+    attended = trainfit_attention(
+        module,
+        query,
+        key,
+        value,
+        scaling=scaling,
+        dropout=dropout,
+        # Families count the window differently; the one number that counts is `choose`'s.
+        windowed=sliding_window is not None,
+        softcap=softcap,
+    )
+    return attended, None

@@ -1,0 +1,1 @@
+"""An encoder with a pooler and a head: the model of NLI and of text classification."""

@@ -1,0 +1,79 @@
+"""What of an encoder is trained, and what of it is kept for the backward pass."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torch import nn
+
+from trainfit.errors import BadInput
+from trainfit.tasks.encoder.settings import Checkpointing, ClassifierSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),  # Gemma, Llama, Qwen, Mistral
+    ("query", "key", "value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
+    ("query_proj", "key_proj", "value_proj", "attention.output.dense"),  # DeBERTa-v2, v3
+    ("Wqkv", "attn.Wo"),  # ModernBERT
+    ("attn.c_attn", "attn.c_proj"),  # GPT-2
+    ("q_lin", "k_lin", "v_lin", "out_lin"),  # DistilBERT
+)
+"""The query, key, value and output projections of attention, as each family calls them."""
+
+
+def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
+    """Leave trainable what the method trains: everything, nothing, or adapters."""
+    if settings.method == "frozen":
+        model.requires_grad_(False)
+    elif settings.method in ("lora", "dora"):
+        add_adapters(model, settings)
+
+
+def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
+    """LoRA or DoRA on the attention projections; everything else is frozen."""
+    from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
+
+    names = projections(model)
+    layers = [model.get_submodule(name) for name in names]
+    model.requires_grad_(False)
+    model.add_adapter(
+        LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
+            lora_dropout=settings.lora_dropout,
+            target_modules=names,
+            use_dora=settings.method == "dora",
+            fan_in_fan_out=isinstance(layers[0], Conv1D),
+        )
+    )
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Small updates vanish in bf16 weights; adapters are small enough to keep whole.
+            parameter.data = parameter.data.float()
+
+
+def projections(model: nn.Module) -> list[str]:
+    """The full names of the attention projections in a model."""
+    names = [name for name, _ in model.named_modules()]
+    for family in _PROJECTIONS:
+        found = [name for name in names if name.endswith(tuple(f".{part}" for part in family))]
+        if all(any(name.endswith(f".{part}") for name in found) for part in family):
+            return found
+    raise BadInput(
+        f"no attention projections found in {type(model).__name__}",
+        "train it with method=full or frozen",
+    )
+
+
+def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
+    """Recompute all blocks, or every second one, in the backward pass."""
+    if how == "none":
+        return
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False}, every_n_layers=2 if how == "selective" else 1
+    )
+    # Needed by re-entrant checkpointing alone; it would run the backward pass of frozen parts.
+    model.disable_input_require_grads()  # type: ignore[no-untyped-call]

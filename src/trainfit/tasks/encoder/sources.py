@@ -1,0 +1,116 @@
+"""Where an encoder's config and weights come from: the catalogue, a folder, the hub or a config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit.catalogue.models import ModelShape, model_shape, transformers_config
+from trainfit.errors import BadInput
+from trainfit.tasks.encoder.settings import Weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"use_bidirectional_attention": True},
+    "gemma2": {"use_bidirectional_attention": True, "is_causal": False},
+    "gemma": {"use_bidirectional_attention": True, "is_causal": False},
+}
+"""What makes plain transformers look both ways, where is_causal is not it or not all of it."""
+
+
+def find(
+    source: str | PretrainedConfig, weights: Weights, overrides: dict[str, Any]
+) -> tuple[PretrainedConfig, str | None]:
+    """The config, bidirectional, and the folder or hub id of the weights; None: random ones."""
+    if not isinstance(source, str):
+        if weights == "pretrained":
+            raise BadInput("a config has no pretrained weights", "name a folder or a model")
+        return _configured(source.to_dict(), overrides), None
+    shape = None if Path(source).is_dir() else _in_catalogue(source)
+    if shape is not None and (weights == "random" or (weights == "auto" and "/" not in source)):
+        return transformers_config(shape, **_changes(shape.config, overrides)), None
+    place = shape.hub if shape is not None and shape.hub is not None else source
+    config = _configured(_read(place), overrides)
+    return config, None if weights == "random" else place
+
+
+def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with weights from `place`, or random ones."""
+    from transformers import AutoModel
+
+    if place is None:
+        random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
+            config.get_text_config(), dtype=dtype
+        )
+        return random
+    try:
+        whole = AutoModel.from_pretrained(place, config=config, dtype=dtype)
+    except (OSError, ValueError) as error:
+        raise _unreadable(place, error) from error
+    # Of a model of text and images only the text part is used.
+    model: PreTrainedModel = getattr(whole, "language_model", whole)
+    return model
+
+
+def _configured(fields: dict[str, Any], overrides: dict[str, Any]) -> PretrainedConfig:
+    """Overrides go in before a config is built: Gemma 3 halves its window only then."""
+    from transformers import AutoConfig
+
+    text = fields.get("text_config")
+    if text is None:
+        fields = fields | _changes(fields, overrides)
+    else:
+        fields = fields | {"text_config": text | _changes(text, overrides)}
+    try:
+        config: PretrainedConfig = AutoConfig.for_model(**fields)
+    except ValueError as error:
+        raise BadInput(
+            f"model_type {fields.get('model_type')!r} with {overrides or 'no overrides'}: {error}",
+            "choose a model and values that transformers knows",
+        ) from error
+    return config
+
+
+def _changes(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides, with what else an encoder needs."""
+    changes = {"use_cache": False} | _BIDIRECTIONAL.get(fields["model_type"], {"is_causal": False})
+    layers = overrides.get("num_hidden_layers")
+    if layers is not None and fields.get("layer_types"):
+        changes["layer_types"] = fields["layer_types"][:layers]
+    return changes | overrides
+
+
+def _in_catalogue(name: str) -> ModelShape | None:
+    try:
+        return model_shape(name)
+    except BadInput:
+        return None
+
+
+def _read(place: str) -> dict[str, Any]:
+    from transformers import PretrainedConfig
+
+    try:
+        fields, _ = PretrainedConfig.get_config_dict(place)
+    except (OSError, ValueError) as error:
+        raise _unreadable(place, error) from error
+    if "model_type" not in fields:
+        raise BadInput(
+            f"no model_type in the config of {place}", "give a folder with a config.json"
+        )
+    found: dict[str, Any] = fields
+    return found
+
+
+def _unreadable(place: str, error: Exception) -> BadInput:
+    reason = str(error).strip().splitlines()[0]
+    if Path(place).is_dir():
+        return BadInput(f"cannot load a model from {place}: {reason}", "give another folder")
+    try:
+        model_shape(place)
+    except BadInput as unknown:
+        return BadInput(f"{unknown.what}, and the hub gave none: {reason}", unknown.fix)
+    return BadInput(f"cannot load {place} from the hub: {reason}", "give a local folder")

@@ -1,0 +1,1 @@
+"""Pretraining a small GPT."""

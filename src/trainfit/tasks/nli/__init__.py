@@ -1,0 +1,1 @@
+"""Natural-language inference: does a post give evidence of a criterion?"""
