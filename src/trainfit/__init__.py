@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.measuring import measure as measure
+    from trainfit.planning import estimate as estimate
     from trainfit.planning import recommend as recommend
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
@@ -25,6 +26,7 @@ _HOMES = {
     "as_if": "trainfit.hardware",
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
+    "estimate": "trainfit.planning",
     "lookup": "trainfit.catalogue",
     "measure": "trainfit.measuring",
     "recommend": "trainfit.planning",

@@ -263,7 +263,10 @@ class MemoryEstimate(Record):
     peak_allocated_gib: float
     peak_reserved_gib: float
     capacity_gib: float
+    fits: bool
+    """Whether the step runs within the capacity, with the allocator giving back its cache."""
     error_percent: float | None
+    """The largest error recorded on this architecture; None where nothing was recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,5 +1,6 @@
-"""From what the machine is to what to set, each with a reason."""
+"""From what the machine is to what to set, each with a reason; and what a step would take."""
 
+from trainfit.planning.memory import estimate
 from trainfit.planning.recommendation import preset_for_memory, recommend, workers
 
-__all__ = ["preset_for_memory", "recommend", "workers"]
+__all__ = ["estimate", "preset_for_memory", "recommend", "workers"]

@@ -1,0 +1,208 @@
+"""A torch without CUDA that takes CUDA's decisions, for steps that run on fake CPU tensors.
+
+What a step keeps in memory depends on choices that torch makes by device: autocast's lists, the
+attention kernel, the form of a dropout mask. `install` makes the CPU choose as CUDA would. It
+changes torch for the whole process and cannot be taken back, so only a child process does it.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+aten = torch.ops.aten
+_HALF = (torch.bfloat16, torch.float16)
+_MAX_HEAD = 256
+"""The largest head that the flash kernel takes."""
+
+# CUDA's autocast computes these in fp32 (torch/csrc: autocast_mode.h), whatever they are given.
+_FP32 = [
+    "acos",
+    "asin",
+    "cosh",
+    "erfinv",
+    "exp",
+    "expm1",
+    "log",
+    "log10",
+    "log2",
+    "log1p",
+    "reciprocal",
+    "rsqrt",
+    "sinh",
+    "tan",
+    "pow.Tensor_Scalar",
+    "pow.Tensor_Tensor",
+    "pow.Scalar",
+    "softplus",
+    "layer_norm",
+    "native_layer_norm",
+    "group_norm",
+    "cosine_similarity",
+    "cosine_embedding_loss",
+    "nll_loss",
+    "nll_loss_nd",
+    "nll_loss2d",
+    "kl_div",
+    "l1_loss",
+    "smooth_l1_loss",
+    "huber_loss",
+    "mse_loss",
+    "binary_cross_entropy_with_logits",
+    "margin_ranking_loss",
+    "logsumexp",
+    "renorm",
+    "dist",
+]
+# And these unless the caller asks for a dtype.
+_FP32_BY_DEFAULT = [
+    "prod",
+    "prod.dim_int",
+    "softmax.int",
+    "log_softmax.int",
+    "cumprod",
+    "cumsum",
+    "sum",
+    "sum.dim_IntList",
+    "linalg_vector_norm",
+]
+
+
+class _Registry:
+    """Keeps the library alive: torch drops the overrides with it."""
+
+    library: Any = None
+
+
+def install() -> None:
+    """Take CUDA's decisions from now on, in this process."""
+    if _Registry.library is not None:
+        return
+    library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch warns of every kernel that is replaced
+        for name in _FP32:
+            library.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
+        for name in _FP32_BY_DEFAULT:
+            library.impl(name, _fp32_by_default(_overload(name)), "AutocastCPU")
+        library.impl("dropout", _dropout, "AutogradCPU")
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+    _Registry.library = library
+    _mask_code_sees_no_tracing()
+
+
+def _overload(name: str) -> Any:
+    packet, _, overload = name.partition(".")
+    return getattr(getattr(aten, packet), overload or "default")
+
+
+@contextmanager
+def _without_autocast() -> Iterator[None]:
+    keys = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
+    with torch._C._ExcludeDispatchKeyGuard(keys):
+        yield
+
+
+def _raised(value: Any) -> Any:
+    half = isinstance(value, torch.Tensor) and value.dtype in _HALF
+    return value.float() if half else value
+
+
+def _in_fp32(op: Any) -> Callable[..., Any]:
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            raised = {key: _raised(value) for key, value in kwargs.items()}
+            return op(*(_raised(value) for value in args), **raised)
+
+    return kernel
+
+
+def _fp32_by_default(op: Any) -> Callable[..., Any]:
+    position = [argument.name for argument in op._schema.arguments].index("dtype")
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with _without_autocast():
+            given = args[position] if len(args) > position else kwargs.get("dtype")
+            if given is None and args[0].dtype in _HALF:
+                args = args[:position]
+                kwargs = {**kwargs, "dtype": torch.float32}
+                missing = op._schema.arguments[len(args) : position]
+                kwargs |= {a.name: a.default_value for a in missing if a.name not in kwargs}
+            return op(*args, **kwargs)
+
+    return kernel
+
+
+def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
+    """CUDA's dropout keeps a mask of one byte per element; the CPU's keeps a tensor like x."""
+    if not train or p == 0:
+        return x
+    dropped: torch.Tensor = aten.native_dropout(x, p, True)[0]
+    return dropped
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """The kernel that CUDA would choose: flash without a mask in half precision, else efficient."""
+    head = query.shape[-1]
+    scale = head**-0.5 if scale is None else scale
+    if attn_mask is None and query.dtype in _HALF and head <= _MAX_HEAD:
+        query, key, value = (_padded_head(t) for t in (query, key, value))
+        flash = aten._scaled_dot_product_flash_attention
+        out: torch.Tensor = flash(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
+        return out[..., :head]
+    if attn_mask is not None and attn_mask.requires_grad:
+        plain = aten._scaled_dot_product_attention_math
+        weighted: torch.Tensor = plain(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )[0]
+        return weighted
+    if enable_gqa:
+        groups = query.shape[-3] // key.shape[-3]
+        key, value = (t.repeat_interleave(groups, dim=-3) for t in (key, value))
+    bias = None if attn_mask is None else _bias(attn_mask, query, key)
+    efficient = aten._scaled_dot_product_efficient_attention
+    needs_grad = any(t.requires_grad for t in (query, key, value))
+    attended: torch.Tensor = efficient(
+        query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return attended
+
+
+def _padded_head(t: torch.Tensor) -> torch.Tensor:
+    """The flash kernel wants heads of a multiple of 8."""
+    short = -t.shape[-1] % 8
+    return torch.nn.functional.pad(t, (0, short)) if short else t
+
+
+def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    """What the efficient kernel is given: an additive mask in its dtype, rows of 16 bytes."""
+    if mask.dtype == torch.bool:
+        mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
+            mask.logical_not(), -torch.inf
+        )
+    shape = (*query.shape[:-1], key.shape[-2])
+    short = -mask.shape[-1] % 16
+    if short:
+        mask = torch.nn.functional.pad(mask, (0, short))[..., : mask.shape[-1]]
+    return mask.expand(shape)
+
+
+def _mask_code_sees_no_tracing() -> None:
+    """For a fake tensor, transformers builds masks that a real step does without."""
+    from transformers.utils import import_utils
+
+    setattr(import_utils, "is_fake_tensor", lambda _tensor: False)  # noqa: B010

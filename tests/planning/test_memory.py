@@ -1,0 +1,180 @@
+"""The memory estimator against what was measured on a GPU, and its parts against real tensors."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit.catalogue import find
+from trainfit.errors import BadInput, RunFailed
+from trainfit.planning.memory import Request, ask, estimate, estimate_all, recorded_error
+from trainfit.records import TaskSpec
+
+ROOT = Path(__file__).parent.parent.parent
+RECORDED = ROOT / "benchmarks" / "results" / "2026-11-15-estimator-h200.json"
+TRUTH = [r for r in json.loads(RECORDED.read_text())["results"] if not r["case"]["compile"]]
+# Known misses, with what is known of them; everything else is held to 2% and 5%.
+MISSES = {
+    ("t5-base", False): "attention with a trained bias: another plain path than CUDA's",
+    ("deberta-v3-base", True): "reserved alone, 8.6% too low",
+    ("modernbert-base", True): "reserved alone, 5.5% too low",
+}
+H200 = find("h200")
+
+
+@pytest.fixture(autouse=True)
+def _cases_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+
+
+def spec(case: dict[str, Any]) -> TaskSpec:
+    return TaskSpec(factory="estimator_cases:probe", arguments=case)
+
+
+def families() -> dict[str, list[dict[str, Any]]]:
+    grouped: dict[str, list[dict[str, Any]]] = {}
+    for row in TRUTH:
+        grouped.setdefault(row["case"]["model"], []).append(row)
+    return grouped
+
+
+def test_enough_was_recorded():
+    assert len(TRUTH) >= 30
+    assert len(families()) >= 6
+    assert {row["case"]["precision"] for row in TRUTH} == {"bf16", "fp16", "fp32"}
+    assert {row["case"]["method"] for row in TRUTH} == {"full", "dora", "lora", "frozen"}
+
+
+@pytest.mark.parametrize("family", sorted(families()))
+def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str):
+    rows = families()[family]
+    estimates = estimate_all([spec(row["case"]) for row in rows], H200)
+    for row, predicted in zip(rows, estimates, strict=True):
+        allocated = predicted.peak_allocated_gib * 2**30 / row["peak_allocated"] - 1
+        reserved = predicted.peak_reserved_gib * 2**30 / row["peak_reserved"] - 1
+        bar = predicted.error_percent
+        assert bar is not None
+        assert abs(allocated) * 100 <= bar
+        missed = (family, row["case"]["checkpointing"]) in MISSES
+        assert abs(allocated) < (0.07 if missed else 0.02), row["case"]
+        assert abs(reserved) < (0.09 if missed else 0.05), row["case"]
+        # Blocks that are not worth cutting make what is allocated a little more than the weights.
+        assert 0 <= row["weights"] - predicted.weights_gib * 2**30 < 0.05 * row["weights"]
+
+
+def test_an_architecture_without_records_has_no_error_bar():
+    assert recorded_error("9.0") is not None
+    assert recorded_error("7.5") is None
+
+
+# ── a step of one's own, whose memory can be worked out by hand ─────────────────────────────────
+
+WIDTH, ROWS = 1024, 4096
+
+
+def linear(layers: int = 3, frozen: bool = False) -> tuple[Any, Any]:
+    """Square layers in fp32: every size is a multiple of 512 and known."""
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+    if frozen:
+        model[:-1].requires_grad_(False)
+
+    def make_step(built: torch.nn.Module) -> Any:
+        trained = [p for p in built.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, fused=True)
+        x = torch.ones(ROWS, WIDTH)
+
+        def step() -> None:
+            built(x).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    return model, make_step
+
+
+def broken() -> tuple[Any, Any]:
+    import torch
+
+    model = torch.nn.Linear(2, 2)
+
+    def make_step(built: torch.nn.Module) -> Any:
+        return lambda: torch.unique(built(torch.ones(2, 2)))
+
+    return model, make_step
+
+
+def ask_own(function: str, capacity: int = 1 << 40, **arguments: Any) -> Any:
+    name = Path(__file__).stem
+    task = TaskSpec(factory=f"{name}:{function}", arguments=arguments)
+    request = Request(task=task, sm_count=132, compute_capability="9.0", capacity=capacity)
+    return ask([request])[0]
+
+
+def test_the_parts_are_what_arithmetic_says():
+    matrix, activation, steps = 4 * WIDTH**2, 4 * ROWS * WIDTH, 3 * 4
+    answer = ask_own("linear", layers=3)
+    assert answer.error is None
+    assert answer.weights == answer.gradients == 3 * matrix
+    assert answer.optimizer == 2 * 3 * matrix + steps
+    assert answer.inputs == activation
+    assert answer.workspace == 2 * (32 << 20)
+    held = answer.weights + answer.optimizer + answer.inputs + answer.workspace
+    # In the backward pass of the last layer: two saved inputs and two gradients of activations.
+    assert answer.peak_allocated >= held + 3 * activation
+    assert answer.peak_allocated <= held + answer.gradients + 5 * activation
+    assert answer.unknown == {}
+
+
+def test_a_frozen_part_keeps_nothing():
+    free, frozen = ask_own("linear", layers=4), ask_own("linear", layers=4, frozen=True)
+    assert frozen.gradients == 4 * WIDTH**2
+    assert frozen.activations < free.activations
+
+
+def test_the_same_step_needs_less_workspace_on_a_small_gpu():
+    here = f"{Path(__file__).stem}:linear"
+    big, small = estimate(here, "h200", layers=2), estimate(here, "t4", layers=2)
+    assert big.weights_gib == small.weights_gib
+    assert small.workspace_gib < big.workspace_gib
+    assert (big.capacity_gib, small.capacity_gib) == (139.8, 14.74)
+    assert big.fits
+    assert small.fits
+    assert (big.error_percent is None, small.error_percent is None) == (False, True)
+
+
+def test_what_fits_is_answered_directly():
+    needed = ask_own("linear").peak_reserved
+    assert ask_own("linear", capacity=needed).fits
+    assert not ask_own("linear", capacity=needed // 2).fits
+
+
+def test_an_operation_without_a_shape_is_named_and_no_number_given():
+    answer = ask_own("broken")
+    assert "unique" in answer.error
+    with pytest.raises(RunFailed, match=r"cannot estimate: .*unique"):
+        estimate(f"{Path(__file__).stem}:broken", "h200")
+
+
+@pytest.mark.parametrize("factory", ["nowhere:f", "json:nothing", "json"])
+def test_a_task_that_cannot_be_loaded_is_named(factory: str):
+    with pytest.raises(RunFailed, match=f"cannot load '{factory}'"):
+        estimate(TaskSpec(factory=factory, arguments={}), H200)
+
+
+@pytest.mark.parametrize("capacity", [0.0, -1.0, float("nan")])
+def test_a_capacity_that_cannot_be_is_refused(capacity: float):
+    with pytest.raises(BadInput, match="capacity_gib is"):
+        estimate(TaskSpec(factory="a:b", arguments={}), H200, capacity)
+
+
+def test_this_process_is_left_alone():
+    import torch
+
+    assert "trainfit.planning.fake_cuda" not in sys.modules
+    assert not isinstance(torch.ones(1), torch._subclasses.FakeTensor)
