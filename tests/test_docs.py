@@ -92,3 +92,18 @@ def test_the_readmes_measurements_are_the_recorded_ones():
         assert float(sustained) == pytest.approx(values[f"matmul_{kind}_sustained"], rel=0.01)
     [copy] = re.findall(r"\| copies in memory, GB/s \| ([\d.]+) \|", text)
     assert float(copy) == pytest.approx(values["copy"], rel=0.01)
+
+
+def test_the_estimators_figures_are_the_recorded_ones():
+    path = ROOT / "benchmarks" / "results" / "2026-11-15-estimator-predicted.json"
+    record = json.loads(path.read_text())
+    summary = record["summary"]
+    page = (ROOT / "docs" / "estimate.md").read_text()
+    assert summary["cases"] == summary["allocated_within_2_percent"]
+    assert f"within 2% in all {summary['cases']}" in page
+    assert f"within 0.1% in {summary['allocated_within_0.1_percent']}" in page
+    assert f"within 5% in {summary['reserved_within_5_percent']}" in page
+    worst = max(abs(row["allocated_error_percent"]) for row in record["rows"])
+    from trainfit.planning.memory import recorded_error
+
+    assert recorded_error("9.0") == pytest.approx(worst, abs=0.05)

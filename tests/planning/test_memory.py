@@ -15,11 +15,10 @@ from trainfit.records import TaskSpec
 ROOT = Path(__file__).parent.parent.parent
 RECORDED = ROOT / "benchmarks" / "results" / "2026-11-15-estimator-h200.json"
 TRUTH = [r for r in json.loads(RECORDED.read_text())["results"] if not r["case"]["compile"]]
-# Known misses, with what is known of them; everything else is held to 2% and 5%.
+# Known misses of what is reserved; everything else is held to 2% of allocated and 5% of reserved.
 MISSES = {
-    ("t5-base", False): "attention with a trained bias: another plain path than CUDA's",
-    ("deberta-v3-base", True): "reserved alone, 8.6% too low",
-    ("modernbert-base", True): "reserved alone, 5.5% too low",
+    ("deberta-v3-base", True): "8.6% too low",
+    ("modernbert-base", True): "5.5% too low",
 }
 H200 = find("h200")
 
@@ -59,7 +58,7 @@ def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str):
         assert bar is not None
         assert abs(allocated) * 100 <= bar
         missed = (family, row["case"]["checkpointing"]) in MISSES
-        assert abs(allocated) < (0.07 if missed else 0.02), row["case"]
+        assert abs(allocated) < 0.02, row["case"]
         assert abs(reserved) < (0.09 if missed else 0.05), row["case"]
         # Blocks that are not worth cutting make what is allocated a little more than the weights.
         assert 0 <= row["weights"] - predicted.weights_gib * 2**30 < 0.05 * row["weights"]
@@ -178,3 +177,14 @@ def test_this_process_is_left_alone():
 
     assert "trainfit.planning.fake_cuda" not in sys.modules
     assert not isinstance(torch.ones(1), torch._subclasses.FakeTensor)
+
+
+def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    page = (ROOT / "docs" / "estimate.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    (tmp_path / "my_step.py").write_text(code)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    need = estimate("my_step:build", "t4", batch=4096)
+    assert need.fits
+    assert need.weights_gib * 2**30 == 4 * (1024 * 1024 + 1024 + 1024 * 2 + 2)
+    assert not estimate("my_step:build", "t4", capacity_gib=0.05, batch=4096).fits
