@@ -20,6 +20,7 @@ from trainfit import codec
 from trainfit.errors import BadInput, TrainfitError
 from trainfit.planning import fake_cuda
 from trainfit.planning.allocator import replay
+from trainfit.planning.fakes import make_fake
 from trainfit.planning.memory import Answer, Request
 from trainfit.planning.recorder import Recorder
 from trainfit.planning.temporaries import Device
@@ -64,8 +65,11 @@ def _run(request: Request) -> Answer:
     build = _load(request.task.factory)
     with torch.device("meta"), _no_initialisation():
         model, make_step = build(**request.task.arguments)
+    tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
+    if callable(tie):
+        tie()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    fake(model, mode)
+    make_fake(model, mode)
     recorder = Recorder(Device(request.sm_count, request.compute_capability))
     with mode, recorder:
         weights = recorder.follow([*model.parameters(), *model.buffers()])
@@ -112,29 +116,6 @@ def _no_initialisation() -> Any:
     from transformers.initialization import no_init_weights
 
     return no_init_weights()
-
-
-def fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
-    """Turn a model on the meta device into one of fake CPU tensors; tied weights stay tied."""
-    tie = getattr(model, "tie_weights", None)
-    if callable(tie):
-        tie()
-    made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-
-    def on_cpu(tensor: torch.Tensor) -> torch.Tensor:
-        if id(tensor) not in made:
-            with mode:
-                empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
-            if isinstance(tensor, torch.nn.Parameter):
-                empty = torch.nn.Parameter(empty, requires_grad=tensor.requires_grad)
-            made[id(tensor)] = tensor, empty  # the original too, so that its id stays its own
-        return made[id(tensor)][1]
-
-    for module in model.modules():
-        for table in (module._parameters, module._buffers):
-            for name, tensor in table.items():
-                if tensor is not None:
-                    table[name] = on_cpu(tensor)  # type: ignore[assignment]
 
 
 if __name__ == "__main__":
