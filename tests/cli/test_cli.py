@@ -1,6 +1,7 @@
 """The command line as a person or a program meets it."""
 
 import json
+import os
 import subprocess
 import sys
 import time
@@ -222,3 +223,24 @@ def test_measuring_from_the_command_line(
     assert rates["matmul_fp32"] > 0
     assert rates["copy"] > 0
     assert len(list((tmp_path / "cache" / "measured").iterdir())) == 1
+
+
+def test_a_cache_that_cannot_be_written_is_a_note(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file"))
+    monkeypatch.setattr("trainfit.measuring.machine.ITEM_SECONDS", 0.05)
+    assert run(["check", "--measure", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert json.loads(captured.out)["measured"]["items"]
+    assert captured.err.startswith("trainfit: note: the measurements are not kept")
+
+
+def test_a_terminal_without_unicode_is_served():
+    words = [sys.executable, "-m", "trainfit", "check", "--gpu", "t4"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(words, env=environment, capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert b"Tesla T4" in done.stdout

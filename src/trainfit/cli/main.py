@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import sys
 import warnings
@@ -54,6 +55,9 @@ def trainfit() -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
     sys.exit(run(sys.argv[1:]))
 
 
