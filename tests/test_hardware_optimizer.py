@@ -172,6 +172,13 @@ def test_a_t4_gets_no_tf32(monkeypatch: pytest.MonkeyPatch):
     undo(done)
 
 
+def test_the_recommended_config_can_be_handed_on(monkeypatch: pytest.MonkeyPatch):
+    put(monkeypatch, "t4")
+    config = ho.get_recommended_config()
+    assert set(config) == ho._FOR_THE_LOOP
+    undo(ho.optimize_pytorch_settings(config))
+
+
 def test_a_mistyped_setting_is_named():
     with pytest.raises(BadInput, match="unknown setting 'tf23'; did you mean tf32"):
         ho.optimize_pytorch_settings({"tf23": True})

@@ -34,6 +34,19 @@ __all__ = [
 ]
 
 
+_FOR_THE_LOOP = frozenset(
+    {
+        "batch_size",
+        "num_workers",
+        "gradient_checkpointing",
+        "gradient_accumulation_steps",
+        "mixed_precision",
+        "compile",
+    }
+)
+"""The keys of get_recommended_config."""
+
+
 def detect_gpu_info() -> dict[str, Any]:
     """The first GPU in plain values; without one, has_gpu is False and the rest is empty."""
     profile = detect()
@@ -101,7 +114,9 @@ def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applie
     """Set torch up for training: cuDNN benchmark, TF32, threads, and an empty cache.
 
     `config` overrides any of tf32, cudnn_benchmark, deterministic, num_threads, attention,
-    expandable_segments, empty_cache and seed. Returns what changed; runtime.undo takes it back.
+    expandable_segments, empty_cache and seed. What get_recommended_config returns may be in it
+    too: that is for the training loop, and is passed over here. Returns what changed;
+    runtime.undo takes it back.
     """
     profile = detect()
     wanted: dict[str, Any] = {
@@ -111,6 +126,8 @@ def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applie
         "empty_cache": True,
     }
     for key, value in (config or {}).items():
+        if key in _FOR_THE_LOOP:
+            continue
         if key not in RuntimeSettings.__dataclass_fields__:
             names = list(RuntimeSettings.__dataclass_fields__)
             raise BadInput(f"unknown setting {key!r}", did_you_mean(key, names, f"use {names}"))
