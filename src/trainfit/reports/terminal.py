@@ -135,8 +135,9 @@ def _peaks(spec: GpuSpec) -> str:
 def _machine_panel(profile: HardwareProfile) -> Panel:
     cpu = profile.cpu
     cores = f"{cpu.cores} usable" + (f" of {cpu.host_cores}" if cpu.host_cores > cpu.cores else "")
+    bf16 = "" if profile.simulated else f", bf16 {_yes(cpu.native_bf16)}"  # not tried then
     rows = [
-        ("CPU", f"{cpu.name}, {cores} cores, bf16 {_yes(cpu.native_bf16)}"),
+        ("CPU", f"{cpu.name}, {cores} cores{bf16}"),
         (
             "Memory",
             f"{profile.memory_gib:.1f} GiB, {profile.memory_available_gib:.1f} available",
