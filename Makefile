@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint soak check-gpu check-hardware clean
+.PHONY: help setup test lint check-gpu check-hardware clean
 
 help: ## Show this list
 	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
@@ -31,10 +31,7 @@ lint: setup ## ruff, mypy --strict, import layers
 	$(BIN)/lint-imports
 
 test: lint ## Lint, then every test that needs no GPU
-	$(BIN)/pytest -n 2 -m "not soak"
-
-soak: setup ## The long fault and kill tests
-	$(BIN)/pytest -m soak
+	$(BIN)/pytest -n 2
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

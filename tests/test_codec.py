@@ -80,6 +80,15 @@ def test_every_problem_is_reported_at_once():
     assert all(line.startswith("file.json: ") for line in str(caught.value).splitlines())
 
 
+def test_a_mistake_inside_a_member_of_a_union_is_found_there():
+    @dataclass(frozen=True)
+    class Holder:
+        value: float | Inner
+
+    with pytest.raises(BadInput, match=r"value\.size is 0"):
+        codec.decode(Holder, {"value": {"size": 0}})
+
+
 def test_text_that_is_no_json_is_one_line():
     with pytest.raises(BadInput, match=r"plan\.json is not JSON"):
         codec.loads(Outer, "{", "plan.json")

@@ -175,7 +175,7 @@ def test_a_t4_gets_no_tf32(monkeypatch: pytest.MonkeyPatch):
 def test_the_recommended_config_can_be_handed_on(monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch, "t4")
     config = ho.get_recommended_config()
-    assert set(config) == ho._FOR_THE_LOOP
+    assert set(config) == CONFIG_KEYS
     undo(ho.optimize_pytorch_settings(config))
 
 

@@ -177,10 +177,10 @@ def _read_annotated(kind: Any, data: Any, path: str, problems: list[BadInput]) -
 
 
 def _read_union(kind: Any, data: Any, path: str, problems: list[BadInput]) -> Any:
-    members = get_args(kind)
-    attempts: list[list[BadInput]] = []
     # A whole number is also a number: the exact member is tried first.
-    for member in sorted(members, key=lambda m: m is float):
+    members = sorted(get_args(kind), key=lambda member: member is float)
+    attempts: list[list[BadInput]] = []
+    for member in members:
         tried: list[BadInput] = []
         value = _read(member, data, path, tried)
         if not tried:

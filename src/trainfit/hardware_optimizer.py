@@ -34,19 +34,6 @@ __all__ = [
 ]
 
 
-_FOR_THE_LOOP = frozenset(
-    {
-        "batch_size",
-        "num_workers",
-        "gradient_checkpointing",
-        "gradient_accumulation_steps",
-        "mixed_precision",
-        "compile",
-    }
-)
-"""The keys of get_recommended_config."""
-
-
 def detect_gpu_info() -> dict[str, Any]:
     """The first GPU in plain values; without one, has_gpu is False and the rest is empty."""
     profile = detect()
@@ -125,8 +112,9 @@ def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applie
         "num_threads": profile.cpu.cores,
         "empty_cache": True,
     }
+    for_the_loop = _row("cpu")
     for key, value in (config or {}).items():
-        if key in _FOR_THE_LOOP:
+        if key in for_the_loop:
             continue
         if key not in RuntimeSettings.__dataclass_fields__:
             names = list(RuntimeSettings.__dataclass_fields__)

@@ -223,6 +223,10 @@ def test_measuring_from_the_command_line(
     assert rates["matmul_fp32"] > 0
     assert rates["copy"] > 0
     assert len(list((tmp_path / "cache" / "measured").iterdir())) == 1
+    assert run(["check", "--json"]) == 0  # kept, and shown with its date
+    assert json.loads(capsys.readouterr().out)["measured"] == data["measured"]
+    assert run(["check"]) == 0
+    assert f"Measured {data['measured']['taken']}" in capsys.readouterr().out
 
 
 def test_a_cache_that_cannot_be_written_is_a_note(

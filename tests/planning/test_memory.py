@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trainfit.catalogue import find
-from trainfit.errors import BadInput, RunFailed
+from trainfit.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.planning.memory import Request, ask, estimate, estimate_all, recorded_error
 from trainfit.records import TaskSpec
 
@@ -108,6 +108,24 @@ def broken() -> tuple[Any, Any]:
     return model, make_step
 
 
+def curious() -> tuple[Any, Any]:
+    """A step that looks at its own loss."""
+    model, make = linear(layers=1)
+
+    def make_step(built: Any) -> Any:
+        import torch
+
+        inner = make(built)
+
+        def step() -> None:
+            built(torch.ones(2, WIDTH)).sum().item()
+            inner()
+
+        return step
+
+    return model, make_step
+
+
 def ask_own(function: str, capacity: int = 1 << 40, **arguments: Any) -> Any:
     name = Path(__file__).stem
     task = TaskSpec(factory=f"{name}:{function}", arguments=arguments)
@@ -164,6 +182,16 @@ def test_an_operation_without_a_shape_is_named_and_no_number_given():
 def test_a_task_that_cannot_be_loaded_is_named(factory: str):
     with pytest.raises(RunFailed, match=f"cannot load '{factory}'"):
         estimate(TaskSpec(factory=factory, arguments={}), H200)
+
+
+def test_arguments_beside_a_task_are_not_ignored_in_silence():
+    with pytest.raises(BadInput, match="batch beside a TaskSpec"):
+        estimate(TaskSpec(factory="a:b", arguments={}), H200, batch=3)
+
+
+def test_a_value_that_had_to_be_made_up_is_told():
+    with pytest.warns(TrainfitWarning, match="zero was taken: aten._local_scalar_dense"):
+        estimate(f"{Path(__file__).stem}:curious", "h200")
 
 
 @pytest.mark.parametrize("capacity", [0.0, -1.0, float("nan")])

@@ -27,6 +27,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     """Hardware, what it supports, and the settings to start from."""
     from trainfit.catalogue import find, gpus
     from trainfit.errors import BadInput
+    from trainfit.measuring import remembered
     from trainfit.planning import recommend
     from trainfit.reports import terminal
 
@@ -36,7 +37,10 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
         terminal.console().print(terminal.gpu_list(gpus()))
         return
     profile = _profile(gpu)
-    measured = _measure(profile, quiet=as_json) if measure else None
+    if measure:
+        measured: Measurements | None = _measure(profile, quiet=as_json)
+    else:
+        measured = None if profile.simulated else remembered(profile)
     specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
     recommended = recommend(profile)
     if as_json:

@@ -47,8 +47,6 @@ def answer(request: Request) -> Answer:
         return Answer(error=f"{error.func} gives no shape without values")
     except TrainfitError as error:
         return Answer(error=str(error))
-    except NotImplementedError as error:
-        return Answer(error=_first_line(error))
     except Exception as error:
         if os.environ.get("TRAINFIT_TRACEBACK"):
             raise
@@ -97,7 +95,6 @@ def _answer(request: Request, recorder: Recorder, weights: int, inputs: int) -> 
         peak_allocated=free.peak_allocated,
         peak_reserved=free.peak_reserved,
         fits=capped.fits,
-        operations=recorder.operations,
         unknown=dict(recorder.unknown),
     )
 

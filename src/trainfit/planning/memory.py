@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
@@ -19,7 +20,7 @@ from typing import Any
 
 from trainfit import codec
 from trainfit.catalogue import GpuSpec, find
-from trainfit.errors import BadInput, RunFailed
+from trainfit.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.records import MemoryEstimate, TaskSpec
 
 GIB = 1024**3
@@ -52,7 +53,6 @@ class Answer:
     peak_allocated: int = 0
     peak_reserved: int = 0
     fits: bool = False
-    operations: int = 0
     unknown: dict[str, int] | None = None
     """Values that the step asked of a tensor and that were not known, by operation."""
     error: str | None = None
@@ -73,6 +73,9 @@ def estimate(
     """
     if isinstance(task, str):
         task = TaskSpec(factory=task, arguments=arguments)
+    elif arguments:
+        names = ", ".join(arguments)
+        raise BadInput(f"{names} beside a TaskSpec would be ignored", "put them into its arguments")
     return estimate_all([task], find(gpu) if isinstance(gpu, str) else gpu, capacity_gib)[0]
 
 
@@ -122,6 +125,10 @@ def ask(requests: Sequence[Request]) -> list[Answer]:
 def _estimate(answer: Answer, gpu: GpuSpec, capacity: float) -> MemoryEstimate:
     if answer.error is not None:
         raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
+    if answer.unknown:
+        asked = ", ".join(f"{name} ({count})" for name, count in answer.unknown.items())
+        text = f"the step asked for values that are not known, and zero was taken: {asked}"
+        warnings.warn(text, TrainfitWarning, stacklevel=4)
     return MemoryEstimate(
         weights_gib=answer.weights / GIB,
         gradients_gib=answer.gradients / GIB,

@@ -1,7 +1,8 @@
-"""Follow a step on fake tensors: what it allocates and frees, in order, and what it computes.
+"""Follow a step on fake tensors: what it allocates and frees, in order, and what it asks.
 
 Fake tensors have no values, yet model code asks for some ("is anything padded?"). So the values of
-small integer and bool tensors are computed for real beside the fakes; what is asked of any other
+small integer and bool tensors, and of single numbers made from them, are computed for real beside
+the fakes; what is asked of any other
 tensor is answered with zero, and counted.
 """
 
@@ -13,6 +14,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 
@@ -35,7 +37,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.events: list[Event] = []
         self.unknown: Counter[str] = Counter()
         """Values that were asked for and not known, by operation."""
-        self.operations = 0
         self.live_bytes = 0
         self.peak_bytes = 0
         self.workspace_bytes = 0
@@ -76,7 +77,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
             return func(*args, **kwargs)
-        self.operations += 1
         known, values = _values(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return values if known else self._guess(func, args[0])
@@ -165,12 +165,12 @@ def _about_integers(func: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool
 
 
 def _real(item: Any) -> Any:
-    """The values beside a fake tensor, or None; whatever else is its own value."""
-    if not isinstance(item, torch.Tensor):
+    """The values beside a fake tensor, or None; whatever else, a literal too, is its own value."""
+    if not isinstance(item, FakeTensor):
         return item
     values = getattr(item, _VALUES, None)
     if values is None:
-        return getattr(item, "constant", None)  # torch keeps those of literals itself
+        return item.constant  # torch keeps those of single numbers itself
     return None if getattr(values.untyped_storage(), _STALE, False) else values
 
 
@@ -181,7 +181,7 @@ def _attach(out: Any, values: Any) -> None:
     if len(fakes) != len(reals):
         reals = [None] * len(fakes)
     for fake, real in zip(fakes, reals, strict=True):
-        if real is not None and not real.is_floating_point() and real.numel() <= _MAX_VALUES:
+        if real is not None and real.numel() <= (1 if real.is_floating_point() else _MAX_VALUES):
             setattr(fake, _VALUES, real)
         elif hasattr(fake, _VALUES):  # written to by something unknown, and so are its aliases
             setattr(getattr(fake, _VALUES).untyped_storage(), _STALE, True)

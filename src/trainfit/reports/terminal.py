@@ -187,7 +187,9 @@ def _recommended_table(recommended: Recommendation) -> Table:
 
 
 def _measured_table(measured: Measurements) -> Table:
-    table = Table(title="Measured", title_justify="left", box=None, pad_edge=False)
+    table = Table(
+        title=f"Measured {measured.taken}", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("what")
     for heading in ("median", "datasheet", "share", "samples"):
         table.add_column(heading, justify="right")
