@@ -7,11 +7,13 @@ is called by every layer. It is bidirectional whatever the model was trained as.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
+import torch
 from torch import Tensor, nn
 
 from trainfit.errors import BadInput
+from trainfit.kernels import varlen
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.masked import masked_attention
 
@@ -19,6 +21,9 @@ NAME = "trainfit"
 """The name under which transformers knows this attention."""
 ARGUMENT = "trainfit_attention"
 """The keyword argument of a model's forward that carries the `Attention` to its layers."""
+
+Path = Literal["auto", "varlen", "masked"]
+"""How attention is computed; auto: the fastest way that there is for the batch."""
 
 _UNKNOWN_TERMS = ("position_bias", "s_aux", "head_mask")
 """What some models add to the logits; to leave it out silently would be another model."""
@@ -42,12 +47,52 @@ class Attention(Protocol):
         """From `[B, heads, T, d]` (keys and values may have fewer heads) to `[B, T, heads, d]`."""
 
 
-def choose(layout: Layout, window: int | None) -> Attention:
+def choose(
+    layout: Layout,
+    window: int | None,
+    *,
+    path: Path = "auto",
+    dtype: torch.dtype,
+    head: int,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+) -> Attention:
     """The attention for a batch. Faster paths than the masked reference are chosen here.
 
     In layers with a sliding window a token sees those at a distance below `window`, both ways.
+    `dtype` is that of the model's weights; autocast, where it is on, has the last word.
     """
+    if path == "masked":
+        return masked_attention(layout, window)
+    kind = layout.ids.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+    reason = _no_kernel(layout, demanded=path == "varlen") or varlen.obstacle(
+        capability=varlen.capability(layout.ids.device.index) if kind == "cuda" else None,
+        dtype=dtype,
+        head=head,
+        softcap=softcap,
+        dropout=dropout,
+    )
+    if reason is None:
+        return varlen.varlen_attention(layout, window, dtype)
+    if path == "varlen":
+        raise BadInput(
+            f"no variable-length attention here: {reason}", "set attention to auto or masked"
+        )
     return masked_attention(layout, window)
+
+
+def _no_kernel(layout: Layout, *, demanded: bool) -> str | None:
+    """Why nothing can attend to these rows by their lengths, whatever the model."""
+    device = layout.ids.device
+    if layout.cu_seqlens is None:
+        return "the rows are padded, not packed"
+    if device.type == "cuda":
+        return None if varlen.flash_exists() else "this torch has no flash kernels"
+    if not (demanded and varlen.stands_in(device.type)):
+        return f"the rows are on the device {device.type}"
+    return None
 
 
 def register() -> str:

@@ -15,7 +15,8 @@ from torch.nn import functional
 from trainfit.kernels.layout import Layout
 
 
-@dataclass(frozen=True, slots=True)
+# Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
+@dataclass(frozen=True, slots=True, eq=False)
 class MaskedAttention:
     """Bidirectional attention inside each sequence, with the masks of one batch."""
 

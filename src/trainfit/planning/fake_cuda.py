@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # makes the operation known
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -92,6 +93,8 @@ def install() -> None:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
     _Registry.library = library
+    # Fakes need no kernel, but whoever asks whether the device has one must hear that it does.
+    torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
     _mask_code_sees_no_tracing()
 
 
@@ -180,6 +183,10 @@ def _attention(
         query, key, value, bias, needs_grad, dropout_p, is_causal, scale=scale
     )[0]
     return attended
+
+
+def _only_fakes(*_args: Any, **_kwargs: Any) -> Any:
+    raise RuntimeError("variable-length attention without a GPU is for fake tensors alone")
 
 
 def _padded_head(t: torch.Tensor) -> torch.Tensor:

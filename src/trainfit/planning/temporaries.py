@@ -12,11 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.attention.varlen  # makes the operation known
 
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
 """Threads that an SM holds, by compute capability; 2048 elsewhere."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+_VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +45,8 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         return _column_sums(args[0], args[1], device)
     if func._overloadpacket is _FLASH_BACKWARD:
         return _attention_backward(args[1])
+    if func._overloadpacket is _VARLEN_BACKWARD:
+        return _varlen_backward(query=args[1], key=args[2], starts=args[6])
     return 0
 
 
@@ -50,6 +54,18 @@ def _attention_backward(query: torch.Tensor) -> int:
     """The query's gradient is summed in fp32, beside one number per row."""
     batch, heads, length, head = query.shape
     return 4 * batch * heads * length * (_multiple(head, 32) + 1) + 256
+
+
+def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor) -> int:
+    """The same over a packed row, where each sequence may take up to 128 rows more.
+
+    Grouped keys and values first get a gradient for each head of the query.
+    """
+    tokens, heads, head = query.shape
+    rows = tokens + 128 * (len(starts) - 1)
+    grouped = key.shape[1] != heads
+    expanded = 2 * key.shape[0] * heads * head * key.element_size() if grouped else 0
+    return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
 
 
 def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:

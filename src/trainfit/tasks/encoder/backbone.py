@@ -56,6 +56,11 @@ class Traits:
     token_types: bool
     """Whether it tells the two texts of a pair apart by token_type_ids."""
     own_attention: bool
+    head: int
+    """The size of an attention head."""
+    softcap: float | None
+    """Attention logits are squashed to this."""
+    attention_dropout: float
 
 
 def build_encoder(
@@ -99,6 +104,11 @@ def traits_of(model: PreTrainedModel) -> Traits:
         positions=min(tables, default=None),
         token_types=(getattr(model.config, "type_vocab_size", None) or 0) > 1,
         own_attention=model.config.model_type in _OWN_ATTENTION,
+        head=_head(model.config),
+        softcap=getattr(model.config, "attn_logit_softcapping", None),
+        attention_dropout=max(
+            getattr(model.config, name, None) or 0.0 for name in _ATTENTION_DROPOUT
+        ),
     )
 
 
@@ -108,6 +118,7 @@ def encode(
     input_ids: Tensor,
     layout: Layout,
     *,
+    path: attention.Path = "auto",
     token_type_ids: Tensor | None = None,
     position_ids: Tensor | None = None,
 ) -> Tensor:
@@ -121,8 +132,21 @@ def encode(
     if traits.token_types and token_type_ids is not None:
         inputs["token_type_ids"] = token_type_ids
     if not traits.own_attention:
-        inputs[attention.ARGUMENT] = attention.choose(layout, traits.window)
+        inputs[attention.ARGUMENT] = attention.choose(
+            layout,
+            traits.window,
+            path=path,
+            dtype=model.dtype,
+            head=traits.head,
+            softcap=traits.softcap,
+            dropout=traits.attention_dropout if model.training else 0.0,
+        )
         output = model(**inputs)
+    elif path == "varlen":
+        raise BadInput(
+            f"no variable-length attention for {model.config.model_type}, which has its own",
+            "set attention to auto",
+        )
     elif layout.cu_seqlens is None:
         mask = None if layout.mask is None else layout.mask.long()
         output = model(**inputs, attention_mask=mask)
@@ -167,6 +191,11 @@ def _window(config: PretrainedConfig) -> int | None:
         return None
     # A two-way window reaches `size` tokens far; only Gemma 3's flag makes it one fewer.
     return size + 1 if getattr(config, "is_causal", True) is False else size
+
+
+def _head(config: PretrainedConfig) -> int:
+    size: int | None = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if size is None else size
 
 
 def _check_length(traits: Traits, layout: Layout) -> None:

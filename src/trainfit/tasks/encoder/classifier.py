@@ -98,6 +98,7 @@ class EncoderClassifier(nn.Module):
                 self.traits,
                 input_ids,
                 layout,
+                path=self.settings.attention,
                 token_type_ids=token_type_ids,
                 position_ids=position_ids,
             )

@@ -13,6 +13,7 @@ Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["full", "frozen", "lora", "dora"]
 Pooling = Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
+Attention = Literal["auto", "varlen", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
 
@@ -34,6 +35,8 @@ class ClassifierSettings:
     pooling: Pooling = "mean"
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
+    attention: Attention = "auto"
+    """auto: variable-length kernels for packed rows where there are any, else a mask."""
     attention_dropout: Probability | None = None
     """None: as the model's config says. Variable-length kernels need 0."""
     feed_forward_dropout: Probability | None = None

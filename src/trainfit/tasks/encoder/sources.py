@@ -33,7 +33,7 @@ def find(
     if shape is not None and (weights == "random" or (weights == "auto" and "/" not in source)):
         return transformers_config(shape, **_changes(shape.config, overrides)), None
     place = shape.hub if shape is not None and shape.hub is not None else source
-    config = _configured(_read(place), overrides)
+    config = _configured(read_config(place), overrides)
     return config, None if weights == "random" else place
 
 
@@ -90,7 +90,7 @@ def _in_catalogue(name: str) -> ModelShape | None:
         return None
 
 
-def _read(place: str) -> dict[str, Any]:
+def read_config(place: str) -> dict[str, Any]:
     from transformers import PretrainedConfig
 
     try:

@@ -1,0 +1,145 @@
+"""Variable-length attention: torch's flash kernel on a packed row, which needs no mask.
+
+`obstacle` says where the kernel cannot be had; it looks at numbers alone, so that a planner can ask
+for a GPU that is not here. Everything runs inside a compiled graph and never waits for the GPU.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
+
+from trainfit.errors import BadInput
+from trainfit.kernels.layout import Layout
+
+_OPERATION = "torch_attn::_varlen_attn"
+_HALF = (torch.float16, torch.bfloat16)
+_OLDEST = (8, 0)
+_LARGEST_HEAD = 256
+# Where the flag is not known yet, the kernel takes fewer heads of keys and values without it.
+_GROUPED: dict[str, Any] = (
+    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+)
+
+
+# Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
+@dataclass(frozen=True, slots=True, eq=False)
+class VarlenAttention:
+    """Bidirectional attention inside each sequence of one packed row."""
+
+    starts: Tensor
+    """Where each sequence begins, those made of the filler too; ends with the row's width."""
+    longest: int
+    """No sequence is longer."""
+    window: int | None
+    """In layers with a sliding window, tokens at this distance and beyond are not seen."""
+    dtype: torch.dtype
+    """What is computed in: rotary embeddings may have made float32 of the queries and keys."""
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        scaling: float | None,
+        dropout: float,
+        windowed: bool,
+        softcap: float | None,
+    ) -> Tensor:
+        """Attend; heads come before tokens going in, after them coming out."""
+        unknown = f"attention dropout {dropout}" if dropout else softcap and f"soft cap {softcap}"
+        if unknown:
+            raise BadInput(
+                f"{type(module).__name__} on a packed row with {unknown}, which has no kernel",
+                "set the attention dropout to 0, or attention to masked",
+            )
+        reach = self.window - 1 if windowed and self.window is not None else -1
+        # The backward pass would copy an output of any other order, and it has the query's.
+        queries = query[0].transpose(0, 1).to(self.dtype).contiguous()
+        keys, values = (part[0].transpose(0, 1).to(self.dtype) for part in (key, value))
+        attended = varlen_attn(
+            queries,
+            keys,
+            values,
+            self.starts,
+            self.starts,
+            self.longest,
+            self.longest,
+            scale=scaling,
+            window_size=(reach, reach),
+            **(_GROUPED if query.shape[1] != key.shape[1] else {}),
+        )
+        return cast(Tensor, attended)[None]
+
+
+def varlen_attention(layout: Layout, window: int | None, dtype: torch.dtype) -> VarlenAttention:
+    """The attention of a packed batch, made once for all layers."""
+    width = layout.ids.shape[1]
+    longest = min(layout.max_seqlen, width)
+    return VarlenAttention(_starts(layout, longest, width), longest, window, dtype)
+
+
+def obstacle(
+    *,
+    capability: tuple[int, int] | None,
+    dtype: torch.dtype,
+    head: int,
+    softcap: float | None,
+    dropout: float,
+) -> str | None:
+    """Why a GPU of that compute capability has no such attention; None: it has.
+
+    A `capability` of None stands for a GPU that is new enough.
+    """
+    if capability is not None and capability < _OLDEST:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, which is below 8.0"
+    if dtype not in _HALF:
+        return (
+            f"attention is computed in {str(dtype).removeprefix('torch.')}, not in half precision"
+        )
+    # Between 192 and 224 the backward pass exists on some GPUs only.
+    if head % 8 or head > _LARGEST_HEAD or 192 < head <= 224:
+        return f"heads of {head}"
+    if softcap is not None:
+        return f"its logits are soft-capped at {softcap}"
+    if dropout > 0:
+        return f"it has attention dropout {dropout}"
+    return None
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def capability(index: int | None) -> tuple[int, int]:
+    """The compute capability of a CUDA device."""
+    return torch.cuda.get_device_capability(index)
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def flash_exists() -> bool:
+    """Whether this torch has NVIDIA's flash kernels; AMD's know no window."""
+    return torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def stands_in(device: str) -> bool:
+    """Whether something plays CUDA's part on this kind of device, as on the planner's fakes."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATION, device.upper())
+
+
+def _starts(layout: Layout, longest: int, width: int) -> Tensor:
+    """The filler is cut into sequences of its own, which may be empty.
+
+    The kernel leaves memory as it was where no sequence is, and what is not a number there would
+    reach every weight's gradient. None may be longer than `longest`, which bounds the work that
+    the kernel looks for.
+    """
+    assert layout.cu_seqlens is not None
+    pieces = torch.arange(1, -(-width // longest) + 1, device=layout.ids.device)
+    ends = (layout.cu_seqlens[-1:] + pieces * longest).clamp(max=width)
+    return torch.cat([layout.cu_seqlens, ends]).int()

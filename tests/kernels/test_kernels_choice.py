@@ -1,0 +1,151 @@
+"""Which attention a batch gets: a table of what the kernel can do, and what is said otherwise."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from kernels_tiny import packed, padded, tiny
+
+from trainfit.errors import BadInput
+from trainfit.kernels import attention, varlen
+from trainfit.kernels.layout import lay_out
+from trainfit.kernels.masked import MaskedAttention
+from trainfit.kernels.varlen import VarlenAttention, obstacle
+
+HALF = (torch.float16, torch.bfloat16)
+CAN: dict[str, Any] = {
+    "capability": (8, 0),
+    "dtype": torch.bfloat16,
+    "head": 64,
+    "softcap": None,
+    "dropout": 0.0,
+}
+CANNOT: list[tuple[dict[str, Any], str]] = [
+    ({"capability": (7, 5)}, "compute capability 7.5"),
+    ({"dtype": torch.float32}, "in float32"),
+    ({"head": 512}, "heads of 512"),
+    ({"head": 60}, "heads of 60"),
+    ({"head": 208}, "heads of 208"),
+    ({"softcap": 50.0}, "soft-capped at 50.0"),
+    ({"dropout": 0.1}, "attention dropout 0.1"),
+]
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {},
+        {"dtype": torch.float16},
+        {"capability": None},
+        *({"capability": c} for c in ((8, 6), (9, 0), (12, 0))),
+        *({"head": head} for head in (8, 96, 128, 192, 256)),
+    ],
+)
+def test_where_the_kernel_is(change: dict[str, Any]) -> None:
+    assert obstacle(**CAN | change) is None
+
+
+@pytest.mark.parametrize(("change", "said"), CANNOT)
+def test_where_it_is_not(change: dict[str, Any], said: str) -> None:
+    assert said in (obstacle(**CAN | change) or "")
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@example("auto", True, "cuda", (8, 0), True, torch.bfloat16, 64, None, 0.0)
+@given(
+    st.sampled_from(["auto", "varlen", "masked"]),
+    st.booleans(),
+    st.sampled_from(["cuda", "cpu"]),
+    st.sampled_from([(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)]),
+    st.booleans(),
+    st.sampled_from([torch.float32, *HALF]),
+    st.sampled_from([12, 64, 256, 264]),
+    st.sampled_from([None, 30.0]),
+    st.sampled_from([0.0, 0.1]),
+)
+def test_a_path_is_taken_where_it_can_be_and_refused_where_it_cannot(
+    path: attention.Path,
+    is_packed: bool,
+    device: str,
+    capability: tuple[int, int],
+    flash: bool,
+    dtype: torch.dtype,
+    head: int,
+    softcap: float | None,
+    dropout: float,
+) -> None:
+    layout: Any = SimpleNamespace(
+        ids=SimpleNamespace(device=torch.device(device)),
+        cu_seqlens=object() if is_packed else None,
+    )
+    possible = is_packed and device == "cuda" and capability >= (8, 0) and flash
+    possible &= dtype in HALF and head in (64, 256) and softcap is None and dropout == 0
+    asked = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "masked_attention", lambda *_: "masked")
+        patch.setattr(varlen, "varlen_attention", lambda *_: "varlen")
+        patch.setattr(varlen, "capability", lambda _: capability)
+        patch.setattr(varlen, "flash_exists", lambda: flash)
+        if path == "varlen" and not possible:
+            with pytest.raises(BadInput, match="no variable-length attention here: "):
+                attention.choose(layout, None, path=path, **asked)
+            return
+        taken: Any = attention.choose(layout, None, path=path, **asked)
+    assert taken == ("varlen" if possible and path != "masked" else "masked")
+
+
+def test_a_cpu_has_it_only_where_something_stands_in_and_it_is_demanded(
+    request: pytest.FixtureRequest,
+) -> None:
+    layout = lay_out(**packed((3, 4)))
+    asked: dict[str, Any] = {"dtype": torch.bfloat16, "head": 8}
+    with pytest.raises(BadInput, match="on the device cpu"):
+        attention.choose(layout, None, path="varlen", **asked)
+    request.getfixturevalue("reference_kernel")
+    assert isinstance(attention.choose(layout, None, path="varlen", **asked), VarlenAttention)
+    assert isinstance(attention.choose(layout, None, **asked), MaskedAttention)
+
+
+class Spy:
+    """Stands in for `choose` and remembers what it was asked."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.asked: list[dict[str, Any]] = []
+        self.original = attention.choose
+        monkeypatch.setattr(attention, "choose", self)
+
+    def __call__(self, *args: Any, path: str, **asked: Any) -> Any:
+        self.asked.append(asked | {"path": path})
+        return self.original(*args, path="masked", **asked)
+
+
+def test_a_model_says_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    spy = Spy(monkeypatch)
+    model = tiny("bert-base", attention_dropout=0.2, attention="varlen")
+    batch = packed((3, 4))
+    model(**batch)
+    model.eval()(**batch)
+    tiny("gemma-3-1b-it", softcap=5.0)(**batch)
+    tiny("bert-base", attention_dropout=0.2, method="frozen", dtype="float16").to(torch.float32)(
+        **batch
+    )
+    bert = {"path": "varlen", "dtype": torch.float32, "head": 16, "softcap": None}
+    assert spy.asked == [
+        bert | {"dropout": 0.2},
+        bert | {"dropout": 0.0},
+        bert | {"path": "auto", "head": 32, "softcap": 5.0, "dropout": 0.0},
+        bert | {"path": "auto", "dropout": 0.0},
+    ]
+
+
+def test_a_demand_that_cannot_be_met_ends_in_one_line() -> None:
+    model, batch = tiny("bert-base", attention="varlen"), packed((3, 4))
+    with pytest.raises(BadInput, match="padded, not packed"):
+        model(**padded(batch))
+    with pytest.raises(BadInput, match="on the device cpu"):
+        model(**batch)

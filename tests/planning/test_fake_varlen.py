@@ -1,0 +1,107 @@
+"""Variable-length attention on fake tensors: its memory against what was measured on an H200.
+
+Measured with torch 2.11 on packed rows of bf16 steps (forward, backward, clip, AdamW), attention
+dropout 0, the second step's peak.
+"""
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.attention.varlen  # makes the operation known
+
+from trainfit.catalogue import find
+from trainfit.planning.memory import estimate_all
+from trainfit.planning.temporaries import Device, temporary_bytes
+from trainfit.records import MemoryEstimate, TaskSpec
+
+# tokens, heads, heads of keys, size of a head, sequences; bytes that the backward pass takes
+TEMPORARY = [
+    (16384, 12, 12, 64, 33, 64_296_960),
+    (16384, 12, 12, 64, 128, 102_236_160),
+    (4096, 4, 1, 256, 9, 38_356_992),
+    (4096, 8, 2, 96, 9, 29_528_064),
+]
+# settings, tokens, sequences of a length, the longest; peak allocated and reserved
+STEPS: list[tuple[dict[str, Any], int, tuple[int, int], int, int, int]] = [
+    ({"name": "bert-base"}, 16384, (128, 100), 128, 8226680320, 8778678272),
+    ({"name": "modernbert-base"}, 16384, (32, 500), 512, 12269913600, 12878610432),
+    ({"name": "gemma-3-1b-it"}, 4096, (8, 500), 512, 26475998208, 28548530176),
+]
+
+
+@pytest.mark.parametrize(("tokens", "heads", "groups", "head", "sequences", "taken"), TEMPORARY)
+def test_what_the_backward_pass_takes_while_it_runs(
+    tokens: int, heads: int, groups: int, head: int, sequences: int, taken: int
+) -> None:
+    query = torch.empty(tokens, heads, head, dtype=torch.bfloat16, device="meta")
+    key = torch.empty(tokens, groups, head, dtype=torch.bfloat16, device="meta")
+    starts = torch.empty(sequences + 1, dtype=torch.int32, device="meta")
+    args = (query, query, key, key, query, query, starts, starts)
+    backward = torch.ops.torch_attn._varlen_attn_backward.default
+    predicted = temporary_bytes(backward, args, Device(132, "9.0"))
+    assert predicted == pytest.approx(taken, rel=0.025)  # blocks are rounded
+
+
+def packed_step(tokens: int, lengths: list[int], longest: int, **settings: Any) -> tuple[Any, Any]:
+    from trainfit.tasks import ClassifierSettings, build_classifier, classification_loss
+
+    model = build_classifier(ClassifierSettings(**settings))
+
+    def make_step(built: torch.nn.Module) -> Any:
+        trained = [p for p in built.parameters() if p.requires_grad]
+        optimizer = torch.optim.AdamW(trained, lr=1e-5, fused=True)
+        ids = torch.full((1, tokens), 5)
+        starts = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32)
+        labels = torch.zeros(len(lengths), dtype=torch.long)
+
+        def step() -> None:
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                logits = built(input_ids=ids, cu_seqlens=starts, max_seqlen=longest)
+            loss, weight = classification_loss(logits, labels)
+            (loss / weight).backward()
+            torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+        return step
+
+    return model, make_step
+
+
+def spec(settings: dict[str, Any], tokens: int, count: int, length: int, longest: int) -> TaskSpec:
+    packed = {"tokens": tokens, "lengths": [length] * count, "longest": longest}
+    fixed = {"attention_dropout": 0.0}
+    return TaskSpec(
+        factory=f"{Path(__file__).stem}:packed_step", arguments=fixed | settings | packed
+    )
+
+
+@pytest.fixture(scope="module")
+def estimates() -> dict[str, list[MemoryEstimate]]:
+    """All of them from one child process."""
+    measured = [
+        spec(settings | {"attention": "varlen"}, tokens, *sequences, longest)
+        for settings, tokens, sequences, longest, _, _ in STEPS
+    ]
+    small = {"name": "bert-base", "overrides": {"num_hidden_layers": 2}}
+    paths = [spec(small | {"attention": path}, 4096, 32, 128, 128) for path in ("varlen", "masked")]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(Path(__file__).parent))
+        found = estimate_all(measured + paths, find("h200"))
+    return {"measured": found[: len(STEPS)], "paths": found[len(STEPS) :]}
+
+
+def test_whole_steps_against_the_gpu(estimates: dict[str, list[MemoryEstimate]]) -> None:
+    for row, predicted in zip(STEPS, estimates["measured"], strict=True):
+        allocated, reserved = row[-2:]
+        assert predicted.peak_allocated_gib * 2**30 == pytest.approx(allocated, rel=0.01), row
+        assert predicted.peak_reserved_gib * 2**30 == pytest.approx(reserved, rel=0.03), row
+
+
+def test_a_mask_takes_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
+    without, masked = estimates["paths"]
+    square = 4096**2 * 3 / 2**30  # who sees whom, and the same in bf16 for the kernel
+    assert masked.peak_allocated_gib - without.peak_allocated_gib > square / 2
