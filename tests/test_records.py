@@ -29,6 +29,8 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         return st.sampled_from(args)
     if origin in (typing.Union, types.UnionType):
         return st.one_of(*(strategy(arg) for arg in args))
+    if origin is tuple and args[-1] is not Ellipsis:
+        return st.tuples(*map(strategy, args))
     if origin is tuple:
         return st.lists(strategy(args[0]), max_size=2).map(tuple)
     if origin is dict:

@@ -8,7 +8,7 @@ A stage takes the records before it and returns its own; none reaches back. `Non
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 from trainfit import codec
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
+from trainfit.notebook import html_table
 
 if TYPE_CHECKING:
     import torch
@@ -274,12 +275,19 @@ class TimeEstimate(Record):
     """How fast it will run; a figure is None where nothing was recorded to base it on."""
 
     tokens_per_second: float | None
+    """Tokens of the data, without filler and padding."""
     samples_per_second: float | None
     mfu: float | None
+    """The share of the dense peak that goes into operations the step must do."""
     step_seconds: float | None
     epoch_seconds: float | None
     total_seconds: float | None
     error_percent: float | None
+    """The error that nine in ten recorded steps keep to; None: not recorded on this kind of GPU."""
+    energy_kwh: float | None = None
+    """Of the whole run, where the watts were given."""
+    cost: float | None = None
+    """Of the whole run, where a price per hour was given, in its currency."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -288,25 +296,46 @@ class Plan(Record):
 
     fits: bool
     task: TaskSpec
+    """The step that was estimated, for a child process to build again."""
     workload: Workload
     gpu: str | None
+    """The catalogue's row; None for a CPU or a GPU that it does not know."""
+    ranks: int = 1
     precision: Precision
+    weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of weights that are not trained; those that are trained are kept in float32."""
     runtime: RuntimeSettings
+    packed: bool
+    """Sequences end to end in rows of a fixed number of tokens; else padded ones of like length."""
     attention: str
+    """The attention path: varlen, flex, sdpa, or the model's own."""
     batch_size: int
     micro_batch_tokens: int
+    """The most tokens of a micro-batch, filler and padding included: it sets the memory."""
+    gradient_accumulation_steps: int
+    effective_batch_size: int
     cuts: tuple[int, ...]
     """Micro-batches per step: the one planned, then those to fall back on when memory runs out."""
     gradient_checkpointing: Literal["none", "selective", "full"]
     compile: bool
     compile_mode: str
-    optimizer: str
+    optimizer: Literal["adamw_fused", "adamw"]
     num_workers: int
+    pin_memory: bool
+    persistent_workers: bool
+    prefetch_factor: int | None
+    """Batches ahead per worker; None without workers."""
     eval_batch_size: int
     memory: MemoryEstimate | None
     time: TimeEstimate | None
     reasons: tuple[Reason, ...] = ()
+    advice: tuple[str, ...] = ()
+    """What would fit, where this does not; and what else to know."""
     measurements: tuple[Measurement, ...] = ()
+
+    def _repr_html_(self) -> str:
+        """The plan as a table, where a notebook shows it."""
+        return html_table(codec.encode(self))
 
 
 # ── tune, apply ───────────────────────────────────────────────────────────────────────────────
@@ -385,8 +414,13 @@ class RunResult(Record):
     steps: int
     seconds: float
     metrics: dict[str, float]
+    """Of the best evaluation where one metric decides, else of the last."""
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
+    best_step: int | None = None
+    """The step of the best evaluation; its checkpoint is kept."""
+    cuts: tuple[tuple[int, int], ...] = ()
+    """(step, rung): from that step on, steps were cut by that rung of the ladder."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -416,25 +450,36 @@ class TrainTask(Protocol):
     """What a user brings to have it planned, tuned, trained and verified.
 
     A step is a fixed set of sequences. How it is cut into micro-batches is the engine's decision,
-    so a task answers for any subset: the loss is a sum, and its weight says of how much.
+    so a task answers for any subset: the loss is a sum, and the weights say of how much.
     """
 
     def build_model(self) -> torch.nn.Module:
         """A new model with its weights, on the CPU."""
 
-    def steps(self, epoch: int) -> Iterable[tuple[int, ...]]:
+    def lengths(self) -> Sequence[int]:
+        """Tokens in each training sequence, by index, without reading its text."""
+
+    def steps(self, epoch: int) -> Sequence[Sequence[int]]:
         """The sequences of each optimizer step of an epoch, by index; the same every time."""
 
-    def length(self, sequence: int) -> int:
-        """Tokens in a sequence, without reading its text."""
+    def weight(self, sequences: Sequence[int]) -> float:
+        """How much these sequences count in the loss, known before they are computed."""
 
-    def collate(self, sequences: tuple[int, ...]) -> Mapping[str, torch.Tensor]:
-        """The micro-batch of these sequences."""
+    def collate(
+        self, sequences: Sequence[int], rows: int, width: int, slots: int | None
+    ) -> Mapping[str, torch.Tensor]:
+        """The micro-batch of these sequences, on the CPU, in a shape of `rows` × `width`.
 
-    def loss(
-        self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]
-    ) -> tuple[torch.Tensor, float]:
-        """The summed loss of a micro-batch, and its weight (labels or tokens that count)."""
+        With `slots` it is packed: one row, the sequences end to end, and whatever is one per
+        sequence filled up to that number. Without, it is padded. It may be empty of sequences.
+        """
 
-    def evaluate(self, model: torch.nn.Module) -> dict[str, float]:
-        """Metrics on the validation data."""
+    def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+        """The summed loss of a micro-batch; filler counts nothing."""
+
+    def evaluate(self, model: torch.nn.Module, batch_size: int) -> dict[str, float]:
+        """Metrics on the validation data, at most so many sequences at a time.
+
+        The model is on its device and in evaluation mode, under the run's autocast and without
+        gradients. Where memory runs out, it is asked again with half the batch.
+        """

@@ -1,10 +1,11 @@
 """The only place that writes torch's process-wide switches and environment variables.
 
 `apply` does what a plan or its settings ask and returns what changed, as read back; `undo` puts
-it back; `applied` does both around a block. `compile_model` compiles and survives the compiler.
+it back; `applied` does both around a block. `compile_model` and `compile_blocks` compile and
+survive the compiler.
 """
 
 from trainfit.runtime.applying import applied, apply, undo
-from trainfit.runtime.compiling import compile_model
+from trainfit.runtime.compiling import compile_blocks, compile_model, repeated_blocks
 
-__all__ = ["applied", "apply", "compile_model", "undo"]
+__all__ = ["applied", "apply", "compile_blocks", "compile_model", "repeated_blocks", "undo"]

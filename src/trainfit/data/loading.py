@@ -1,0 +1,159 @@
+"""From the steps of an epoch to collated micro-batches on the device.
+
+A step is the unit: its micro-batches are cut here, collated in worker processes (or in this one)
+ahead of time, and handed over together, so that a step can be computed again from what is at hand.
+A worker is sent the cut itself and keeps nothing, so another cut, another epoch or a start in the
+middle is only another list of jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainfit.errors import RunFailed
+from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step
+from trainfit.records import TrainTask
+
+Batch = Mapping[str, Any]
+Job = tuple[tuple[MicroBatch, ...], int | None]
+"""The micro-batches of a step on this rank, and the slots of a packed one."""
+
+
+class LoaderOptions(Protocol):
+    """What a plan says about worker processes."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def pin_memory(self) -> bool: ...
+    @property
+    def persistent_workers(self) -> bool: ...
+    @property
+    def prefetch_factor(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """A step of this rank, collated, on the CPU."""
+
+    sequences: tuple[int, ...]
+    """Of all ranks."""
+    batches: list[Batch]
+    waited: float
+    """Seconds that the loop waited for it."""
+
+
+class StepLoader:
+    """Gives the steps of a task, cut and collated."""
+
+    def __init__(
+        self,
+        task: TrainTask,
+        options: LoaderOptions,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+    ) -> None:
+        self.lengths = np.asarray(task.lengths(), dtype=np.int64)
+        self._dataset = _Collated(task)
+        self._rank, self._ranks = rank, ranks
+        self._jobs = _Jobs()
+        self._loader: DataLoader[list[Batch]] | None = _build_loader(
+            self._dataset, self._jobs, options, device
+        )
+
+    def steps(self, steps: Sequence[Sequence[int]], cut: Cut) -> Generator[LoadedStep, None, None]:
+        """These steps in their order, cut by `cut`; a new call ends the one before."""
+        self._jobs.make = lambda: (self._job(step, cut) for step in steps)
+        if self._loader is None:
+            raise ValueError("the loader is closed")
+        arriving = iter(self._loader)
+        for step in steps:
+            started = time.perf_counter()
+            batches = _next(arriving)
+            yield LoadedStep(tuple(map(int, step)), batches, time.perf_counter() - started)
+
+    def load(self, step: Sequence[int], cut: Cut) -> list[Batch]:
+        """One step, collated here and now."""
+        return self._dataset[self._job(step, cut)]
+
+    def close(self) -> None:
+        """End the workers now, not when Python gets to it."""
+        self._loader = None
+
+    def _job(self, step: Sequence[int], cut: Cut) -> Job:
+        own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
+        # Ranks speak once per step, so that one with less to do needs no filler to keep in step.
+        own = tuple(batch for batch in own if batch.sequences)
+        return own, cut.slots if isinstance(cut, PackedCut) else None
+
+
+def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Each micro-batch on the device when its turn comes; from pinned memory without waiting."""
+    for batch in batches:
+        yield {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+
+class _Jobs:
+    """The order of work as DataLoader's sampler: what it yields is sent to a worker as it is."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Iterator[Job]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Job]:
+        return self.make()
+
+
+class _Collated(Dataset[list[Batch]]):
+    """Collates a job; it runs in the workers."""
+
+    def __init__(self, task: TrainTask) -> None:
+        self._task = task
+
+    def __getitem__(self, job: Job) -> list[Batch]:
+        batches, slots = job
+        return [self._task.collate(b.sequences, b.rows, b.width, slots) for b in batches]
+
+
+def _build_loader(
+    dataset: _Collated, jobs: _Jobs, options: LoaderOptions, device: torch.device
+) -> DataLoader[list[Batch]]:
+    workers: dict[str, Any] = {}
+    if options.num_workers:  # without workers torch refuses to be told about them
+        workers["persistent_workers"] = options.persistent_workers
+        if options.prefetch_factor is not None:
+            workers["prefetch_factor"] = options.prefetch_factor
+    return DataLoader(
+        dataset,
+        sampler=jobs,
+        batch_size=None,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory and device.type == "cuda",
+        # Else every new iterator would draw from the state that dropout draws from.
+        generator=torch.Generator(),
+        **workers,
+    )
+
+
+def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
+    try:
+        return next(arriving)
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise RunFailed(
+            f"a loader process died ({str(error).splitlines()[0]})",
+            "give it more memory or shared memory, or fewer training.num_workers; then resume",
+        ) from error

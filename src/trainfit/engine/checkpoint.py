@@ -1,0 +1,208 @@
+"""Checkpoints: safetensors and JSON, written whole or not at all, and checked before use.
+
+    RUN/checkpoints/step-00000120/
+        model.safetensors       the trained weights and the buffers
+        optimizer.safetensors   AdamW's state, by the weights' names
+        state.json              everything else: place, random states, cut, best, events
+        manifest.json           which run this belongs to, and a SHA-256 of each file
+
+It is written into a folder of another name, synced, and renamed: a folder that carries the name is
+complete. Weights that are not trained are not written; the task builds them again, and a checksum
+of them tells whether they are the same. Names carry no prefix of a wrapper.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import warnings
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import safetensors.torch
+from torch import Tensor, nn
+
+from trainfit.engine.named_tensors import load_model
+from trainfit.engine.run_folder import identity
+from trainfit.errors import BadInput, RunFailed, TrainfitWarning
+
+_FOLDER = "checkpoints"
+_NAME = "step-{:08d}"
+_UNFINISHED = ".unfinished-"
+_FORMAT = "trainfit checkpoint 1"
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What a checkpoint holds."""
+
+    model: Mapping[str, Tensor]
+    optimizer: Mapping[str, Tensor]
+    state: Mapping[str, Any]
+    """Plain JSON data; `step` is in it."""
+
+
+# ── writing ───────────────────────────────────────────────────────────────────────────────────
+
+
+def save(run: Path, contents: Contents, *, keep: int, best_step: int | None) -> Path:
+    """Write a checkpoint, and then remove those that are neither new nor best."""
+    step = int(contents.state["step"])
+    place = run / _FOLDER / _NAME.format(step)
+    unfinished = place.with_name(_UNFINISHED + place.name)
+    try:
+        _discard(unfinished)
+        unfinished.mkdir(parents=True)
+        _write_all(unfinished, contents, identity(run))
+        _discard(place)  # a damaged one of the same step
+        unfinished.rename(place)
+        _sync(place.parent)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise RunFailed(f"cannot write {place} ({_reason(error)})", _fix(error, run)) from error
+    with suppress(OSError):
+        _prune(run, keep, best_step)
+    return place
+
+
+def clear_unfinished(run: Path) -> None:
+    """Remove what a process that was killed left half written."""
+    for folder in (run / _FOLDER).glob(_UNFINISHED + "*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _write_all(folder: Path, contents: Contents, run: str) -> None:
+    _write_tensors(folder / "model.safetensors", contents.model)
+    _write_tensors(folder / "optimizer.safetensors", contents.optimizer)
+    _write_text(folder / "state.json", json.dumps(contents.state, allow_nan=False))
+    sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
+    manifest = {"format": _FORMAT, "run": run, "files": sums}
+    _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
+    _sync(folder)
+
+
+def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
+    plain = {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
+    safetensors.torch.save_file(plain, path)
+    _sync(path)
+
+
+def _write_text(path: Path, text: str) -> None:
+    path.write_text(text)
+    _sync(path)
+
+
+def _sync(path: Path) -> None:
+    """Have what was written reach the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _discard(folder: Path) -> None:
+    if folder.exists():
+        shutil.rmtree(folder)
+
+
+def _prune(run: Path, keep: int, best_step: int | None) -> None:
+    best = None if best_step is None else _NAME.format(best_step)
+    for folder in listed(run)[keep:]:
+        if folder.name != best:
+            # Renamed first: one that is half removed must not look like a checkpoint.
+            doomed = folder.with_name(_UNFINISHED + folder.name)
+            folder.rename(doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+
+def _reason(error: Exception) -> str:
+    return (error.strerror if isinstance(error, OSError) else None) or str(error)
+
+
+def _fix(error: Exception, run: Path) -> str:
+    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
+    cure = "free some space" if full else "make the folder writable"
+    return f"{cure} and go on with --resume {run}; the checkpoints before it are as they were"
+
+
+# ── reading ───────────────────────────────────────────────────────────────────────────────────
+
+
+def listed(run: Path) -> list[Path]:
+    """The checkpoints of a run, the newest first, good or not."""
+    return sorted((run / _FOLDER).glob("step-*"), reverse=True)
+
+
+def latest_good(run: Path) -> tuple[Path | None, tuple[str, ...]]:
+    """The newest checkpoint that is whole, and a line for each newer one that is not."""
+    faults: list[str] = []
+    for folder in listed(run):
+        fault = find_fault(folder, identity(run))
+        if fault is None:
+            return folder, tuple(faults)
+        faults.append(f"{folder} is not used: {fault}; the checkpoint before it is")
+    return None, tuple(faults)
+
+
+def find_fault(folder: Path, run: str) -> str | None:
+    """Why this is no whole checkpoint of that run, or None."""
+    try:
+        manifest = json.loads((folder / "manifest.json").read_text())
+        files: dict[str, str] = manifest["files"]
+        if manifest["format"] != _FORMAT:
+            return f"its format is {manifest['format']!r}, not {_FORMAT!r}"
+        if manifest["run"] != run:
+            return f"it belongs to the run {manifest['run']}"
+        for name, expected in files.items():
+            if checksum(folder / name) != expected:
+                return f"{name} does not match its checksum"
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest or a file cannot be read ({type(error).__name__}: {error})"
+    return None
+
+
+def read(folder: Path) -> Contents:
+    """A checkpoint whose files are known to be whole."""
+    return Contents(
+        model=safetensors.torch.load_file(folder / "model.safetensors"),
+        optimizer=safetensors.torch.load_file(folder / "optimizer.safetensors"),
+        state=json.loads((folder / "state.json").read_text()),
+    )
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:
+    """Put the best weights of a run, or the last, into a model its task built; returns the step.
+
+    Where no evaluation was best, the last ones are.
+    """
+    latest, faults = latest_good(run)
+    for text in faults:
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+    if latest is None:
+        raise BadInput(f"{run} has no checkpoint that can be used", "give the folder of a run")
+    contents = read(latest)
+    best_step = contents.state["progress"]["best_step"] if best else None
+    if best_step is not None and best_step != contents.state["step"]:
+        folder = run / _FOLDER / _NAME.format(best_step)
+        fault = find_fault(folder, identity(run))
+        if fault is None:
+            contents = read(folder)
+        else:
+            text = f"the best checkpoint {folder} is not used: {fault}; the last one is"
+            warnings.warn(text, TrainfitWarning, stacklevel=2)
+    load_model(model, contents.model)
+    return int(contents.state["step"])

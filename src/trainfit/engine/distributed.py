@@ -1,0 +1,171 @@
+"""Several processes, one step: who is who, and everything that they say to each other.
+
+The model is not wrapped. DistributedDataParallel reduces gradients during the backward pass, and
+a rank that runs out of memory there leaves the others waiting in a collective for ever. Here each
+rank computes its share of the step alone, all vote on how it went, and only then are gradients
+summed, once per step, in place: nothing is allocated after the vote, so nothing can fail between.
+Votes are of CPU tensors over gloo, so that no rank waits for its GPU to hear them.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainfit.errors import RunFailed
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """The place of this process among those that train together."""
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def first(self) -> bool:
+        """Whether this is the one that writes files."""
+        return self.rank == 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """What the ranks agreed on: each is true when it is on one rank at least."""
+
+    out_of_memory: bool = False
+    failed: bool = False
+    stop: bool = False
+    used: tuple[bool, ...] = ()
+    """For each trained parameter, whether it got a gradient."""
+
+
+def find_world() -> World:
+    """Who this process is, from the environment that torchrun sets."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return World()
+    return World(
+        rank=int(os.environ["RANK"]),
+        size=int(os.environ["WORLD_SIZE"]),
+        local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+    )
+
+
+@contextmanager
+def joined(device: str) -> Iterator[tuple[World, torch.device]]:
+    """Meet the other ranks, if there are any, for the length of a block, each on its device.
+
+    A block inside another changes nothing: what trains several times, as cross-validation does,
+    opens one around them all, since ranks that part one by one cannot meet again safely.
+    """
+    world = find_world()
+    place = torch.device(device)
+    if place.type == "cuda":
+        own = place.index or 0 if world.size == 1 else world.local_rank
+        place = torch.device("cuda", own)
+        torch.cuda.set_device(place)
+    ours = world.size > 1 and not dist.is_initialized()
+    if ours:
+        backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+        dist.init_process_group(backends, rank=world.rank, world_size=world.size)
+    try:
+        yield world, place
+    finally:
+        if ours:
+            dist.destroy_process_group()
+
+
+def vote(world: World, own: Verdict) -> Verdict:
+    """What holds on any rank, after which all do the same."""
+    if world.size == 1:
+        return own
+    flags = [own.out_of_memory, own.failed, own.stop, *own.used]
+    agreed = torch.tensor(flags, dtype=torch.int32)
+    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
+    if failed and not own.failed:
+        raise RunFailed("another rank failed", "see its message")
+    return Verdict(out_of_memory=out_of_memory, failed=failed, stop=stop, used=tuple(used))
+
+
+def fill_gradients(world: World, parameters: Sequence[Tensor]) -> tuple[bool, ...]:
+    """Which parameters got a gradient; for ranks to sum, the others get one of zeros.
+
+    A rank with little to do may not have used all of the model. This allocates, so it is done
+    before the vote, and what no rank used is dropped after it.
+    """
+    used = tuple(parameter.grad is not None for parameter in parameters)
+    if world.size > 1:
+        for parameter in parameters:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+    return used
+
+
+def sum_gradients(
+    world: World, parameters: Sequence[Tensor], used: Sequence[bool], loss: Tensor
+) -> None:
+    """Sum the loss, and the gradients that are used on any rank, over all ranks, in place."""
+    if world.size == 1:
+        return
+    tensors = [loss]
+    for parameter, wanted in zip(parameters, used, strict=True):
+        if wanted and parameter.grad is not None:
+            tensors.append(parameter.grad)
+        else:
+            parameter.grad = None
+    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+        work.wait()
+
+
+def spread_weights(world: World, model: nn.Module) -> None:
+    """Give every rank the first one's weights and buffers."""
+    if world.size == 1:
+        return
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            dist.broadcast(tensor.detach(), 0)
+
+
+@contextmanager
+def first_writes(world: World) -> Iterator[bool]:
+    """A block in which the first rank writes; the others wait for it, and fail if it does."""
+    if not world.first:
+        yield False
+        if problem := first_says(world, ""):
+            raise RunFailed("the first rank failed", problem)
+        return
+    try:
+        yield True
+    except RunFailed as error:
+        first_says(world, str(error))
+        raise
+    first_says(world, "")
+
+
+def first_says(world: World, text: str) -> str:
+    """The first rank's text, on every rank."""
+    return gather(world, text)[0]
+
+
+def gather(world: World, text: str) -> list[str]:
+    """The text of every rank, on every rank."""
+    if world.size == 1:
+        return [text]
+    data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([data.numel()]))
+    most = int(max(sizes))
+    padded = torch.cat([data, torch.zeros(most - data.numel(), dtype=torch.uint8)])
+    parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(world.size)]
+    dist.all_gather(parts, padded)
+    return [
+        part[: int(size) - 1].numpy().tobytes().decode()
+        for part, size in zip(parts, sizes, strict=True)
+    ]

@@ -1,0 +1,72 @@
+"""An evaluation that leaves no trace: not in the random state, not in memory, not in the model."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+
+from trainfit import codec
+from trainfit.engine.distributed import first_says
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.precision import autocast
+from trainfit.engine.random_state import protected
+from trainfit.engine.recovery import Parts
+from trainfit.errors import BadInput, RunFailed, did_you_mean
+
+
+def evaluate(
+    parts: Parts, batch_size: int, tell: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
+    """The metrics of the model as it is, and the batch size that memory had room for.
+
+    Every rank evaluates everything, and the first one's numbers count for all: a rank that only
+    waited would win no time, and might wait longer than a collective may.
+    """
+    with protected(parts.device):
+        parts.model.eval()
+        try:
+            metrics, batch_size = _halving(parts, batch_size, tell)
+        finally:
+            parts.model.train()
+            if parts.device.type == "cuda":
+                give_back_memory()
+    text = first_says(parts.world, json.dumps(codec.encode(metrics)))
+    return codec.decode(dict[str, float], json.loads(text)), batch_size
+
+
+def _halving(
+    parts: Parts, batch_size: int, tell: Callable[[str], None]
+) -> tuple[dict[str, float], int]:
+    """Evaluate from the beginning with half the batch as often as memory runs out."""
+    while True:
+        try:
+            with torch.no_grad(), autocast(parts.device.type, parts.settings.precision):
+                found = parts.task.evaluate(parts.model, batch_size)
+            return {name: float(value) for name, value in found.items()}, batch_size
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if batch_size == 1:
+                raise RunFailed(
+                    "memory ran out in an evaluation of one sequence at a time",
+                    "shorten the sequences (data.max_length) or take a smaller model",
+                ) from None
+        batch_size //= 2
+        give_back_memory()
+        tell(f"memory ran out in an evaluation: {batch_size} sequences at a time from here")
+
+
+def is_better(
+    metrics: Mapping[str, float], best: Mapping[str, float], name: str, greater: bool
+) -> bool:
+    """Whether the metric that decides beats the best so far; what is no number never does."""
+    if name not in metrics:
+        known = f"use one of {', '.join(sorted(metrics))}"
+        raise BadInput(f"there is no metric {name!r}", did_you_mean(name, metrics, known))
+    value = metrics[name]
+    if math.isnan(value) or name not in best:
+        return not math.isnan(value)
+    return value > best[name] if greater else value < best[name]

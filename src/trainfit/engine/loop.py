@@ -1,0 +1,173 @@
+"""train: a task from its first step to its last, or from where it was left.
+
+After each step, in this order: log, evaluate, save, stop. So a checkpoint of a step has everything
+that belongs to it, and a run that goes on from it does what it would have done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+from trainfit.data.loading import LoadedStep
+from trainfit.engine import beginning
+from trainfit.engine.distributed import joined
+from trainfit.engine.evaluation import evaluate
+from trainfit.engine.journal import Journal, Tracker
+from trainfit.engine.named_tensors import frozen_checksum
+from trainfit.engine.observers import Observer, TrainRow, plain_line
+from trainfit.engine.recovery import CannotGoOn, take_step
+from trainfit.engine.session import Session
+from trainfit.engine.settings import LoopSettings
+from trainfit.engine.signals import StopRequest, stop_on_signals
+from trainfit.errors import BadInput, RunFailed
+from trainfit.records import RunResult, RuntimeSettings, TrainTask
+from trainfit.runtime import applied
+
+
+def train(
+    task: TrainTask,
+    settings: LoopSettings,
+    run: Path,
+    *,
+    resume: bool = False,
+    observers: Sequence[Observer] = (),
+    trackers: Sequence[Tracker] = (),
+    line: Callable[[TrainRow], str] = plain_line,
+    ideal_seconds: Callable[[Sequence[int]], float] | None = None,
+) -> RunResult:
+    """Train `task` in the folder `run`; with `resume`, go on from its newest good checkpoint.
+
+    The result is "stopped" where a signal asked for it: the run can go on. What could not be
+    finished raises RunFailed. Under torchrun every process calls this with the same arguments;
+    observers, trackers and files are the first one's.
+
+    `ideal_seconds` says what a step of sequences of these lengths would take at the peak of all
+    devices, for the MFU. `line` makes the lines of train.log.
+    """
+    with ExitStack() as stack:
+        world, device = stack.enter_context(joined(settings.device))
+        request = stack.enter_context(stop_on_signals())
+        stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))
+        model = beginning.build_model(task)
+        frozen = frozen_checksum(model)
+        parts = beginning.build_parts(task, settings, model, world, device)
+        stack.enter_context(closing(parts.loader))
+        if world.size > 1:  # the same weights, and then to each rank its own dropout
+            stack.enter_context(applied(RuntimeSettings(seed=settings.seed + world.rank)))
+        start = beginning.place(parts, run, frozen, resume=resume)
+        first = world.first
+        session = Session(
+            parts=parts,
+            run=run,
+            progress=start.progress,
+            steps_per_epoch=_count_steps(task),
+            frozen=frozen,
+            journal=stack.enter_context(closing(Journal(run if first else None, trackers))),
+            observers=observers if first else (),
+            line=line,
+            ideal_seconds=ideal_seconds,
+            saved_step=start.progress.step if start.resumed else None,
+        )
+        for kind, text in start.events:
+            session.tell(kind, text)
+        return _to_the_end(session, request)
+
+
+def _count_steps(task: TrainTask) -> int:
+    steps = len(task.steps(0))
+    if not steps:
+        raise BadInput("an epoch has no step", "give the task some sequences")
+    return steps
+
+
+def _to_the_end(session: Session, request: StopRequest) -> RunResult:
+    """Train until there is nothing left to do, or someone asks to stop."""
+    for observer in session.observers:
+        observer.on_start(session.progress.step, session.total_steps)
+    try:
+        while not _is_over(session):
+            if _train_epoch(session, request):
+                session.tell("stopped", f"by {request.name or 'another rank'}, after its step")
+                break
+        if session.saved_step != session.progress.step:
+            session.save()
+    except RunFailed as error:
+        with suppress(RunFailed, OSError):  # where the disk is what failed, this will too
+            if isinstance(error, CannotGoOn) and session.saved_step != session.progress.step:
+                session.save()
+            session.tell("failed", str(error))
+            session.finish("failed")
+        raise
+    return session.finish("finished" if _is_over(session) else "stopped")
+
+
+def _is_over(session: Session) -> bool:
+    return session.progress.step >= session.total_steps or session.out_of_patience
+
+
+def _train_epoch(session: Session, request: StopRequest) -> bool:
+    """The rest of an epoch; returns whether to stop now.
+
+    When the cut changes, the steps that were collated ahead are thrown away and loaded anew.
+    """
+    progress, parts = session.progress, session.parts
+    steps = parts.task.steps(progress.epoch)
+    if len(steps) != session.steps_per_epoch:
+        raise BadInput(
+            f"epoch {progress.epoch} has {len(steps)} steps, the first {session.steps_per_epoch}",
+            "give every epoch the same number of steps",
+        )
+    while progress.step_in_epoch < len(steps):
+        rung = session.use_replayed_rung()
+        end = progress.step_in_epoch + session.total_steps - progress.step
+        rest = steps[progress.step_in_epoch : end]
+        with closing(parts.loader.steps(rest, parts.settings.cuts[rung])) as arriving:
+            for loaded in arriving:
+                if _take(session, loaded, request) or _is_over(session):
+                    return not _is_over(session)
+                if session.use_replayed_rung() != rung:
+                    break
+    progress.epoch, progress.step_in_epoch = progress.epoch + 1, 0
+    return False
+
+
+def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
+    """One step and what is due after it; returns whether someone asked to stop."""
+    progress, parts, settings = session.progress, session.parts, session.parts.settings
+    weight = parts.task.weight(loaded.sequences)
+    if not weight > 0:
+        raise BadInput(
+            f"the sequences of step {progress.step} weigh {weight}", "give them some weight"
+        )
+    for group in parts.optimizer.param_groups:
+        group["lr"] = session.rate
+    taken = take_step(
+        parts,
+        loaded,
+        weight,
+        progress.rung,
+        stop=request.name is not None,
+        tell=lambda text: session.tell("oom", text),
+    )
+    session.took(loaded, taken)
+    if progress.step % settings.logging_steps == 0 or progress.step == session.total_steps:
+        session.log()
+    better = session.evaluation_is_due and _evaluate(session)
+    if better or session.save_is_due:
+        session.save()
+    return taken.stop
+
+
+def _evaluate(session: Session) -> bool:
+    """Evaluate; returns whether it is the best so far."""
+    session.pause()
+    metrics, session.progress.eval_batch_size = evaluate(
+        session.parts,
+        session.progress.eval_batch_size,
+        lambda text: session.tell("oom", text),
+    )
+    better = session.evaluated(metrics)
+    session.go_on()
+    return better

@@ -1,0 +1,112 @@
+"""What a run tells while it runs. Bars, trackers and callbacks are observers; files are not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from trainfit.engine.progress import Progress
+from trainfit.measuring.memory import GIB
+from trainfit.records import Event, Record, RunResult
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainRow(Record):
+    """A line of the log: the steps since the one before."""
+
+    step: int
+    total_steps: int
+    epoch: float
+    loss: float
+    """The mean over the steps that were not skipped."""
+    learning_rate: float
+    grad_norm: float | None
+    step_seconds: float
+    samples_per_second: float
+    tokens_per_second: float
+    mfu: float | None
+    """None where the device's peak or the work is not known."""
+    memory_gib: float
+    """The most so far: of the GPU, or of the process where there is none."""
+    wait_share: float
+    """The share of the time in which the loop waited for data."""
+    micro_batches: int
+    skipped: int
+
+
+class Observer:
+    """Does nothing at every turn; override what is of interest."""
+
+    def on_start(self, step: int, total_steps: int) -> None:
+        """Before the first step of this process: `step` is above 0 for a run that goes on."""
+
+    def on_step(self, step: int) -> None:
+        """After each step, without having waited for the device."""
+
+    def on_log(self, row: TrainRow) -> None:
+        """Every `logging_steps`."""
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation."""
+
+    def on_event(self, event: Event) -> None:
+        """When something happens that is worth a line."""
+
+    def on_end(self, result: RunResult) -> None:
+        """After the last step, however the run ended, unless the process was killed."""
+
+
+def make_row(
+    progress: Progress,
+    *,
+    total_steps: int,
+    steps_per_epoch: int,
+    learning_rate: float,
+    micro_batches: int,
+) -> TrainRow:
+    """The window of `progress` as a line of the log."""
+    window = progress.window
+    seconds = max(window.seconds, 1e-9)
+    mfu = window.ideal_seconds / seconds
+    return TrainRow(
+        step=progress.step,
+        total_steps=total_steps,
+        epoch=progress.step / steps_per_epoch,
+        loss=sum(window.losses) / len(window.losses) if window.losses else math.nan,
+        learning_rate=learning_rate,
+        grad_norm=window.grad_norm,
+        step_seconds=seconds / window.steps,
+        samples_per_second=window.sequences / seconds,
+        tokens_per_second=window.tokens / seconds,
+        mfu=mfu if 0 < mfu <= 1 else None,  # over 1 the peak or the work is wrong
+        memory_gib=progress.peak_memory / GIB,
+        wait_share=window.waited / seconds,
+        micro_batches=micro_batches,
+        skipped=window.steps - len(window.losses),
+    )
+
+
+def plain_line(row: TrainRow) -> str:
+    """The line of `train.log`."""
+    parts = [
+        f"step {row.step}/{row.total_steps}: loss {row.loss:.4f}",
+        f"lr {row.learning_rate:.2e}",
+        f"{row.samples_per_second:.1f} samples/s",
+        f"{row.tokens_per_second:,.0f} tokens/s",
+        f"{row.memory_gib:.2f} GiB",
+    ]
+    if row.grad_norm is not None:
+        parts.insert(2, f"norm {row.grad_norm:.3f}")
+    if row.mfu is not None:
+        parts.append(f"mfu {row.mfu:.1%}")
+    if row.skipped:
+        parts.append(f"{row.skipped} skipped")
+    return ", ".join(parts)
+
+
+def as_scalars(row: Record) -> dict[str, Any]:
+    """The numbers of a row, as trackers take them."""
+    names = row.__dataclass_fields__
+    return {name: getattr(row, name) for name in names if getattr(row, name) is not None}

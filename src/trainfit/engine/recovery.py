@@ -1,0 +1,163 @@
+"""A step that survives running out of memory.
+
+Free what is cached and try the same cut once; if memory runs out again, cut finer. Each time from
+the step's own beginning: same sequences, random state and buffers put back, no gradient left over.
+What a finer cut changes is memory alone, and it stays, so that it can be replayed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.data.loading import Batch, LoadedStep, StepLoader, to_device
+from trainfit.engine import random_state
+from trainfit.engine.distributed import Verdict, World, fill_gradients, sum_gradients, vote
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.optimizer import trained_parameters
+from trainfit.engine.precision import LossScale
+from trainfit.engine.settings import LoopSettings
+from trainfit.engine.step import StepNumbers, accumulate, finish
+from trainfit.errors import RunFailed
+from trainfit.records import TrainTask
+
+
+class CannotGoOn(RunFailed):
+    """All ranks stand at the same step, whole, and there is no way forward."""
+
+
+class Buffers:
+    """The model's buffers as they were; only those that may have been written to are copied again.
+
+    torch counts the writes to a tensor, except those of a norm's kernel to its running statistics.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._model = model
+        self._copies: dict[Tensor, tuple[int, Tensor]] = {}
+        norms = (m for m in model.modules() if isinstance(m, nn.modules.batchnorm._NormBase))
+        self._uncounted = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
+
+    def keep(self) -> None:
+        """Remember them as they are."""
+        kept, self._copies = self._copies, {}
+        for buffer in self._model.buffers():
+            version, copy = kept.get(buffer, (None, buffer))
+            same = version == buffer._version and buffer not in self._uncounted
+            self._copies[buffer] = buffer._version, copy if same else buffer.detach().clone()
+
+    def put_back(self) -> None:
+        """Undo what was written since."""
+        for buffer, (version, copy) in self._copies.items():
+            if buffer._version != version or buffer in self._uncounted:
+                buffer.copy_(copy)
+                self._copies[buffer] = buffer._version, copy
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a step is made of."""
+
+    task: TrainTask
+    settings: LoopSettings
+    model: nn.Module
+    buffers: Buffers
+    optimizer: torch.optim.AdamW
+    scale: LossScale | None
+    loader: StepLoader
+    world: World
+    device: torch.device
+
+
+@dataclass(frozen=True, slots=True)
+class Taken:
+    """A step that went through."""
+
+    numbers: StepNumbers
+    rung: int
+    """Of the ladder: the one it was taken with, and the rest of the run will be."""
+    stop: bool
+    """Whether any rank was asked to stop."""
+
+
+def take_step(
+    parts: Parts,
+    loaded: LoadedStep,
+    weight: float,
+    rung: int,
+    *,
+    stop: bool,
+    tell: Callable[[str], None],
+) -> Taken:
+    """Take a step, by the cut of `rung` or a finer one, on all ranks together."""
+    cuts, batches = parts.settings.cuts, loaded.batches
+    start = random_state.take(parts.device)
+    parts.buffers.keep()
+    parameters = trained_parameters(parts.optimizer)
+    again = False
+    while True:
+        loss, own = _try(parts, batches, weight, parameters, stop)
+        agreed = vote(parts.world, own)
+        if not agreed.out_of_memory:
+            break
+        parts.optimizer.zero_grad(set_to_none=True)
+        give_back_memory()
+        random_state.put_back(start, parts.device)
+        parts.buffers.put_back()
+        if again:
+            rung = _next_rung(parts, rung)
+            batches = parts.loader.load(loaded.sequences, cuts[rung])
+            tell(f"memory ran out again: steps are cut into {cuts[rung].micro_batches} from here")
+        else:
+            tell("memory ran out: the cache was given back and the step is taken again")
+        again = not again
+    sum_gradients(parts.world, parameters, agreed.used, loss)
+    numbers = finish(
+        parts.optimizer,
+        loss,
+        max_grad_norm=parts.settings.optimizer.max_grad_norm,
+        scale=parts.scale,
+    )
+    return Taken(numbers, rung, agreed.stop)
+
+
+def _try(
+    parts: Parts, batches: list[Batch], weight: float, parameters: list[Tensor], stop: bool
+) -> tuple[Tensor, Verdict]:
+    """The share of this rank in a step, forward and backward, and how it went.
+
+    The error is dropped here: with it go the frames that hold the activations.
+    """
+    try:
+        loss = accumulate(
+            parts.model,
+            parts.task.loss,
+            to_device(batches, parts.device),
+            weight,
+            device_type=parts.device.type,
+            precision=parts.settings.precision,
+            scale=parts.scale,
+        )
+        used = fill_gradients(parts.world, parameters)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            vote(parts.world, Verdict(failed=True, used=(False,) * len(parameters)))
+            raise
+    else:
+        return loss, Verdict(stop=stop, used=used)
+    nothing = Verdict(out_of_memory=True, stop=stop, used=(False,) * len(parameters))
+    return torch.zeros(()), nothing
+
+
+def _next_rung(parts: Parts, rung: int) -> int:
+    if rung + 1 < len(parts.settings.cuts):
+        return rung + 1
+    tokens = parts.settings.cuts[rung].tokens
+    raise CannotGoOn(
+        f"memory ran out with the finest cut, {tokens} tokens at a time",
+        "shorten the sequences (data.max_length), checkpoint activations "
+        "(model.use_gradient_checkpointing) or take a smaller model, and go on with --resume",
+    )

@@ -1,0 +1,262 @@
+"""A run in this process: its parts, where it stands, and whom it tells."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from trainfit.data.loading import LoadedStep
+from trainfit.engine import checkpoint, random_state
+from trainfit.engine.distributed import first_writes, gather
+from trainfit.engine.evaluation import is_better
+from trainfit.engine.journal import Journal
+from trainfit.engine.memory_errors import retried
+from trainfit.engine.named_tensors import model_tensors, optimizer_tensors
+from trainfit.engine.observers import Observer, TrainRow, as_scalars, make_row
+from trainfit.engine.progress import Progress, Window
+from trainfit.engine.readings import Reading, Readings
+from trainfit.engine.recovery import CannotGoOn, Parts, Taken
+from trainfit.engine.schedule import rate_factor
+from trainfit.measuring.memory import GIB, MemoryTracker
+from trainfit.records import Event, RunResult
+
+
+@dataclass
+class Session:
+    """Everything that a run changes as it goes."""
+
+    parts: Parts
+    run: Path
+    progress: Progress
+    steps_per_epoch: int
+    journal: Journal
+    line: Callable[[TrainRow], str]
+    observers: Sequence[Observer]
+    ideal_seconds: Callable[[Sequence[int]], float] | None
+    frozen: str | None
+    """Checksum of what is not trained."""
+    saved_step: int | None = None
+    readings: Readings = field(default_factory=Readings)
+    memory: MemoryTracker = field(default_factory=MemoryTracker)
+    started: float = field(default_factory=time.perf_counter)
+
+    def __post_init__(self) -> None:
+        """The clock of the first window runs."""
+        self.mark = self.started
+        self.earlier_seconds = self.progress.seconds
+
+    @property
+    def total_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        settings = self.parts.settings
+        if settings.max_steps is not None:
+            return settings.max_steps
+        return math.ceil(settings.epochs * self.steps_per_epoch)
+
+    @property
+    def seconds(self) -> float:
+        """Since the run was first started, without the time between."""
+        return self.earlier_seconds + time.perf_counter() - self.started
+
+    @property
+    def rate(self) -> float:
+        """The learning rate of the step to come."""
+        settings = self.parts.settings
+        factor = rate_factor(self.progress.step, self.total_steps, settings.schedule)
+        return settings.optimizer.learning_rate * factor
+
+    def tell(self, kind: str, text: str) -> None:
+        """Record that something happened."""
+        event = Event(kind=kind, step=self.progress.step, seconds=self.seconds, text=text)
+        self.progress.events = (*self.progress.events, event)
+        self.journal.line(f"{kind} at step {event.step}: {text}")
+        for observer in self.observers:
+            observer.on_event(event)
+
+    # ── the clock and the log ──
+
+    def pause(self) -> None:
+        """Stop the clock of the window, with everything computed and read."""
+        self.read(wait=True)
+        self.progress.window.seconds += time.perf_counter() - self.mark
+        self.mark = time.perf_counter()
+
+    def go_on(self) -> None:
+        """Let the clock run again."""
+        self.mark = time.perf_counter()
+
+    def read(self, *, wait: bool) -> None:
+        """Take in the numbers of past steps, and see whether they are finite."""
+        for reading in self.readings.arrived(wait=wait):
+            finite = math.isfinite(reading.loss) and math.isfinite(reading.grad_norm)
+            self.progress.window.grad_norm = reading.grad_norm
+            if finite:
+                self.progress.window.losses += (reading.loss,)
+                self.progress.skipped_in_row = 0
+            else:
+                self._skipped(reading)
+
+    def _skipped(self, reading: Reading) -> None:
+        settings = self.parts.settings
+        # In fp16 a gradient that overflows is how the scale of the loss is found.
+        overflow = self.parts.scale is not None and math.isfinite(reading.loss)
+        what = f"loss {reading.loss:g}, gradient norm {reading.grad_norm:g}"
+        self.progress.skipped_in_row += 1
+        self.tell("overflow" if overflow else "skipped", f"step {reading.step}: {what}; no update")
+        in_row = self.progress.skipped_in_row
+        if in_row >= settings.nonfinite_limit or (settings.nonfinite == "stop" and not overflow):
+            self.progress.skipped_in_row = 0  # whoever goes on from here means to try again
+            raise CannotGoOn(
+                f"step {reading.step} is not finite ({what}), {in_row} in a row",
+                "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16",
+            )
+
+    def log(self) -> None:
+        """Write a line about the window, and begin a new one."""
+        self.pause()
+        progress = self.progress
+        progress.peak_memory = max(progress.peak_memory, self.memory.update().peak)
+        row = make_row(
+            progress,
+            total_steps=self.total_steps,
+            steps_per_epoch=self.steps_per_epoch,
+            learning_rate=float(self.parts.optimizer.param_groups[0]["lr"]),
+            micro_batches=self.parts.settings.cuts[progress.rung].micro_batches,
+        )
+        self.journal.row("train", as_scalars(row))
+        self.journal.line(self.line(row))
+        for observer in self.observers:
+            observer.on_log(row)
+        progress.window = Window()
+        self.go_on()
+
+    # ── the end of a step ──
+
+    def took(self, loaded: LoadedStep, taken: Taken) -> None:
+        """Take note of a step."""
+        progress, window = self.progress, self.progress.window
+        progress.use_rung(taken.rung)
+        retried(lambda: self.readings.add(progress.step, taken.numbers))
+        progress.step += 1
+        progress.step_in_epoch += 1
+        lengths = self.parts.loader.lengths[list(loaded.sequences)].tolist()
+        window.steps += 1
+        window.sequences += len(lengths)
+        window.tokens += sum(lengths)
+        window.waited += loaded.waited
+        if self.ideal_seconds is not None:
+            window.ideal_seconds += self.ideal_seconds(lengths)
+        # Ranks must agree on when to give up, so there only what all have waited for is read.
+        if self.parts.world.size == 1:
+            self.read(wait=False)
+        for observer in self.observers:
+            observer.on_step(progress.step)
+
+    def use_replayed_rung(self) -> int:
+        """The rung of the step to come: that of the run which is replayed, or the last used."""
+        for step, rung in self.parts.settings.cut_changes:
+            if step == self.progress.step:
+                self.progress.use_rung(rung)
+        return self.progress.rung
+
+    @property
+    def evaluation_is_due(self) -> bool:
+        """After so many steps or an epoch, and at the end."""
+        progress, every = self.progress, self.parts.settings.eval_steps
+        if progress.step == self.total_steps:
+            return True
+        if every is None:
+            return progress.step_in_epoch == self.steps_per_epoch
+        return progress.step % every == 0
+
+    @property
+    def save_is_due(self) -> bool:
+        """After so many steps, or after each evaluation."""
+        every = self.parts.settings.checkpoint_steps
+        if every is None:
+            return self.progress.evaluated_step == self.progress.step
+        return self.progress.step % every == 0
+
+    @property
+    def out_of_patience(self) -> bool:
+        """Whether there were too many evaluations without a better one."""
+        patience = self.parts.settings.early_stopping_patience
+        return patience is not None and self.progress.evaluations_without_better >= patience
+
+    def evaluated(self, metrics: Mapping[str, float]) -> bool:
+        """Take note of an evaluation; returns whether it is the best so far."""
+        progress, settings = self.progress, self.parts.settings
+        progress.metrics, progress.evaluated_step = dict(metrics), progress.step
+        better = settings.metric is not None and is_better(
+            metrics, progress.best_metrics, settings.metric, settings.greater_is_better
+        )
+        progress.evaluations_without_better += 1
+        if better:
+            progress.best_step, progress.best_metrics = progress.step, dict(metrics)
+            progress.evaluations_without_better = 0
+        self.journal.row("evaluation", {"step": progress.step, **metrics})
+        shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self.journal.line(f"evaluation at step {progress.step}: {shown}")
+        for observer in self.observers:
+            observer.on_evaluation(progress.step, metrics)
+        if self.out_of_patience:
+            waited = progress.evaluations_without_better
+            self.tell("early stop", f"{waited} evaluations without a better {settings.metric}")
+        return better
+
+    def save(self) -> None:
+        """Write a checkpoint, from the first rank with every rank's random state."""
+        self.pause()
+        parts, progress = self.parts, self.progress
+        progress.seconds = self.seconds
+        states = gather(parts.world, random_state.take(parts.device).to_json(indent=None))
+        with first_writes(parts.world) as writes:
+            if writes:
+                checkpoint.save(
+                    self.run,
+                    self._contents(states),
+                    keep=parts.settings.keep_checkpoints,
+                    best_step=progress.best_step,
+                )
+        self.saved_step = progress.step
+        self.go_on()
+
+    def _contents(self, random_states: list[str]) -> checkpoint.Contents:
+        parts, scale = self.parts, self.parts.scale
+        return checkpoint.Contents(
+            model=model_tensors(parts.model),
+            optimizer=optimizer_tensors(parts.model, parts.optimizer),
+            state={
+                "step": self.progress.step,
+                "progress": self.progress.to_data(),
+                "random": random_states,
+                "scale": scale and [scale.factor.item(), scale.quiet_steps.item()],
+                "frozen": self.frozen,
+            },
+        )
+
+    def finish(self, status: Literal["finished", "stopped", "failed"]) -> RunResult:
+        """How the run ended; the first rank writes it down."""
+        progress = self.progress
+        best = progress.best_step is not None
+        result = RunResult(
+            run=str(self.run),
+            status=status,
+            steps=progress.step,
+            seconds=self.seconds,
+            metrics=progress.best_metrics if best else progress.metrics,
+            peak_memory_gib=max(progress.peak_memory, self.memory.update().peak) / GIB,
+            events=progress.events,
+            best_step=progress.best_step,
+            cuts=progress.cuts,
+        )
+        if self.parts.world.first:
+            result.save(self.run / "result.json")
+        self.journal.line(f"{status} after {progress.step} steps")
+        for observer in self.observers:
+            observer.on_end(result)
+        return result

@@ -1,0 +1,122 @@
+"""Everything the loop reads, as one record: jobs build it from the configuration and the plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from trainfit.codec import Range
+from trainfit.errors import BadInput
+from trainfit.packing import PackedCut, PaddedCut
+from trainfit.records import Precision, Record
+
+Positive = Annotated[int, Range(1)]
+Count = Annotated[int, Range(0)]
+Share = Annotated[float, Range(0, 1)]
+Amount = Annotated[float, Range(0)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OptimizerSettings(Record):
+    """AdamW and what the gradient goes through before it."""
+
+    kind: Literal["adamw_fused", "adamw"] = "adamw_fused"
+    learning_rate: Amount
+    weight_decay: Amount = 0.0
+    """For matrices; biases and norms never decay."""
+    decay_embeddings: bool = True
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: Amount = 1e-8
+    max_grad_norm: Amount | None = 1.0
+    """Clip the gradient's norm; None: do not."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ScheduleSettings(Record):
+    """The learning rate over the run, counted in optimizer steps."""
+
+    kind: Literal["linear", "cosine", "cosine_with_restarts", "constant"] = "linear"
+    warmup_ratio: Share | None = None
+    """Share of all steps; None where warmup_steps says it."""
+    warmup_steps: Count | None = None
+    min_ratio: Share = 0.0
+    """Where the decay ends, as a share of the learning rate."""
+    cycles: Positive = 1
+    """Of cosine_with_restarts."""
+
+    def __post_init__(self) -> None:
+        """Refuse two answers to one question."""
+        if self.warmup_ratio is not None and self.warmup_steps is not None:
+            raise BadInput(
+                f"warmup_ratio is {self.warmup_ratio} and warmup_steps is {self.warmup_steps}",
+                "give one of them",
+            )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoaderSettings(Record):
+    """Processes that collate steps ahead of time."""
+
+    num_workers: Count = 0
+    pin_memory: bool = False
+    """Only where the device is a GPU."""
+    persistent_workers: bool = False
+    """Keep the workers from epoch to epoch."""
+    prefetch_factor: Positive | None = None
+    """Steps ahead per worker; None: torch's own choice."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoopSettings(Record):
+    """How a task is trained. What decides memory and speed alone changes no result."""
+
+    epochs: Amount = 1.0
+    max_steps: Positive | None = None
+    """Train so many optimizer steps, whatever the epochs say."""
+    seed: Count = 0
+    device: str = "cpu"
+    """cpu, cuda or cuda:N; under torchrun every process takes the GPU of its local rank."""
+    precision: Precision = "fp32"
+    """Autocast's dtype; fp32: no autocast."""
+    cuts: tuple[PackedCut | PaddedCut, ...]
+    """packing.ladder: the cut to begin with, then those to go down when memory runs out."""
+    cut_changes: tuple[tuple[int, int], ...] = ()
+    """Replay a run's RunResult.cuts: from step s on, use rung r."""
+    optimizer: OptimizerSettings
+    schedule: ScheduleSettings = ScheduleSettings()
+    loader: LoaderSettings = LoaderSettings()
+    compile: bool = False
+    compile_mode: str = "default"
+
+    eval_steps: Positive | None = None
+    """Evaluate every so many steps, never at step 0; None: after each epoch."""
+    eval_batch_size: Positive = 32
+    metric: str | None = None
+    """The metric that decides which evaluation is best; None: none does."""
+    greater_is_better: bool = True
+    early_stopping_patience: Positive | None = None
+    """Evaluations without a better metric before the run stops; None: never."""
+
+    logging_steps: Positive = 10
+    checkpoint_steps: Positive | None = None
+    """Save every so many steps; None: after each evaluation."""
+    keep_checkpoints: Positive = 2
+    """The newest so many are kept, and the best."""
+
+    nonfinite: Literal["skip", "stop"] = "skip"
+    """What a loss or gradient that is not finite does: skip the step, or stop the run."""
+    nonfinite_limit: Positive = 25
+    """Steps skipped in a row before the run stops all the same."""
+
+    def __post_init__(self) -> None:
+        """Refuse what could not be followed."""
+        if not self.cuts:
+            raise BadInput("there is no cut", "give the cuts of packing.ladder")
+        if self.early_stopping_patience is not None and self.metric is None:
+            raise BadInput(
+                f"early_stopping_patience is {self.early_stopping_patience} without a metric",
+                "name the metric that decides",
+            )
+        rungs = [rung for _, rung in self.cut_changes]
+        if any(not 0 <= rung < len(self.cuts) for rung in rungs):
+            raise BadInput(f"the rungs to replay are {rungs}", f"the ladder has {len(self.cuts)}")

@@ -1,0 +1,114 @@
+"""The step: micro-batches forward and backward, clip, update.
+
+A step's loss is divided by the step's whole weight, which is known beforehand, so its gradient
+does not depend on how it is cut. Nothing here waits for the device: the loss and the norm stay
+tensors. The planner runs the same code on fake tensors to know what it takes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.engine.memory_errors import once, retried
+from trainfit.engine.optimizer import trained_parameters, update_once
+from trainfit.engine.precision import LossScale, autocast
+from trainfit.records import Precision
+
+Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+"""TrainTask.loss: the summed loss of a micro-batch."""
+
+
+class StepNumbers(NamedTuple):
+    """What came of a step, still on the device."""
+
+    loss: Tensor
+    """Per unit of weight."""
+    grad_norm: Tensor
+    """Before clipping. The step was skipped where this or the loss is not finite."""
+
+
+def plain_step(
+    model: nn.Module,
+    optimizer: torch.optim.AdamW,
+    loss: Loss,
+    batches: Iterable[Mapping[str, Any]],
+    weight: float,
+    *,
+    device_type: str,
+    precision: Precision = "fp32",
+    max_grad_norm: float | None = None,
+    scale: LossScale | None = None,
+) -> StepNumbers:
+    """A whole optimizer step on one process, as the loop does it when nothing goes wrong."""
+    total = accumulate(
+        model, loss, batches, weight, device_type=device_type, precision=precision, scale=scale
+    )
+    return finish(optimizer, total, max_grad_norm=max_grad_norm, scale=scale)
+
+
+def accumulate(
+    model: nn.Module,
+    loss: Loss,
+    batches: Iterable[Mapping[str, Any]],
+    weight: float,
+    *,
+    device_type: str,
+    precision: Precision = "fp32",
+    scale: LossScale | None = None,
+) -> Tensor:
+    """Forward and backward through each micro-batch; the loss of all, per unit of `weight`.
+
+    `weight` is that of the whole step, over all micro-batches and all ranks.
+    """
+    # Of one dtype, also where there is no micro-batch: ranks sum it.
+    total = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
+    for batch in batches:
+        with autocast(device_type, precision):
+            share = loss(model, batch) / weight
+        (share if scale is None else share * scale.factor).backward()  # type: ignore[no-untyped-call]
+        total = total + share.detach().float()
+    return total
+
+
+def finish(
+    optimizer: torch.optim.AdamW,
+    loss: Tensor,
+    *,
+    max_grad_norm: float | None = None,
+    scale: LossScale | None = None,
+) -> StepNumbers:
+    """Clip and update with the gradients there are, and clear them.
+
+    Where the loss or the gradient is not finite, nothing is updated. Memory that runs out in here
+    is no matter of the cut: what was left undone is done after the cache was given back.
+    """
+    gradients = [p.grad for p in trained_parameters(optimizer) if p.grad is not None]
+    norm = retried(lambda: _norm(gradients, scale))
+    finite = retried(lambda: torch.isfinite(norm) & torch.isfinite(loss))
+    factor = retried(lambda: _factor(norm, max_grad_norm, scale))
+    if factor is not None:
+        once(gradients, lambda left: torch._foreach_mul_(left, factor))
+    update_once(optimizer, finite)
+    if scale is not None:
+        retried(lambda: scale.follow(finite))
+    optimizer.zero_grad(set_to_none=True)
+    return StepNumbers(loss, norm)
+
+
+def _norm(gradients: list[Tensor], scale: LossScale | None) -> Tensor:
+    norm = nn.utils.get_total_norm(gradients)
+    return norm if scale is None else norm / scale.factor
+
+
+def _factor(norm: Tensor, max_grad_norm: float | None, scale: LossScale | None) -> Tensor | None:
+    """What the gradients are multiplied by before the update, in one pass."""
+    clip = None
+    if max_grad_norm is not None:
+        clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
+    if scale is None:
+        return clip
+    return scale.factor.reciprocal() if clip is None else clip / scale.factor
