@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.catalogue import find
-from trainfit.planning.memory import Request, ask
+from trainfit.planning.memory import Request, ask, target, told
 from trainfit.records import TaskSpec
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -27,26 +27,21 @@ GIB = 1024**3
 
 def compare(recorded: list[dict[str, Any]], gpu: str) -> list[dict[str, Any]]:
     spec = find(gpu)
-    requests = [
-        Request(
-            task=TaskSpec(factory="estimator_cases:probe", arguments=row["case"]),
-            sm_count=spec.sm_count,
-            compute_capability=spec.compute_capability,
-            capacity=int(spec.memory_gib * GIB),
-        )
-        for row in recorded
-    ]
+    tasks = [TaskSpec(factory="estimator_cases:probe", arguments=row["case"]) for row in recorded]
+    targets = (target(spec, spec.memory_gib),)
     rows = []
-    for row, answer in zip(recorded, ask(requests), strict=True):
+    answers = ask([Request(task=task, targets=targets) for task in tasks])
+    for row, answer in zip(recorded, answers, strict=True):
+        room = told(answer).rooms[0]
         rows.append(
             {
                 "case": Case(**row["case"]).name,
-                "allocated_gib": round(answer.peak_allocated / GIB, 3),
+                "allocated_gib": round(room.peak_allocated / GIB, 3),
                 "measured_allocated_gib": round(row["peak_allocated"] / GIB, 3),
-                "allocated_error_percent": percent(answer.peak_allocated, row["peak_allocated"]),
-                "reserved_gib": round(answer.peak_reserved / GIB, 3),
+                "allocated_error_percent": percent(room.peak_allocated, row["peak_allocated"]),
+                "reserved_gib": round(room.peak_reserved / GIB, 3),
                 "measured_reserved_gib": round(row["peak_reserved"] / GIB, 3),
-                "reserved_error_percent": percent(answer.peak_reserved, row["peak_reserved"]),
+                "reserved_error_percent": percent(room.peak_reserved, row["peak_reserved"]),
             }
         )
     return rows

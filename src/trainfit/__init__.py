@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
+    from trainfit.tasks.planned import plan as plan
 
 __version__ = "0.1.0"
 
@@ -29,6 +30,7 @@ _HOMES = {
     "estimate": "trainfit.planning",
     "lookup": "trainfit.catalogue",
     "measure": "trainfit.measuring",
+    "plan": "trainfit.tasks.planned",
     "recommend": "trainfit.planning",
     "undo": "trainfit.runtime",
 }

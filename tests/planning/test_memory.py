@@ -9,7 +9,7 @@ import pytest
 
 from trainfit.catalogue import find
 from trainfit.errors import BadInput, RunFailed, TrainfitWarning
-from trainfit.planning.memory import Request, ask, estimate, estimate_all, recorded_error
+from trainfit.planning.memory import Request, Target, ask, estimate, estimate_all, recorded_error
 from trainfit.records import TaskSpec
 
 ROOT = Path(__file__).parent.parent.parent
@@ -129,8 +129,8 @@ def curious() -> tuple[Any, Any]:
 def ask_own(function: str, capacity: int = 1 << 40, **arguments: Any) -> Any:
     name = Path(__file__).stem
     task = TaskSpec(factory=f"{name}:{function}", arguments=arguments)
-    request = Request(task=task, sm_count=132, compute_capability="9.0", capacity=capacity)
-    return ask([request])[0]
+    hopper = Target(sm_count=132, compute_capability="9.0", capacity=capacity)
+    return ask([Request(task=task, targets=(hopper,))])[0]
 
 
 def test_the_parts_are_what_arithmetic_says():
@@ -140,18 +140,19 @@ def test_the_parts_are_what_arithmetic_says():
     assert answer.weights == answer.gradients == 3 * matrix
     assert answer.optimizer == 2 * 3 * matrix + steps
     assert answer.inputs == activation
-    assert answer.workspace == 2 * (32 << 20)
-    held = answer.weights + answer.optimizer + answer.inputs + answer.workspace
+    room = answer.rooms[0]
+    assert room.workspace == 2 * (32 << 20)
+    held = answer.weights + answer.optimizer + answer.inputs + room.workspace
     # In the backward pass of the last layer: two saved inputs and two gradients of activations.
-    assert answer.peak_allocated >= held + 3 * activation
-    assert answer.peak_allocated <= held + answer.gradients + 5 * activation
+    assert room.peak_allocated >= held + 3 * activation
+    assert room.peak_allocated <= held + answer.gradients + 5 * activation
     assert answer.unknown == {}
 
 
 def test_a_frozen_part_keeps_nothing():
     free, frozen = ask_own("linear", layers=4), ask_own("linear", layers=4, frozen=True)
     assert frozen.gradients == 4 * WIDTH**2
-    assert frozen.activations < free.activations
+    assert frozen.rooms[0].activations < free.rooms[0].activations
 
 
 def test_the_same_step_needs_less_workspace_on_a_small_gpu():
@@ -166,9 +167,9 @@ def test_the_same_step_needs_less_workspace_on_a_small_gpu():
 
 
 def test_what_fits_is_answered_directly():
-    needed = ask_own("linear").peak_reserved
-    assert ask_own("linear", capacity=needed).fits
-    assert not ask_own("linear", capacity=needed // 2).fits
+    needed = ask_own("linear").rooms[0].peak_reserved
+    assert ask_own("linear", capacity=needed).rooms[0].fits
+    assert not ask_own("linear", capacity=needed // 2).rooms[0].fits
 
 
 def test_an_operation_without_a_shape_is_named_and_no_number_given():

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainfit.planning.memory import Answer, Request, ask
+from trainfit.planning.memory import Answer, Request, Target, ask
 from trainfit.records import TaskSpec
 
 LENGTH, ROWS = 128, 8
@@ -85,9 +85,7 @@ def answers() -> dict[str, Answer]:
     requests = [
         Request(
             task=TaskSpec(factory=f"{Path(__file__).stem}:{function}", arguments=arguments),
-            sm_count=40,
-            compute_capability="7.5",
-            capacity=16 << 30,
+            targets=(Target(sm_count=40, compute_capability="7.5", capacity=16 << 30),),
         )
         for function, arguments in ASKED.values()
     ]
@@ -110,13 +108,13 @@ def test_a_classifier_has_the_memory_of_its_parts(answers: dict[str, Answer]):
     parameters = BACKBONE + HEAD
     assert full.gradients == 4 * parameters
     assert 0 <= full.weights - 4 * parameters < 64 * 1024  # its buffers
-    assert full.fits
+    assert full.rooms[0].fits
     assert frozen.gradients == 4 * HEAD
-    assert frozen.activations < full.activations / 4
+    assert frozen.rooms[0].activations < full.rooms[0].activations / 4
 
 
 def test_checkpointing_keeps_less_and_adapters_train_less(answers: dict[str, Answer]):
-    peaks = [answers[name].peak_allocated for name in ("checkpointed", "selective", "full")]
+    peaks = [answers[name].rooms[0].peak_allocated for name in ("checkpointed", "selective", "full")]
     assert peaks == sorted(set(peaks))
     assert answers["lora"].gradients < answers["full"].gradients / 20
 

@@ -16,6 +16,7 @@ from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
 
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
+    "plan": "Every setting of a run with its reason, for this machine or any GPU.",
     "config": "The composed configuration, and where each value came from.",
 }
 INTERRUPTED = 130

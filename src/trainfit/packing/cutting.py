@@ -42,11 +42,13 @@ def ladder(
     padded: bool = False,
     ranks: int = 1,
     seed: int = 0,
+    at_least: int = 1,
 ) -> tuple[Cut, ...]:
     """The cut to start with, then those to go down when memory runs out, each smaller.
 
     Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
-    more than the longest sequence in a micro-batch.
+    more than the longest sequence in a micro-batch. `at_least` so many packed micro-batches make
+    up a step; padded ones are bounded by the cap alone.
     """
     array = check_lengths(lengths)
     longest = int(array.max())
@@ -58,8 +60,8 @@ def ladder(
         if padded:
             cap = cap_tokens if rung is None else max(rung.tokens // 2, longest)
             return fit_padded_parts(parts, widths, cap)
-        at_least = 1 if rung is None else 2 * rung.micro_batches
-        return fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
+        least = at_least if rung is None else 2 * rung.micro_batches
+        return fit_packed_parts(parts, longest, cap_tokens, at_least=least)
 
     rungs = [below(None)]
     while (rung := below(rungs[-1])).tokens < rungs[-1].tokens:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -15,17 +16,21 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.utils._pytree import tree_iter
 
 from trainfit import codec
 from trainfit.errors import BadInput, TrainfitError
 from trainfit.planning import fake_cuda
-from trainfit.planning.allocator import replay
+from trainfit.planning.allocator import Event, replay
 from trainfit.planning.fakes import make_fake
-from trainfit.planning.memory import Answer, Request
-from trainfit.planning.recorder import Recorder
+from trainfit.planning.memory import Answer, Request, Room
+from trainfit.planning.recorder import HANDLES, Recorder
 from trainfit.planning.temporaries import Device
+from trainfit.planning.timing import Done
 
 Step = Callable[[], Any]
+_CRUMBS, _FEW = 1 << 16, 8
+"""Bytes and storages, such as the factor on an fp16 loss, that make no difference."""
 _NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -68,33 +73,92 @@ def _run(request: Request) -> Answer:
         tie()
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     make_fake(model, mode)
-    recorder = Recorder(Device(request.sm_count, request.compute_capability))
-    with mode, recorder:
+    devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
+    recorder = Recorder(devices)
+    with mode, recorder, _optimizers() as optimizers:
         weights = recorder.follow([*model.parameters(), *model.buffers()])
         recorder.watch_gradients(model.parameters())
         step: Step = make_step(model)
-        inputs = recorder.live_bytes - weights
+        before = recorder.length
         step()
-        step()
-    return _answer(request, recorder, weights, inputs)
+        repeated = _repeated(recorder.events(since=before))
+        if repeated is None:  # the first step made something that stays: the second is as all are
+            recorder.work.clear()
+            step()
+    kept = [*model.parameters(), *model.buffers()]
+    return _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
 
 
-def _answer(request: Request, recorder: Recorder, weights: int, inputs: int) -> Answer:
-    free = replay(recorder.events)
-    capped = replay(recorder.events, capacity=request.capacity)
-    workspace = recorder.workspace_bytes
-    optimizer = recorder.live_bytes - weights - inputs - workspace
-    held = weights + inputs + workspace + optimizer + recorder.gradients_at_peak
+def _repeated(step: list[Event]) -> set[int] | None:
+    """What a step takes and gives back, or None where it leaves behind or ends more than crumbs.
+
+    What cuBLAS keeps, it takes in the first step only.
+    """
+    taken = {name: size for name, size in step if size >= 0}
+    freed = {name for name, size in step if size < 0}
+    left = sorted(size for name, size in taken.items() if name not in freed)
+    crumbs = sum(left[:-HANDLES]) <= _CRUMBS and len(freed - taken.keys()) <= _FEW
+    return freed & taken.keys() if crumbs else None
+
+
+@contextmanager
+def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
+    """The optimizers that are made meanwhile."""
+    made: list[torch.optim.Optimizer] = []
+    plain = torch.optim.Optimizer.__init__
+
+    def noting(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        made.append(self)
+
+    torch.optim.Optimizer.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
+
+
+def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
+    """What optimizers keep: their state, and copies of weights in another precision."""
+    weights = {tensor.untyped_storage()._cdata for tensor in kept}
+    state = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for optimizer in optimizers
+        for tensor in tree_iter((dict(optimizer.state), optimizer.param_groups))
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(nbytes for key, nbytes in state.items() if key not in weights)
+
+
+def _answer(
+    request: Request, recorder: Recorder, weights: int, optimizer: int, repeated: set[int]
+) -> Answer:
+    held = weights + optimizer
+    inputs = recorder.live_bytes - held - recorder.workspace_bytes(0)
+    rooms = []
+    for at, target in enumerate(request.targets):
+        events = recorder.events(at)
+        events += [event for event in events if event[0] in repeated]
+        free = replay(events)
+        workspace = recorder.workspace_bytes(at)
+        beside = held + inputs + workspace + recorder.gradients_at_peak
+        rooms.append(
+            Room(
+                workspace=workspace,
+                activations=max(0, free.peak_allocated - beside),
+                peak_allocated=free.peak_allocated,
+                peak_reserved=free.peak_reserved,
+                fits=free.peak_reserved <= target.capacity
+                or replay(events, capacity=target.capacity).fits,
+            )
+        )
     return Answer(
         weights=weights,
         gradients=recorder.gradient_bytes,
         optimizer=optimizer,
         inputs=inputs,
-        workspace=workspace,
-        activations=max(0, free.peak_allocated - held),
-        peak_allocated=free.peak_allocated,
-        peak_reserved=free.peak_reserved,
-        fits=capped.fits,
+        rooms=tuple(rooms),
+        done=tuple(Done(work=work, times=times) for work, times in recorder.work.items()),
         unknown=dict(recorder.unknown),
     )
 

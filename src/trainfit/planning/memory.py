@@ -8,34 +8,61 @@ and reads the answer.
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import subprocess
 import sys
+import threading
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from importlib import resources
 from typing import Any
 
 from trainfit import codec
 from trainfit.catalogue import GpuSpec, find
 from trainfit.errors import BadInput, RunFailed, TrainfitWarning
+from trainfit.planning.timing import Done
 from trainfit.records import MemoryEstimate, TaskSpec
 
 GIB = 1024**3
+CONTEXT_GIB = 0.7
+"""What CUDA takes of a GPU for itself, before a program asks for anything."""
+MARGIN = 0.03
+"""Left free beyond the estimate, which is off by less on every recorded step."""
 _SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request:
-    """One question for the child."""
+class Target:
+    """A GPU as far as it decides what a step takes."""
 
-    task: TaskSpec
     sm_count: int
     compute_capability: str
     capacity: int
     """Bytes that may be reserved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One question for the child: the same step on one or more GPUs."""
+
+    task: TaskSpec
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What the step takes on one of the GPUs, in bytes."""
+
+    workspace: int
+    activations: int
+    """At the peak, beside everything else that is there then."""
+    peak_allocated: int
+    peak_reserved: int
+    fits: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,12 +74,10 @@ class Answer:
     """Of all that is trained; they are all there at the end of the backward pass."""
     optimizer: int = 0
     inputs: int = 0
-    workspace: int = 0
-    activations: int = 0
-    """At the peak, beside everything above that is there then."""
-    peak_allocated: int = 0
-    peak_reserved: int = 0
-    fits: bool = False
+    rooms: tuple[Room, ...] = ()
+    """In the order of the targets."""
+    done: tuple[Done, ...] = ()
+    """The operations of a step, for its time."""
     unknown: dict[str, int] | None = None
     """Values that the step asked of a tensor and that were not known, by operation."""
     error: str | None = None
@@ -88,57 +113,109 @@ def estimate_all(
         raise BadInput(
             f"capacity_gib is {capacity_gib}", "give the memory that may be used, in GiB"
         )
-    requests = [
-        Request(
-            task=task,
-            sm_count=gpu.sm_count,
-            compute_capability=gpu.compute_capability,
-            capacity=int(capacity * GIB),
-        )
-        for task in tasks
+    targets = (target(gpu, capacity),)
+    answers = ask([Request(task=task, targets=targets) for task in tasks])
+    return [
+        memory_estimate(answer, answer.rooms[0], gpu, capacity) for answer in map(told, answers)
     ]
-    return [_estimate(answer, gpu, capacity) for answer in ask(requests)]
 
 
-def ask(requests: Sequence[Request]) -> list[Answer]:
-    """Have a child answer; its answers come in the order of the requests."""
-    lines = "".join(codec.dumps(request, indent=None) + "\n" for request in requests)
-    # What the parent can import, the child must find too.
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)}
-    environment["CUDA_VISIBLE_DEVICES"] = ""
-    child = subprocess.run(
-        [sys.executable, "-m", "trainfit.planning.child"],
-        input=lines,
-        capture_output=True,
-        text=True,
-        timeout=_SECONDS * len(requests),
-        env=environment,
-        check=False,
+def target(gpu: GpuSpec, capacity_gib: float) -> Target:
+    """The GPU as the child wants it."""
+    return Target(
+        sm_count=gpu.sm_count,
+        compute_capability=gpu.compute_capability,
+        capacity=int(capacity_gib * GIB),
     )
-    answers = [codec.loads(Answer, line, "the estimator") for line in child.stdout.splitlines()]
-    if len(answers) != len(requests):
-        last = (child.stderr.strip().splitlines() or [f"exit code {child.returncode}"])[-1]
-        raise RunFailed(f"the estimator died ({last})", "estimate a smaller batch, and report it")
-    return answers
 
 
-def _estimate(answer: Answer, gpu: GpuSpec, capacity: float) -> MemoryEstimate:
+def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
+    """Have a child answer; its answers come in the order of the requests.
+
+    A child stays for the next questions, since it takes seconds to start. `child` is for asking
+    several at a time.
+    """
+    # What the parent can import, the child must find too.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return _child(child, path).ask(requests)
+
+
+@cache
+def _child(_number: int, path: str) -> _Child:
+    return _Child(path)
+
+
+class _Child:
+    """A process that answers, started with the first question and again when it has died."""
+
+    def __init__(self, path: str) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+        with self._lock:
+            return [self._ask(codec.dumps(request, indent=None)) for request in requests]
+
+    def _ask(self, line: str) -> Answer:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watchdog = threading.Timer(_SECONDS, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            watchdog.cancel()
+        if not answer:
+            self._process = None
+            raise RunFailed(
+                f"the estimator died (exit code {process.wait()})",
+                "estimate a smaller batch, and report it",
+            )
+        return codec.loads(Answer, answer, "the estimator")
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainfit.planning.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
+                text=True,
+                env=self._environment,
+            )
+            atexit.register(self._process.kill)
+        return self._process
+
+
+def told(answer: Answer) -> Answer:
+    """The answer, or an error for a step that could not run; guesses are told in a warning."""
     if answer.error is not None:
         raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
     if answer.unknown:
         asked = ", ".join(f"{name} ({count})" for name, count in answer.unknown.items())
         text = f"the step asked for values that are not known, and zero was taken: {asked}"
         warnings.warn(text, TrainfitWarning, stacklevel=4)
+    return answer
+
+
+def memory_estimate(answer: Answer, room: Room, gpu: GpuSpec, capacity: float) -> MemoryEstimate:
+    """What was found, as people read it."""
     return MemoryEstimate(
         weights_gib=answer.weights / GIB,
         gradients_gib=answer.gradients / GIB,
         optimizer_gib=answer.optimizer / GIB,
-        activations_gib=answer.activations / GIB,
-        workspace_gib=answer.workspace / GIB,
-        peak_allocated_gib=answer.peak_allocated / GIB,
-        peak_reserved_gib=answer.peak_reserved / GIB,
+        activations_gib=room.activations / GIB,
+        workspace_gib=room.workspace / GIB,
+        peak_allocated_gib=room.peak_allocated / GIB,
+        peak_reserved_gib=room.peak_reserved / GIB,
         capacity_gib=capacity,
-        fits=answer.fits,
+        fits=room.fits,
         error_percent=recorded_error(gpu.compute_capability),
     )
 

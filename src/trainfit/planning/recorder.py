@@ -1,53 +1,69 @@
 """Follow a step on fake tensors: what it allocates and frees, in order, and what it asks.
 
-Fake tensors have no values, yet model code asks for some ("is anything padded?"). So the values of
-small integer and bool tensors, and of single numbers made from them, are computed for real beside
-the fakes; what is asked of any other
-tensor is answered with zero, and counted.
+What a step asks of a tensor whose values are not known is answered with zero, and counted.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
-from torch.utils._pytree import tree_iter, tree_map
+from torch.utils._pytree import tree_iter
 
 from trainfit.planning.allocator import Event
 from trainfit.planning.temporaries import Device, temporary_bytes
+from trainfit.planning.timing import Work
+from trainfit.planning.values import attach, compute
+from trainfit.planning.work import work_of
 
 aten = torch.ops.aten
-_MAX_VALUES = 1 << 22
-"""The largest tensor whose values are worth computing beside its fake."""
-_VALUES, _STALE = "_trainfit_values", "_trainfit_stale"
+HANDLES = 2
+"""The threads that call cuBLAS, each with a workspace of its own: the program's and autograd's."""
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every storage that comes and goes, while it is the outermost mode."""
 
-    def __init__(self, device: Device) -> None:
-        """Record as if on `device`."""
+    def __init__(self, devices: Sequence[Device]) -> None:
+        """Record as if on each of the `devices`; what kernels take for themselves differs."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self.events: list[Event] = []
+        self.work: Counter[Work] = Counter()
+        """What was done, by kind of operation."""
+        self._log: list[tuple[int, int | tuple[int, ...]]] = []
         self.unknown: Counter[str] = Counter()
         """Values that were asked for and not known, by operation."""
         self.live_bytes = 0
         self.peak_bytes = 0
-        self.workspace_bytes = 0
         self.gradient_bytes = 0
         """Of one step, all of them."""
         self.gradients_at_peak = 0
         self._gradients: dict[int, int] = {}
-        self._device = device
+        self._devices = devices
         self._handles: set[bool] = set()
         self._live: dict[int, weakref.ref[Any]] = {}
         self._names = 0
+
+    @property
+    def length(self) -> int:
+        """Events so far."""
+        return len(self._log)
+
+    def events(self, device: int = 0, since: int = 0) -> list[Event]:
+        """What came and went on one of the devices."""
+        return [
+            (name, size if isinstance(size, int) else size[device])
+            for name, size in self._log[since:]
+        ]
+
+    def workspace_bytes(self, device: int) -> int:
+        """What cuBLAS keeps on one of the devices."""
+        return len(self._handles) * self._devices[device].blas_workspace
 
     def follow(self, tensors: Iterable[torch.Tensor]) -> int:
         """Count storages that were made before recording; returns their bytes."""
@@ -76,8 +92,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run one operation on the fakes, and its values where they are known."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
-            return func(*args, **kwargs)
-        known, values = _values(func, args, kwargs)
+            fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if fake else func(*args, **kwargs)
+        known, values = compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return values if known else self._guess(func, args[0])
         if func is aten.nonzero.default:
@@ -87,11 +104,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = func(*args, **kwargs)
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
-        _attach(out, values if known else None)
+        attach(out, values if known else None)
         for item in tree_iter(out):
             if isinstance(item, torch.Tensor):
                 self._follow(item)
-        self._pass_through(temporary_bytes(func, args, self._device))
+        self._pass_through(tuple(temporary_bytes(func, args, device) for device in self._devices))
+        work = work_of(func, args, kwargs, out)
+        if work is not None:
+            self.work[work] += 1
         return out
 
     def _follow(self, tensor: torch.Tensor) -> None:
@@ -105,35 +125,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def gone(_: Any) -> None:
             del self._live[key]
             self._gradients.pop(key, None)
-            self.events.append((name, -1))
+            self._log.append((name, -1))
             self.live_bytes -= size
 
         self._live[key] = weakref.ref(storage, gone)
         self._take(name, size)
 
     def _take(self, name: int, size: int) -> None:
-        self.events.append((name, size))
+        self._log.append((name, size))
+        self._count(size)
+
+    def _count(self, size: int) -> None:
         self.live_bytes += size
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
             self.gradients_at_peak = sum(self._gradients.values())
 
-    def _pass_through(self, size: int) -> None:
+    def _pass_through(self, sizes: tuple[int, ...]) -> None:
         """Memory that a kernel takes and gives back."""
-        if size:
+        if any(sizes):
             self._names += 1
-            self._take(self._names, size)
-            self.events.append((self._names, -1))
-            self.live_bytes -= size
+            self._log += [(self._names, sizes), (self._names, -1)]
+            self._count(sizes[0])
+            self.live_bytes -= sizes[0]
 
     def _take_workspace(self) -> None:
-        """Each thread that calls cuBLAS gets one: the program's and autograd's."""
+        """What the thread that calls cuBLAS keeps from its first call on."""
         backward = torch._C._current_graph_task_id() != -1
         if backward not in self._handles:
             self._handles.add(backward)
             self._names += 1
-            self.workspace_bytes += self._device.blas_workspace
-            self._take(self._names, self._device.blas_workspace)
+            self._log.append((self._names, tuple(d.blas_workspace for d in self._devices)))
+            self._count(self._devices[0].blas_workspace)
 
     def _guess(self, func: Any, tensor: torch.Tensor) -> Any:
         self.unknown[str(func)] += 1
@@ -143,45 +166,3 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unknown[str(func)] += 1
         with _disable_current_modes():
             return torch.zeros(0, tensor.dim(), dtype=torch.long)
-
-
-def _values(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Compute the operation for real where it is about small integers whose values are known."""
-    tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if not _about_integers(func, tensors, kwargs) or any(_real(t) is None for t in tensors):
-        return False, None
-    real_args, real_kwargs = tree_map(_real, (args, kwargs))
-    with _disable_current_modes():
-        return True, func(*real_args, **real_kwargs)
-
-
-def _about_integers(func: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool:
-    """Whether to compute it: tensors stay integers, and what is made from nothing is one."""
-    dtype = kwargs.get("dtype")
-    if tensors:
-        return dtype is None or not dtype.is_floating_point
-    counts = func._overloadpacket is aten.arange and dtype is None
-    return counts or dtype in (torch.long, torch.int32, torch.bool)
-
-
-def _real(item: Any) -> Any:
-    """The values beside a fake tensor, or None; whatever else, a literal too, is its own value."""
-    if not isinstance(item, FakeTensor):
-        return item
-    values = getattr(item, _VALUES, None)
-    if values is None:
-        return item.constant  # torch keeps those of single numbers itself
-    return None if getattr(values.untyped_storage(), _STALE, False) else values
-
-
-def _attach(out: Any, values: Any) -> None:
-    """Leave the values on the fakes they belong to."""
-    fakes = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
-    reals: list[Any] = [t for t in tree_iter(values) if isinstance(t, torch.Tensor)]
-    if len(fakes) != len(reals):
-        reals = [None] * len(fakes)
-    for fake, real in zip(fakes, reals, strict=True):
-        if real is not None and real.numel() <= (1 if real.is_floating_point() else _MAX_VALUES):
-            setattr(fake, _VALUES, real)
-        elif hasattr(fake, _VALUES):  # written to by something unknown, and so are its aliases
-            setattr(getattr(fake, _VALUES).untyped_storage(), _STALE, True)

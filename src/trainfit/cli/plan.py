@@ -1,0 +1,126 @@
+"""`trainfit plan`: every setting of a run with its reason, for this machine or any GPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.conf import Composed
+    from trainfit.records import Plan
+
+FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
+
+
+@click.command()
+@click.argument("task")
+@click.argument("overrides", nargs=-1)
+@click.option(
+    "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
+)
+@click.option("--model", metavar="NAME", help="A name of the catalogue or the hub, or a folder.")
+@click.option("--memory", type=float, metavar="GIB", help="Use no more of the GPU than this.")
+@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw memory against batch size, as SVG or PNG."
+)
+@click.option("--watts", type=float, help="What the machine draws, for the energy of the run.")
+@click.option("--price", type=float, help="What an hour costs, for the cost of the run.")
+def command(
+    task: str,
+    overrides: tuple[str, ...],
+    gpu: str | None,
+    model: str | None,
+    memory: float | None,
+    form: str,
+    as_json: bool,
+    plot: Path | None,
+    watts: float | None,
+    price: float | None,
+) -> None:
+    """Every setting of a run with its reason, for this machine or any GPU.
+
+    TASK is nli, textclass or gpt. OVERRIDES are key=value words; what they set is honoured, and
+    the rest is planned around it. `hf`, `lightning`, `accelerate`, `hydra` and `shell` print the
+    plan for other programs.
+    """
+    from trainfit.conf import compose
+    from trainfit.errors import BadInput
+    from trainfit.planning import planner
+    from trainfit.reports import plan as page
+    from trainfit.reports import terminal
+    from trainfit.tasks import planned
+
+    form = "json" if as_json else form
+    composed = compose(task, planned.with_model(overrides, model))
+    for note in composed.notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+    if gpu == "all":
+        if plot is not None or memory is not None or form not in ("table", "json"):
+            raise BadInput("--gpu all makes one table", "leave out --plot, --memory and --format")
+        _compare(composed, watts, price, form)
+        return
+    question = planned.question(composed, None, watts, price)
+    profile = planned.machine(gpu, composed)
+    with _busy("planning"):
+        made = planner.plan(question, profile, memory_gib=memory)
+    if plot is not None:
+        with _busy("drawing"):
+            _draw(plot, made, planner.curve(question, profile, made))
+    if form == "table":
+        terminal.console().print(page.plan_page(made))
+    elif form == "json":
+        click.echo(json.dumps(data(made), indent=2))
+    else:
+        _hand_over(form, made, composed)
+
+
+def data(plan: Plan) -> dict[str, Any]:
+    """A plan for a program."""
+    from trainfit import codec
+
+    encoded: dict[str, Any] = codec.encode(plan)
+    return encoded
+
+
+def _compare(composed: Composed, watts: float | None, price: float | None, form: str) -> None:
+    from trainfit.reports import plan_comparison, terminal
+    from trainfit.tasks import planned
+
+    with _busy("planning for every GPU"):
+        rows = planned.plan_all(composed, watts, price)
+    if form == "json":
+        click.echo(json.dumps(plan_comparison.comparison_data(rows), indent=2))
+    else:
+        terminal.console().print(plan_comparison.comparison(rows))
+
+
+def _draw(path: Path, plan: Plan, points: Any) -> None:
+    from trainfit.reports.plan_plot import memory_plot, write_plot
+
+    assert plan.memory is not None
+    title = f"{plan.task.arguments['name']} on {plan.gpu or 'this machine'}"
+    write_plot(path, memory_plot(points, plan.memory.capacity_gib, plan.batch_size, title))
+
+
+def _hand_over(form: str, plan: Plan, composed: Composed) -> None:
+    from trainfit.reports.plan_formats import FORMATS as HANDOVERS
+
+    handover = HANDOVERS[form](plan, composed)
+    click.echo(handover.text)
+    for note in handover.notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+
+
+def _busy(what: str) -> Any:
+    """A sign of life in a terminal, and nothing elsewhere."""
+    from contextlib import nullcontext
+
+    from trainfit.reports import terminal
+
+    console = terminal.console(stderr=True)
+    return console.status(what) if console.is_terminal else nullcontext()

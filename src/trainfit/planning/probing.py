@@ -1,0 +1,190 @@
+"""Ask what a step takes at several shapes, depths and GPUs at once, and remember the answers.
+
+A model of 26 like layers needs not be run in full to compare plans: its memory and its work grow
+by the same amount with each layer. So candidates are compared at two small depths, and only the
+one that is chosen is run in full.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainfit import codec
+from trainfit.errors import BadInput, TrainfitError
+from trainfit.files import cache_folder, write_whole
+from trainfit.planning.memory import Answer, Request, Target, ask, told
+from trainfit.planning.timing import Done
+from trainfit.records import TaskSpec
+
+DEPTHS = (2, 3)
+_SOURCES = ("planning", "kernels", "engine", "tasks", "catalogue")
+"""The packages that decide what a step takes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A step to ask about, as far as it is planned."""
+
+    arguments: dict[str, Any]
+    depth: int | None = None
+    """Layers to build; None: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What a step takes on one GPU, in bytes, and what it does. Between depths it is a mean."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    peak_allocated: float
+    peak_reserved: float
+    fits: bool | None
+    """Whether the allocator gets along with the capacity; None where it was not asked."""
+    done: tuple[tuple[float, tuple[Done, ...]], ...]
+    """Weighted lists of operations, whose times add up."""
+
+
+def take(
+    factory: str, shapes: Sequence[dict[str, Any]], targets: tuple[Target, ...], layers: int
+) -> list[list[Taken]]:
+    """What each shape takes on each target, extrapolated from small depths."""
+    if layers <= DEPTHS[1]:
+        return [exactly(factory, shape, targets) for shape in shapes]
+    asked = [Shape(arguments=shape, depth=depth) for shape in shapes for depth in DEPTHS]
+    answers = _ask(factory, asked, targets)
+    pairs = zip(answers[::2], answers[1::2], strict=True)
+    return [
+        [_extrapolated(small, large, at, layers) for at in range(len(targets))]
+        for small, large in pairs
+    ]
+
+
+def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) -> list[Taken]:
+    """What a shape takes with all its layers."""
+    (answer,) = _ask(factory, [Shape(arguments=shape)], targets)
+    return [
+        Taken(
+            weights=answer.weights,
+            gradients=answer.gradients,
+            optimizer=answer.optimizer,
+            activations=room.activations,
+            workspace=room.workspace,
+            peak_allocated=room.peak_allocated,
+            peak_reserved=room.peak_reserved,
+            fits=room.fits,
+            done=((1.0, answer.done),),
+        )
+        for room in answer.rooms
+    ]
+
+
+def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
+    share = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+
+    def line(first: float, second: float) -> float:
+        return first + share * (second - first)
+
+    few, many = small.rooms[at], large.rooms[at]
+    return Taken(
+        weights=line(small.weights, large.weights),
+        gradients=line(small.gradients, large.gradients),
+        optimizer=line(small.optimizer, large.optimizer),
+        activations=line(few.activations, many.activations),
+        workspace=few.workspace,
+        peak_allocated=line(few.peak_allocated, many.peak_allocated),
+        # Segments of 20 MiB and more make this a staircase: of a small model too flat a line.
+        peak_reserved=max(
+            line(few.peak_reserved, many.peak_reserved),
+            line(few.peak_allocated, many.peak_allocated),
+        ),
+        fits=None,
+        done=((1 - share, small.done), (share, large.done)),
+    )
+
+
+def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> list[Answer]:
+    """The answers, from the cache where the same was asked before."""
+    requests = [
+        Request(
+            task=TaskSpec(
+                factory=factory,
+                arguments=shape.arguments | ({} if shape.depth is None else {"depth": shape.depth}),
+            ),
+            targets=targets,
+        )
+        for shape in shapes
+    ]
+    places = [cache_folder() / "estimates" / f"{_key(request)}.json" for request in requests]
+    answers = [_remembered(place) for place in places]
+    missing = [at for at, answer in enumerate(answers) if answer is None]
+    for at, answer in zip(missing, _ask_all([requests[at] for at in missing]), strict=True):
+        answers[at] = told(answer)
+        _remember(places[at], answer)
+    return [answer for answer in answers if answer is not None]
+
+
+def _ask_all(requests: list[Request]) -> list[Answer]:
+    """Two children share the work where there is enough of it."""
+    half = (len(requests) + 1) // 2
+    if len(requests) < 4 or (os.cpu_count() or 1) < 2:
+        return ask(requests) if requests else []
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(ask, (requests[:half], requests[half:]), (0, 1))
+    return [*first, *second]
+
+
+def _remembered(place: Path) -> Answer | None:
+    try:
+        return codec.loads(Answer, place.read_text(), str(place))
+    except (OSError, TrainfitError):
+        return None  # never asked, or written by another version
+
+
+def _remember(place: Path, answer: Answer) -> None:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(place, codec.dumps(answer, indent=None))
+    except OSError:
+        return  # a cache that cannot be written costs seconds, not the plan
+
+
+def _key(request: Request) -> str:
+    parts = [codec.dumps(request, indent=None), _versions(), _folder_content(request)]
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
+
+
+@cache
+def _versions() -> str:
+    """The libraries, and our own sources, so that a change of either asks anew."""
+    digest = hashlib.sha256()
+    home = Path(__file__).parent.parent
+    for package in _SOURCES:
+        for path in sorted((home / package).rglob("*")):
+            if path.suffix in (".py", ".json"):
+                digest.update(path.read_bytes())
+    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "peft")]
+    return " ".join([*libraries, digest.hexdigest()])
+
+
+def _folder_content(request: Request) -> str:
+    """A local model's config, which may change under the same name."""
+    name = request.task.arguments.get("name")
+    if not isinstance(name, str) or not Path(name).is_dir():
+        return ""
+    try:
+        return (Path(name) / "config.json").read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"cannot read the model in {name} ({error})", "give a folder with a config.json"
+        ) from None

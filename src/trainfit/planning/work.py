@@ -1,0 +1,123 @@
+"""What an operation has to do at the least: floating-point operations, and bytes through memory.
+
+A step is thousands of operations but only dozens of different ones, so they are counted by kind.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_iter
+from torch.utils.flop_counter import flop_registry
+
+from trainfit.planning.timing import Work
+from trainfit.planning.values import known
+
+aten = torch.ops.aten
+_FREE = frozenset(
+    {
+        aten.empty,
+        aten.empty_strided,
+        aten.empty_like,
+        aten.new_empty,
+        aten.detach,
+        aten.lift_fresh,
+        aten._unsafe_view,
+    }
+)
+"""No kernel runs for these; views are free as well."""
+_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_SLOW = frozenset(
+    {
+        aten.sum,
+        aten.native_layer_norm_backward,
+        aten.embedding_dense_backward,
+        aten.gather,
+        aten.scatter,
+        aten.scatter_add,
+        aten.index_put,
+        aten._foreach_norm,
+        aten.linalg_vector_norm,
+    }
+)
+"""Reductions over long strides and scattered reads: well below the bandwidth of a plain copy."""
+
+_UPDATES = ("_foreach_", "_fused_")
+"""What an update runs, once per step whatever the number of micro-batches."""
+
+
+def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
+    """The work of one operation, or None where no kernel runs."""
+    packet = func._overloadpacket
+    if func.is_view or packet in _FREE:
+        return None
+    inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
+    outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)] or _written(func, args)
+    if not outputs:
+        return None
+    flops, skipped = _flops(func, args, kwargs, out)
+    return Work(
+        kind=_kind(packet, flops),
+        flops=flops,
+        skipped=skipped,
+        nbytes=sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)),
+        half=outputs[0].dtype in (torch.bfloat16, torch.float16),
+        aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
+        backward=torch._C._current_graph_task_id() != -1,
+        update=func.__name__.startswith(_UPDATES),
+    )
+
+
+def _kind(packet: Any, flops: int) -> Any:
+    if packet in _PRODUCTS:
+        return "product"
+    if flops:
+        return "attention"
+    return "slow" if packet in _SLOW else "copy"
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
+    """Operations by the formula, and how many of them a kernel skips since they are masked."""
+    packet = func._overloadpacket
+    if func.namespace == "torch_attn":
+        return _varlen_flops(func, args, kwargs), 0
+    if packet not in flop_registry:
+        return 0, 0
+    flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    return flops, flops // 2 if given.get("is_causal") else 0
+
+
+def _varlen_flops(func: Any, args: Any, kwargs: Any) -> int:
+    """By the sum of squared lengths; a window shortens what each token sees."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    query, starts = given["query"], known(given["cu_seq_q"])
+    heads, head = query.shape[-2:]
+    if starts is None:
+        return 0
+    reach = (given.get("window_size") or [-1, -1])[0]
+    with _disable_current_modes():  # these are values, and no mode is to make fakes of them
+        lengths = starts.diff().double()
+        seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
+        pairs = (lengths * seen).sum().item()
+    products = 5 if "backward" in func.__name__ else 2
+    return int(2 * products * heads * head * pairs)
+
+
+def _written(func: Any, args: Any) -> list[torch.Tensor]:
+    """The tensors that an operation without a result, such as a fused optimizer, writes to."""
+    arguments = zip(func._schema.arguments, args, strict=False)
+    changed = [value for argument, value in arguments if argument.alias_info is not None]
+    return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    """What has to be read or written of it: an expanded dimension is one row."""
+    distinct = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        distinct *= size if stride else 1
+    return distinct * tensor.element_size()

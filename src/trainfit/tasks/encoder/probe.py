@@ -1,0 +1,89 @@
+"""The classifier's step for the planner: the engine's own, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.precision import loss_scale
+from trainfit.engine.settings import OptimizerSettings
+from trainfit.engine.step import plain_step
+from trainfit.records import Precision
+from trainfit.tasks.encoder.classifier import build_classifier
+from trainfit.tasks.encoder.loss import classification_loss
+from trainfit.tasks.encoder.settings import ClassifierSettings
+
+
+def probe(
+    *,
+    rows: int,
+    width: int,
+    slots: int | None,
+    lengths: list[int] | None,
+    micro_batches: int,
+    precision: Precision,
+    optimizer: Any = "adamw_fused",
+    depth: int | None = None,
+    device: str = "cpu",
+    overrides: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """The model and its step; `settings` are those of the classifier.
+
+    To run it for real, build it and its step with `device` as torch's default device.
+    """
+    changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
+    model = build_classifier(ClassifierSettings(overrides=changed, **settings))
+
+    def make_step(built: nn.Module) -> Callable[[], object]:
+        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        scale = loss_scale(precision, device)
+        batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
+        return lambda: plain_step(
+            built,
+            made,
+            loss,
+            [batch] * micro_batches,
+            float(rows),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return model, make_step
+
+
+def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The summed loss of a micro-batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return classification_loss(model(**inputs), batch["labels"], weight=1.0)[0]
+
+
+def padded(rows: int, width: int) -> dict[str, Any]:
+    """A micro-batch of padded rows, with padding in it."""
+    mask = torch.ones(rows, width, dtype=torch.long)
+    mask[:, width // 2 :] = 0
+    return {
+        "input_ids": torch.full((rows, width), 5),
+        "attention_mask": mask,
+        "labels": torch.zeros(rows, dtype=torch.long),
+    }
+
+
+def packed(width: int, slots: int, lengths: list[int]) -> dict[str, Any]:
+    """A micro-batch of one packed row with these sequences in it."""
+    ends = [0]
+    for length in lengths[:slots]:
+        ends.append(min(width, ends[-1] + length))
+    ends += [ends[-1]] * (slots + 1 - len(ends))
+    return {
+        "input_ids": torch.full((1, width), 5),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+        "max_seqlen": max(lengths, default=width),
+        "labels": torch.zeros(slots, dtype=torch.long),
+    }

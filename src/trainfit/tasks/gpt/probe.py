@@ -1,0 +1,53 @@
+"""The GPT's step for the planner: the engine's own, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.precision import loss_scale
+from trainfit.engine.settings import OptimizerSettings
+from trainfit.engine.step import plain_step
+from trainfit.records import Precision
+from trainfit.tasks.gpt.model import build_gpt
+
+
+def probe(
+    *,
+    name: str,
+    rows: int,
+    width: int,
+    micro_batches: int,
+    precision: Precision,
+    checkpointing: Any,
+    optimizer: Any = "adamw_fused",
+    depth: int | None = None,
+    device: str = "cpu",
+    **_unused: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """The model and its step on blocks of `width` tokens."""
+    changed: dict[str, Any] = {"block_size": width} | ({} if depth is None else {"n_layer": depth})
+    model = build_gpt(name, checkpointing=checkpointing, **changed)
+
+    def make_step(built: nn.Module) -> Callable[[], object]:
+        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        scale = loss_scale(precision, device)
+        ids = torch.full((rows, width), 5)
+        batch = {"input_ids": ids, "targets": ids}
+        return lambda: plain_step(
+            built,
+            made,
+            lambda model, batch: model(**batch),
+            [batch] * micro_batches,
+            float(rows * width),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return model, make_step

@@ -1,0 +1,275 @@
+"""From a configuration to a plan: what of a job the planner has to know.
+
+Nothing here imports torch: the planner builds the model in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainfit.catalogue import GpuSpec, find, gpus
+from trainfit.catalogue.models import OWN_GPT, model_shape
+from trainfit.conf import Composed, compose
+from trainfit.conf.schema import EncoderModel, GptConfig
+from trainfit.errors import BadInput
+from trainfit.hardware import as_if, detect
+from trainfit.planning import planner
+from trainfit.planning.question import Pin, Question
+from trainfit.records import HardwareProfile, Plan, Workload
+
+_KEYS = {
+    "device.tf32": "tf32",
+    "device.cudnn_benchmark": "cudnn_benchmark",
+    "device.deterministic": "deterministic",
+    "model.use_flash_attention": "flash",
+    "optimization.optimizer": "optimizer",
+    "optimization.compile": "compile",
+    "optimization.compile_mode": "compile_mode",
+    "optimization.gradient_accumulation_steps": "gradient_accumulation_steps",
+    "training.batch_size": "batch_size",
+    "training.eval_batch_size": "eval_batch_size",
+    "training.effective_batch_size": "effective_batch_size",
+    "training.num_workers": "num_workers",
+    "training.pin_memory": "pin_memory",
+    "training.persistent_workers": "persistent_workers",
+    "training.prefetch_factor": "prefetch_factor",
+    "seed": "seed",
+}
+"""Keys of a configuration that a plan takes as they are."""
+_BATCHES = {"nli": 16, "textclass": 32, "gpt": 64}
+"""The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
+_OWN_ATTENTION = ("deberta", "deberta-v2")
+_FACTORIES = {
+    "nli": "trainfit.tasks.encoder.probe:probe",
+    "textclass": "trainfit.tasks.encoder.probe:probe",
+    "gpt": "trainfit.tasks.gpt.probe:probe",
+}
+# ReDSM5 as published: words per post, and pairs of a post with nine criteria.
+_POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
+_GPT_TOKENS = 10_000_000
+"""An epoch of pretraining where no data is named: about the standard library of Python."""
+
+
+def plan(
+    task: str,
+    *overrides: str,
+    gpu: str | None = None,
+    model: str | None = None,
+    memory_gib: float | None = None,
+    lengths: Sequence[int] | None = None,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+) -> Plan:
+    """The plan of nli, textclass or gpt on this machine, or on a GPU of the catalogue.
+
+    `overrides` are key=value words as on the command line. `lengths` are the tokens of each
+    training sequence, where they are known; else the documents' data is assumed.
+    """
+    composed = compose(task, with_model(overrides, model))
+    asked = question(composed, lengths, watts, price_per_hour)
+    return planner.plan(asked, machine(gpu, composed), memory_gib=memory_gib)
+
+
+def plan_all(
+    composed: Composed,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+    among: Sequence[GpuSpec] | None = None,
+) -> list[tuple[str, Plan]]:
+    """The plans for the GPUs of the catalogue."""
+    return planner.compare(question(composed, None, watts, price_per_hour), among or gpus())
+
+
+def machine(gpu: str | None, composed: Composed) -> HardwareProfile:
+    """What to plan for: this machine, or a GPU of the catalogue in it."""
+    profile = detect() if gpu is None else as_if(find(gpu))
+    if composed.config.device.use_cuda is False:
+        from dataclasses import replace
+
+        return replace(profile, gpus=())
+    return profile
+
+
+def question(
+    composed: Composed,
+    lengths: Sequence[int] | None = None,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+) -> Question:
+    """The planner's question."""
+    config = composed.config
+    facts = model_facts(config.model.name)
+    causal = isinstance(config, GptConfig)
+    if causal != facts.own_gpt:
+        need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
+        raise BadInput(f"{config.model.name} is no model for {composed.task}", f"give {need}")
+    arguments: dict[str, Any] = {"name": config.model.name}
+    if not causal:
+        arguments |= {"method": _method(config.model), "weights": "random", "classes": 2}
+    _positive("watts", watts)
+    _positive("a price per hour", price_per_hour)
+    return Question(
+        task=composed.task,
+        factory=_FACTORIES[composed.task],
+        arguments=arguments,
+        layers=facts.layers,
+        workload=_workload(composed, lengths),
+        pins=_pins(composed),
+        default_batch=_BATCHES[composed.task],
+        unpackable=facts.unpackable,
+        causal=causal,
+        watts=watts,
+        price_per_hour=price_per_hour,
+    )
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise BadInput(f"{name} is {value}", "give a number above 0")
+
+
+def with_model(overrides: Sequence[str], model: str | None) -> list[str]:
+    """The overrides, with the model that was named beside them."""
+    return [*overrides, *([] if model is None else [f"model.name={json.dumps(model)}"])]
+
+
+def _method(model: Any) -> Any:
+    assert isinstance(model, EncoderModel)
+    return "frozen" if model.freeze_encoder is True else model.method
+
+
+def _pins(composed: Composed) -> dict[str, Pin]:
+    values = composed.values()
+    pins = {
+        name: Pin(value=values[key], origin=composed.origins[key])
+        for key, name in _KEYS.items()
+        if values.get(key) not in ("auto", None)
+    }
+    precision = values["device.mixed_precision"]
+    if precision != "auto":
+        key = "device.mixed_precision"
+        pins["precision"] = Pin(
+            value="fp32" if precision == "off" else precision, origin=composed.origins[key]
+        )
+    recompute = values["model.use_gradient_checkpointing"]
+    if recompute != "auto":
+        mode = {True: "full", False: "none"}.get(recompute, recompute)
+        origin = composed.origins["model.use_gradient_checkpointing"]
+        pins["gradient_checkpointing"] = Pin(value=mode, origin=origin)
+    return pins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What of a model's config decides how it can be planned."""
+
+    layers: int
+    own_gpt: bool
+    unpackable: str | None
+
+
+def model_facts(name: str) -> ModelFacts:
+    """From the catalogue, a local folder or the hub, without building anything."""
+    fields = _fields(name)
+    fields = fields.get("text_config", fields)
+    kind = fields.get("model_type")
+    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
+    if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
+        lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
+        raise BadInput(f"the config of {name} has no {lacks}", "give a complete config.json")
+    return ModelFacts(
+        layers=layers, own_gpt=kind == OWN_GPT, unpackable=_unpackable(name, kind, fields)
+    )
+
+
+def _fields(name: str) -> dict[str, Any]:
+    folder = Path(name)
+    if folder.is_dir():
+        try:
+            found = json.loads((folder / "config.json").read_text())
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"cannot read config.json in {name} ({error})",
+                "give a folder that save_pretrained wrote",
+            ) from None
+        if not isinstance(found, dict):
+            raise BadInput(f"config.json in {name} is no object", "give a model's folder")
+        return found
+    try:
+        return model_shape(name).config
+    except BadInput:
+        if "/" not in name:
+            raise
+    from trainfit.tasks.encoder.sources import read_config
+
+    return read_config(name)
+
+
+def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
+    if kind in _OWN_ATTENTION:
+        return f"{name} has its own attention, which reads positions"
+    cap = fields.get("attn_logit_softcapping")
+    if cap:
+        return f"{name} caps its attention logits softly at {cap:g}"
+    heads = fields.get("num_attention_heads", fields.get("n_head"))
+    width = fields.get("hidden_size", fields.get("n_embd"))
+    head = fields.get("head_dim") or (width // heads if heads and width else 64)
+    if head % 8 or head > 256:
+        return f"{name} has heads of {head}"
+    return None
+
+
+def _workload(composed: Composed, lengths: Sequence[int] | None) -> Workload:
+    config = composed.config
+    longest = config.data.max_length
+    if lengths is None:
+        lengths = assumed_lengths(composed.task, longest).tolist()
+    elif not len(lengths) or min(lengths) < 1:
+        raise BadInput(
+            f"{len(lengths)} lengths, the least of them {min(lengths, default=None)}",
+            "give the tokens of each training sequence, 1 or more",
+        )
+    lengths = [min(int(length), longest) for length in lengths]
+    training = config.training
+    steps = training.max_steps
+    effective = _effective(composed)
+    epochs = training.num_epochs if steps is None else steps * effective / len(lengths)
+    return Workload(
+        lengths=tuple(lengths),
+        sequences=len(lengths),
+        max_length=longest,
+        effective_batch_size=effective,
+        epochs=epochs,
+        method="full" if isinstance(config, GptConfig) else _method(config.model),
+    )
+
+
+def _effective(composed: Composed) -> int:
+    training, optimization = composed.config.training, composed.config.optimization
+    if training.effective_batch_size != "auto":
+        return training.effective_batch_size
+    if training.batch_size == "auto":
+        return _BATCHES[composed.task]
+    steps = optimization.gradient_accumulation_steps
+    return training.batch_size * (1 if steps == "auto" else steps)
+
+
+def assumed_lengths(task: str, longest: int) -> Any:
+    """Lengths where the data is not here: ReDSM5's, short texts, or full blocks."""
+    if task == "gpt":
+        return np.full(max(1, _GPT_TOKENS // longest), longest)
+    draws = np.random.default_rng(0)
+    if task == "textclass":
+        words = np.exp(np.log(0.35 * longest) + 0.6 * draws.standard_normal(10_000))
+        return np.clip(np.round(words), 3, longest).astype(np.int64)
+    middle = np.log(_MEAN_WORDS) - _SPREAD**2 / 2
+    words = np.exp(middle + _SPREAD * draws.standard_normal(_POSTS))
+    tokens = np.maximum(2, np.round(words * _TOKENS_PER_WORD)).astype(np.int64)
+    criteria = draws.integers(12, 40, _CRITERIA)
+    return np.minimum(tokens[:, None] + criteria, longest).ravel()

@@ -1,0 +1,329 @@
+"""Plans against arithmetic, and the short cuts of the planner against the long way."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfit.catalogue import find, gpus
+from trainfit.conf import compose
+from trainfit.errors import BadInput
+from trainfit.planning import decisions, probing
+from trainfit.planning.memory import CONTEXT_GIB, GIB, MARGIN, target
+from trainfit.planning.question import Pin, Question
+from trainfit.planning.timing import Done, Work, seconds
+from trainfit.records import Plan, Workload
+from trainfit.tasks.planned import assumed_lengths, model_facts, plan, plan_all, question
+
+LAYERS, WIDTH, VOCABULARY, INNER, POSITIONS = 6, 128, 1000, 512, 256
+ENCODER = "trainfit.tasks.encoder.probe:probe"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A small BERT by its config alone."""
+    place = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "bert",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 4,
+        "intermediate_size": INNER,
+        "vocab_size": VOCABULARY,
+        "max_position_embeddings": POSITIONS,
+    }
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def parameters() -> int:
+    """Of a BERT without a pooler, with a head of two classes."""
+    embeddings = (VOCABULARY + POSITIONS + 2) * WIDTH + 2 * WIDTH
+    attention = 4 * (WIDTH * WIDTH + WIDTH) + 2 * WIDTH
+    feed_forward = 2 * WIDTH * INNER + INNER + WIDTH + 2 * WIDTH
+    return embeddings + LAYERS * (attention + feed_forward) + 2 * WIDTH + 2
+
+
+def small(folder: str, *overrides: str, **more: Any) -> Plan:
+    words = (f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128")
+    return plan("nli", *words, *overrides, **more)
+
+
+@pytest.fixture(scope="module")
+def roomy(folder: str) -> Plan:
+    return small(folder, gpu="h200")
+
+
+def test_a_plan_has_the_memory_of_its_parts(roomy: Plan):
+    assert roomy.memory is not None
+    assert roomy.memory.weights_gib * GIB == pytest.approx(4 * parameters(), rel=0.01)
+    assert roomy.memory.gradients_gib * GIB == pytest.approx(4 * parameters(), rel=0.01)
+    assert roomy.memory.optimizer_gib * GIB == pytest.approx(8 * parameters(), rel=0.01)
+    assert roomy.memory.capacity_gib == pytest.approx(find("h200").memory_gib - CONTEXT_GIB)
+
+
+def test_with_room_nothing_is_computed_twice_or_cut(roomy: Plan):
+    assert roomy.fits
+    assert roomy.gradient_checkpointing == "none"
+    assert roomy.gradient_accumulation_steps == 1
+    assert (roomy.packed, roomy.attention, roomy.precision) == (True, "varlen", "bf16")
+    assert roomy.effective_batch_size == 16
+
+
+def test_times_follow_from_one_another(roomy: Plan):
+    time = roomy.time
+    assert time is not None
+    assert time.step_seconds is not None
+    assert time.samples_per_second == pytest.approx(16 / time.step_seconds)
+    steps = math.ceil(roomy.workload.sequences / 16)
+    assert time.epoch_seconds == pytest.approx(steps * time.step_seconds)
+    assert time.total_seconds == pytest.approx(20 * steps * time.step_seconds)
+    assert time.error_percent is not None
+    assert time.mfu is not None
+    # 6 operations per token and weight of the matrix products, and attention besides.
+    dense = LAYERS * (4 * WIDTH * WIDTH + 2 * WIDTH * INNER)
+    assert time.tokens_per_second is not None
+    done = time.mfu * 989.4e12 / time.tokens_per_second
+    assert 6 * dense < done < 6 * dense * 1.3
+
+
+def test_every_setting_has_a_reason(roomy: Plan):
+    named = {reason.setting for reason in roomy.reasons}
+    assert named >= {"precision", "batch_size", "gradient_checkpointing", "compile", "optimizer"}
+    assert all(reason.why for reason in roomy.reasons)
+
+
+def test_what_is_pinned_is_honoured_and_the_rest_planned_around_it(folder: str):
+    made = small(
+        folder,
+        "device.mixed_precision=off",
+        "model.use_gradient_checkpointing=true",
+        "training.batch_size=3",
+        "training.effective_batch_size=17",
+        "training.num_workers=1",
+        "optimization.optimizer=adamw",
+        "optimization.compile=false",
+        gpu="t4",
+        watts=70,
+        price_per_hour=0.5,
+    )
+    assert made.fits
+    assert (made.precision, made.gradient_checkpointing) == ("fp32", "full")
+    assert made.batch_size == 3
+    assert made.micro_batch_tokens <= 3 * 128
+    assert made.effective_batch_size == 17  # does not divide, and is no error
+    assert (made.num_workers, made.optimizer, made.compile) == (1, "adamw", False)
+    assert made.packed is False
+    assert made.time is not None
+    assert made.time.total_seconds is not None
+    assert made.time.energy_kwh == pytest.approx(70 * made.time.total_seconds / 3.6e6)
+    assert made.time.cost == pytest.approx(0.5 * made.time.total_seconds / 3600)
+    assert made.time.error_percent is None  # nothing was recorded on that architecture
+    said = {reason.setting: reason.why for reason in made.reasons}
+    assert said["batch_size"] == "you set it"
+
+
+def test_less_memory_is_met_by_recomputing_and_cutting(folder: str, roomy: Plan):
+    assert roomy.memory is not None
+    words = ("training.effective_batch_size=256",)
+    free = small(folder, *words, gpu="h200")
+    assert free.memory is not None
+    cap = free.memory.peak_allocated_gib * 0.5
+    tight = small(folder, *words, gpu="h200", memory_gib=cap)
+    assert tight.memory is not None
+    assert tight.fits
+    assert tight.memory.peak_allocated_gib <= cap * (1 - MARGIN)
+    assert (tight.gradient_checkpointing, tight.gradient_accumulation_steps) != ("none", 1)
+    assert tight.effective_batch_size == 256
+    assert tight.cuts[0] == tight.gradient_accumulation_steps
+    assert list(tight.cuts) == sorted(set(tight.cuts))
+
+
+def test_what_does_not_fit_says_what_would(folder: str):
+    made = small(folder, gpu="h200", memory_gib=0.05)
+    assert not made.fits
+    assert made.advice
+    named = [row for row in gpus() if any(row.slug in line for line in made.advice)]
+    assert made.memory is not None
+    assert named
+    assert all(row.memory_gib > made.memory.peak_allocated_gib for row in named)
+
+
+def test_small_depths_tell_what_all_layers_take(folder: str):
+    arguments = {
+        "name": folder,
+        "weights": "random",
+        "classes": 2,
+        "method": "full",
+        "precision": "bf16",
+        "checkpointing": "none",
+        "rows": 16,
+        "width": 128,
+        "slots": None,
+        "lengths": None,
+        "micro_batches": 2,
+    }
+    h200 = (target(find("h200"), 100.0),)
+    told = probing.take(ENCODER, [arguments], h200, LAYERS)[0][0]
+    whole = probing.exactly(ENCODER, arguments, h200)[0]
+    assert told.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.002)
+    # One segment more or less: what is reserved is a staircase.
+    assert told.peak_reserved == pytest.approx(whole.peak_reserved, abs=24 << 20)
+    assert told.weights == whole.weights
+
+    def kernels(taken: probing.Taken) -> float:
+        return sum(w * seconds(d, find("h200"), "bf16").kernels for w, d in taken.done)  # type: ignore[union-attr]
+
+    assert kernels(told) == pytest.approx(kernels(whole), rel=0.01)
+
+
+def test_the_same_question_is_not_run_twice(folder: str, monkeypatch: pytest.MonkeyPatch):
+    first = small(folder, gpu="h200")
+    monkeypatch.setattr(probing, "ask", lambda _: pytest.fail("asked again"))
+    assert small(folder, gpu="h200") == first
+
+
+def test_many_gpus_at_once_agree_with_one_at_a_time(folder: str, roomy: Plan):
+    words = [f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128"]
+    some = [find(slug) for slug in ("h200", "t4", "4090")]
+    rows = dict(plan_all(compose("nli", words), among=some))
+    assert set(rows) == {spec.slug for spec in some}
+    alone, among = roomy, rows[find("h200").slug]
+    assert among.micro_batch_tokens == alone.micro_batch_tokens
+    assert among.memory is not None
+    assert alone.memory is not None
+    assert among.memory.peak_allocated_gib == pytest.approx(
+        alone.memory.peak_allocated_gib, rel=0.01
+    )
+
+
+# ── without a child process ─────────────────────────────────────────────────────────────────────
+
+
+def asked(**pins: Any) -> Question:
+    work = Workload(lengths=(100,), sequences=1, max_length=100, effective_batch_size=16, epochs=1)
+    return Question(
+        task="nli",
+        factory="a:b",
+        arguments={},
+        layers=1,
+        workload=work,
+        pins={name: Pin(value=value, origin="override") for name, value in pins.items()},
+    )
+
+
+@given(
+    batch=st.none() | st.integers(1, 64),
+    steps=st.none() | st.integers(1, 8),
+    ranks=st.integers(1, 8),
+)
+@settings(max_examples=60, deadline=None)
+def test_the_effective_batch_is_the_product_where_it_is_not_given(
+    batch: int | None, steps: int | None, ranks: int
+):
+    pins = {"batch_size": batch, "gradient_accumulation_steps": steps}
+    chosen = decisions.effective_batch(
+        asked(**{k: v for k, v in pins.items() if v is not None}), ranks
+    )
+    assert chosen.value == (16 if batch is None else batch * (steps or 1) * ranks)
+
+
+def test_twice_the_peak_halves_what_is_bound_by_it():
+    def one(gpu: str) -> float:
+        work = Work(
+            kind="product",
+            flops=10**15,
+            skipped=0,
+            nbytes=1,
+            half=True,
+            aligned=True,
+            backward=False,
+            update=False,
+        )
+        found = seconds([Done(work=work, times=1)], find(gpu), "bf16")
+        assert found is not None
+        return found.kernels
+
+    fast, slow = find("h200"), find("a100-sxm4-80gb")
+    assert fast.bf16_tflops is not None
+    assert slow.bf16_tflops is not None
+    assert one("a100-sxm4-80gb") / one("h200") == pytest.approx(
+        fast.bf16_tflops / slow.bf16_tflops, rel=1e-3
+    )
+
+
+def test_a_gpu_without_a_peak_for_the_precision_has_no_time():
+    assert seconds([], find("t4"), "bf16") is None
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "reason"),
+    [
+        ("gemma-3-1b-it", 26, None),
+        ("bert-base", 12, None),
+        ("deberta-v3-base", 12, "own attention"),
+        ("gemma-2-2b", 26, "softly"),
+    ],
+)
+def test_what_cannot_be_packed_says_why(name: str, layers: int, reason: str | None):
+    facts = model_facts(name)
+    assert facts.layers == layers
+    assert (facts.unpackable is None) if reason is None else reason in str(facts.unpackable)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("{}", "has no model_type"),
+        ('{"model_type": "bert"}', "has no num_hidden_layers"),
+        ("[1]", "is no object"),
+        ("{", "cannot read config.json"),
+    ],
+)
+def test_a_config_that_lacks_something_is_named(tmp_path: Path, content: str, message: str):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(BadInput, match=message):
+        model_facts(str(tmp_path))
+
+
+def test_a_folder_without_a_config_is_named(tmp_path: Path):
+    with pytest.raises(BadInput, match=r"cannot read config\.json"):
+        model_facts(str(tmp_path))
+
+
+def test_a_model_of_the_other_kind_is_refused():
+    with pytest.raises(BadInput, match="bert-base is no model for gpt"):
+        question(compose("gpt", ["model.name=bert-base"]))
+    with pytest.raises(BadInput, match="gpt-small is no model for nli"):
+        question(compose("nli", ["model.name=gpt-small"]))
+
+
+def test_assumed_lengths_are_those_of_the_documents():
+    pairs = assumed_lengths("nli", 10**6)
+    assert pairs.size == 13_356
+    assert 294.7 < pairs.mean() / 1.3 < 400  # a post of 294.7 words, and a criterion
+    assert assumed_lengths("nli", 512).max() == 512
+    assert set(assumed_lengths("gpt", 1024).tolist()) == {1024}
+
+
+@pytest.mark.parametrize("lengths", [[], [5, 0]])
+def test_lengths_that_cannot_be_are_refused(lengths: list[int]):
+    with pytest.raises(BadInput, match="lengths, the least of them"):
+        plan("nli", gpu="t4", lengths=lengths)
+
+
+def test_accumulation_that_cannot_hold_the_batch_is_refused():
+    words = ("training.batch_size=1", "training.effective_batch_size=64")
+    with pytest.raises(BadInput, match="do not fit 2 micro-batches of 1 × 512"):
+        plan("nli", *words, "optimization.gradient_accumulation_steps=2", gpu="t4")
