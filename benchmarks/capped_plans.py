@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from trainfit import codec
+from trainfit.errors import TrainfitError
 from trainfit.tasks.planned import plan
 
 CAPS = (8, 11, 16, 24, 40, 80)
@@ -29,8 +30,12 @@ BATCH = "training.effective_batch_size=256"
 
 
 def make(job: tuple[str, list[str], int]) -> dict[str, Any]:
+    """The plan of a job under a cap, with what it promises."""
     name, words, cap = job
-    made = plan(*words, BATCH, "optimization.compile=false", gpu="h200", memory_gib=cap)
+    try:
+        made = plan(*words, BATCH, gpu="h200", memory_gib=cap)
+    except TrainfitError as error:
+        return {"name": f"{name} {cap} GiB", "cap_gib": cap, "fits": False, "error": str(error)}
     return {
         "name": f"{name} {cap} GiB",
         "cap_gib": cap,
@@ -39,6 +44,7 @@ def make(job: tuple[str, list[str], int]) -> dict[str, Any]:
         "time": codec.encode(made.time),
         "accumulation": made.gradient_accumulation_steps,
         "checkpointing": made.gradient_checkpointing,
+        "compile": made.compile,
         "tokens": made.micro_batch_tokens,
         "factory": made.task.factory,
         "arguments": made.task.arguments,
@@ -49,14 +55,24 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--only", nargs="*", help="names with caps, as in 'bert full 8'")
+    parser.add_argument("--eager", action="store_true", help="plan without compiling")
     arguments = parser.parse_args()
-    jobs = [(name, words, cap) for name, words in JOBS.items() for cap in CAPS]
+    eager = ["optimization.compile=false"] if arguments.eager else []
+    jobs = [
+        (name, [*words, *eager], cap)
+        for name, words in JOBS.items()
+        for cap in CAPS
+        if not arguments.only or f"{name} {cap}" in arguments.only
+    ]
     plans: list[dict[str, Any]] = []
-    with ThreadPoolExecutor(arguments.processes) as pool:
+    # Planning waits for children, each of which is asked by one plan at a time: processes.
+    with ProcessPoolExecutor(arguments.processes) as pool:
         for made in pool.map(make, jobs):
             plans.append(made)
             arguments.output.write_text(json.dumps({"plans": plans}, indent=1) + "\n")
-            print(made["name"], made["fits"], made["checkpointing"], made["tokens"], flush=True)
+            told = ("name", "fits", "checkpointing", "compile", "tokens", "error")
+            print(*(made[key] for key in told if key in made), flush=True)
 
 
 if __name__ == "__main__":

@@ -82,11 +82,14 @@ def run_plan(plan: dict[str, Any], device: str) -> dict[str, Any]:
     torch.backends.cuda.matmul.allow_tf32 = True
     model, make_step = build(plan, device)
     step = make_step(model)
-    started = time.perf_counter()
+    samples = []
     for _ in range(20):
+        started = time.perf_counter()
         step()
-    sync(device)
-    return {"seconds": time.perf_counter() - started, **peaks(device)}
+        sync(device)
+        samples.append(time.perf_counter() - started)
+    found = {"median_step_seconds": statistics.median(samples), "step_seconds": samples}
+    return {**found, **peaks(device)}
 
 
 def launch_costs(repeats: int = 2000) -> dict[str, float]:

@@ -1,9 +1,10 @@
 """Fit the time estimator to steps recorded on a GPU, and judge it leaving one model family out.
 
-    python benchmarks/time_estimator.py RECORDED... --output FILE [--write]
+    python benchmarks/time_estimator.py --output FILE [--write]
 
 Every case is run on fake tensors here, without a GPU, for its operations; the times are those of
-`record_estimator.py`. `--write` puts the fit into the package; without it only FILE is written.
+`record_estimator.py` and `record_jobs.py`. `--write` puts the fit into the package; without it
+only FILE is written.
 """
 
 from __future__ import annotations
@@ -19,11 +20,12 @@ from typing import Any
 import numpy as np
 from scipy.optimize import minimize
 
+sys.path.insert(0, str(Path(__file__).parent))
 from trainfit import codec
 from trainfit.catalogue import find
 from trainfit.planning.memory import Request, ask, target, told
-from trainfit.planning.timing import Calibration, Done, seconds
-from trainfit.records import TaskSpec
+from trainfit.planning.timing import Calibration, Done, rates, seconds
+from truth import FILES, Truth, recorded
 
 HOME = Path(__file__).parent.parent / "src" / "trainfit" / "planning" / "calibration.json"
 # Where the search starts, and by how much (as a logarithm) a value may reasonably differ: a family
@@ -39,39 +41,39 @@ START = {
     "slow": (0.35, 0.4),
     "cached": (1.5, 0.3),
     "kernel_seconds": (1.5e-6, 0.5),
-    "forward_launch_seconds": (17e-6, 0.3),
-    "backward_launch_seconds": (15e-6, 0.5),
+    "forward_launch_seconds": (16e-6, 0.3),
+    "backward_launch_seconds": (20e-6, 0.3),
+    "compiled_launch_seconds": (7e-6, 0.5),
 }
 FIXED = {"cache_bytes": 60e6}
 PULL = 3e-3
 H200 = find("h200")
 
 
-def recorded(rows: list[dict[str, Any]]) -> list[tuple[Done, ...]]:
+def operations(rows: list[Truth]) -> list[tuple[Done, ...]]:
     """The operations of each case, found without a GPU."""
-    tasks = [TaskSpec(factory="estimator_cases:probe", arguments=row["case"]) for row in rows]
-    requests = [Request(task=task, targets=(target(H200, H200.memory_gib),)) for task in tasks]
-    return [told(answer).done for answer in ask(requests)]
+    targets = (target(H200, H200.memory_gib),)
+    return [told(ask([Request(task=row.task, targets=targets)])[0]).done for row in rows]
 
 
 def calibrated(values: np.ndarray) -> Calibration:
     return Calibration(**dict(zip(START, np.exp(values).tolist(), strict=True)), **FIXED)
 
 
-def predict(done: tuple[Done, ...], case: dict[str, Any], fitted: Calibration) -> float:
-    spent = seconds(done, H200, case["precision"], fitted=fitted)
-    assert spent is not None
-    return spent.step()
+def predict(done: tuple[Done, ...], row: Truth, fitted: Calibration) -> float:
+    found = rates(H200, row.precision)
+    assert found is not None
+    return seconds(done, found, fitted).step()
 
 
-def fit(rows: list[dict[str, Any]], work: list[tuple[Done, ...]]) -> Calibration:
+def fit(rows: list[Truth], work: list[tuple[Done, ...]]) -> Calibration:
     start = np.log([value for value, _ in START.values()])
     spread = np.array([width for _, width in START.values()])
 
     def loss(values: np.ndarray) -> float:
         fitted = calibrated(values)
         errors = [
-            math.log(predict(done, row["case"], fitted) / row["median_step_seconds"])
+            math.log(predict(done, row, fitted) / row.seconds)
             for row, done in zip(rows, work, strict=True)
         ]
         return statistics.fmean(e * e for e in errors) + PULL * float(
@@ -82,44 +84,43 @@ def fit(rows: list[dict[str, Any]], work: list[tuple[Done, ...]]) -> Calibration
     return calibrated(minimize(loss, start, method="Nelder-Mead", options=options).x)
 
 
-def judge(rows: list[dict[str, Any]], work: list[tuple[Done, ...]]) -> list[dict[str, Any]]:
+def judge(rows: list[Truth], work: list[tuple[Done, ...]]) -> list[dict[str, Any]]:
     """Each case predicted by a fit to the other families."""
     judged = []
-    for family in sorted({row["case"]["model"] for row in rows}):
-        others = [at for at, row in enumerate(rows) if row["case"]["model"] != family]
+    for family in sorted({row.family for row in rows}):
+        others = [at for at, row in enumerate(rows) if row.family != family]
         fitted = fit([rows[at] for at in others], [work[at] for at in others])
         for row, done in zip(rows, work, strict=True):
-            if row["case"]["model"] == family:
-                predicted = predict(done, row["case"], fitted)
-                error = 100 * (predicted / row["median_step_seconds"] - 1)
+            if row.family == family:
+                predicted = predict(done, row, fitted)
+                error = 100 * (predicted / row.seconds - 1)
                 judged.append(
                     {
-                        "case": row["case"],
-                        "measured_seconds": row["median_step_seconds"],
+                        "case": row.name,
+                        "family": family,
+                        "measured_seconds": row.seconds,
                         "predicted_seconds": predicted,
                         "error_percent": round(error, 2),
                     }
                 )
-                print(f"{error:+7.1f}%  {row['case']}", flush=True)
+                print(f"{error:+7.1f}%  {row.name}", flush=True)
     return judged
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("recorded", type=Path, nargs="+")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--write", action="store_true")
     arguments = parser.parse_args()
-    files = [json.loads(path.read_text())["results"] for path in arguments.recorded]
-    rows = [row for rows in files for row in rows if not row["case"]["compile"]]
-    work = recorded(rows)
+    rows = recorded()
+    work = operations(rows)
     judged = judge(rows, work)
     fitted = fit(rows, work)
     errors = sorted(abs(row["error_percent"]) for row in judged)
     nine_in_ten = errors[math.ceil(0.9 * len(errors)) - 1]
     result = {
         "command": " ".join(["python", *sys.argv]),
-        "truth": [path.name for path in arguments.recorded],
+        "truth": list(FILES),
         "judged": "each case by a fit that has not seen its model family",
         "within_20_percent": sum(e <= 20 for e in errors),
         "cases": len(errors),
@@ -129,7 +130,8 @@ def main() -> None:
     }
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
     if arguments.write:
-        HOME.write_text(json.dumps({"calibration": result["calibration"]}, indent=2) + "\n")
+        kept = json.loads(HOME.read_text()) | {"calibration": result["calibration"]}
+        HOME.write_text(json.dumps(kept, indent=2) + "\n")
     print(f"within 20%: {result['within_20_percent']} of {len(errors)}; 9 in 10: {nine_in_ten}%")
 
 

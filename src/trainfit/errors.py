@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 
 class TrainfitWarning(UserWarning):
@@ -20,6 +21,10 @@ class TrainfitError(Exception):
         super().__init__(f"{what}; {fix}" if fix else what)
         self.what = what
         self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors of worker processes reach the process that started them."""
+        return type(self), (self.what, self.fix)
 
 
 class RunFailed(TrainfitError):
@@ -39,6 +44,10 @@ class BadConfig(BadInput):
         """Join the `problems`, one line each."""
         super().__init__("\n".join(str(problem) for problem in problems), "")
         self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As above, with its own argument."""
+        return type(self), (self.problems,)
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:

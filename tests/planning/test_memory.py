@@ -1,25 +1,31 @@
 """The memory estimator against what was measured on a GPU, and its parts against real tensors."""
 
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from trainfit import codec
 from trainfit.catalogue import find
 from trainfit.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.planning.memory import Request, Target, ask, estimate, estimate_all, recorded_error
+from trainfit.planning.timing import calibration, recorded_time_error
 from trainfit.records import TaskSpec
 
 ROOT = Path(__file__).parent.parent.parent
-RECORDED = ROOT / "benchmarks" / "results" / "2026-11-15-estimator-h200.json"
-TRUTH = [r for r in json.loads(RECORDED.read_text())["results"] if not r["case"]["compile"]]
-# Known misses of what is reserved; everything else is held to 2% of allocated and 5% of reserved.
+RECORDED = ROOT / "benchmarks" / "results"
+# Known misses of what is reserved, in percent; all else is held to the limits below.
 MISSES = {
-    ("deberta-v3-base", True): "8.6% too low",
-    ("modernbert-base", True): "5.5% too low",
+    "deberta-v3-base 16x512 bf16 full ckpt": 9,
+    "modernbert-base 32x512 bf16 full ckpt": 6,
+    "gpt-small 16x1024": 13,
+    "gpt-small 16x1024 compiled": 13,
 }
+LIMITS = {False: (0.02, 0.05), True: (0.06, 0.10)}
+"""Allocated and reserved, eager and compiled."""
 H200 = find("h200")
 
 
@@ -29,39 +35,59 @@ def _cases_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
 
-def spec(case: dict[str, Any]) -> TaskSpec:
-    return TaskSpec(factory="estimator_cases:probe", arguments=case)
+def truths() -> list[Any]:
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        from truth import recorded
+
+        return recorded()
+    finally:
+        sys.path.remove(str(ROOT / "benchmarks"))
 
 
-def families() -> dict[str, list[dict[str, Any]]]:
-    grouped: dict[str, list[dict[str, Any]]] = {}
-    for row in TRUTH:
-        grouped.setdefault(row["case"]["model"], []).append(row)
-    return grouped
+TRUTH = truths()
+FAMILIES = sorted({(row.family, row.compiled) for row in TRUTH})
+# Seconds each here, and told by others of their kind; benchmarks/estimator.py has them all.
+LONG = {"gemma packed 4096 x2 full", "gemma packed 8192 lora", "gemma packed 8192 lora compiled"}
 
 
 def test_enough_was_recorded():
     assert len(TRUTH) >= 30
-    assert len(families()) >= 6
-    assert {row["case"]["precision"] for row in TRUTH} == {"bf16", "fp16", "fp32"}
-    assert {row["case"]["method"] for row in TRUTH} == {"full", "dora", "lora", "frozen"}
+    assert len({row.family for row in TRUTH}) >= 6
+    assert {row.precision for row in TRUTH} == {"bf16", "fp16", "fp32"}
+    methods = {row.task.arguments.get("method") for row in TRUTH}
+    assert methods >= {"full", "dora", "lora", "frozen"}
+    assert {row.compiled for row in TRUTH} == {False, True}
+    assert any(row.task.arguments.get("slots") for row in TRUTH)  # packed
+    assert {row.name for row in TRUTH} >= LONG | MISSES.keys()
 
 
-@pytest.mark.parametrize("family", sorted(families()))
-def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str):
-    rows = families()[family]
-    estimates = estimate_all([spec(row["case"]) for row in rows], H200)
-    for row, predicted in zip(rows, estimates, strict=True):
-        allocated = predicted.peak_allocated_gib * 2**30 / row["peak_allocated"] - 1
-        reserved = predicted.peak_reserved_gib * 2**30 / row["peak_reserved"] - 1
-        bar = predicted.error_percent
-        assert bar is not None
-        assert abs(allocated) * 100 <= bar
-        missed = (family, row["case"]["checkpointing"]) in MISSES
-        assert abs(allocated) < 0.02, row["case"]
-        assert abs(reserved) < (0.09 if missed else 0.05), row["case"]
-        # Blocks that are not worth cutting make what is allocated a little more than the weights.
-        assert 0 <= row["weights"] - predicted.weights_gib * 2**30 < 0.05 * row["weights"]
+@pytest.mark.parametrize(("family", "compiled"), FAMILIES)
+def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str, compiled: bool):
+    rows = [
+        row
+        for row in TRUTH
+        if (row.family, row.compiled) == (family, compiled) and row.name not in LONG
+    ]
+    for row, predicted in zip(rows, estimate_all([r.task for r in rows], H200), strict=True):
+        allocated = predicted.peak_allocated_gib * 2**30 / row.peak_allocated - 1
+        reserved = predicted.peak_reserved_gib * 2**30 / row.peak_reserved - 1
+        most, most_reserved = LIMITS[compiled]
+        assert abs(allocated) < most, row.name
+        assert abs(reserved) < max(most_reserved, MISSES.get(row.name, 0) / 100), row.name
+        assert predicted.error_percent is not None
+        assert abs(allocated) * 100 <= predicted.error_percent
+
+
+def test_step_times_are_within_a_fifth_for_nine_in_ten():
+    """As judged by fits that had not seen the model family; the calibration is the fit to all."""
+    judged = json.loads((RECORDED / "2026-11-15-time-h200.json").read_text())
+    assert judged["calibration"] == codec.encode(calibration())
+    assert {row["case"] for row in judged["results"]} == {row.name for row in TRUTH}
+    errors = sorted(abs(row["error_percent"]) for row in judged["results"])
+    assert sum(error <= 20 for error in errors) >= 0.9 * len(errors)
+    assert recorded_time_error("9.0") == errors[math.ceil(0.9 * len(errors)) - 1]
+    assert recorded_time_error("7.5") is None
 
 
 def test_an_architecture_without_records_has_no_error_bar():

@@ -15,8 +15,8 @@ from trainfit.errors import BadInput
 from trainfit.planning import decisions, probing
 from trainfit.planning.memory import CONTEXT_GIB, GIB, MARGIN, target
 from trainfit.planning.question import Pin, Question
-from trainfit.planning.timing import Done, Work, seconds
-from trainfit.records import Plan, Workload
+from trainfit.planning.timing import Done, Work, rates, seconds
+from trainfit.records import Measurement, Measurements, Plan, Workload
 from trainfit.tasks.planned import assumed_lengths, model_facts, plan, plan_all, question
 
 LAYERS, WIDTH, VOCABULARY, INNER, POSITIONS = 6, 128, 1000, 512, 256
@@ -183,7 +183,9 @@ def test_small_depths_tell_what_all_layers_take(folder: str):
     assert told.weights == whole.weights
 
     def kernels(taken: probing.Taken) -> float:
-        return sum(w * seconds(d, find("h200"), "bf16").kernels for w, d in taken.done)  # type: ignore[union-attr]
+        found = rates(find("h200"), "bf16")
+        assert found is not None
+        return sum(w * seconds(d, found).kernels for w, d in taken.done)
 
     assert kernels(told) == pytest.approx(kernels(whole), rel=0.01)
 
@@ -194,17 +196,19 @@ def test_the_same_question_is_not_run_twice(folder: str, monkeypatch: pytest.Mon
     assert small(folder, gpu="h200") == first
 
 
-def test_many_gpus_at_once_agree_with_one_at_a_time(folder: str, roomy: Plan):
+def test_many_gpus_at_once_agree_with_one_at_a_time(folder: str):
     words = [f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128"]
     some = [find(slug) for slug in ("h200", "t4", "4090")]
     rows = dict(plan_all(compose("nli", words), among=some))
     assert set(rows) == {spec.slug for spec in some}
-    alone, among = roomy, rows[find("h200").slug]
+    alone = small(folder, "optimization.compile=false", gpu="h200")
+    among = rows[find("h200").slug]
     assert among.micro_batch_tokens == alone.micro_batch_tokens
     assert among.memory is not None
     assert alone.memory is not None
+    # What kernels take for themselves is that of a GPU with somewhat more SMs.
     assert among.memory.peak_allocated_gib == pytest.approx(
-        alone.memory.peak_allocated_gib, rel=0.01
+        alone.memory.peak_allocated_gib, rel=0.02
     )
 
 
@@ -239,32 +243,57 @@ def test_the_effective_batch_is_the_product_where_it_is_not_given(
     assert chosen.value == (16 if batch is None else batch * (steps or 1) * ranks)
 
 
-def test_twice_the_peak_halves_what_is_bound_by_it():
-    def one(gpu: str) -> float:
-        work = Work(
-            kind="product",
-            flops=10**15,
-            skipped=0,
-            nbytes=1,
-            half=True,
-            aligned=True,
-            backward=False,
-            update=False,
-        )
-        found = seconds([Done(work=work, times=1)], find(gpu), "bf16")
-        assert found is not None
-        return found.kernels
+def big_product(gpu: str, measured: Measurements | None = None) -> float:
+    work = Work(
+        kind="product",
+        flops=10**15,
+        skipped=0,
+        nbytes=1,
+        half=True,
+        aligned=True,
+        backward=False,
+        update=False,
+    )
+    found = rates(find(gpu), "bf16", measured=measured)
+    assert found is not None
+    return seconds([Done(work=work, times=1)], found).kernels
 
+
+def test_twice_the_peak_halves_what_is_bound_by_it():
     fast, slow = find("h200"), find("a100-sxm4-80gb")
     assert fast.bf16_tflops is not None
     assert slow.bf16_tflops is not None
-    assert one("a100-sxm4-80gb") / one("h200") == pytest.approx(
+    assert big_product("a100-sxm4-80gb") / big_product("h200") == pytest.approx(
         fast.bf16_tflops / slow.bf16_tflops, rel=1e-3
     )
 
 
+def test_a_gpu_that_was_measured_is_as_fast_as_it_was_measured_to_be():
+    """The same share of its peak as where the steps were recorded: nothing changes."""
+
+    def found(share: float) -> Measurements:
+        peak = find("a100-sxm4-80gb").bf16_tflops
+        assert peak is not None
+        item = Measurement(
+            name="matmul_bf16_sustained",
+            unit="TFLOP/s",
+            value=share * peak,
+            samples=(),
+            datasheet=peak,
+        )
+        return Measurements(device="a", torch="2", driver=None, taken="now", items=(item,))
+
+    path = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-check-h200.json"
+    items = json.loads(path.read_text())["result"]["measured"]["items"]
+    h200 = {item["name"]: item["value"] / (item["datasheet"] or 1) for item in items}
+    alike = h200["matmul_bf16_sustained"]
+    plain = big_product("a100-sxm4-80gb")
+    assert big_product("a100-sxm4-80gb", found(alike)) == pytest.approx(plain, rel=1e-3)
+    assert big_product("a100-sxm4-80gb", found(alike / 2)) == pytest.approx(2 * plain, rel=1e-3)
+
+
 def test_a_gpu_without_a_peak_for_the_precision_has_no_time():
-    assert seconds([], find("t4"), "bf16") is None
+    assert rates(find("t4"), "bf16") is None
 
 
 @pytest.mark.parametrize(

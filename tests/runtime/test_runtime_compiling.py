@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
 from trainfit.errors import BadInput, TrainfitWarning
-from trainfit.runtime import compile_model
+from trainfit.runtime import compile_blocks, compile_model, eagerly
 
 
 class Small(nn.Module):
@@ -158,3 +158,20 @@ def test_a_copy_and_a_pickle_carry_no_compiler() -> None:
 def test_an_unknown_mode_is_named_with_the_valid_ones() -> None:
     with pytest.raises(BadInput, match=r"'fastest'.*default.*reduce-overhead.*max-autotune"):
         compile_model(Small(), "fastest")
+
+
+def test_eagerly_sets_the_compiled_blocks_aside_and_brings_them_back():
+    shapes = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        shapes.append(inputs)
+        return graph.forward
+
+    model = torch.nn.ModuleList([torch.nn.Linear(4, 4), torch.nn.Linear(4, 4)])
+    compile_blocks(model, backend=backend)
+    with eagerly(model):
+        for rows in range(2, 6):
+            model[0](torch.zeros(rows, 4))
+    assert not shapes
+    model[0](torch.zeros(2, 4))
+    assert len(shapes) == 1

@@ -114,7 +114,9 @@ def test_a_classifier_has_the_memory_of_its_parts(answers: dict[str, Answer]):
 
 
 def test_checkpointing_keeps_less_and_adapters_train_less(answers: dict[str, Answer]):
-    peaks = [answers[name].rooms[0].peak_allocated for name in ("checkpointed", "selective", "full")]
+    peaks = [
+        answers[name].rooms[0].peak_allocated for name in ("checkpointed", "selective", "full")
+    ]
     assert peaks == sorted(set(peaks))
     assert answers["lora"].gradients < answers["full"].gradients / 20
 

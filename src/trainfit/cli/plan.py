@@ -50,6 +50,7 @@ def command(
     """
     from trainfit.conf import compose
     from trainfit.errors import BadInput
+    from trainfit.measuring import remembered
     from trainfit.planning import planner
     from trainfit.reports import plan as page
     from trainfit.reports import terminal
@@ -66,8 +67,9 @@ def command(
         return
     question = planned.question(composed, None, watts, price)
     profile = planned.machine(gpu, composed)
+    measured = None if profile.simulated else remembered(profile)
     with _busy("planning"):
-        made = planner.plan(question, profile, memory_gib=memory)
+        made = planner.plan(question, profile, memory_gib=memory, measured=measured)
     if plot is not None:
         with _busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))

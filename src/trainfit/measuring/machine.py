@@ -101,6 +101,7 @@ def _items(
     if device == "cuda":
         yield "copies from the host, pinned", partial(_host_to_device, pinned=True)
         yield "copies from the host, pageable", partial(_host_to_device, pinned=False)
+        yield "launches", _launches
     yield "reads from the disk", partial(_disk, folder)
 
 
@@ -164,6 +165,37 @@ def _host_to_device(pinned: bool) -> list[Measurement]:
     seconds = _time(lambda: target.copy_(source, non_blocking=True), "cuda")
     name = "host_to_device_pinned" if pinned else "host_to_device_pageable"
     return [_measurement(name, "GB/s", size / 1e9, seconds, None)]
+
+
+def _launches(operations: int = 2000) -> list[Measurement]:
+    """What the CPU takes to launch a small operation, with a graph and in the backward pass.
+
+    A step of many small kernels takes as long as this, however fast the GPU.
+    """
+    import torch
+
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    forward, backward = [], []
+    for _ in range(WARM_UP + 3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        y = x
+        for _ in range(operations // 4):
+            y = (y @ x).mul(0.5).add(x).tanh()
+        forward.append((time.perf_counter() - started) / operations * 1e6)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        backward.append((time.perf_counter() - started) / operations * 1e6)
+    return [
+        Measurement(
+            name=name,
+            unit="µs",
+            value=statistics.median(samples[WARM_UP:]),
+            samples=tuple(samples[WARM_UP:]),
+        )
+        for name, samples in (("launch_forward", forward), ("launch_backward", backward))
+    ]
 
 
 def _disk(folder: Path, size: int = 256 * MIB) -> list[Measurement]:

@@ -13,8 +13,8 @@ from trainfit.packing import Cut, PackedCut, cut_step, deal_steps, measure_fill
 from trainfit.packing.lengths import IntArray
 from trainfit.planning.memory import Target
 from trainfit.planning.probing import Taken, exactly, take
-from trainfit.planning.timing import Seconds, count_flops, seconds
-from trainfit.records import Precision
+from trainfit.planning.timing import Seconds, count_flops, rates, seconds
+from trainfit.records import Measurements, Precision
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -64,17 +64,19 @@ class Speed:
     gpu: GpuSpec | None
     precision: Precision
     tf32: bool
+    measured: Measurements | None = None
+    """What `check --measure` found on this machine."""
 
     def step_seconds(self, taken: Taken, cutting: Cutting) -> float | None:
         """The time of a step, or None where there is no peak to reckon with."""
         if self.gpu is None:
             return None
+        found = rates(self.gpu, self.precision, self.tf32, self.measured)
+        if found is None:
+            return None
         total = Seconds()
         for weight, done in taken.done:
-            spent = seconds(done, self.gpu, self.precision, tf32=self.tf32)
-            if spent is None:
-                return None
-            total = total.plus(spent, weight)
+            total = total.plus(seconds(done, found), weight)
         probed = cutting.probed * cutting.rows * cutting.width
         return total.step(cutting.computed / probed, cutting.cut.micro_batches / cutting.probed)
 
@@ -132,7 +134,9 @@ class Fitter:
         self._factory, self._arguments, self._layers = factory, arguments, layers
         self._targets = targets
         self._known: dict[tuple[Checkpointing, int], list[Taken]] = {}
-        self._ends = sorted({0, min(1, len(cuttings) - 1), len(cuttings) - 1})
+        # From the second micro-batch on, gradients are there beside activations: another line.
+        second = 1 if cuttings[0].probed == 1 and len(cuttings) > 1 else 0
+        self._ends = sorted({0, second, len(cuttings) - 1})
 
     def candidates(self, at: int, modes: Sequence[Checkpointing], speed: Speed) -> list[Candidate]:
         """Every cut with each of these ways of checkpointing, on the target at `at`, fastest first.
@@ -161,6 +165,13 @@ class Fitter:
         spent = speed.step_seconds(taken, candidate.cutting)
         return replace(candidate, taken=taken, seconds=spent)
 
+    def compiled(self, candidate: Candidate, target: Target, speed: Speed) -> Candidate:
+        """The candidate with its blocks compiled."""
+        shape = self._shape(candidate.checkpointing, candidate.cutting) | {"compile": True}
+        (taken,) = exactly(self._factory, shape, (target,))
+        spent = speed.step_seconds(taken, candidate.cutting)
+        return replace(candidate, taken=taken, seconds=spent)
+
     def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> Candidate:
         cutting, plain = self.cuttings[rung], self.cuttings[0]
         taken = self._taken(mode, rung, at)
@@ -181,7 +192,7 @@ class Fitter:
             self._ask([(kind, end) for kind in ("none", mode) for end in self._ends])
         if rung in self._ends:
             return self._known[mode, rung][at]
-        low, high = self._ends[-2], self._ends[-1]
+        low, high = self._ends[-2:]
         sizes = [self.cuttings[end].rows * self.cuttings[end].width for end in (low, rung, high)]
         share = (sizes[1] - sizes[0]) / ((sizes[2] - sizes[0]) or 1)
         return _between(self._taken(mode, low, at), self._taken(mode, high, at), share)

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -48,6 +50,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._handles: set[bool] = set()
         self._live: dict[int, weakref.ref[Any]] = {}
         self._names = 0
+        self._compiled = False
 
     @property
     def length(self) -> int:
@@ -111,8 +114,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._pass_through(tuple(temporary_bytes(func, args, device) for device in self._devices))
         work = work_of(func, args, kwargs, out)
         if work is not None:
-            self.work[work] += 1
+            self.note(replace(work, compiled=True) if self._compiled else work)
         return out
+
+    def note(self, work: Work) -> None:
+        """Count work that was done."""
+        self.work[work] += 1
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """What is done meanwhile is launched by compiled code."""
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
 
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()

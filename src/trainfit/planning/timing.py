@@ -13,11 +13,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from typing import Literal
+from typing import Any, Literal
 
 from trainfit import codec
 from trainfit.catalogue import GpuSpec
-from trainfit.records import Precision, Record
+from trainfit.records import Measurements, Precision, Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,6 +36,8 @@ class Work(Record):
     backward: bool
     update: bool
     """Whether it belongs to the optimizer's update, which a step does once."""
+    compiled: bool = False
+    """Whether compiled code launches it, which takes the CPU much less."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,13 +71,27 @@ class Calibration(Record):
     forward_launch_seconds: float
     backward_launch_seconds: float
     """What the CPU takes per operation."""
+    compiled_launch_seconds: float
+    """The same in compiled code."""
 
 
 @cache
 def calibration() -> Calibration:
     """What was fitted to the recorded steps."""
+    return codec.decode(Calibration, _file()["calibration"], "calibration.json")
+
+
+def _reference() -> dict[str, float]:
+    """What `check --measure` found where the steps were recorded, as shares of the datasheet."""
+    found: dict[str, float] = _file()["reference"]
+    return found
+
+
+@cache
+def _file() -> dict[str, Any]:
     text = resources.files("trainfit.planning").joinpath("calibration.json").read_text()
-    return codec.decode(Calibration, json.loads(text)["calibration"], "calibration.json")
+    read: dict[str, Any] = json.loads(text)
+    return read
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,31 +122,72 @@ class Seconds:
         return float((kernels**6 + launches**6) ** (1 / 6))
 
 
-def seconds(
-    done: Iterable[Done],
-    gpu: GpuSpec,
-    precision: Precision,
-    *,
-    tf32: bool = False,
-    fitted: Calibration | None = None,
-) -> Seconds | None:
-    """The time of what was done, or None where the catalogue has no peak for the precision."""
-    fitted = fitted or calibration()
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """How fast a GPU and its host are, beside the ones that the calibration was fitted on."""
+
+    half: float | None
+    full: float
+    """Peaks of matrix products in half precision and in fp32 or TF32, in operations per second."""
+    bandwidth: float
+    """Bytes per second."""
+    forward_launch: float = 1.0
+    backward_launch: float = 1.0
+    """How much longer a launch takes here."""
+
+
+def rates(
+    gpu: GpuSpec, precision: Precision, tf32: bool = False, measured: Measurements | None = None
+) -> Rates | None:
+    """The datasheet's rates, corrected by what was measured; None without a peak.
+
+    The fitted shares are of the datasheet's peaks, as that GPU reached them. A machine that
+    reaches a smaller or larger share of its own is slower or faster by as much.
+    """
     half = None if precision == "fp32" else gpu.peak_tflops(precision)
-    full = gpu.tf32_tflops if tf32 and gpu.tf32_tflops else gpu.fp32_tflops
     if precision != "fp32" and half is None:
         return None
+    quick = tf32 and gpu.tf32_tflops is not None
+    full = gpu.tf32_tflops if quick and gpu.tf32_tflops else gpu.fp32_tflops
+    found = {item.name: item for item in measured.items} if measured is not None else {}
+
+    def share(name: str) -> float:
+        item, known = found.get(name), _reference().get(name)
+        if item is None or known is None:
+            return 1.0
+        return item.value / (item.datasheet or 1.0) / known
+
+    half_name = f"matmul_{precision}_sustained"
+    full_name = "matmul_tf32_sustained" if quick else "matmul_fp32_sustained"
+    return Rates(
+        half=None if half is None else half * 1e12 * share(half_name),
+        full=full * 1e12 * share(full_name),
+        bandwidth=gpu.bandwidth_gbs * 1e9 * share("copy"),
+        forward_launch=share("launch_forward"),
+        backward_launch=share("launch_backward"),
+    )
+
+
+def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = None) -> Seconds:
+    """The time of what was done."""
+    fitted = fitted or calibration()
     total = Seconds()
     for item in done:
         work = item.work
-        peak = 1e12 * (half if work.half and half else full)
-        kernel = item.times * _kernel_seconds(work, peak, gpu.bandwidth_gbs * 1e9, fitted)
-        launch = item.times * (
-            fitted.backward_launch_seconds if work.backward else fitted.forward_launch_seconds
-        )
+        peak = rates.half if work.half and rates.half is not None else rates.full
+        kernel = item.times * _kernel_seconds(work, peak, rates.bandwidth, fitted)
+        launch = item.times * _launch_seconds(work, rates, fitted)
         spent = Seconds(0, 0, kernel, launch) if work.update else Seconds(kernel, launch)
         total = total.plus(spent)
     return total
+
+
+def _launch_seconds(work: Work, rates: Rates, fitted: Calibration) -> float:
+    if work.compiled:
+        return fitted.compiled_launch_seconds * rates.forward_launch
+    if work.backward:
+        return fitted.backward_launch_seconds * rates.backward_launch
+    return fitted.forward_launch_seconds * rates.forward_launch
 
 
 def _kernel_seconds(work: Work, peak: float, bandwidth: float, fitted: Calibration) -> float:

@@ -62,7 +62,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         kind=_kind(packet, flops),
         flops=flops,
         skipped=skipped,
-        nbytes=sum(map(_bytes, inputs)) + sum(map(_bytes, outputs)),
+        nbytes=sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
         half=outputs[0].dtype in (torch.bfloat16, torch.float16),
         aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
         backward=torch._C._current_graph_task_id() != -1,
@@ -115,7 +115,7 @@ def _written(func: Any, args: Any) -> list[torch.Tensor]:
     return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
 
 
-def _bytes(tensor: torch.Tensor) -> int:
+def tensor_bytes(tensor: torch.Tensor) -> int:
     """What has to be read or written of it: an expanded dimension is one row."""
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):

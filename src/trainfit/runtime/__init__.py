@@ -2,10 +2,18 @@
 
 `apply` does what a plan or its settings ask and returns what changed, as read back; `undo` puts
 it back; `applied` does both around a block. `compile_model` and `compile_blocks` compile and
-survive the compiler.
+survive the compiler; `eagerly` sets what they made aside.
 """
 
 from trainfit.runtime.applying import applied, apply, undo
-from trainfit.runtime.compiling import compile_blocks, compile_model, repeated_blocks
+from trainfit.runtime.compiling import compile_blocks, compile_model, eagerly, repeated_blocks
 
-__all__ = ["applied", "apply", "compile_blocks", "compile_model", "repeated_blocks", "undo"]
+__all__ = [
+    "applied",
+    "apply",
+    "compile_blocks",
+    "compile_model",
+    "eagerly",
+    "repeated_blocks",
+    "undo",
+]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainfit.errors import BadInput, TrainfitWarning
@@ -53,6 +55,26 @@ def compile_blocks(
     for block in repeated_blocks(model) or [model]:
         compile_model(block, mode, backend=backend)
     return model
+
+
+@contextmanager
+def eagerly(model: torch.nn.Module) -> Iterator[None]:
+    """Run `model` and its parts without what was compiled, for the length of a block.
+
+    For shapes that change from call to call, as in evaluation: each would be compiled anew.
+    """
+    compiled = [
+        (module, module._compiled_call_impl)
+        for module in model.modules()
+        if module._compiled_call_impl is not None
+    ]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -19,6 +19,7 @@ from trainfit.conf import Composed, compose
 from trainfit.conf.schema import EncoderModel, GptConfig
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
+from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.records import HardwareProfile, Plan, Workload
@@ -73,7 +74,9 @@ def plan(
     """
     composed = compose(task, with_model(overrides, model))
     asked = question(composed, lengths, watts, price_per_hour)
-    return planner.plan(asked, machine(gpu, composed), memory_gib=memory_gib)
+    profile = machine(gpu, composed)
+    measured = None if profile.simulated else remembered(profile)
+    return planner.plan(asked, profile, memory_gib=memory_gib, measured=measured)
 
 
 def plan_all(

@@ -12,10 +12,17 @@ from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.precision import loss_scale
 from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
+from trainfit.kernels.masked import MaskedAttention
+from trainfit.kernels.varlen import VarlenAttention
+from trainfit.planning.compiled import simulate
 from trainfit.records import Precision
+from trainfit.runtime import compile_blocks, repeated_blocks
 from trainfit.tasks.encoder.classifier import build_classifier
 from trainfit.tasks.encoder.loss import classification_loss
 from trainfit.tasks.encoder.settings import ClassifierSettings
+
+CARRIERS = (MaskedAttention, VarlenAttention)
+"""What brings tensors to a block beside its other arguments."""
 
 
 def probe(
@@ -29,6 +36,7 @@ def probe(
     optimizer: Any = "adamw_fused",
     depth: int | None = None,
     device: str = "cpu",
+    compile: bool = False,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
@@ -42,6 +50,10 @@ def probe(
     def make_step(built: nn.Module) -> Callable[[], object]:
         made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
         scale = loss_scale(precision, device)
+        if compile and device == "cpu":
+            simulate(repeated_blocks(built), CARRIERS)
+        elif compile:
+            compile_blocks(built)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
         return lambda: plain_step(
             built,

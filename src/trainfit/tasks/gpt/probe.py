@@ -12,7 +12,9 @@ from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.precision import loss_scale
 from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
+from trainfit.planning.compiled import simulate
 from trainfit.records import Precision
+from trainfit.runtime import compile_blocks, repeated_blocks
 from trainfit.tasks.gpt.model import build_gpt
 
 
@@ -27,6 +29,7 @@ def probe(
     optimizer: Any = "adamw_fused",
     depth: int | None = None,
     device: str = "cpu",
+    compile: bool = False,
     **_unused: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
     """The model and its step on blocks of `width` tokens."""
@@ -36,6 +39,10 @@ def probe(
     def make_step(built: nn.Module) -> Callable[[], object]:
         made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
         scale = loss_scale(precision, device)
+        if compile and device == "cpu":
+            simulate(repeated_blocks(built))
+        elif compile:
+            compile_blocks(built)
         ids = torch.full((rows, width), 5)
         batch = {"input_ids": ids, "targets": ids}
         return lambda: plain_step(

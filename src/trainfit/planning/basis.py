@@ -1,0 +1,108 @@
+"""What is settled before memory is asked: by the machine, the pins, and the lengths of the data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+
+from trainfit.errors import BadInput
+from trainfit.packing import ladder
+from trainfit.planning import decisions
+from trainfit.planning.fitting import Cutting, look_at
+from trainfit.planning.memory import CONTEXT_GIB, GIB, Target
+from trainfit.planning.question import Choice, Question
+from trainfit.records import Gpu, HardwareProfile
+
+_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Basis:
+    """What is settled before memory is asked."""
+
+    precision: Choice
+    tf32: Choice
+    packed: Choice
+    attention: Choice
+    effective: Choice
+    checkpointing: Choice | None
+    cuttings: tuple[Cutting, ...]
+    arguments: dict[str, Any]
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """GPUs with the same key run the same step."""
+        return self.precision.value, self.packed.value, self.attention.value
+
+
+def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Basis:
+    """Decide what memory has no say in."""
+    precise = decisions.precision(question, profile, gpu)
+    packed = decisions.packing(question, gpu, precise.value)
+    effective = decisions.effective_batch(question, ranks)
+    cap = decisions.cap_tokens(question, effective.value, ranks)
+    attention = decisions.attention(question, packed.value, gpu)
+    arguments = question.arguments | {
+        "precision": precise.value,
+        "optimizer": decisions.optimizer(question).value,
+    }
+    if packed.value:
+        arguments |= {"attention": "varlen", "attention_dropout": 0.0}
+    if question.workload.method != "full":
+        arguments["dtype"] = _DTYPES[precise.value]
+    return Basis(
+        precision=precise,
+        tf32=decisions.tf32(question, gpu),
+        packed=packed,
+        attention=attention,
+        effective=effective,
+        checkpointing=decisions.pinned(question, "gradient_checkpointing"),
+        cuttings=_cuttings(question, packed.value, effective.value, cap, ranks),
+        arguments=arguments,
+    )
+
+
+def _cuttings(
+    question: Question, packed: bool, effective: int, cap: int, ranks: int
+) -> tuple[Cutting, ...]:
+    steps = question.pinned("gradient_accumulation_steps")
+    least = min(steps or 1, effective)
+    cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, least)
+    most, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
+    if batch is not None and steps is not None and most > steps:
+        raise BadInput(
+            f"{effective} sequences do not fit {steps} micro-batches of "
+            f"{batch} × {question.workload.max_length} tokens",
+            f"leave gradient_accumulation_steps to the plan, or set it to {most}",
+        )
+    return cuttings
+
+
+@lru_cache(maxsize=16)
+def _cut(
+    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, at_least: int
+) -> tuple[Cutting, ...]:
+    """The ladder, with what its steps are like; the same for all GPUs that are compared."""
+    array = np.asarray(lengths, dtype=np.int64)
+    rungs = ladder(array, effective, cap, padded=not packed, ranks=ranks, at_least=at_least)
+    return tuple(look_at(array, rung, effective, ranks, 0) for rung in rungs)
+
+
+def target_for(profile: HardwareProfile, gpu: Gpu | None, memory_gib: float | None) -> Target:
+    """The GPU, or the CPU, and what may be taken of its memory."""
+    if memory_gib is not None and not memory_gib > 0:
+        raise BadInput(f"the memory is {memory_gib} GiB", "give what may be used, above 0")
+    if gpu is None:
+        free = profile.memory_available_gib if memory_gib is None else memory_gib
+        return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
+    if memory_gib is None:
+        others = gpu.state.memory_used_by_others_gib or 0.0
+        memory_gib = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
+    return Target(
+        sm_count=gpu.sm_count or 1,
+        compute_capability=gpu.compute_capability,
+        capacity=int(memory_gib * GIB),
+    )

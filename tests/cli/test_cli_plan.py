@@ -1,0 +1,121 @@
+"""`trainfit plan` as a program and as a person sees it."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit.catalogue import gpus
+from trainfit.cli.main import run
+
+MEMORY = {
+    "weights_gib",
+    "gradients_gib",
+    "optimizer_gib",
+    "activations_gib",
+    "peak_allocated_gib",
+    "peak_reserved_gib",
+    "capacity_gib",
+}
+TIME = {
+    "tokens_per_second",
+    "samples_per_second",
+    "mfu",
+    "epoch_seconds",
+    "total_seconds",
+    "error_percent",
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINFIT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def words(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "bert",
+        "num_hidden_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 2,
+        "intermediate_size": 128,
+        "vocab_size": 500,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return ["plan", "nli", "--model", str(folder), "model.method=full", "data.max_length=64"]
+
+
+def test_json_has_what_programs_rely_on(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run([*words, "--gpu", "h200", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["fits"] is True
+    assert made["precision"] == "bf16"
+    assert made["effective_batch_size"] == 16
+    for key in ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps"):
+        assert made[key] >= 1
+    assert made["gradient_checkpointing"] == "none"
+    assert isinstance(made["compile"], bool)
+    assert made["memory"].keys() >= MEMORY
+    assert made["time"].keys() >= TIME
+    assert {"setting", "value", "why"} <= made["reasons"][0].keys()
+
+
+def test_a_gpu_without_records_has_no_error_bar(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run([*words, "--gpu", "t4", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["precision"] == "fp16"
+    assert made["time"]["error_percent"] is None
+    assert made["time"]["samples_per_second"] > 0
+
+
+@pytest.mark.parametrize("form", ["table", "hf", "lightning", "accelerate", "hydra", "shell"])
+def test_every_format_prints_something_that_names_the_batch(
+    words: list[str], form: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run([*words, "--gpu", "h200", "--format", form]) == 0
+    shown = capsys.readouterr().out
+    assert "batch" in shown or "mixed_precision" in shown or "precision" in shown
+
+
+def test_a_picture_is_drawn(words: list[str], tmp_path: Path):
+    picture = tmp_path / "memory.svg"
+    assert run([*words, "--gpu", "h200", "--plot", str(picture)]) == 0
+    assert picture.read_text().startswith("<svg")
+
+
+def test_all_gpus_are_compared_in_one_table(words: list[str], capsys: pytest.CaptureFixture[str]):
+    assert run([*words, "--gpu", "all", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)
+    assert len(rows) == len(gpus())
+    fitting = [row["fits"] for row in rows]
+    assert fitting == sorted(fitting, reverse=True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nli", "--model", "no-such-model"], "unknown model 'no-such-model'"),
+        (["nli", "--gpu", "rtx-9999"], "unknown GPU 'rtx-9999'"),
+        (["nli", "data.max_length=-5"], "data.max_length is -5"),
+        (["nli", "--gpu", "t4", "--memory", "-3"], "the memory is -3.0 GiB"),
+        (["nli", "--gpu", "all", "--format", "hf"], "--gpu all makes one table"),
+        (["nli", "--gpu", "t4", "--price", "-1"], "a price per hour is -1.0"),
+        (["nil", "--gpu", "t4"], "unknown task 'nil'"),
+        (["nli", "--gpu", "t4", "--format", "toml"], "'toml' is not one of"),
+    ],
+)
+def test_bad_input_is_one_line_that_names_it(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["plan", *arguments]) == 2
+    told = capsys.readouterr()
+    assert told.out == ""
+    assert message in told.err
+    assert len(told.err.strip().splitlines()) == 1

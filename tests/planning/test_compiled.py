@@ -1,0 +1,120 @@
+"""Compiled blocks on fakes against what the compiler's own partitioner and arithmetic say."""
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from trainfit.planning.memory import Answer, Request, Target, ask
+from trainfit.records import TaskSpec
+
+ENCODER = "trainfit.tasks.encoder.probe:probe"
+WIDTH, LAYERS, ROWS, LENGTH = 256, 4, 8, 128
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    place = tmp_path_factory.mktemp("model")
+    config = {
+        "model_type": "bert",
+        "num_hidden_layers": LAYERS,
+        "hidden_size": WIDTH,
+        "num_attention_heads": 4,
+        "intermediate_size": 4 * WIDTH,
+        "vocab_size": 1000,
+        "hidden_dropout_prob": 0.0,
+        "attention_probs_dropout_prob": 0.0,
+    }
+    (place / "config.json").write_text(json.dumps(config))
+    return str(place)
+
+
+def asked(folder: str, **more: Any) -> Answer:
+    arguments = {
+        "name": folder,
+        "weights": "random",
+        "classes": 2,
+        "method": "full",
+        "precision": "bf16",
+        "checkpointing": "none",
+        "rows": ROWS,
+        "width": LENGTH,
+        "slots": None,
+        "lengths": None,
+        "micro_batches": 1,
+    }
+    hopper = Target(sm_count=132, compute_capability="9.0", capacity=1 << 40)
+    task = TaskSpec(factory=ENCODER, arguments=arguments | more)
+    (answer,) = ask([Request(task=task, targets=(hopper,))])
+    assert answer.error is None
+    return answer
+
+
+def copies(answer: Answer) -> tuple[int, int]:
+    """Kernels that only move data, and the bytes that they move."""
+    moved = [d for d in answer.done if d.work.kind in ("copy", "slow") and not d.work.update]
+    return sum(d.times for d in moved), sum(d.times * d.work.nbytes for d in moved)
+
+
+def products(answer: Answer) -> int:
+    return sum(d.times * d.work.flops for d in answer.done if d.work.kind == "product")
+
+
+def test_compiling_fuses_what_only_moves_data_and_keeps_every_product(folder: str):
+    eager, compiled = asked(folder), asked(folder, compile=True)
+    assert products(compiled) == products(eager)
+    (kernels, moved), (fused_kernels, fused_moved) = copies(eager), copies(compiled)
+    assert fused_kernels < 0.8 * kernels
+    assert fused_moved < 0.85 * moved
+    assert compiled.weights == eager.weights
+    assert compiled.gradients == eager.gradients
+    assert compiled.rooms[0].peak_allocated < eager.rooms[0].peak_allocated
+
+
+def test_a_compiled_block_keeps_at_least_what_its_products_need(folder: str):
+    """Inputs of four products of `WIDTH` and one of four times that, in half precision."""
+    few, many = asked(folder, compile=True, rows=ROWS), asked(folder, compile=True, rows=4 * ROWS)
+    grown = many.rooms[0].peak_allocated - few.rooms[0].peak_allocated
+    tokens = 3 * ROWS * LENGTH
+    least = tokens * LAYERS * 2 * (2 * WIDTH + 3 * WIDTH + 2 * 4 * WIDTH)
+    assert least < grown < 2.5 * least
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_compiled_and_checkpointed_blocks_keep_less(folder: str, mode: str):
+    kept = asked(folder, compile=True, rows=64)
+    less = asked(folder, compile=True, rows=64, checkpointing=mode)
+    assert less.rooms[0].peak_allocated < kept.rooms[0].peak_allocated
+    assert products(less) > products(kept)
+
+
+def test_a_gpt_can_be_compiled_too():
+    arguments = {
+        "name": "gpt-tiny",
+        "precision": "bf16",
+        "checkpointing": "none",
+        "rows": 4,
+        "width": 128,
+        "micro_batches": 1,
+    }
+    hopper = Target(sm_count=132, compute_capability="9.0", capacity=1 << 40)
+    requests = [
+        Request(
+            task=TaskSpec(
+                factory="trainfit.tasks.gpt.probe:probe", arguments=arguments | {"compile": on}
+            ),
+            targets=(hopper,),
+        )
+        for on in (False, True)
+    ]
+    eager, compiled = ask(requests)
+    assert (eager.error, compiled.error) == (None, None)
+    assert products(compiled) == products(eager)
+
+
+def test_this_process_is_not_changed_by_it():
+    import torch
+
+    assert "trainfit.planning.compiled" not in sys.modules
+    assert torch.fx.GraphModule.__deepcopy__.__module__ == "torch.fx.graph_module"

@@ -1,0 +1,213 @@
+"""What is seen of a run: lines, the bar, the tables of scores, and the trackers."""
+
+import io
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from trainfit.conf import compose
+from trainfit.engine.observers import TrainRow
+from trainfit.errors import BadInput
+from trainfit.records import Event, RunResult
+from trainfit.reports import training
+from trainfit.reports.tracking import open_trackers
+from trainfit.tasks.encoder.metrics import binary_metrics
+from trainfit.tasks.encoder.scores import FoldScores, JobResult, summarise
+
+ROW = TrainRow(
+    step=30,
+    total_steps=120,
+    epoch=0.5,
+    loss=0.4321,
+    learning_rate=1e-3,
+    grad_norm=0.7,
+    step_seconds=2.0,
+    samples_per_second=16.0,
+    tokens_per_second=4096.0,
+    mfu=0.314,
+    memory_gib=3.25,
+    wait_share=0.0,
+    micro_batches=2,
+    skipped=0,
+)
+EVENT = Event(kind="oom", step=7, seconds=1.0, text="memory ran out")
+
+
+def text_of(page: Any) -> str:
+    console = Console(file=io.StringIO(), width=120)
+    console.print(page)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def fold(number: int, scores: list[float]) -> FoldScores:
+    metrics = binary_metrics(np.array([0, 1, 0, 1]), np.array(scores))
+    return FoldScores(
+        fold=number,
+        overall=metrics,
+        by_criterion={"A.1": metrics},
+        steps=10,
+        best_step=5,
+        seconds=61.0,
+        peak_memory_gib=None,
+        events=(EVENT,),
+    )
+
+
+def result(folds: int) -> JobResult:
+    return summarise(
+        Path("runs/x"),
+        "nli",
+        [fold(n + 1, [0.1, 0.9, 0.2 + 0.5 * (n % 2), 0.8]) for n in range(folds)],
+        {"majority_f1": 0.0, "bag_of_words_f1": 0.6125},
+        cross_validated=folds > 1,
+        stopped=False,
+    )
+
+
+def test_the_bar_has_loss_rates_mfu_memory_and_time_left():
+    shown = training.bar_numbers(ROW)
+    for part in ("loss 0.4321", "16.0 samples/s", "4,096 tokens/s", "mfu 31.4%", "3.25 GiB"):
+        assert part in shown
+    assert "3 min 0 s left" in shown  # 90 steps of 2 seconds
+    assert "mfu" not in training.bar_numbers(replace(ROW, mfu=None))
+
+
+def test_a_terminal_gets_a_bar_and_lines_above_it():
+    screen = io.StringIO()
+    bar = training.Bar(Console(file=screen, force_terminal=True, width=200), "fold 1 of 5")
+    bar.on_line("Device: cpu")
+    bar.on_start(0, 120)
+    bar.on_step(30)
+    bar.on_log(ROW)
+    bar.on_event(EVENT)
+    bar.on_evaluation(30, {"f1": 0.5})
+    bar.on_end(
+        RunResult(run="x", status="finished", steps=1, seconds=1, metrics={}, peak_memory_gib=None)
+    )
+    seen = screen.getvalue()
+    assert "Device: cpu" in seen
+    assert "30/120" in seen
+    assert "oom at step 7: memory ran out" in seen
+    assert "validation f1 0.5000" in seen
+
+
+def test_elsewhere_there_are_plain_lines():
+    paper = io.StringIO()
+    lines = training.Lines(Console(file=paper, width=40), "fold 1 of 5")
+    lines.on_log(ROW)
+    lines.on_log(replace(ROW, step=40))  # too soon after the one before
+    lines.on_log(replace(ROW, step=120))  # the last is always told
+    said = paper.getvalue().splitlines()
+    assert [line.split(":")[1].split("/")[0] for line in said] == [" step 30", " step 120"]
+    assert "\x1b" not in paper.getvalue()
+
+
+def test_scores_stand_beside_the_baselines():
+    page = text_of(training.result_page(result(3)))
+    assert "Held-out scores over 3 folds" in page
+    for word in ("fold 3", "mean", "std", "95% interval", "0.6125", "TF-IDF", "majority", "A.1"):
+        assert word in page
+    assert "3 oom" in page
+    assert "3 min 3 s of training" in page
+    assert "Held-out test scores" in text_of(training.result_page(result(1)))
+
+
+def test_json_says_the_same(capsys: pytest.CaptureFixture[str]):
+    training.end(result(3), as_json=True)
+    data = json.loads(capsys.readouterr().out)
+    assert data["metrics"]["mean"]["f1"] == pytest.approx((1 + 0.8 + 1) / 3)
+    assert [event["text"] for event in data["events"]][1] == "fold 2: memory ran out"
+
+
+def test_a_stopped_job_says_how_to_go_on(capsys: pytest.CaptureFixture[str]):
+    training.end(replace(result(1), status="stopped"), as_json=False)
+    assert "trainfit train nli --resume runs/x" in capsys.readouterr().out
+
+
+class FakeWriter:
+    made: ClassVar[list[Any]] = []
+
+    def __init__(self, place: str) -> None:
+        self.scalars: list[tuple[str, float, int]] = []
+        self.made.append(self)
+
+    def add_text(self, name: str, text: str) -> None:
+        self.config = text
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.scalars.append((name, value, step))
+
+    def flush(self) -> None:
+        pass
+
+
+def test_tensorboard_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    module = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter = FakeWriter  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    [track] = open_trackers("tensorboard", tmp_path, compose("nli"))
+    track({"kind": "train", "step": 4, "loss": 0.5, "note": "words"})
+    [writer] = FakeWriter.made
+    assert writer.scalars == [("train/loss", 0.5, 4)]
+    assert "training.num_epochs: 20" in writer.config
+
+
+def test_wandb_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    logged: list[Any] = []
+
+    class Session:
+        def log(self, numbers: dict[str, float], step: int) -> None:
+            logged.append((numbers, step))
+
+    module = ModuleType("wandb")
+    module.init = lambda **_more: Session()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "wandb", module)
+    [track] = open_trackers("wandb", tmp_path, compose("nli"))
+    track({"kind": "evaluation", "step": 9, "f1": 0.25})
+    assert logged == [({"evaluation/f1": 0.25}, 9)]
+
+
+def test_mlflow_gets_the_numbers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    logged: list[Any] = []
+
+    class Client:
+        def get_experiment_by_name(self, name: str) -> None:
+            return None
+
+        def create_experiment(self, name: str) -> str:
+            return "1"
+
+        def create_run(self, number: str, run_name: str) -> Any:
+            info = ModuleType("info")
+            info.run_id = "r"  # type: ignore[attr-defined]
+            made = ModuleType("run")
+            made.info = info  # type: ignore[attr-defined]
+            return made
+
+        def log_param(self, run: str, key: str, value: Any) -> None:
+            logged.append((key, value))
+
+        def log_metric(self, run: str, name: str, value: float, step: int) -> None:
+            logged.append((run, name, value, step))
+
+    module = ModuleType("mlflow")
+    module.MlflowClient = Client  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "mlflow", module)
+    [track] = open_trackers("mlflow", tmp_path, compose("nli"))
+    track({"kind": "train", "step": 1, "loss": 2.0})
+    assert ("seed", 42) in logged
+    assert logged[-1] == ("r", "train/loss", 2.0, 1)
+
+
+def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(BadInput, match="wandb, which is not installed; pip install wandb"):
+        open_trackers("wandb", tmp_path, compose("nli"))
+    assert open_trackers("none", tmp_path, compose("nli")) == ()
