@@ -5,10 +5,15 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint check-gpu check-hardware clean
+.PHONY: help setup test soak lint check-gpu check-hardware clean \
+	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu
+
+# make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
+# Without DATA_DIR a small model trains on made-up data.
+NLI = $(BIN)/trainfit train nli $(if $(DATA_DIR),data.data_dir='$(DATA_DIR)') $(if $(MODEL),model.name='$(MODEL)')
 
 help: ## Show this list
-	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-16s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z0-9-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  %-18s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## Make .venv with the pinned versions (only when the pins have changed)
 
@@ -24,6 +29,21 @@ check-hardware: setup ## What this machine can do, and the settings for it
 check-gpu: setup ## One line per GPU
 	@$(BIN)/trainfit check --short
 
+nli-train-auto: setup ## Detect, plan, train five folds of NLI and show the scores
+	@$(NLI) hardware=auto cv.folds=5 $(ARGS)
+
+nli-train-4090: setup ## NLI with the settings for an RTX 4090
+	@$(NLI) hardware=gpu_4090 cv.folds=5 $(ARGS)
+
+nli-train-3090: setup ## NLI with the settings for an RTX 3090
+	@$(NLI) hardware=gpu_3090 cv.folds=5 $(ARGS)
+
+nli-train-low-mem: setup ## NLI with the settings for a GPU of 8 to 12 GB
+	@$(NLI) hardware=gpu_low_mem cv.folds=5 $(ARGS)
+
+nli-train-cpu: setup ## NLI without a GPU
+	@$(NLI) hardware=cpu cv.folds=5 $(ARGS)
+
 lint: setup ## ruff, mypy --strict, import layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -32,6 +52,9 @@ lint: setup ## ruff, mypy --strict, import layers
 
 test: lint ## Lint, then every test that needs no GPU
 	$(BIN)/pytest -n 2
+
+soak: setup ## The tests with many repetitions
+	TRAINFIT_SOAK=1 $(BIN)/pytest -m soak
 
 clean: ## Remove .venv and caches
 	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -13,7 +13,6 @@ import torch
 import transformers
 
 from trainfit.catalogue.models import (
-    OWN_GPT,
     ModelShape,
     model_shape,
     model_shapes,
@@ -33,7 +32,8 @@ PUBLISHED = {
     "modernbert-base": 149_014_272,
     "gpt2": 124_439_808,
 }
-OWN = ("gpt-tiny", "gpt-small", "gpt-medium", "gpt-124m")
+GPTS = ("gpt-tiny", "gpt-small", "gpt-medium", "gpt-124m")
+OWN = (*GPTS, "modernbert-tiny")
 
 
 @cache
@@ -98,6 +98,7 @@ FORMULAS = {
     "phobert-base-v2": bert(64_001, 258, 1, 768, 12, 3072),
     "bert-base": bert(30_522, 512, 2, 768, 12, 3072),
     "modernbert-base": modernbert(50_368, 768, 22, 1152),
+    "modernbert-tiny": modernbert(1024, 64, 2, 128),
     "gpt2": gpt2(50_257, 1024, 768, 12),
     "gpt-tiny": own_gpt(2048, 128, 128, 4),
     "gpt-small": own_gpt(30_000, 1024, 768, 12),
@@ -143,7 +144,7 @@ def test_guide_gpt_is_about_109m() -> None:
     assert round(model_shape("gpt-small").parameters / 1e6) == 109
 
 
-@pytest.mark.parametrize("slug", OWN)
+@pytest.mark.parametrize("slug", GPTS)
 def test_own_gpt_is_gpt2_without_biases(slug: str) -> None:
     config = model_shape(slug).config
     assert config.keys() == {
@@ -377,7 +378,7 @@ def test_no_spelling_means_two_models() -> None:
 def test_records_are_complete_and_survive_json(shape: ModelShape) -> None:
     assert shape.source
     assert shape.parameters_note
-    assert (shape.hub is None) == (shape.config["model_type"] == OWN_GPT)
+    assert (shape.hub is None) == (shape.slug in OWN)
     assert decode(ModelShape, encode(shape)) == shape
     hash(shape)
 

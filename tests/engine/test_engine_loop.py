@@ -232,10 +232,10 @@ def test_a_compiled_model_trains_and_saves_plain_names(tmp_path: Path) -> None:
     task = ToyTask(dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
         from trainfit.engine import beginning
-        from trainfit.runtime import compile_model
+        from trainfit.runtime import compile_blocks
 
         patch.setattr(
-            beginning, "compile_model", lambda m, mode: compile_model(m, mode, backend="eager")
+            beginning, "compile_blocks", lambda m, mode: compile_blocks(m, mode, backend="eager")
         )
         train(task, settings(task, compile=True, epochs=1.0), tmp_path / "compiled")
     train(task, settings(task, epochs=1.0), tmp_path / "plain")

@@ -17,6 +17,8 @@ from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
+    "train": "Train a job, judge it on held-out data, and export the model.",
+    "predict": "Probabilities from a trained model, for a text or a file.",
     "config": "The composed configuration, and where each value came from.",
 }
 INTERRUPTED = 130

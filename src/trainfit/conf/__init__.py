@@ -1,6 +1,6 @@
 """Configuration: Hydra's YAML in a folder per task, a typed schema, and the known spellings."""
 
-from trainfit.conf.composition import Composed, compose, keys, options, preset
+from trainfit.conf.composition import Composed, compose, keys, layer, options, preset
 from trainfit.conf.schema import SCHEMAS, Config, GptConfig, NliConfig, TextclassConfig
 
 __all__ = [
@@ -12,6 +12,7 @@ __all__ = [
     "TextclassConfig",
     "compose",
     "keys",
+    "layer",
     "options",
     "preset",
 ]

@@ -77,7 +77,7 @@ def options(task: str, group: str) -> tuple[str, ...]:
 
 def preset(task: str, hardware: str) -> dict[str, Any]:
     """The values that a hardware preset pins, by dotted key."""
-    return _layer(task, "hardware", hardware)
+    return layer(task, "hardware", hardware)
 
 
 @cache
@@ -184,16 +184,16 @@ def _origins(
     origins = dict.fromkeys(keys(task), "default")
     if choices["hardware"]:
         name = choices["hardware"]
-        origins |= dict.fromkeys(_layer(task, "hardware", name), f"preset {name}")
+        origins |= dict.fromkeys(layer(task, "hardware", name), f"preset {name}")
     if choices["experiment"]:
         name = choices["experiment"]
-        origins |= dict.fromkeys(_layer(task, "experiment", name), f"experiment {name}")
+        origins |= dict.fromkeys(layer(task, "experiment", name), f"experiment {name}")
     return origins | dict.fromkeys(settled, "override")
 
 
 @cache
-def _layer(task: str, group: str, name: str) -> dict[str, Any]:
-    """The values that one YAML file sets, by dotted key."""
+def layer(task: str, group: str, name: str) -> dict[str, Any]:
+    """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
     data = yaml.safe_load((_folder(task) / group / f"{name}.yaml").read_text()) or {}
     return dict(_flat({key: value for key, value in data.items() if key != "defaults"}))
 

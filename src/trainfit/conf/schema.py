@@ -16,6 +16,7 @@ Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Amount = Annotated[float, Range(0)]
+HeldOut = Annotated[float, Range(0.01, 0.5)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class Device:
     """Let cuDNN try its algorithms; for convolutions with fixed shapes."""
     deterministic: bool
     """Same seed, same bits; slower."""
+    num_threads: Positive | Auto
+    """Of the CPU, in this process. A small model on a busy machine is fastest with one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,6 +78,12 @@ class Training:
     logging_steps: Positive
     early_stopping_patience: Positive | None
     """Evaluations without a better score before the run stops; null: never."""
+    checkpoint_steps: Positive | None
+    """Save every so many steps; null: after each evaluation."""
+    keep_checkpoints: Positive
+    """The newest so many are kept, and the best."""
+    nonfinite: Literal["skip", "stop"]
+    """What a loss or gradient that is not finite does: skip the step, or stop the run."""
     num_workers: Count | Auto
     """Loader processes. auto: usable cores - 2, at most 8, at most one per 3 GB of GPU memory."""
     pin_memory: Switch
@@ -88,12 +97,26 @@ class EncoderModel:
 
     name: str
     """A name of the catalogue or the hub, or a local folder."""
+    weights: Literal["auto", "random", "pretrained"]
+    """auto: pretrained, but random for made-up data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
     freeze_encoder: Switch
     use_gradient_checkpointing: Switch
     """Recompute activations in the backward pass: less memory, about a third slower."""
     use_flash_attention: bool
     """Prefer the flash kernel; others stay as fallbacks."""
+    pooling: Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
+    """How a sequence of vectors becomes one."""
+    pool_tokens: Positive
+    """The k of first-k and last-k pooling."""
+    head_dropout: Share
+    attention_dropout: Share | None
+    """null: as the model's own config says. Packed rows have none."""
+    feed_forward_dropout: Share | None
+    """null: as the model's own config says."""
+    lora_rank: Positive
+    lora_alpha: Amount
+    lora_dropout: Share
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,14 +135,48 @@ class NliData:
 
     data_dir: str | None
     """A folder with the ReDSM5 files; null: data of the same shape, made from the seed."""
+    scale: Literal["small", "full"]
+    """Of made-up data. small: 1,000 posts of a few words. full: as many and as long as ReDSM5's."""
+    criteria: Literal["short", "full"]
+    """What the model reads of a criterion: a few words, or a whole sentence."""
     max_length: Positive
+    """Tokens per pair. A longer one loses the end of its post, never of the criterion."""
     negative_ratio: Amount | None
     """Negatives per positive in training; null: all of them."""
+    class_weights: bool
+    """Weigh each class in the loss against its share of the data."""
+    test_share: HeldOut
+    """Of the posts, held out from training and from the choice of a model."""
+    validation_share: HeldOut
+    """Of the other posts, where there are no folds."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextclassData:
+    """Texts with a label."""
+
+    train: str | None
+    """A CSV, JSONL or Parquet file, or a folder that datasets' save_to_disk wrote; null: made-up
+    texts."""
+    validation: str | None
+    """null: a share of the training file, as for the test."""
+    test: str | None
+    text_column: str
+    label_column: str
+    group_column: str | None
+    """What must be on one side of a split, such as the author; null: every row is its own."""
+    scale: Literal["small", "full"]
+    """Of made-up texts. small: 1,200 short ones. full: 20,000 of up to 160 words."""
+    max_length: Positive
+    class_weights: bool
+    """Weigh each class in the loss against its share of the data."""
+    test_share: HeldOut
+    validation_share: HeldOut
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
-    """Texts with a label, or a stream of tokens."""
+    """A stream of tokens."""
 
     data_dir: str | None
     max_length: Positive
@@ -131,7 +188,11 @@ class CrossValidation:
     """Folds by group, so that one post is never in two."""
 
     folds: Annotated[int, Range(2)] | None
-    """null: one split with a held-out test."""
+    """null: one split with a held-out test. With folds the test is left alone."""
+
+
+Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
+"""Where numbers are sent besides the run folder; never a text."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +200,11 @@ class NliConfig:
     """`trainfit … nli`."""
 
     seed: Count
+    runs_dir: str
+    """The folder that run folders are made in."""
+    tracking: Tracking
+    baselines: bool
+    """Score the majority class and a bag of words beside the model."""
     device: Device
     model: EncoderModel
     data: NliData
@@ -152,9 +218,14 @@ class TextclassConfig:
     """`trainfit … textclass`."""
 
     seed: Count
+    runs_dir: str
+    """The folder that run folders are made in."""
+    tracking: Tracking
+    baselines: bool
+    """Score the majority class and a bag of words beside the model."""
     device: Device
     model: EncoderModel
-    data: TextData
+    data: TextclassData
     training: Training
     optimization: Optimization
     cv: CrossValidation

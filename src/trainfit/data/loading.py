@@ -74,9 +74,7 @@ class StepLoader:
     def steps(self, steps: Sequence[Sequence[int]], cut: Cut) -> Generator[LoadedStep, None, None]:
         """These steps in their order, cut by `cut`; a new call ends the one before."""
         self._jobs.make = lambda: (self._job(step, cut) for step in steps)
-        if self._loader is None:
-            raise ValueError("the loader is closed")
-        arriving = iter(self._loader)
+        arriving = iter(self.workers())
         for step in steps:
             started = time.perf_counter()
             batches = _next(arriving)
@@ -85,6 +83,12 @@ class StepLoader:
     def load(self, step: Sequence[int], cut: Cut) -> list[Batch]:
         """One step, collated here and now."""
         return self._dataset[self._job(step, cut)]
+
+    def workers(self) -> DataLoader[list[Batch]]:
+        """The loader behind it, to see what it was built with."""
+        if self._loader is None:
+            raise ValueError("the loader is closed")
+        return self._loader
 
     def close(self) -> None:
         """End the workers now, not when Python gets to it."""

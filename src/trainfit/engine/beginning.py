@@ -24,7 +24,7 @@ from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.settings import LoopSettings
 from trainfit.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.records import TrainTask
-from trainfit.runtime import compile_model
+from trainfit.runtime import compile_blocks
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ def build_parts(
     spread_weights(world, model)
     optimizer = _fits(lambda: build_optimizer(model, settings.optimizer), "the optimizer's state")
     if settings.compile:
-        compile_model(model, settings.compile_mode)
+        compile_blocks(model, settings.compile_mode)
     return Parts(
         task=task,
         settings=settings,

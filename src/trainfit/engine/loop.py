@@ -17,7 +17,8 @@ from trainfit.engine.evaluation import evaluate
 from trainfit.engine.journal import Journal, Tracker
 from trainfit.engine.named_tensors import frozen_checksum
 from trainfit.engine.observers import Observer, TrainRow, plain_line
-from trainfit.engine.recovery import CannotGoOn, take_step
+from trainfit.engine.opening import opening_lines
+from trainfit.engine.recovery import CannotGoOn, Parts, take_step
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.signals import StopRequest, stop_on_signals
@@ -36,6 +37,7 @@ def train(
     trackers: Sequence[Tracker] = (),
     line: Callable[[TrainRow], str] = plain_line,
     ideal_seconds: Callable[[Sequence[int]], float] | None = None,
+    opening: Callable[[Parts], Sequence[str]] = opening_lines,
 ) -> RunResult:
     """Train `task` in the folder `run`; with `resume`, go on from its newest good checkpoint.
 
@@ -44,7 +46,8 @@ def train(
     observers, trackers and files are the first one's.
 
     `ideal_seconds` says what a step of sequences of these lengths would take at the peak of all
-    devices, for the MFU. `line` makes the lines of train.log.
+    devices, for the MFU. `line` makes the lines of train.log, and `opening` the first ones, about
+    what is set.
     """
     with ExitStack() as stack:
         world, device = stack.enter_context(joined(settings.device))
@@ -70,6 +73,8 @@ def train(
             ideal_seconds=ideal_seconds,
             saved_step=start.progress.step if start.resumed else None,
         )
+        for text in opening(parts):
+            session.say(text)
         for kind, text in start.events:
             session.tell(kind, text)
         return _to_the_end(session, request)

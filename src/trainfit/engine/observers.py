@@ -39,6 +39,9 @@ class TrainRow(Record):
 class Observer:
     """Does nothing at every turn; override what is of interest."""
 
+    def on_line(self, text: str) -> None:
+        """A line about what is set, before the first step."""
+
     def on_start(self, step: int, total_steps: int) -> None:
         """Before the first step of this process: `step` is above 0 for a run that goes on."""
 

@@ -77,6 +77,12 @@ class Session:
         for observer in self.observers:
             observer.on_event(event)
 
+    def say(self, text: str) -> None:
+        """A line for people that is no event."""
+        self.journal.line(text)
+        for observer in self.observers:
+            observer.on_line(text)
+
     # ── the clock and the log ──
 
     def pause(self) -> None:

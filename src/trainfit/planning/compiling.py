@@ -79,6 +79,14 @@ def _weighed(off: Compiling, candidate: Candidate, fits: bool, steps: float) -> 
     return Compiling(choice=choice, candidate=candidate, fits=fits)
 
 
+def may_compile(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> bool:
+    """Whether compiling will be weighed at all."""
+    pin = decisions.pinned(question, "compile")
+    return gpu is not None and (
+        bool(pin.value) if pin is not None else _obstacle(question, profile, gpu) is None
+    )
+
+
 def _obstacle(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> str | None:
     if gpu is None or gpu.vendor == "apple":
         return "compiling pays on CUDA and ROCm GPUs"

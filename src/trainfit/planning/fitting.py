@@ -12,7 +12,7 @@ from trainfit.catalogue import GpuSpec
 from trainfit.packing import Cut, PackedCut, cut_step, deal_steps, measure_fill
 from trainfit.packing.lengths import IntArray
 from trainfit.planning.memory import Target
-from trainfit.planning.probing import Taken, exactly, take
+from trainfit.planning.probing import Taken, both, exactly, take
 from trainfit.planning.timing import Seconds, count_flops, rates, seconds
 from trainfit.records import Measurements, Precision
 
@@ -157,6 +157,14 @@ class Fitter:
         """The one that computes the least: nothing twice, and the step cut the least."""
         self._ask([("none", 0)])
         return self._candidate("none", 0, at, speed)
+
+    def exact_largest(self, target: Target, speed: Speed) -> Candidate:
+        """The same, run with all its layers."""
+        shape = self._shape("none", self.cuttings[0])
+        told, (taken,) = both(self._factory, shape, (target,), self._layers)
+        self._known["none", 0] = told
+        spent = speed.step_seconds(taken, self.cuttings[0])
+        return replace(self._candidate("none", 0, 0, speed), taken=taken, seconds=spent)
 
     def exact(self, candidate: Candidate, target: Target, speed: Speed) -> Candidate:
         """The candidate run with all its layers."""

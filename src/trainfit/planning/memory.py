@@ -193,8 +193,13 @@ class _Child:
                 text=True,
                 env=self._environment,
             )
-            atexit.register(self._process.kill)
+            atexit.register(_end, self._process)
         return self._process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def told(answer: Answer) -> Answer:

@@ -18,7 +18,7 @@ from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.packing import Cut, PackedCut, PaddedCut
 from trainfit.planning.advice import what_would_fit
 from trainfit.planning.basis import Basis, basis_for, target_for
-from trainfit.planning.compiling import decide_compile
+from trainfit.planning.compiling import decide_compile, may_compile
 from trainfit.planning.fitting import Candidate, Cutting, Fitter, Speed
 from trainfit.planning.memory import Target
 from trainfit.planning.promises import memory_of, time_of
@@ -161,7 +161,8 @@ def _planned(
         gpu=spec, precision=basis.precision.value, tf32=basis.tf32.value, measured=measured
     )
     held = held_back(target, basis)
-    weighed = weigh(fitter, place, modes_of(question, basis), held, speed, exact)
+    later = may_compile(question, profile, gpu)
+    weighed = weigh(fitter, place, modes_of(question, basis), held, speed, exact, later)
     steps = math.ceil(question.workload.sequences / basis.effective.value)
     compiling = decide_compile(
         question,
@@ -173,6 +174,9 @@ def _planned(
         steps * question.workload.epochs,
     )
     best, fits = compiling.candidate, compiling.fits
+    if exact and best.taken.fits is None:
+        best = fitter.exact(best, held, speed)
+        fits = bool(best.taken.fits)
     time = time_of(question, best, speed, ranks, basis.effective.value)
     reasons = reasons_for(question, profile, basis, weighed, held, compiling)
     values: dict[str, Any] = {reason.setting: reason.value for reason in reasons}

@@ -72,7 +72,23 @@ def take(
 
 def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) -> list[Taken]:
     """What a shape takes with all its layers."""
-    (answer,) = _ask(factory, [Shape(arguments=shape)], targets)
+    return _whole(_ask(factory, [Shape(arguments=shape)], targets)[0])
+
+
+def both(
+    factory: str, shape: dict[str, Any], targets: tuple[Target, ...], layers: int
+) -> tuple[list[Taken], list[Taken]]:
+    """What a shape takes, extrapolated and exactly, found side by side."""
+    if layers <= DEPTHS[1]:
+        exact = exactly(factory, shape, targets)
+        return exact, exact
+    asked = [Shape(arguments=shape, depth=depth) for depth in (None, *DEPTHS)]
+    whole, small, large = _ask(factory, asked, targets)
+    told = [_extrapolated(small, large, at, layers) for at in range(len(targets))]
+    return told, _whole(whole)
+
+
+def _whole(answer: Answer) -> list[Taken]:
     return [
         Taken(
             weights=answer.weights,
@@ -136,9 +152,11 @@ def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> 
 
 def _ask_all(requests: list[Request]) -> list[Answer]:
     """Two children share the work where there is enough of it."""
-    half = (len(requests) + 1) // 2
-    if len(requests) < 4 or (os.cpu_count() or 1) < 2:
+    if len(requests) < 3 or (os.cpu_count() or 1) < 2:
         return ask(requests) if requests else []
+    # With one that is long, whole and first, the others go to the second child.
+    whole = "depth" not in requests[0].task.arguments and "depth" in requests[1].task.arguments
+    half = 1 if whole else (len(requests) + 1) // 2
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(ask, (requests[:half], requests[half:]), (0, 1))
     return [*first, *second]

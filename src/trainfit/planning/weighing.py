@@ -9,9 +9,9 @@ from trainfit.planning.fitting import MODES, Candidate, Checkpointing, Fitter, S
 from trainfit.planning.memory import MARGIN, OWN_MARGIN, Target
 from trainfit.planning.question import Question
 
-_CLOSE = 0.9
-"""Where the largest candidate takes less than this share of the capacity, no other is asked."""
 _TRIES = 4
+_CLEAR = 0.9
+"""What takes less than this share of the capacity by small depths will fit."""
 
 
 def fitter_for(question: Question, basis: Basis, targets: tuple[Target, ...]) -> Fitter:
@@ -53,14 +53,22 @@ def weigh(
     held: Target,
     speed: Speed,
     exact: bool,
+    later: bool = False,
 ) -> Weighed:
-    """The fastest that fits, run in full before it is promised; else the smallest."""
-    candidates = []
-    if "none" in modes:
+    """The fastest that fits, run in full before it is promised; else the smallest.
+
+    With `later` a clear winner is not run: it is about to be run compiled.
+    """
+    if "none" in modes and exact and not later:
+        largest = fitter.exact_largest(held, speed)
+        if largest.taken.fits:
+            return Weighed(best=largest, fits=True, candidates=[largest])
+    elif "none" in modes:
         largest = fitter.largest(at, speed)
-        if largest.taken.peak_reserved <= _CLOSE * held.capacity:
-            candidates = [largest]
-    candidates = candidates or fitter.candidates(at, modes, speed)
+        most = held.capacity if not exact else _CLEAR * held.capacity
+        if largest.taken.peak_reserved <= most:
+            return Weighed(best=largest, fits=True, candidates=[largest])
+    candidates = fitter.candidates(at, modes, speed)
     for candidate in [c for c in candidates if c.taken.peak_allocated <= held.capacity][:_TRIES]:
         ran = fitter.exact(candidate, held, speed) if exact else candidate
         if ran.taken.fits or not exact:

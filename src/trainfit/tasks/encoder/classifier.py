@@ -72,6 +72,28 @@ class EncoderClassifier(nn.Module):
         Packed rows are `[1, T]`. `cu_seqlens` `[sequences + 1]` begins with 0 and ends where the
         filler starts; positions follow from it unless given.
         """
+        return self.classify(
+            self.pool(
+                input_ids,
+                attention_mask,
+                token_type_ids=token_type_ids,
+                position_ids=position_ids,
+                cu_seqlens=cu_seqlens,
+                max_seqlen=max_seqlen,
+            )
+        )
+
+    def pool(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        *,
+        token_type_ids: Tensor | None = None,
+        position_ids: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+        max_seqlen: int | None = None,
+    ) -> Tensor:
+        """Pooled sequences `[sequences, width]`, from what `forward` takes."""
         layout = lay_out(
             input_ids,
             attention_mask=attention_mask,
@@ -81,7 +103,8 @@ class EncoderClassifier(nn.Module):
         hidden = self.encode(
             input_ids, layout, token_type_ids=token_type_ids, position_ids=position_ids
         )
-        return self.classify(self.pooler(hidden, layout))
+        pooled: Tensor = self.pooler(hidden, layout)
+        return pooled
 
     def encode(
         self,

@@ -16,6 +16,17 @@ Pooling = Literal["mean", "first", "last", "max", "attention_kv", "attention_que
 Attention = Literal["auto", "varlen", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
+_AS_CONFIGURED = (
+    "pooling",
+    "pool_tokens",
+    "head_dropout",
+    "attention_dropout",
+    "feed_forward_dropout",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+)
+"""Fields that a configuration has by the same name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,5 +80,6 @@ def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
         "name": model.name,
         "method": "frozen" if model.freeze_encoder is True else model.method,
         "checkpointing": "full" if model.use_gradient_checkpointing is True else "none",
+        **{name: getattr(model, name) for name in _AS_CONFIGURED},
     }
     return decode(ClassifierSettings, asked | decided, "model")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +49,27 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
         )
         return random
     try:
-        whole = AutoModel.from_pretrained(place, config=config, dtype=dtype)
+        with without_bars():
+            whole = AutoModel.from_pretrained(place, config=config, dtype=dtype)
     except (OSError, ValueError) as error:
         raise _unreadable(place, error) from error
     # Of a model of text and images only the text part is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     return model
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' own progress bars, which would cut through ours."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def _configured(fields: dict[str, Any], overrides: dict[str, Any]) -> PretrainedConfig:

@@ -1,0 +1,75 @@
+"""`trainfit predict`: probabilities from a trained model, for a text or a file."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+
+@click.command()
+@click.argument("run")
+@click.option("--text", help="A text to classify.")
+@click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")
+@click.option(
+    "--file",
+    "path",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="CSV, JSONL or Parquet with a column of texts.",
+)
+@click.option("--text-column", default="text", show_default=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="Write there, as CSV or JSON by its ending, instead of printing JSON.",
+)
+def command(
+    run: str,
+    text: str | None,
+    criterion: str | None,
+    path: Path | None,
+    text_column: str,
+    output: Path | None,
+) -> None:
+    """Probabilities from a trained model, for a text or a file.
+
+    RUN is the folder of a finished run; one with folds answers with the mean of its models. An NLI
+    model answers for every criterion unless one is named.
+    """
+    from trainfit.engine import run_folder
+    from trainfit.errors import BadInput
+    from trainfit.files import write_whole
+    from trainfit.tasks.encoder import predict
+
+    if (text is None) == (path is None):
+        raise BadInput("give one of --text and --file", "say what to classify")
+    if output is not None and output.suffix not in (".csv", ".json"):
+        raise BadInput(f"--output {output}", "end its name in .csv or .json")
+    folders = predict.exports_of(run_folder.find(run, Path("runs")))
+    texts = [text] if text is not None else _read(path, text_column)
+    rows = predict.answer(folders, texts, criterion)
+    if output is None:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    write_whole(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
+    click.echo(f"{len(rows)} rows in {output}")
+
+
+def _read(path: Path | None, column: str) -> list[str]:
+    from trainfit.data.text_files import read_texts
+
+    assert path is not None
+    return list(read_texts(path, column))
+
+
+def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(rows)
+    return text.getvalue()

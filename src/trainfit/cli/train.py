@@ -1,0 +1,89 @@
+"""`trainfit train`: a job from its data to its scores."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.conf import Composed
+
+JOBS = {"nli": "trainfit.tasks.nli.train", "textclass": "trainfit.tasks.textclass.train"}
+
+
+@click.command()
+@click.argument("task")
+@click.argument("overrides", nargs=-1)
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
+@click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
+@click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
+def command(
+    task: str, overrides: tuple[str, ...], as_json: bool, dry_run: bool, resume: str | None
+) -> int:
+    """Train a job, judge it on held-out data, and export the model.
+
+    TASK is nli or textclass. OVERRIDES are key=value words, such as data.data_dir=FOLDER
+    cv.folds=5; `trainfit config TASK` shows the keys. Without data of yours a small model trains
+    on made-up data.
+    """
+    from importlib import import_module
+
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.errors import BadInput, did_you_mean
+    from trainfit.reports import training
+
+    if task not in JOBS:
+        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
+        raise BadInput(f"unknown job {task!r}", fix)
+    composed, run = _composed(task, overrides, resume)
+    job = import_module(JOBS[task])
+    if dry_run:
+        _dry_run(job, composed, as_json)
+        return 0
+    result = job.train(composed, training.show(composed), resume=run)
+    training.end(result, as_json=as_json)
+    return INTERRUPTED if result.status == "stopped" else 0
+
+
+def _composed(
+    task: str, overrides: tuple[str, ...], resume: str | None
+) -> tuple[Composed, Path | None]:
+    """The configuration of a new run, or that of the run to go on with."""
+    from trainfit.engine import run_folder
+    from trainfit.errors import BadInput
+    from trainfit.reports import training
+    from trainfit.tasks.encoder.choosing import configure, configured_by
+
+    if resume is None:
+        composed = configure(task, overrides)
+        for note in composed.notes if training.is_first_rank() else ():
+            click.echo(f"trainfit: note: {note}", err=True)
+        return composed, None
+    if overrides:
+        raise BadInput(
+            f"--resume with {overrides[0]}",
+            "a run goes on with its own configuration: leave it out",
+        )
+    run = run_folder.find(resume, Path("runs"))
+    return configured_by(run, task), run
+
+
+def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
+    from trainfit import codec
+    from trainfit.reports import plan as page
+    from trainfit.reports import terminal
+    from trainfit.tasks.encoder.choosing import find_machine
+    from trainfit.tasks.encoder.prepared import make_plan
+
+    profile = find_machine(composed)
+    plan = make_plan(job.prepare(composed), profile)
+    if as_json:
+        data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}
+        click.echo(json.dumps(data, indent=2))
+        return
+    console = terminal.console()
+    console.print(terminal.config_table(composed), "")
+    console.print(page.plan_page(plan))

@@ -1,0 +1,150 @@
+"""Splits and folds by group: a held-out test first, then train and validation, none overlapping.
+
+Whatever belongs together (the nine pairs of a post) goes to one side. Splitting by pair instead
+would show the model in training the posts that it is judged by.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.errors import BadInput
+
+IntArray = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fold:
+    """Indices of what is trained on and what the model is chosen by."""
+
+    train: IntArray
+    validation: IntArray
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folds:
+    """A test that no fold sees, and one or more folds of the rest."""
+
+    test: IntArray
+    folds: tuple[Fold, ...]
+
+
+def split(
+    strata: IntArray,
+    groups: IntArray | None = None,
+    *,
+    folds: int | None = None,
+    test_share: float = 0.2,
+    validation_share: float = 0.2,
+    seed: int = 0,
+) -> Folds:
+    """A held-out test, then `folds` folds of the rest, or one with `validation_share` of it.
+
+    `strata` are spread evenly and `groups` stay whole; without groups every item is its own. A
+    share is one part in a whole number of them (0.2: one in five).
+    """
+    rest, test = hold_out(np.arange(len(strata)), strata, groups, test_share, seed)
+    made = make_folds(rest, strata, groups, folds=folds, share=validation_share, seed=seed + 1)
+    result = Folds(test=test, folds=made)
+    check_folds(result, groups)
+    return result
+
+
+def hold_out(
+    items: IntArray, strata: IntArray, groups: IntArray | None, share: float, seed: int
+) -> tuple[IntArray, IntArray]:
+    """The items less a share of them, and that share."""
+    return _parts(items, strata, groups, _one_in(share), seed)[0]
+
+
+def make_folds(
+    items: IntArray,
+    strata: IntArray,
+    groups: IntArray | None,
+    *,
+    folds: int | None,
+    share: float,
+    seed: int,
+) -> tuple[Fold, ...]:
+    """`folds` folds of the items, or for None a single one that validates on a share of them."""
+    parts = _parts(items, strata, groups, _one_in(share) if folds is None else folds, seed)
+    made = tuple(Fold(train=train, validation=held) for train, held in parts)
+    return made[:1] if folds is None else made
+
+
+def check_folds(folds: Folds, groups: IntArray | None = None) -> None:
+    """Refuse folds in which a group is on two sides, or that share validation data."""
+
+    def of(items: IntArray) -> IntArray:
+        return items if groups is None else groups[items]
+
+    for number, fold in enumerate(folds.folds, 1):
+        sides = {"train": fold.train, "validation": fold.validation, "test": folds.test}
+        check_apart({f"{name} of fold {number}": of(items) for name, items in sides.items()})
+    check_apart(
+        {f"validation of fold {n}": of(fold.validation) for n, fold in enumerate(folds.folds, 1)}
+    )
+
+
+def check_apart(sides: dict[str, IntArray]) -> None:
+    """Refuse sides that have groups in common: what is learned by heart would count as known."""
+    seen = [(name, np.unique(groups)) for name, groups in sides.items()]
+    for place, (name, groups) in enumerate(seen):
+        for other, others in seen[:place]:
+            common = np.intersect1d(groups, others, assume_unique=True)
+            if common.size:
+                raise BadInput(
+                    f"{common.size} groups are in both {other} and {name} (group {common[0]})",
+                    "keep each group, such as a post or an author, on one side",
+                )
+
+
+def _parts(
+    items: IntArray, strata: IntArray, groups: IntArray | None, count: int, seed: int
+) -> list[tuple[IntArray, IntArray]]:
+    """For each of `count` parts: the other items and its own."""
+    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
+
+    own = None if groups is None else groups[items]
+    there = items.size if own is None else np.unique(own).size
+    if count > there:
+        raise BadInput(
+            f"{count} folds of {there} {'items' if own is None else 'groups'}",
+            f"use {there} folds or fewer (cv.folds), or more data",
+        )
+    labels = _common_strata(strata[items], count)
+    kind = StratifiedKFold if own is None else StratifiedGroupKFold
+    maker = kind(n_splits=count, shuffle=True, random_state=seed % 2**32)
+    with warnings.catch_warnings():
+        # A rare stratum cannot be in every fold. That is no fault, and the counts are shown.
+        warnings.simplefilter("ignore", UserWarning)
+        pairs = [
+            (items[others], items[own_part])
+            for others, own_part in maker.split(np.zeros(items.size), labels, own)
+        ]
+    for number, sides in enumerate(pairs, 1):
+        if not all(side.size for side in sides):
+            raise BadInput(
+                f"part {number} of {count} would be empty with {there} groups",
+                "use fewer folds or more data",
+            )
+    return pairs
+
+
+def _common_strata(strata: IntArray, count: int) -> IntArray:
+    """The strata as they are, or a single one where none has a member for each part."""
+    _, sizes = np.unique(strata, return_counts=True)
+    return strata if sizes.max() >= count else np.zeros_like(strata)
+
+
+def _one_in(share: float) -> int:
+    if not 0 < share <= 0.5:
+        raise BadInput(
+            f"a share of {share} to hold out",
+            "set data.test_share and data.validation_share over 0 and up to 0.5",
+        )
+    return round(1 / share)

@@ -1,0 +1,164 @@
+"""The ReDSM5 files: posts, what annotators marked in them, and the label of every pair.
+
+A pair is a post and a criterion; its label is 1 when any annotation of the two has status 1. The
+posts are sensitive: no message here ever quotes one, and nothing of them is written to disk.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.data.criteria import CRITERIA, SPECIAL_CASE, Wording
+from trainfit.data.tables import read_csv
+from trainfit.errors import BadInput
+
+POSTS = "redsm5_posts.csv"
+ANNOTATIONS = "redsm5_annotations.csv"
+_SYMPTOM = ("DSM5_symptom", "symptom_label")
+_COLUMN = {criterion.symptom: number for number, criterion in enumerate(CRITERIA)}
+_STATUS = {"1": True, "0": False, "1.0": True, "0.0": False}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Post:
+    """One post; its text stays out of every printed form."""
+
+    id: str
+    text: str = field(repr=False)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Annotation:
+    """What an annotator said of a sentence: evidence of the symptom, or (status 0) none."""
+
+    post_id: str
+    symptom: str
+    status: bool
+    place: str
+    """Where it stands, for an error."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Corpus:
+    """Posts and which criteria each gives evidence of. Pair p is post p // 9, criterion p % 9."""
+
+    ids: tuple[str, ...] = field(repr=False)
+    texts: tuple[str, ...] = field(repr=False)
+    criteria: tuple[str, ...]
+    """What the model reads of each criterion."""
+    evidence: NDArray[np.bool_] = field(repr=False)
+    """`[posts, criteria]`"""
+
+    @property
+    def labels(self) -> NDArray[np.int64]:
+        """The label of each pair."""
+        return self.evidence.ravel().astype(np.int64)
+
+    @property
+    def post_of(self) -> NDArray[np.int64]:
+        """The post of each pair."""
+        return np.repeat(np.arange(len(self.ids)), len(self.criteria))
+
+    @property
+    def criterion_of(self) -> NDArray[np.int64]:
+        """The criterion of each pair."""
+        return np.tile(np.arange(len(self.criteria)), len(self.ids))
+
+
+def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
+    """The corpus in a folder that holds the two files."""
+    folder = Path(data_dir)
+    for name in (POSTS, ANNOTATIONS):
+        if not (folder / name).is_file():
+            raise BadInput(
+                f"no {name} in {folder}",
+                "point data.data_dir at a copy of ReDSM5, or leave it out for made-up data",
+            )
+    posts = read_posts(folder / POSTS)
+    annotations = read_annotations(folder / ANNOTATIONS)
+    return label_posts(posts, annotations, [one.text(wording) for one in CRITERIA])
+
+
+def read_posts(path: Path) -> list[Post]:
+    """The posts, each with an id of its own and a text."""
+    rows: dict[str, int] = {}
+    posts = []
+    for number, row in read_csv(path, ["post_id", "text"]):
+        post_id = row["post_id"].strip()
+        place = f"{path}: row {number}"
+        if not post_id:
+            raise BadInput(f"{place} has no post_id", "give every post one")
+        if post_id in rows:
+            raise BadInput(
+                f"{place}: post_id {_id(post_id)} is also in row {rows[post_id]}",
+                "keep one row per post",
+            )
+        if not row["text"].strip():
+            raise BadInput(f"{place}: post {_id(post_id)} has no text", "fill in column text")
+        rows[post_id] = number
+        posts.append(Post(id=post_id, text=row["text"]))
+    if not posts:
+        raise BadInput(f"{path} has no posts", "give a file with one row per post")
+    return posts
+
+
+def read_annotations(path: Path) -> list[Annotation]:
+    """The annotations; sentences and explanations are not even read."""
+    annotations = []
+    for number, row in read_csv(path, ["post_id", _SYMPTOM, "status"]):
+        place = f"{path}: row {number} (post {_id(row['post_id'].strip())})"
+        symptom, status = row[_SYMPTOM[0]].strip(), row["status"].strip()
+        if symptom not in _COLUMN and symptom != SPECIAL_CASE:
+            shown = _shown(symptom, r"[A-Z0-9_]{1,30}")
+            raise BadInput(
+                f"{place}: unknown symptom{shown}", f"use {', '.join(_COLUMN)} or {SPECIAL_CASE}"
+            )
+        if status not in _STATUS:
+            shown = _shown(status, r"[0-9.+-]{1,8}") or " is neither"
+            raise BadInput(f"{place}: status{shown}", "use 1 for evidence and 0 for none")
+        annotations.append(
+            Annotation(
+                post_id=row["post_id"].strip(),
+                symptom=symptom,
+                status=_STATUS[status],
+                place=place,
+            )
+        )
+    return annotations
+
+
+def label_posts(
+    posts: Sequence[Post], annotations: Iterable[Annotation], criteria: Sequence[str]
+) -> Corpus:
+    """Every post with a label per criterion: 1 when any annotation says so, whatever others say."""
+    row = {post.id: number for number, post in enumerate(posts)}
+    evidence = np.zeros((len(posts), len(CRITERIA)), dtype=np.bool_)
+    for item in annotations:
+        if item.post_id not in row:
+            raise BadInput(
+                f"{item.place}: no such post in {POSTS}", "add the post, or drop the row"
+            )
+        if item.status and item.symptom != SPECIAL_CASE:
+            evidence[row[item.post_id], _COLUMN[item.symptom]] = True
+    return Corpus(
+        ids=tuple(post.id for post in posts),
+        texts=tuple(post.text for post in posts),
+        criteria=tuple(criteria),
+        evidence=evidence,
+    )
+
+
+def _id(value: str) -> str:
+    """The id, unless a column slipped and it could be a piece of a post."""
+    return value if re.fullmatch(r"[A-Za-z]{0,8}_?[0-9_-]{1,32}", value) else "(not an id)"
+
+
+def _shown(value: str, pattern: str) -> str:
+    """The value where it can only be a label, never where it could be a piece of a post."""
+    return f" {value}" if re.fullmatch(pattern, value) else ""

@@ -1,0 +1,206 @@
+"""Data of ReDSM5's shape, made from a seed out of invented words: nobody's posts.
+
+A post is a row of short sentences, each about the writer or about someone else: its first word
+says whom. A sentence about the writer that holds a cue of a criterion is evidence of it; one
+about someone else with the same cue is none (status 0). So a count of words finds the cue but
+not whom it is about, and only a model that reads the order tells the two apart.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.data.criteria import CRITERIA, SPECIAL_CASE, Wording
+from trainfit.data.invented import CUES, SENTENCE, compose
+from trainfit.data.redsm5 import ANNOTATIONS, POSTS, Annotation, Corpus, Post, label_posts
+from trainfit.files import write_whole
+
+Scale = Literal["small", "full"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Size:
+    """How much to make."""
+
+    posts: int
+    positives: tuple[int, ...]
+    """Posts with evidence, by criterion."""
+    special: int
+    without: int
+    """Posts without evidence of anything."""
+    words: float
+    """Mean per post."""
+    shortest: int
+    longest: int
+    spread: float
+    """Of the logarithm of the words per post."""
+    lures: float
+    """Posts with a sentence that holds a criterion's cue but is about someone else, for each post
+    with evidence of it."""
+
+
+SIZES: dict[Scale, Size] = {
+    "full": Size(
+        posts=1484,
+        positives=(328, 124, 44, 102, 35, 124, 311, 59, 165),
+        special=92,
+        without=392,
+        words=294.7,
+        shortest=2,
+        longest=6990,
+        spread=1.11,
+        lures=1.5,
+    ),
+    "small": Size(
+        posts=1000,
+        positives=(221, 84, 30, 69, 24, 84, 210, 40, 111),
+        special=62,
+        without=264,
+        words=15,
+        shortest=2,
+        longest=48,
+        spread=0.4,
+        lures=2.0,
+    ),
+}
+
+
+def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short") -> Corpus:
+    """The made-up corpus, labelled as the real one is."""
+    drafts = list(_drafts(SIZES[scale], seed))
+    posts = [Post(id=draft.id, text=" ".join(draft.sentences)) for draft in drafts]
+    annotations = [
+        Annotation(post_id=draft.id, symptom=mark.symptom, status=mark.status, place="made up")
+        for draft in drafts
+        for mark in draft.marks
+    ]
+    return label_posts(posts, annotations, criteria_texts(wording))
+
+
+def criteria_texts(wording: Wording) -> list[str]:
+    """Made-up criteria: each names its cue, as a real one names what to look for."""
+    cues = CUES[: len(CRITERIA)]
+    return [cue if wording == "short" else f"the writer tells of {cue}" for cue in cues]
+
+
+def write_files(folder: Path, scale: Scale = "small", seed: int = 0) -> None:
+    """The same as `make_corpus`, as files that `read_redsm5` takes."""
+    drafts = list(_drafts(SIZES[scale], seed))
+    posts = [(draft.id, " ".join(draft.sentences)) for draft in drafts]
+    marks = [
+        (
+            draft.id,
+            f"{draft.id}_{mark.sentence}",
+            draft.sentences[mark.sentence],
+            mark.symptom,
+            int(mark.status),
+            "made up",
+        )
+        for draft in drafts
+        for mark in draft.marks
+    ]
+    header = ("post_id", "sentence_id", "sentence_text", "DSM5_symptom", "status", "explanation")
+    write_whole(folder / POSTS, _csv(("post_id", "text"), posts))
+    write_whole(folder / ANNOTATIONS, _csv(header, marks))
+
+
+def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    text = io.StringIO()
+    writer = csv.writer(text)
+    writer.writerow(header)
+    writer.writerows(rows)
+    return text.getvalue()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Mark:
+    sentence: int
+    symptom: str
+    status: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Draft:
+    id: str
+    sentences: list[str]
+    marks: list[_Mark]
+
+
+def _drafts(size: Size, seed: int) -> Iterator[_Draft]:
+    """The posts of a seed: what each tells, then how long it is, then its sentences."""
+    random = np.random.default_rng((seed, 5))
+    evidence = _spread_evidence(size, random)
+    lures = _spread_lures(size, random)
+    told = evidence.sum(1) + lures.sum(1)
+    lengths = _assign_lengths(_lengths(size), told, random)
+    special = set(random.choice(np.flatnonzero(evidence.any(1)), size.special, replace=False))
+    for number in range(size.posts):
+        kinds = [(int(k), True) for k in np.flatnonzero(evidence[number])]
+        kinds += [(int(k), False) for k in np.flatnonzero(lures[number])]
+        sentences, places = compose(
+            int(lengths[number]), [(CUES[k], status) for k, status in kinds], random
+        )
+        marks = [
+            _Mark(sentence=place, symptom=CRITERIA[k].symptom, status=status)
+            for place, (k, status) in zip(places, kinds, strict=True)
+        ]
+        if number in special:
+            marks.append(_Mark(sentence=0, symptom=SPECIAL_CASE, status=True))
+        post_id = f"s_{random.integers(1, 3000)}_{number}"
+        yield _Draft(id=post_id, sentences=sentences, marks=marks)
+
+
+def _spread_evidence(size: Size, random: np.random.Generator) -> NDArray[np.bool_]:
+    """Which posts give evidence of what: the exact number of each criterion, and none in some."""
+    evidence = np.zeros((size.posts, len(CRITERIA)), dtype=np.bool_)
+    some = random.permutation(size.posts)[size.without :]
+    # Dealt round, every one of them gets something before one gets more.
+    at = 0
+    for k in random.permutation(np.repeat(np.arange(len(CRITERIA)), size.positives)):
+        while evidence[some[at % some.size], k]:
+            at += 1
+        evidence[some[at % some.size], k] = True
+        at += 1
+    return evidence
+
+
+def _spread_lures(size: Size, random: np.random.Generator) -> NDArray[np.bool_]:
+    """Which posts hold a cue that is no evidence; some give evidence of the same as well."""
+    lures = np.zeros((size.posts, len(CRITERIA)), dtype=np.bool_)
+    for k, positives in enumerate(size.positives):
+        lures[random.choice(size.posts, round(positives * size.lures), replace=False), k] = True
+    return lures
+
+
+def _lengths(size: Size) -> NDArray[np.int64]:
+    """Words per post, ascending: log-normal, with the shortest, the longest and the mean exact."""
+    shares = (np.arange(size.posts) + 0.5) / size.posts
+    normal = np.array([NormalDist().inv_cdf(share) for share in shares])
+    inner = np.exp(size.spread * normal)[1:-1]
+    total = round(size.words * size.posts) - size.shortest - size.longest
+    inner = np.clip(inner * total / inner.sum(), size.shortest, size.longest).astype(np.int64)
+    middle = inner.size // 2
+    missing = total - int(inner.sum())
+    inner[middle:] += np.diff(np.linspace(0, missing, inner.size - middle + 1).astype(np.int64))
+    return np.sort([size.shortest, *np.clip(inner, size.shortest, size.longest), size.longest])
+
+
+def _assign_lengths(
+    lengths: NDArray[np.int64], told: NDArray[np.int64], random: np.random.Generator
+) -> NDArray[np.int64]:
+    """A length for each post, at random among those that can hold what it tells."""
+    free = list(lengths)
+    assigned = np.zeros(told.size, dtype=np.int64)
+    for number in sorted(random.permutation(told.size), key=lambda n: -told[n]):
+        fitting = int(np.searchsorted(free, told[number] * SENTENCE))
+        assigned[number] = free.pop(int(random.integers(fitting, len(free))))
+    return assigned

@@ -1,0 +1,206 @@
+"""Tokens of a text file, made once and mapped from disk ever after, whatever its size.
+
+The folder's name is a hash of everything that the tokens depend on (the file's content, the
+tokenizer, the length, the columns), so that a change of any of them never meets old tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.data.classes import class_order
+from trainfit.data.text_files import Chunk, Columns, check_file, hash_content, read_chunks
+from trainfit.data.tokenizers import tokenizer_hash
+from trainfit.data.tokens import Tokens, encode_texts
+from trainfit.errors import BadInput
+from trainfit.files import cache_folder, write_whole
+from trainfit.hardware.cpu import allowed_by_affinity
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+Progress = Callable[[int], None]
+"""Called with the number of texts done so far."""
+_FORMAT = 1
+_MOST_CLASSES = 10_000
+_LARGE = 64 * 2**20
+"""Bytes of a file from which on several processes pay for their start."""
+_Encoded = tuple[NDArray[np.int32], NDArray[np.int32]]
+_IN_WORKER: dict[str, Any] = {}
+"""The tokenizer and the length, sent to a worker process once and not with every chunk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LabelledTokens:
+    """The tokens of a file, and the names of their labels in class order."""
+
+    tokens: Tokens
+    classes: list[str]
+
+
+def tokenize_file(
+    path: Path,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int,
+    columns: Columns,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> LabelledTokens:
+    """The file's tokens, from the cache or made now. `processes` None: by the file's size."""
+    content = {
+        "format": _FORMAT,
+        "content": hash_content(check_file(path)),
+        "tokenizer": tokenizer_hash(tokenizer),
+        "max_length": max_length,
+        "columns": asdict(columns),
+    }
+    key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    folder = cache_folder() / "tokens" / key[:32]
+    if not _whole(folder):
+        chunks = read_chunks(path, columns)
+        count = _processes(path) if processes is None else processes
+        _make(folder, path, _encode(chunks, tokenizer, max_length, count), progress)
+    return _open(folder)
+
+
+def _processes(path: Path) -> int:
+    small = path.is_file() and path.stat().st_size < _LARGE
+    return 1 if small else allowed_by_affinity()
+
+
+def _encode(
+    chunks: Iterator[Chunk], tokenizer: Tokenizer, max_length: int, processes: int
+) -> Iterator[tuple[Chunk, _Encoded]]:
+    """Each chunk with its tokens, in order; with several processes only a few are under way."""
+    if processes == 1:
+        for chunk in chunks:
+            yield chunk, _flat(tokenizer, chunk.texts, max_length)
+        return
+    # A fork of a process that has threads, as torch and tokenizers start them, may hang.
+    with ProcessPoolExecutor(
+        processes, get_context("spawn"), _start_worker, (tokenizer, max_length)
+    ) as pool:
+        waiting: deque[tuple[Chunk, Future[_Encoded]]] = deque()
+        for chunk in chunks:
+            waiting.append((chunk, pool.submit(_work, chunk.texts)))
+            if len(waiting) > 2 * processes:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for last, future in waiting:
+            yield last, future.result()
+
+
+def _start_worker(tokenizer: Tokenizer, max_length: int) -> None:
+    _IN_WORKER.update(tokenizer=tokenizer, max_length=max_length)
+
+
+def _work(texts: list[str]) -> _Encoded:
+    return _flat(_IN_WORKER["tokenizer"], texts, _IN_WORKER["max_length"])
+
+
+def _flat(tokenizer: Tokenizer, texts: list[str], max_length: int) -> _Encoded:
+    encoded = [np.array(one, dtype=np.int32) for one in encode_texts(tokenizer, texts, max_length)]
+    return np.concatenate(encoded), np.array([one.size for one in encoded], dtype=np.int32)
+
+
+def _make(
+    folder: Path,
+    source: Path,
+    encoded: Iterator[tuple[Chunk, _Encoded]],
+    progress: Progress | None,
+) -> None:
+    """Write everything beside the folder, then give it its name: it is whole or not there."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+    try:
+        meta = _write(building, encoded, progress)
+        if not meta["sequences"]:
+            raise BadInput(f"{source} has no rows", "give a file with a text per row")
+        if len(meta["labels"]) > _MOST_CLASSES:
+            raise BadInput(
+                f"{source} has {len(meta['labels'])} different labels",
+                "name the right column (data.label_column)",
+            )
+        write_whole(building / "meta.json", json.dumps(meta))
+        shutil.rmtree(folder, ignore_errors=True)
+        building.rename(folder)
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+
+
+def _write(
+    building: Path, encoded: Iterator[tuple[Chunk, _Encoded]], progress: Progress | None
+) -> dict[str, Any]:
+    labels: dict[str, int] = {}
+    sequences = tokens = 0
+    with (
+        (building / "tokens").open("wb") as ids,
+        (building / "lengths").open("wb") as lengths,
+        (building / "labels").open("wb") as classes,
+        (building / "groups").open("wb") as groups,
+    ):
+        for chunk, (flat, sizes) in encoded:
+            ids.write(flat.tobytes())
+            lengths.write(sizes.tobytes())
+            numbers = [labels.setdefault(name, len(labels)) for name in chunk.labels]
+            classes.write(np.array(numbers, dtype=np.int32).tobytes())
+            groups.write(b"".join(_group(name) for name in chunk.groups))
+            sequences += sizes.size
+            tokens += flat.size
+            if progress is not None:
+                progress(sequences)
+        for file in (ids, lengths, classes, groups):
+            file.flush()
+            os.fsync(file.fileno())
+    return {"sequences": sequences, "tokens": tokens, "labels": list(labels)}
+
+
+def _group(name: str) -> bytes:
+    """A number for a group that needs no table of all groups in memory."""
+    return hashlib.blake2b(name.encode(), digest_size=8).digest()
+
+
+def _whole(folder: Path) -> bool:
+    """Whether the folder has all that its meta file promises."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        sizes = {name: (folder / name).stat().st_size for name in ("tokens", "lengths", "labels")}
+    except (OSError, ValueError):
+        return False
+    sequences = meta["sequences"]
+    return sizes == {
+        "tokens": 4 * meta["tokens"],
+        "lengths": 4 * sequences,
+        "labels": 4 * sequences,
+    }
+
+
+def _open(folder: Path) -> LabelledTokens:
+    meta = json.loads((folder / "meta.json").read_text())
+    lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
+    groups = np.fromfile(folder / "groups", dtype=np.int64)
+    classes = class_order(meta["labels"])
+    numbers = np.array([classes.index(name) for name in meta["labels"]], dtype=np.int64)
+    tokens = Tokens(
+        ids=np.memmap(folder / "tokens", dtype=np.int32, mode="r"),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        labels=numbers[np.fromfile(folder / "labels", dtype=np.int32)],
+        groups=groups if groups.size else None,
+    )
+    return LabelledTokens(tokens=tokens, classes=classes)

@@ -1,0 +1,186 @@
+"""Tokenised sequences as flat arrays: what packing reads and batches are gathered from.
+
+A sequence is a start and a length in one long array, in memory or mapped from a file. A subset
+shares that array, so folds and splits cost no tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.errors import BadInput
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+IntArray = NDArray[np.int64]
+Indices = Sequence[int] | IntArray
+_CHUNK = 1024
+"""Sequences given to the tokenizer at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Tokens:
+    """Sequences of tokens with a label each."""
+
+    ids: NDArray[np.int32] = field(repr=False)
+    """Token ids of all sequences; maybe of others too."""
+    starts: IntArray = field(repr=False)
+    """Where each sequence begins in `ids`."""
+    lengths: IntArray = field(repr=False)
+    labels: IntArray = field(repr=False)
+    types: NDArray[np.uint8] | None = field(default=None, repr=False)
+    """0 for the first text of a pair and 1 for the second, beside `ids`; None: one kind."""
+    groups: IntArray | None = field(default=None, repr=False)
+    """What must stay together in a split, such as the post."""
+    criteria: IntArray | None = field(default=None, repr=False)
+    """What a metric is also given by."""
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def subset(self, indices: Indices) -> Tokens:
+        """These sequences, in this order; the tokens are shared."""
+        chosen = np.asarray(indices, dtype=np.int64)
+        return replace(
+            self,
+            starts=self.starts[chosen],
+            lengths=self.lengths[chosen],
+            labels=self.labels[chosen],
+            groups=None if self.groups is None else self.groups[chosen],
+            criteria=None if self.criteria is None else self.criteria[chosen],
+        )
+
+    def sequence(self, index: int) -> NDArray[np.int32]:
+        """The token ids of one sequence."""
+        start = int(self.starts[index])
+        return np.asarray(self.ids[start : start + int(self.lengths[index])])
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dataset:
+    """What one run trains on, chooses its model by, and is judged by at the end."""
+
+    train: Tokens
+    validation: Tokens
+    test: Tokens
+    metadata: dict[str, Any]
+    """JSON values: counts, classes, weights; never a text."""
+
+
+def from_lists(
+    ids: Sequence[Sequence[int]],
+    labels: Indices,
+    *,
+    types: Sequence[Sequence[int]] | None = None,
+    groups: IntArray | None = None,
+    criteria: IntArray | None = None,
+) -> Tokens:
+    """Sequences given as lists."""
+    lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
+    total = int(lengths.sum())
+    flat = np.fromiter((token for one in ids for token in one), dtype=np.int32, count=total)
+    kinds = None
+    if types is not None:
+        kinds = np.fromiter((kind for one in types for kind in one), dtype=np.uint8, count=total)
+    return Tokens(
+        ids=flat,
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        labels=np.asarray(labels, dtype=np.int64),
+        types=kinds,
+        groups=groups,
+        criteria=criteria,
+    )
+
+
+def tokenize_texts(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    labels: Indices,
+    *,
+    max_length: int,
+    groups: IntArray | None = None,
+) -> Tokens:
+    """Texts with the tokenizer's special tokens, cut to `max_length`."""
+    ids: list[list[int]] = []
+    for start in range(0, len(texts), _CHUNK):
+        ids += encode_texts(tokenizer, texts[start : start + _CHUNK], max_length)
+    return from_lists(ids, labels, groups=groups)
+
+
+def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:
+    """The token ids of each text; one that is all white space still has one token or more."""
+    encoded = tokenizer(
+        list(texts),
+        truncation=True,
+        max_length=max_length,
+        padding=False,
+        return_attention_mask=False,
+        return_token_type_ids=False,
+    )
+    ids: list[list[int]] = encoded["input_ids"]
+    # A tokenizer without special tokens makes nothing of an empty text, and packing needs a token.
+    filler = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
+    return [one or [filler] for one in ids]
+
+
+def tokenize_pairs(
+    tokenizer: Tokenizer,
+    texts: Sequence[str],
+    seconds: Sequence[str],
+    text_of: IntArray,
+    second_of: IntArray,
+    labels: Indices,
+    *,
+    max_length: int,
+) -> Tokens:
+    """Pairs of a text and a second text: a pair that is too long loses the end of its first.
+
+    Pair p is `texts[text_of[p]]` with `seconds[second_of[p]]`; the first becomes its group and the
+    second its criterion.
+    """
+    joined = _with_separator(tokenizer, seconds)
+    _check_room(tokenizer, joined, max_length)
+    with_types = "token_type_ids" in tokenizer.model_input_names
+    ids: list[list[int]] = []
+    types: list[list[int]] = []
+    for start in range(0, len(text_of), _CHUNK):
+        part = slice(start, start + _CHUNK)
+        encoded = tokenizer(
+            [texts[i] for i in text_of[part]],
+            [joined[i] for i in second_of[part]],
+            truncation="only_first",
+            max_length=max_length,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=with_types,
+        )
+        ids += encoded["input_ids"]
+        types += encoded["token_type_ids"] if with_types else []
+    return from_lists(
+        ids, labels, types=types if with_types else None, groups=text_of, criteria=second_of
+    )
+
+
+def _with_separator(tokenizer: Tokenizer, seconds: Sequence[str]) -> list[str]:
+    """A new line before the second text where the tokenizer puts nothing between the two."""
+    single, pair = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
+    return [text if pair > single else f"\n{text}" for text in seconds]
+
+
+def _check_room(tokenizer: Tokenizer, seconds: Sequence[str], max_length: int) -> None:
+    """The second text is never cut, so it must leave room for the first."""
+    special = tokenizer.num_special_tokens_to_add(pair=True)
+    encoded = tokenizer(list(seconds), add_special_tokens=False, return_attention_mask=False)
+    needed = special + max(len(one) for one in encoded["input_ids"])
+    if needed >= max_length:
+        raise BadInput(
+            f"data.max_length is {max_length}, but a criterion alone takes {needed} tokens",
+            f"set it to {needed + 1} or more, or shorten the criteria (data.criteria=short)",
+        )

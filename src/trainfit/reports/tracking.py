@@ -1,0 +1,90 @@
+"""Trackers by name: TensorBoard, MLflow, W&B. They get the numbers of a run and never a text."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainfit.conf import Composed
+from trainfit.engine.journal import Tracker
+from trainfit.errors import BadInput
+
+_MODULES = {
+    "tensorboard": "torch.utils.tensorboard",
+    "mlflow": "mlflow",
+    "wandb": "wandb",
+}
+"""What each is imported as."""
+
+
+def open_trackers(kind: str, run: Path, composed: Composed) -> Sequence[Tracker]:
+    """The tracker of the configuration for a run, or none."""
+    if kind == "none":
+        return ()
+    openers: dict[str, Callable[[Any, Path, dict[str, Any]], Tracker]] = {
+        "tensorboard": _tensorboard,
+        "mlflow": _mlflow,
+        "wandb": _wandb,
+    }
+    return (openers[kind](check_installed(kind), run, composed.values()),)
+
+
+def check_installed(kind: str) -> Any:
+    """The tracker's module, or one line that says how to get it."""
+    try:
+        return importlib.import_module(_MODULES[kind])
+    except ImportError:
+        raise BadInput(
+            f"tracking is {kind}, which is not installed", f"pip install {kind}, or tracking=none"
+        ) from None
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    """train/loss, evaluation/f1 and so on."""
+    kind = row["kind"]
+    return {
+        f"{kind}/{name}": float(value)
+        for name, value in row.items()
+        if name not in ("kind", "step") and isinstance(value, int | float)
+    }
+
+
+def _tensorboard(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
+    writer = module.SummaryWriter(str(run / "tensorboard"))
+    writer.add_text("config", "\n".join(f"    {key}: {value}" for key, value in values.items()))
+
+    def track(row: Mapping[str, Any]) -> None:
+        for name, value in _numbers(row).items():
+            writer.add_scalar(name, value, int(row["step"]))
+        writer.flush()
+
+    return track
+
+
+def _mlflow(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
+    # Through a client, not the active run: a job may have several folds under way in one process.
+    client = module.MlflowClient()
+    experiment = client.get_experiment_by_name("trainfit")
+    number = experiment.experiment_id if experiment else client.create_experiment("trainfit")
+    created = client.create_run(number, run_name=run.name).info.run_id
+    for key, value in values.items():
+        client.log_param(created, key, value)
+
+    def track(row: Mapping[str, Any]) -> None:
+        for name, value in _numbers(row).items():
+            client.log_metric(created, name, value, step=int(row["step"]))
+
+    return track
+
+
+def _wandb(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
+    session = module.init(
+        project="trainfit", name=run.name, dir=str(run), config=values, reinit="create_new"
+    )
+
+    def track(row: Mapping[str, Any]) -> None:
+        session.log(_numbers(row), step=int(row["step"]))
+
+    return track

@@ -1,0 +1,232 @@
+"""A training run as it is watched: a bar in a terminal, plain lines elsewhere, then the scores.
+
+Everything but the scores goes to standard error, so that a program can read standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from trainfit import codec
+from trainfit.conf import Composed
+from trainfit.engine.observers import Observer, TrainRow, plain_line
+from trainfit.records import Event, RunResult
+from trainfit.reports import terminal
+from trainfit.reports.plan import duration
+from trainfit.reports.tracking import check_installed, open_trackers
+from trainfit.tasks.encoder.job import Show
+from trainfit.tasks.encoder.metrics import Metrics
+from trainfit.tasks.encoder.scores import JobResult
+
+_FIGURES = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc")
+_EVERY = 5.0
+"""Seconds between two plain lines at the least."""
+
+
+def show(composed: Composed) -> Show:
+    """How `trainfit train` shows a job."""
+    console = terminal.console(stderr=True)
+    tracking = str(composed.values()["tracking"])
+    if tracking != "none":
+        check_installed(tracking)  # now, and not after the first hour
+
+    def busy(what: str) -> AbstractContextManager[Any]:
+        return console.status(what) if console.is_terminal else nullcontext()
+
+    def watch(title: str) -> Sequence[Observer]:
+        return (Bar(console, title) if console.is_terminal else Lines(console, title),)
+
+    return Show(
+        watch=watch,
+        track=lambda run: open_trackers(tracking, run, composed),
+        busy=busy,
+    )
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that talks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Lines(Observer):
+    """Plain lines, not more often than a person reads."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        """Write to `console`; `title` says which fold this is."""
+        self._console, self._prefix = console, f"{title}: " if title else ""
+        self._last = 0.0
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(self._prefix + text), soft_wrap=True)
+
+    def on_line(self, text: str) -> None:
+        """A line about what is set."""
+        self._print(text)
+
+    def on_log(self, row: TrainRow) -> None:
+        """The numbers of a window, if the last ones are some seconds old."""
+        now = time.monotonic()
+        if now - self._last >= _EVERY or row.step == row.total_steps:
+            self._last = now
+            left = row.step_seconds * (row.total_steps - row.step)
+            self._print(f"{plain_line(row)}, {duration(left)} left")
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation scores."""
+        self._print(f"step {step}: validation {_figures(metrics)}")
+
+    def on_event(self, event: Event) -> None:
+        """What happened."""
+        self._print(f"{event.kind} at step {event.step}: {event.text}")
+
+
+class Bar(Observer):
+    """A progress bar with loss, rates, MFU, memory and time left; other lines go above it."""
+
+    def __init__(self, console: Console, title: str) -> None:
+        """Draw on `console`; `title` says which fold this is."""
+        self._lines = Lines(console, title)
+        self._bar = Progress(
+            TextColumn(title or "training"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            transient=True,
+        )
+
+    def on_line(self, text: str) -> None:
+        """A line about what is set."""
+        self._lines.on_line(text)
+
+    def on_start(self, step: int, total_steps: int) -> None:
+        """Begin to draw."""
+        self._task = self._bar.add_task("", total=total_steps, completed=step, numbers="")
+        self._bar.start()
+
+    def on_step(self, step: int) -> None:
+        """Move on."""
+        self._bar.update(self._task, completed=step)
+
+    def on_log(self, row: TrainRow) -> None:
+        """New numbers beside the bar."""
+        self._bar.update(self._task, numbers=bar_numbers(row))
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation scores."""
+        self._lines.on_evaluation(step, metrics)
+
+    def on_event(self, event: Event) -> None:
+        """What happened."""
+        self._lines.on_event(event)
+
+    def on_end(self, _result: RunResult) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def bar_numbers(row: TrainRow) -> str:
+    """What stands beside the bar."""
+    left = duration(row.step_seconds * (row.total_steps - row.step))
+    parts = [
+        f"loss {row.loss:.4f}",
+        f"{row.samples_per_second:,.1f} samples/s",
+        f"{row.tokens_per_second:,.0f} tokens/s",
+        *([] if row.mfu is None else [f"mfu {row.mfu:.1%}"]),
+        f"{row.memory_gib:.2f} GiB",
+        f"{left} left",
+    ]
+    return ", ".join(parts)
+
+
+# ── the end ───────────────────────────────────────────────────────────────────────────────────
+
+
+def end(result: JobResult, *, as_json: bool) -> None:
+    """Print what came of a job."""
+    if not is_first_rank():
+        return
+    if as_json:
+        print(json.dumps(codec.encode(result)))
+        return
+    console = terminal.console()
+    if result.status == "stopped":
+        console.print(
+            f"Stopped. Go on with: trainfit train {result.task} --resume {result.run}",
+            soft_wrap=True,
+        )
+        return
+    console.print(result_page(result))
+
+
+def result_page(result: JobResult) -> RenderableType:
+    """The scores as tables, with the baselines beside them."""
+    parts: list[RenderableType] = [_scores(result)]
+    if result.by_criterion:
+        parts += ["", _criteria(result.by_criterion)]
+    confusion = result.metrics["confusion"]
+    parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
+    if result.events:
+        kinds = sorted({event.kind for event in result.events})
+        counts = [f"{sum(e.kind == kind for e in result.events)} {kind}" for kind in kinds]
+        parts.append(Text(f"Events: {', '.join(counts)}", "dim"))
+    parts.append(Text(f"{duration(result.seconds)} of training; run folder {result.run}"))
+    return Group(*parts)
+
+
+def _scores(result: JobResult) -> Table:
+    metrics = result.metrics
+    folds = metrics.get("folds")
+    title = f"Held-out scores over {len(folds)} folds" if folds else "Held-out test scores"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in _FIGURES:
+        table.add_column(name, justify="right")
+    for number, fold in enumerate(folds or [], 1):
+        table.add_row(f"fold {number}", *(_cell(fold.get(name)) for name in _FIGURES))
+    if folds:
+        table.add_row("mean", *(_cell(metrics["mean"].get(n)) for n in _FIGURES), style="bold")
+        table.add_row("std", *(_cell(metrics["std"].get(name)) for name in _FIGURES))
+        table.add_row("95% interval", *(_interval(metrics["ci95"].get(n)) for n in _FIGURES))
+    else:
+        table.add_row("model", *(_cell(metrics.get(name)) for name in _FIGURES), style="bold")
+    names = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}
+    for name, value in result.baselines.items():
+        table.add_row(names[name], _cell(value))
+    return table
+
+
+def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
+    table = Table(title="By criterion", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in (*_FIGURES, "positives", "pairs"):
+        table.add_column(name, justify="right")
+    for code, one in by_criterion.items():
+        positives = sum(one.confusion[1])
+        cells = [_cell(getattr(one, name)) for name in _FIGURES]
+        table.add_row(code, *cells, str(positives), str(one.count))
+    return table
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _interval(pair: Sequence[float | None] | None) -> str:
+    if pair is None or pair[0] is None or pair[1] is None:
+        return "–"
+    return f"{pair[0]:.3f}–{pair[1]:.3f}"

@@ -1,0 +1,178 @@
+"""What a classification job trains with: its configuration, its weights and its tokenizer."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit import codec
+from trainfit.catalogue.models import model_shape
+from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
+from trainfit.conf.schema import EncoderModel
+from trainfit.errors import BadInput
+from trainfit.hardware import detect
+from trainfit.records import HardwareProfile
+from trainfit.tasks.encoder.settings import Weights
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+EncoderConfig = NliConfig | TextclassConfig
+_FREEZE = "model.freeze_encoder"
+"""Presets and experiments freeze a pretrained encoder; a random one is worth nothing frozen."""
+_MOST_WORDS = 8192
+"""The largest vocabulary to learn; a model may have room for more."""
+
+
+def configure(task: str, overrides: Sequence[str]) -> Composed:
+    """The job's configuration; where neither data nor a model is named, that of the small one."""
+    composed = compose(task, overrides)
+    if not made_up(composed) or composed.origins["model.name"] != "default":
+        return composed
+    name = f"{task}_embedded"
+    free = {
+        key: value
+        for key, value in layer(task, "experiment", name).items()
+        if composed.origins[key] == "default"
+        or (key == _FREEZE and composed.origins[key] != "override")
+    }
+    words = [f"{key}={json.dumps(value)}" for key, value in free.items()]
+    filled = compose(task, [*overrides, *words])
+    note = f"no data is named: made-up data and a small model (experiment={name})"
+    origins = filled.origins | dict.fromkeys(free, f"experiment {name}")
+    return replace(filled, origins=origins, notes=(*composed.notes, note))
+
+
+def configured_by(run: Path, task: str) -> Composed:
+    """The configuration that a run was started with."""
+    path = run / "config.json"
+    try:
+        data = json.loads(path.read_text())
+        if data["task"] != task:
+            raise BadInput(f"{run} is a run of {data['task']}", f"resume it as {data['task']}")
+        return Composed(
+            task=task,
+            hardware=data["hardware"],
+            experiment=data["experiment"],
+            config=codec.decode(SCHEMAS[task], data["config"], str(path)),
+            origins=data["origins"],
+            notes=(),
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(f"cannot read {path} ({error})", "give the folder of a run") from None
+
+
+def made_up(composed: Composed) -> bool:
+    """Whether the job's data is invented."""
+    config = composed.config
+    if isinstance(config, NliConfig):
+        return config.data.data_dir is None
+    return isinstance(config, TextclassConfig) and config.data.train is None
+
+
+def find_machine(composed: Composed) -> HardwareProfile:
+    """The machine to train on, or an error where it cannot do what was asked of it."""
+    profile, device = detect(), composed.config.device
+    if device.use_cuda is False:
+        profile = replace(profile, gpus=())
+    elif not profile.gpus and device.use_cuda is True:
+        raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
+    elif not profile.gpus and composed.hardware not in ("auto", "cpu", "conservative"):
+        raise BadInput(
+            f"hardware={composed.hardware}, but there is no GPU here",
+            f"use hardware=auto or cpu; `trainfit plan {composed.task}` plans for any GPU",
+        )
+    if not profile.gpus and (
+        device.mixed_precision == "fp16"
+        or (device.mixed_precision == "bf16" and not profile.cpu.native_bf16)
+    ):
+        raise BadInput(
+            f"device.mixed_precision is {device.mixed_precision}, which this CPU does not multiply",
+            "set it to auto or off",
+        )
+    return profile
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Weights to begin with, and the tokenizer that goes with them."""
+
+    weights: Weights
+    tokenizer: Tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """What fills up rows."""
+        from trainfit.data.tokenizers import pad_id
+
+        return pad_id(self.tokenizer)
+
+
+def choose_weights(
+    model: EncoderModel,
+    *,
+    invented: bool,
+    texts: Callable[[], Iterable[str]],
+    least: int = 2,
+) -> Chosen:
+    """`texts` are what a tokenizer is learned from, where the model brings none.
+
+    Pieces of them that occur fewer than `least` times get no token of their own.
+    """
+    from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
+
+    weights, place = _source(model, invented)
+    if place is not None:
+        return Chosen(weights=weights, tokenizer=load_tokenizer(place))
+    size, pad_id = _vocabulary(model.name)
+    tokenizer = learn_tokenizer(
+        texts(), vocabulary=min(size, _MOST_WORDS), pad_id=pad_id, least=least
+    )
+    return Chosen(weights=weights, tokenizer=tokenizer)
+
+
+def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
+    """Random or pretrained, and where the tokenizer is; None: it is learned."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        weights: Weights = "random" if model.weights == "random" else "pretrained"
+        named = any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model"))
+        return weights, model.name if named else None
+    try:
+        hub = model_shape(model.name).hub
+    except BadInput:
+        if "/" not in model.name:
+            raise
+        hub = model.name
+    if hub is None and model.weights == "pretrained":
+        raise BadInput(f"{model.name} has no pretrained weights", "set model.weights=auto")
+    short = "/" not in model.name
+    if hub is None or model.weights == "random" or (model.weights == "auto" and invented and short):
+        return "random", None
+    return "pretrained", hub
+
+
+def _vocabulary(name: str) -> tuple[int, int]:
+    """How many tokens a model's embedding has room for, and which one is its padding."""
+    fields = _fields(name)
+    size, pad = fields.get("vocab_size"), fields.get("pad_token_id")
+    if not isinstance(size, int) or size < 300:
+        raise BadInput(
+            f"{name} has a vocabulary of {size}",
+            "a learned tokenizer needs room for 300 tokens; give a model with its own tokenizer",
+        )
+    return size, pad if isinstance(pad, int) and 0 <= pad <= 4 else 0
+
+
+def _fields(name: str) -> dict[str, Any]:
+    if Path(name).is_dir():
+        from trainfit.tasks.encoder.sources import read_config
+
+        fields = read_config(name)
+    else:
+        fields = model_shape(name).config
+    inner: dict[str, Any] = fields.get("text_config", fields)
+    return inner

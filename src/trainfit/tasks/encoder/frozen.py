@@ -1,0 +1,94 @@
+"""A frozen encoder's outputs depend on the tokens alone: computed once, and trained on often.
+
+The model that the engine trains is then the head alone. Its weights have the names that they have
+in the whole classifier, so a checkpoint is the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trainfit.data.tokens import Tokens
+from trainfit.tasks.encoder.classifier import EncoderClassifier
+from trainfit.tasks.encoder.loss import IGNORED
+from trainfit.tasks.encoder.task import ClassifierTask, Probabilities
+
+Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
+"""The pooled outputs of sequences `[sequences, width]`."""
+_MOST_BYTES = 2 * 2**30
+
+
+class Head(nn.Module):
+    """The last part of a classifier, on pooled outputs."""
+
+    def __init__(self, model: EncoderClassifier) -> None:
+        super().__init__()
+        self.dropout, self.head = model.dropout, model.head
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dropout(pooled))
+        return logits
+
+
+class FrozenTask(ClassifierTask):
+    """Trains a head on the pooled outputs of the training and validation sequences."""
+
+    def __init__(
+        self,
+        build: Callable[[], EncoderClassifier],
+        train: Tokens,
+        validation: Tokens,
+        *,
+        pool: Pool,
+        **options: Any,
+    ) -> None:
+        """`options` are ClassifierTask's; `pool` runs the model that `build` makes."""
+        super().__init__(build, train, validation, **options)
+        self._pool = pool
+        self._pooled: dict[str, Tensor] = {}
+
+    def build_model(self) -> nn.Module:
+        """The head; or the whole model where there is something before it to train."""
+        model = self._build()
+        if not _can_be_cached(model, len(self._train) + len(self._validation)):
+            return model
+        for name, part in (("train", self._train), ("validation", self._validation)):
+            self._pooled[name] = torch.from_numpy(self._pool(model, part)).float()
+        return Head(model.cpu())
+
+    def collate(
+        self, sequences: Sequence[int], rows: int, width: int, slots: int | None
+    ) -> Mapping[str, Tensor]:
+        """The outputs of these sequences, filled up to the number that the shape has."""
+        if not self._pooled:
+            return super().collate(sequences, rows, width, slots)
+        chosen = torch.tensor(sequences, dtype=torch.long)
+        empty = (rows if slots is None else slots) - len(chosen)
+        labels = torch.from_numpy(self._train.labels)[chosen]
+        return {
+            "pooled": nn.functional.pad(self._pooled["train"][chosen], (0, 0, 0, empty)),
+            "labels": nn.functional.pad(labels, (0, empty), value=IGNORED),
+        }
+
+    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
+        """Of the validation part."""
+        if not self._pooled:
+            return super().probabilities(model, batch_size)
+        device = next(model.parameters()).device
+        parts = [
+            model(part.to(device)).double().softmax(-1).cpu().numpy()
+            for part in torch.split(self._pooled["validation"], batch_size)
+        ]
+        return np.concatenate(parts)
+
+
+def _can_be_cached(model: EncoderClassifier, sequences: int) -> bool:
+    """Whether nothing before the head is trained, and the outputs are no burden to memory."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    size = sequences * model.head.in_features * 4
+    return trained <= {"head.weight", "head.bias"} and size <= _MOST_BYTES

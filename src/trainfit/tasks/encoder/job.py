@@ -1,0 +1,257 @@
+"""A classification job from its data to its scores: plan, train each fold, judge what was held out.
+
+    RUN/config.json, plan.json, environment.json, data.json    what was asked, planned, and given
+    RUN/checkpoints/, metrics.jsonl, train.log, result.json    the engine's
+    RUN/predictions.csv, scores.json, export/                  on what was held out; the model
+    RUN/results.json                                           of the whole job
+
+Under cross-validation each fold has these in a folder of its own, RUN/fold-1 and so on. A fold is
+done when its scores are written, so a job that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainfit.data.tokens import Tokens
+from trainfit.engine import checkpoint, loop
+from trainfit.engine.distributed import World, joined
+from trainfit.engine.journal import Journal, Tracker
+from trainfit.engine.observers import Observer
+from trainfit.engine.settings import LoopSettings
+from trainfit.errors import BadInput
+from trainfit.files import write_whole
+from trainfit.records import HardwareProfile, Plan, RunResult, RuntimeSettings
+from trainfit.runtime import applied
+from trainfit.tasks.encoder import export, flops, scores
+from trainfit.tasks.encoder.classifier import EncoderClassifier
+from trainfit.tasks.encoder.frozen import FrozenTask
+from trainfit.tasks.encoder.looping import loop_settings, model_decisions, opening
+from trainfit.tasks.encoder.predict import pool_within, predict_within
+from trainfit.tasks.encoder.prepared import Prepared, begin
+from trainfit.tasks.encoder.scores import FoldScores, JobResult
+from trainfit.tasks.encoder.task import ClassifierTask, Probabilities
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Show:
+    """How a job is watched; nobody does by default."""
+
+    watch: Callable[[str], Sequence[Observer]] = lambda _title: ()
+    """Observers of a fold with that title."""
+    track: Callable[[Path], Sequence[Tracker]] = lambda _run: ()
+    """Trackers of a fold in that folder."""
+    busy: Callable[[str], AbstractContextManager[Any]] = lambda _what: nullcontext()
+    """A sign of life while something takes a while."""
+
+
+def run(
+    prepared: Prepared,
+    profile: HardwareProfile,
+    show: Show | None = None,
+    *,
+    resume: Path | None = None,
+) -> JobResult:
+    """Train and judge every fold, in a new folder or in the one of a run that was left."""
+    show = show or Show()
+    device = "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
+    with joined(device) as (world, place):
+        with show.busy("planning"):
+            plan, folder = begin(prepared, profile, world, resume)
+        if not world.first:
+            show = Show()
+        with applied(_runtime(prepared, plan)):
+            job = _Job(prepared, plan, folder, world, place, show)
+            done = [job.fold(number, resume is not None) for number in range(job.folds)]
+            finished = [fold for fold in done if isinstance(fold, FoldScores)]
+            return job.end(finished, stopped=len(finished) < job.folds)
+
+
+def _runtime(prepared: Prepared, plan: Plan) -> RuntimeSettings:
+    threads = prepared.config.device.num_threads
+    return replace(plan.runtime, num_threads=None if threads == "auto" else threads)
+
+
+def _build(prepared: Prepared, plan: Plan) -> EncoderClassifier:
+    """The model, with weights that are numbers: a damaged file would spoil every step."""
+    model = prepared.build(
+        prepared.config.model, weights=prepared.chosen.weights, **model_decisions(plan)
+    )
+    for name, weight in model.named_parameters():
+        if not bool(torch.isfinite(weight).all()):
+            raise BadInput(
+                f"the weight {name} of {prepared.config.model.name} is not finite",
+                "get another copy of the model",
+            )
+    return model
+
+
+class _Job:
+    """A job under way in this process."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        plan: Plan,
+        run: Path,
+        world: World,
+        device: torch.device,
+        show: Show,
+    ) -> None:
+        self._prepared, self._plan, self._run = prepared, plan, run
+        self._world, self._device, self._show = world, device, show
+        self._stopped = False
+        self.folds = len(prepared.datasets)
+
+    def fold(self, number: int, resume: bool) -> FoldScores | None:
+        """Train and judge a fold, unless it is done; None where someone asked to stop."""
+        if self._stopped:
+            return None
+        folder, title = self._run, ""
+        if self._prepared.cross_validated:
+            folder, title = self._run / f"fold-{number + 1}", f"fold {number + 1} of {self.folds}"
+        if (folder / "scores.json").is_file():
+            return FoldScores.load(folder / "scores.json")
+        result = self._train(number, folder, title, resume=resume and folder.is_dir())
+        if result.status == "stopped":
+            self._stopped = True
+            return None
+        return self._judge(number, folder, title, result)
+
+    def _train(self, number: int, folder: Path, title: str, *, resume: bool) -> RunResult:
+        frozen = self._plan.workload.method == "frozen"  # most of its work is done beforehand
+        return loop.train(
+            self._task(number),
+            self._settings(number),
+            folder,
+            resume=resume,
+            observers=self._show.watch(title),
+            trackers=self._show.track(folder) if self._world.first else (),
+            ideal_seconds=None if frozen else flops.ideal_seconds(self._plan),
+            opening=opening,
+        )
+
+    def _settings(self, number: int) -> LoopSettings:
+        lengths = self._prepared.datasets[number].train.lengths
+        config = self._prepared.config
+        return loop_settings(
+            config,
+            self._plan,
+            lengths,
+            device=self._device.type,
+            ranks=self._world.size,
+            seed=config.seed + number,
+        )
+
+    def _task(self, number: int) -> ClassifierTask:
+        prepared, dataset = self._prepared, self._prepared.datasets[number]
+        config = prepared.config
+        weights = dataset.metadata["class_weights"] if config.data.class_weights else None
+        iterations = config.training.eval_iters
+        validation = dataset.validation
+        if iterations is not None:
+            most = iterations * self._plan.eval_batch_size
+            chosen = np.random.default_rng(config.seed).permutation(len(validation))[:most]
+            validation = validation.subset(np.sort(chosen))
+        options: dict[str, Any] = {
+            "effective_batch": self._plan.effective_batch_size,
+            "seed": config.seed + number,
+            "class_weights": weights,
+            "pad_id": prepared.chosen.pad_id,
+        }
+        build = partial(_build, prepared, self._plan)
+        if self._plan.workload.method == "frozen":
+            return FrozenTask(build, dataset.train, validation, pool=self._pool, **options)
+        return ClassifierTask(build, dataset.train, validation, **options)
+
+    def _pool(self, model: EncoderClassifier, tokens: Tokens) -> Probabilities:
+        with self._show.busy("running the frozen encoder, once"):
+            return pool_within(
+                model.to(self._device).eval(),
+                tokens,
+                self._plan.eval_batch_size,
+                pad_id=self._prepared.chosen.pad_id,
+                precision=self._plan.precision,
+            )
+
+    def _judge(self, number: int, folder: Path, title: str, result: RunResult) -> FoldScores:
+        """Score the best weights on what was held out, and export them."""
+        dataset = self._prepared.datasets[number]
+        with applied(RuntimeSettings(seed=self._settings(number).seed)):
+            # As the engine had it built: frozen weights are not saved.
+            model = _build(self._prepared, self._plan)
+        checkpoint.load_weights(folder, model, best=True)
+        model.to(self._device).eval()
+        found, size = predict_within(
+            model,
+            dataset.test,
+            self._plan.eval_batch_size,
+            pad_id=self._prepared.chosen.pad_id,
+            precision=self._plan.precision,
+        )
+        judged = scores.judge(
+            dataset, found, result, number + 1, criteria=dataset.metadata.get("criteria")
+        )
+        if self._world.first:
+            with self._show.busy("writing the model"):
+                export.write(
+                    folder / "export",
+                    model,
+                    self._prepared.chosen.tokenizer,
+                    self._facts(size),
+                )
+            rows = scores.rows(self._prepared.ids[number], dataset, found, number + 1)
+            write_whole(folder / "predictions.csv", scores.as_csv(rows))
+            judged.save(folder / "scores.json")
+            if self._prepared.cross_validated:
+                self._note(title, judged)
+                # The weights are in the export; five folds' optimizer states would fill a disk.
+                shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return judged
+
+    def _facts(self, eval_batch_size: int) -> dict[str, Any]:
+        return {
+            "task": self._prepared.composed.task,
+            "classes": self._prepared.datasets[0].metadata["classes"],
+            "max_length": self._prepared.config.data.max_length,
+            "pad_id": self._prepared.chosen.pad_id,
+            "eval_batch_size": eval_batch_size,
+            **self._prepared.facts,
+        }
+
+    def _note(self, title: str, judged: FoldScores) -> None:
+        """The fold's scores in the files of the whole job."""
+        with closing(Journal(self._run)) as journal:
+            journal.row("fold", {"step": judged.fold, **judged.overall.scalars()})
+            journal.line(f"{title}: held-out f1 {judged.overall.f1:.4f}")
+
+    def end(self, folds: Sequence[FoldScores], *, stopped: bool) -> JobResult:
+        """The results of the whole job, written down once it is finished."""
+        prepared = self._prepared
+        baselines: Mapping[str, float] = {}
+        if not stopped and self._world.first and prepared.config.baselines:
+            with self._show.busy("scoring the baselines"):
+                each = [prepared.baselines(number) for number in range(self.folds)]
+            baselines = {name: float(np.mean([b[name] for b in each])) for name in each[0]}
+        result = scores.summarise(
+            self._run,
+            prepared.composed.task,
+            folds,
+            dict(baselines),
+            cross_validated=prepared.cross_validated,
+            stopped=stopped,
+        )
+        if self._world.first and not stopped:
+            if prepared.cross_validated:
+                scores.join_predictions(self._run, self.folds)
+            result.save(self._run / "results.json")
+        return result

@@ -1,0 +1,139 @@
+"""From a configuration and a plan to what the engine's loop and the model are told."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainfit.conf import NliConfig, TextclassConfig
+from trainfit.engine.opening import opening_lines
+from trainfit.engine.recovery import Parts
+from trainfit.engine.settings import (
+    LoaderSettings,
+    LoopSettings,
+    OptimizerSettings,
+    ScheduleSettings,
+)
+from trainfit.kernels import varlen
+from trainfit.packing import PackedCut, ladder
+from trainfit.records import Plan
+from trainfit.tasks.encoder.classifier import EncoderClassifier
+from trainfit.tasks.encoder.frozen import Head
+
+METRIC = "f1"
+"""Of the positive class, on the validation part: what the best checkpoint is chosen by."""
+_SLACK = 1.02
+"""The plan's budget was fitted to one fold's lengths, and another fold's differ by so much."""
+
+
+def model_decisions(plan: Plan) -> dict[str, Any]:
+    """The fields of ClassifierSettings that the plan decides."""
+    decided: dict[str, Any] = {
+        "method": plan.workload.method,
+        "checkpointing": plan.gradient_checkpointing,
+        "dtype": plan.weights_dtype,
+    }
+    if plan.packed:  # variable-length kernels have none
+        decided["attention_dropout"] = 0.0
+    return decided
+
+
+def loop_settings(
+    config: NliConfig | TextclassConfig,
+    plan: Plan,
+    lengths: NDArray[np.int64],
+    *,
+    device: str,
+    ranks: int,
+    seed: int,
+) -> LoopSettings:
+    """The settings of one fold, whose training sequences have these lengths."""
+    training = config.training
+    return LoopSettings(
+        epochs=training.num_epochs,
+        max_steps=training.max_steps,
+        seed=seed,
+        device=device,
+        precision=plan.precision,
+        cuts=ladder(
+            lengths,
+            plan.effective_batch_size,
+            _cap(config, plan, int(lengths.max())),
+            padded=not plan.packed,
+            ranks=ranks,
+            seed=seed,
+            at_least=plan.gradient_accumulation_steps if plan.packed else 1,
+        ),
+        optimizer=OptimizerSettings(
+            kind=plan.optimizer,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            max_grad_norm=training.max_grad_norm,
+        ),
+        schedule=ScheduleSettings(
+            kind=training.scheduler,
+            warmup_ratio=training.warmup_ratio,
+            warmup_steps=training.warmup_steps,
+        ),
+        loader=LoaderSettings(
+            num_workers=plan.num_workers,
+            pin_memory=plan.pin_memory,
+            persistent_workers=plan.persistent_workers,
+            prefetch_factor=plan.prefetch_factor,
+        ),
+        compile=plan.compile,
+        compile_mode=plan.compile_mode,
+        eval_steps=training.eval_steps,
+        eval_batch_size=plan.eval_batch_size,
+        metric=METRIC,
+        early_stopping_patience=training.early_stopping_patience,
+        logging_steps=training.logging_steps,
+        checkpoint_steps=training.checkpoint_steps,
+        keep_checkpoints=training.keep_checkpoints,
+        nonfinite=training.nonfinite,
+    )
+
+
+def opening(parts: Parts) -> list[str]:
+    """The engine's first lines, with the attention that the model will really take."""
+    return opening_lines(parts, _attention(parts))
+
+
+def _attention(parts: Parts) -> str | None:
+    model = parts.model
+    if isinstance(model, Head):
+        return "Frozen encoder: its outputs were computed once, and only the head is trained"
+    if not isinstance(model, EncoderClassifier):
+        return None
+    traits = model.traits
+    if traits.own_attention:
+        return "The model's own attention, on padded rows of like length"
+    if not isinstance(parts.settings.cuts[0], PackedCut):
+        return None
+    dropout = f"attention dropout {traits.attention_dropout:g}"
+    on_gpu = parts.device.type == "cuda" and varlen.flash_exists()
+    reason = "no flash kernels here" if not on_gpu else _obstacle(parts, model)
+    if reason is None:
+        return f"Packed rows with variable-length Flash Attention, {dropout}"
+    return f"Packed rows with a mask ({reason}), {dropout}"
+
+
+def _obstacle(parts: Parts, model: EncoderClassifier) -> str | None:
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    return varlen.obstacle(
+        capability=varlen.capability(parts.device.index),
+        dtype=halves.get(parts.settings.precision, model.encoder.dtype),
+        head=model.traits.head,
+        softcap=model.traits.softcap,
+        dropout=model.traits.attention_dropout,
+    )
+
+
+def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:
+    """The most tokens of a micro-batch: what was planned, and never over what was asked for."""
+    asked = plan.batch_size * config.data.max_length
+    return max(longest, min(asked, math.ceil(plan.micro_batch_tokens * _SLACK)))

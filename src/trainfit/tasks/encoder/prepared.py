@@ -1,0 +1,108 @@
+"""What a job brings, its plan, and the folder it begins in or goes on in."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit import codec
+from trainfit.conf import Composed, GptConfig
+from trainfit.data.tokens import Dataset
+from trainfit.engine import run_folder
+from trainfit.engine.distributed import World, first_says
+from trainfit.errors import BadInput
+from trainfit.files import write_whole
+from trainfit.planning import planner
+from trainfit.records import HardwareProfile, Plan
+from trainfit.tasks import planned
+from trainfit.tasks.encoder import scores
+from trainfit.tasks.encoder.choosing import Chosen
+from trainfit.tasks.encoder.classifier import EncoderClassifier
+
+if TYPE_CHECKING:
+    from trainfit.tasks.encoder.choosing import EncoderConfig
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a job brings: its data in folds, its model, and what it is compared with."""
+
+    composed: Composed
+    chosen: Chosen
+    datasets: tuple[Dataset, ...]
+    """One, or one for each fold; `test` is what its score is taken on, and nothing else."""
+    ids: tuple[Sequence[str], ...]
+    """Of what is in each `test`."""
+    build: Callable[..., EncoderClassifier]
+    """The model of the configuration, with what the plan decided."""
+    baselines: Callable[[int], dict[str, float]]
+    """The F1 of what the model of a fold must beat."""
+    facts: dict[str, Any] = field(default_factory=dict)
+    """What else is needed to use the exported model."""
+
+    @property
+    def config(self) -> EncoderConfig:
+        """The configuration of the job."""
+        config = self.composed.config
+        assert not isinstance(config, GptConfig)
+        return config
+
+    @property
+    def cross_validated(self) -> bool:
+        """Whether there are folds."""
+        return self.config.cv.folds is not None
+
+
+def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
+    """The plan for the job's real lengths."""
+    lengths = prepared.datasets[0].train.lengths.tolist()
+    plan = planner.plan(planned.question(prepared.composed, lengths), profile, ranks=ranks)
+    if not plan.fits:
+        advice = plan.advice[0] if plan.advice else "take a smaller model"
+        raise BadInput("the job does not fit this machine", advice)
+    return plan
+
+
+def begin(
+    prepared: Prepared, profile: HardwareProfile, world: World, resume: Path | None
+) -> tuple[Plan, Path]:
+    """The plan and the folder: the first rank decides, and the others do the same."""
+    said = ""
+    if world.first and resume is None:
+        plan = make_plan(prepared, profile, world.size)
+        config = _written_config(prepared.composed)
+        task = prepared.composed.task
+        folder = run_folder.create(Path(prepared.config.runs_dir), task, config=config, plan=plan)
+        write_whole(folder / "data.json", json.dumps(_data(prepared), indent=2) + "\n")
+        said = json.dumps([plan.to_json(indent=None), str(folder)])
+    elif world.first and resume is not None:
+        _check_same_data(resume, prepared)
+        plan = Plan.load(resume / "plan.json")
+        said = json.dumps([plan.to_json(indent=None), str(resume)])
+    text, name = json.loads(first_says(world, said))
+    return Plan.from_json(text), Path(name)
+
+
+def _written_config(composed: Composed) -> dict[str, Any]:
+    names = ("task", "hardware", "experiment", "config", "origins")
+    return {name: codec.encode(getattr(composed, name)) for name in names}
+
+
+def _data(prepared: Prepared) -> dict[str, Any]:
+    """What was trained on, without a text: counts, and a checksum."""
+    return {
+        "checksum": scores.checksum(prepared.datasets),
+        "folds": [dataset.metadata for dataset in prepared.datasets],
+    }
+
+
+def _check_same_data(run: Path, prepared: Prepared) -> None:
+    try:
+        before = json.loads((run / "data.json").read_text())["checksum"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"cannot read data.json in {run} ({error})", "give a run's folder") from None
+    if before != scores.checksum(prepared.datasets):
+        raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")

@@ -1,0 +1,132 @@
+"""A classifier as the engine's TrainTask: its steps, its loss, its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainfit.data.collate import collate_packed, collate_padded
+from trainfit.data.tokens import Tokens
+from trainfit.packing import deal_steps
+from trainfit.runtime import eagerly
+from trainfit.tasks.encoder.classifier import EncoderClassifier
+from trainfit.tasks.encoder.loss import classification_loss
+from trainfit.tasks.encoder.metrics import class_metrics
+
+Probabilities = NDArray[np.float64]
+
+
+class ClassifierTask:
+    """Sequences with a label each, dealt into steps by length."""
+
+    def __init__(
+        self,
+        build: Callable[[], EncoderClassifier],
+        train: Tokens,
+        validation: Tokens,
+        *,
+        effective_batch: int,
+        seed: int = 0,
+        class_weights: Sequence[float] | None = None,
+        pad_id: int = 0,
+    ) -> None:
+        """`class_weights` make the loss of each class count so much; None: all alike."""
+        self._build = build
+        self._train, self._validation = train, validation
+        self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
+        self._class_weights = None if class_weights is None else np.asarray(class_weights)
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def build_model(self) -> nn.Module:
+        """A new model with its weights, on the CPU."""
+        return self._build()
+
+    def lengths(self) -> Sequence[int]:
+        """Tokens in each training sequence."""
+        lengths: list[int] = self._train.lengths.tolist()
+        return lengths
+
+    def steps(self, epoch: int) -> Sequence[Sequence[int]]:
+        """An epoch's steps: each of the whole batch, all of nearly the same number of tokens."""
+        dealt = deal_steps(self._train.lengths, self._effective_batch, self._seed, epoch)
+        return [step.tolist() for step in dealt]
+
+    def weight(self, sequences: Sequence[int]) -> float:
+        """The number of sequences, or the sum of their classes' weights."""
+        if self._class_weights is None:
+            return float(len(sequences))
+        return float(self._class_weights[self._train.labels[list(sequences)]].sum())
+
+    def collate(
+        self, sequences: Sequence[int], rows: int, width: int, slots: int | None
+    ) -> Mapping[str, Tensor]:
+        """Packed with `slots`, else padded."""
+        if slots is None:
+            return collate_padded(self._train, sequences, rows, width, self._pad_id)
+        return collate_packed(self._train, sequences, width, slots, self._pad_id)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """The summed loss; the step's weight is known beforehand, so no label is read here."""
+        inputs = {name: value for name, value in batch.items() if name != "labels"}
+        return classification_loss(
+            model(**inputs),
+            batch["labels"],
+            class_weights=self._weights_on(batch["labels"].device),
+            weight=1.0,
+        )[0]
+
+    def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
+        """Scores on the validation part."""
+        found = self.probabilities(model, batch_size)
+        labels = self._validation.labels
+        chance = np.maximum(found[np.arange(labels.size), labels], 1e-12)
+        return {"loss": float(-np.log(chance).mean()), **class_metrics(labels, found).scalars()}
+
+    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
+        """Of the validation part."""
+        return predict(model, self._validation, batch_size, self._pad_id)
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """Copied to a device once: a copy in every micro-batch would make it wait."""
+        if self._class_weights is not None and device not in self._on_device:
+            self._on_device[device] = torch.tensor(self._class_weights, device=device).float()
+        return self._on_device.get(device)
+
+
+def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:
+    """The probability of each class for each sequence, in their order."""
+    logits = in_batches(model, model, tokens, batch_size, pad_id)
+    return logits.softmax(-1).numpy()
+
+
+@torch.no_grad()
+def in_batches(
+    model: nn.Module,
+    compute: Callable[..., Tensor],
+    tokens: Tokens,
+    batch_size: int,
+    pad_id: int = 0,
+) -> Tensor:
+    """What `compute`, the model or a part of it, gives for each sequence, in their order.
+
+    Sequences of like length go together. A compiled model is asked eagerly: every width would
+    be another shape to compile.
+    """
+    device = next(model.parameters()).device
+    order = np.argsort(tokens.lengths, kind="stable")[::-1]  # the largest first: if memory is
+    parts: list[Tensor] = []  # short, it shows at once
+    with eagerly(model):
+        for start in range(0, len(order), batch_size):
+            chosen = order[start : start + batch_size]
+            width = int(tokens.lengths[chosen].max())
+            batch: dict[str, Any] = collate_padded(tokens, chosen, len(chosen), width, pad_id)
+            del batch["labels"]
+            inputs = {name: value.to(device) for name, value in batch.items()}
+            parts.append(compute(**inputs).double().cpu())
+    found = torch.cat(parts)
+    return found[torch.from_numpy(np.argsort(order, kind="stable"))]

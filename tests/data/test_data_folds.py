@@ -1,0 +1,74 @@
+"""Folds keep groups whole, whatever the groups, and say when they cannot."""
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from trainfit.data.folds import Fold, Folds, check_apart, check_folds, split
+from trainfit.errors import BadInput
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    groups=st.lists(st.integers(0, 30), min_size=60, max_size=120),
+    folds=st.sampled_from([None, 2, 3, 5]),
+    seed=st.integers(0, 2**31),
+)
+def test_a_group_is_on_one_side_and_everything_is_used(groups, folds, seed):
+    groups = np.array(groups)
+    strata = np.random.default_rng(seed).integers(0, 3, groups.size)
+    if np.unique(groups).size < 12:
+        return
+    result = split(strata, groups, folds=folds, seed=seed)
+    again = split(strata, groups, folds=folds, seed=seed)
+    for fold, same in zip(result.folds, again.folds, strict=True):
+        sides = [set(groups[part]) for part in (fold.train, fold.validation, result.test)]
+        assert all(sides)
+        assert sum(map(len, sides)) == len(set.union(*sides)) == np.unique(groups).size
+        parts = np.concatenate([fold.train, fold.validation, result.test])
+        assert sorted(parts.tolist()) == list(range(groups.size))
+        assert fold.train.tolist() == same.train.tolist()
+    assert len(result.folds) == (folds or 1)
+
+
+def test_splitting_by_pair_is_refused_as_a_leak():
+    groups = np.repeat(np.arange(4), 2)
+    by_pair = Folds(
+        test=np.array([6, 7]),
+        folds=(Fold(train=np.array([0, 2, 4]), validation=np.array([1, 3, 5])),),
+    )
+    with pytest.raises(BadInput, match=r"3 groups are in both train of fold 1 and validation"):
+        check_folds(by_pair, groups)
+    check_folds(by_pair)  # by item there is no overlap, which is just what a leak looks like
+
+
+def test_a_test_post_in_training_or_a_shared_validation_is_refused():
+    fold = Fold(train=np.array([0, 1]), validation=np.array([2]))
+    with pytest.raises(BadInput, match="train of fold 1 and test"):
+        check_folds(Folds(test=np.array([1]), folds=(fold,)))
+    with pytest.raises(BadInput, match="validation of fold 1 and validation of fold 2"):
+        check_folds(Folds(test=np.array([5]), folds=(fold, fold)))
+    check_apart({"train": np.array([1, 2]), "test": np.array([3])})
+
+
+@pytest.mark.parametrize(
+    ("folds", "shares", "message"),
+    [
+        (9, {}, "9 folds of 8 groups"),
+        (None, {"test_share": 0.05}, "20 folds of 10 groups"),
+        (None, {"test_share": 0.0}, "a share of 0.0"),
+        (None, {"validation_share": 0.9}, "a share of 0.9"),
+    ],
+)
+def test_what_cannot_be_split_is_named(folds, shares, message):
+    groups = np.repeat(np.arange(10), 3)
+    with pytest.raises(BadInput, match=message):
+        split(np.zeros(30, dtype=np.int64), groups, folds=folds, **shares)
+
+
+def test_without_groups_classes_are_spread_evenly():
+    labels = np.array([0] * 80 + [1] * 20)
+    result = split(labels, folds=4, seed=3)
+    assert labels[result.test].mean() == 0.2
+    assert [labels[fold.validation].sum() for fold in result.folds] == [4, 4, 4, 4]

@@ -1,0 +1,147 @@
+"""Small jobs that train in a second: invented files of ReDSM5's form, a tiny encoder, a plan."""
+
+from __future__ import annotations
+
+import csv
+import json
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainfit.data.criteria import CRITERIA
+from trainfit.hardware import detect
+from trainfit.packing import ladder
+from trainfit.planning import planner
+from trainfit.planning.question import Question
+from trainfit.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
+from trainfit.tasks.encoder import choosing
+
+SECRET = "zyxquabberword"
+"""Stands in one post, and must stand in no file of a run."""
+_TREES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper kapok larch maple"
+_WORDS = _TREES.split(" ")
+
+
+def write_redsm5(folder: Path, posts: int = 60, seed: int = 0) -> Path:
+    """Posts of a few words; a post that names criterion k's word gives evidence of it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    random = np.random.default_rng(seed)
+    texts, marks = [], []
+    for number in range(posts):
+        post_id = f"s_{number}_{number % 7}"
+        words = [_WORDS[k] for k in random.integers(9, len(_WORDS), 6)]
+        for k in np.flatnonzero(random.random(9) < 0.3):
+            words.insert(int(random.integers(len(words))), _WORDS[k])
+            marks.append((post_id, f"{post_id}_1", "x", CRITERIA[k].symptom, 1, "x"))
+        texts.append((post_id, " ".join([*words, SECRET] if number == 3 else words)))
+    header = ("post_id", "sentence_id", "sentence_text", "DSM5_symptom", "status", "explanation")
+    _write(folder / "redsm5_posts.csv", ("post_id", "text"), texts)
+    _write(folder / "redsm5_annotations.csv", header, marks)
+    return folder
+
+
+def write_texts(path: Path, rows: int, seed: int = 0, classes: int = 2) -> Path:
+    random = np.random.default_rng(seed)
+    labels = random.integers(classes, size=rows)
+    texts = [
+        " ".join([_WORDS[int(label)], *(_WORDS[k] for k in random.integers(5, 13, 4))])
+        for label in labels
+    ]
+    _write(path, ("text", "label"), list(zip(texts, labels.tolist(), strict=True)))
+    return path
+
+
+def _write(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([header, *rows])
+
+
+def tiny_model(folder: Path) -> Path:
+    """A BERT of one layer, by its config alone."""
+    folder.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "bert",
+        "vocab_size": 400,
+        "hidden_size": 32,
+        "num_attention_heads": 4,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "max_position_embeddings": 96,
+        "pad_token_id": 0,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def quick_plan(
+    question: Question,
+    profile: HardwareProfile,
+    *,
+    memory_gib: float | None = None,
+    ranks: int = 1,
+) -> Plan:
+    """What the planner says on a CPU, without asking for memory in a process of its own."""
+    effective = question.pinned("effective_batch_size") or question.workload.effective_batch_size
+    cap = (question.pinned("batch_size") or effective) * question.workload.max_length
+    cuts = ladder(question.workload.lengths, effective, cap, padded=True, ranks=ranks)
+    return Plan(
+        fits=True,
+        task=TaskSpec(factory=question.factory, arguments=question.arguments),
+        workload=question.workload,
+        gpu=None,
+        ranks=ranks,
+        precision="fp32",
+        runtime=RuntimeSettings(seed=question.pinned("seed")),
+        packed=False,
+        attention="sdpa",
+        batch_size=question.pinned("batch_size") or effective,
+        micro_batch_tokens=cuts[0].tokens,
+        gradient_accumulation_steps=cuts[0].micro_batches,
+        effective_batch_size=effective,
+        cuts=tuple(cut.micro_batches for cut in cuts),
+        gradient_checkpointing=question.pinned("gradient_checkpointing") or "none",
+        compile=False,
+        compile_mode="default",
+        optimizer=question.pinned("optimizer") or "adamw_fused",
+        num_workers=0,
+        pin_memory=False,
+        persistent_workers=False,
+        prefetch_factor=None,
+        eval_batch_size=question.pinned("eval_batch_size") or 64,
+        memory=None,
+        time=None,
+    )
+
+
+def be_quick(patch: pytest.MonkeyPatch) -> None:
+    """Plan without a second process, and look at the hardware once."""
+    patch.setattr(planner, "plan", quick_plan)
+    patch.setattr(choosing, "detect", detect_once)
+
+
+detect_once = cache(detect)
+
+
+def words(tmp: Path, *more: str) -> list[str]:
+    """Overrides of a job that is over in a second."""
+    return [
+        f"model.name={tiny_model(tmp / 'model')}",
+        "model.weights=random",
+        "model.method=full",
+        f"runs_dir={tmp / 'runs'}",
+        "training.learning_rate=0.003",
+        "training.num_epochs=2",
+        "device.deterministic=true",
+        "baselines=false",
+        *more,
+    ]
+
+
+def nli_words(tmp: Path, *more: str) -> list[str]:
+    data = tmp / "data"
+    if not data.is_dir():
+        write_redsm5(data)
+    return words(tmp, f"data.data_dir={data}", "data.max_length=80", *more)
