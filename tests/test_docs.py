@@ -135,6 +135,6 @@ def test_the_planners_figures_are_the_recorded_ones():
     ):
         assert row in readme
     assert f"{len(ran)} of {len(runs)} without running out" in page
-    for run in ran:
-        promised = run["case"]["memory"]["peak_allocated_gib"] * 2**30
-        assert abs(promised / run["peak_allocated"] - 1) < 0.03, run["name"]
+    for done in ran:
+        promised = done["case"]["memory"]["peak_allocated_gib"] * 2**30
+        assert abs(promised / done["peak_allocated"] - 1) < 0.03, done["name"]

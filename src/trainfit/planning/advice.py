@@ -65,7 +65,7 @@ def _shorter(
     shape = best.cutting.shape
     length = question.workload.max_length // 2
     tried: list[int] = []
-    while length >= _SHORTEST and len(tried) < 3:
+    while length >= _SHORTEST and len(tried) < 2:
         tried.append(length)
         length //= 2
     if not tried:

@@ -35,7 +35,8 @@ class Basis:
     @property
     def key(self) -> tuple[Any, ...]:
         """GPUs with the same key run the same step."""
-        return self.precision.value, self.packed.value, self.attention.value
+        wide = self.precision.value == "fp32"  # bf16 and fp16 are of one size
+        return wide, self.packed.value, self.attention.value
 
 
 def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Basis:

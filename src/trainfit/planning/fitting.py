@@ -153,18 +153,19 @@ class Fitter:
             key=lambda c: (c.seconds or 0.0, MODES.index(c.checkpointing), -c.cutting.cut.tokens),
         )
 
-    def largest(self, at: int, speed: Speed) -> Candidate:
-        """The one that computes the least: nothing twice, and the step cut the least."""
-        self._ask([("none", 0)])
-        return self._candidate("none", 0, at, speed)
+    def largest(self, target: Target, speed: Speed, compile: bool) -> tuple[Candidate, Candidate]:
+        """The one that computes the least, nothing twice and the step cut the least.
 
-    def exact_largest(self, target: Target, speed: Speed) -> Candidate:
-        """The same, run with all its layers."""
-        shape = self._shape("none", self.cuttings[0])
-        told, (taken,) = both(self._factory, shape, (target,), self._layers)
+        By small depths, and run with all its layers, compiled or not.
+        """
+        cutting = self.cuttings[0]
+        shape = self._shape("none", cutting)
+        whole = shape | {"compile": True} if compile else shape
+        told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
         self._known["none", 0] = told
-        spent = speed.step_seconds(taken, self.cuttings[0])
-        return replace(self._candidate("none", 0, 0, speed), taken=taken, seconds=spent)
+        by_depths = self._candidate("none", 0, 0, speed)
+        spent = speed.step_seconds(taken, cutting)
+        return by_depths, replace(by_depths, taken=taken, seconds=spent)
 
     def exact(self, candidate: Candidate, target: Target, speed: Speed) -> Candidate:
         """The candidate run with all its layers."""

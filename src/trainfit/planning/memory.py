@@ -144,6 +144,13 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
     return _child(child, path).ask(requests)
 
 
+def start(children: int) -> None:
+    """Have children ready by the time they are asked."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    for number in range(children):
+        _child(number, path).start()
+
+
 @cache
 def _child(_number: int, path: str) -> _Child:
     return _Child(path)
@@ -156,6 +163,10 @@ class _Child:
         self._environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
 
     def ask(self, requests: Sequence[Request]) -> list[Answer]:
         with self._lock:

@@ -12,20 +12,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from trainfit import codec
 from trainfit.catalogue import GpuSpec, find
 from trainfit.hardware import as_if
 from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.packing import Cut, PackedCut, PaddedCut
+from trainfit.planning import kept
 from trainfit.planning.advice import what_would_fit
 from trainfit.planning.basis import Basis, basis_for, target_for
 from trainfit.planning.compiling import decide_compile, may_compile
 from trainfit.planning.fitting import Candidate, Cutting, Fitter, Speed
-from trainfit.planning.memory import Target
+from trainfit.planning.memory import Target, start
+from trainfit.planning.probing import folder_content
 from trainfit.planning.promises import memory_of, time_of
 from trainfit.planning.question import Question
 from trainfit.planning.reasons import reasons_for
 from trainfit.planning.weighing import fitter_for, held_back, modes_of, weigh
 from trainfit.records import (
+    GpuState,
     HardwareProfile,
     Measurements,
     MemoryEstimate,
@@ -69,14 +73,45 @@ def plan(
     `measured` is what `check --measure` found on the machine, and makes its times better.
     """
     gpu = profile.gpus[0] if profile.gpus else None
-    basis = basis_for(question, profile, gpu, ranks)
     target = target_for(profile, gpu, memory_gib)
+    place = kept.place("plans", *_asked(question, profile, target, ranks, measured))
+    found = kept.read(Plan, place)
+    if found is not None:
+        return found
+    start(2)
+    basis = basis_for(question, profile, gpu, ranks)
     fitter = fitter_for(question, basis, (target,))
-    return _planned(question, profile, basis, fitter, 0, target, ranks, measured, exact=True)
+    made = _planned(question, profile, basis, fitter, 0, target, ranks, measured, exact=True)
+    kept.write(place, made)
+    return made
+
+
+def _asked(
+    question: Question,
+    profile: HardwareProfile,
+    target: Target,
+    ranks: int,
+    measured: Measurements | None,
+) -> list[str]:
+    """Everything that a plan depends on."""
+    gpu = profile.gpus[0] if profile.gpus else None
+    parts = (
+        question,
+        folder_content(question.arguments),
+        None if gpu is None else replace(gpu, state=GpuState()),
+        target,
+        profile.cpu,
+        profile.compile,
+        profile.simulated,
+        ranks,
+        measured,
+    )
+    return [codec.dumps(part, indent=None) for part in parts]
 
 
 def compare(question: Question, gpus: Sequence[GpuSpec], ranks: int = 1) -> list[tuple[str, Plan]]:
     """The plans for many GPUs; those that run the same step are weighed together."""
+    start(2)
     here = as_if(gpus[0])
     profiles = [replace(here, gpus=(catalogue_gpu(spec),)) for spec in gpus]
     groups: dict[tuple[Any, ...], list[int]] = {}
@@ -174,7 +209,7 @@ def _planned(
         steps * question.workload.epochs,
     )
     best, fits = compiling.candidate, compiling.fits
-    if exact and best.taken.fits is None:
+    if exact and fits and best.taken.fits is None:
         best = fitter.exact(best, held, speed)
         fits = bool(best.taken.fits)
     time = time_of(question, best, speed, ranks, basis.effective.value)

@@ -7,26 +7,21 @@ one that is chosen is run in full.
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 from trainfit import codec
-from trainfit.errors import BadInput, TrainfitError
-from trainfit.files import cache_folder, write_whole
+from trainfit.errors import BadInput
+from trainfit.planning import kept
 from trainfit.planning.memory import Answer, Request, Target, ask, told
 from trainfit.planning.timing import Done
 from trainfit.records import TaskSpec
 
 DEPTHS = (2, 3)
-_SOURCES = ("planning", "kernels", "engine", "tasks", "catalogue")
-"""The packages that decide what a step takes."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -76,13 +71,16 @@ def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) ->
 
 
 def both(
-    factory: str, shape: dict[str, Any], targets: tuple[Target, ...], layers: int
+    factory: str,
+    shape: dict[str, Any],
+    whole_shape: dict[str, Any],
+    targets: tuple[Target, ...],
+    layers: int,
 ) -> tuple[list[Taken], list[Taken]]:
-    """What a shape takes, extrapolated and exactly, found side by side."""
+    """What a shape takes by small depths, and another one exactly, found side by side."""
     if layers <= DEPTHS[1]:
-        exact = exactly(factory, shape, targets)
-        return exact, exact
-    asked = [Shape(arguments=shape, depth=depth) for depth in (None, *DEPTHS)]
+        return exactly(factory, shape, targets), exactly(factory, whole_shape, targets)
+    asked = [Shape(arguments=whole_shape), *(Shape(arguments=shape, depth=d) for d in DEPTHS)]
     whole, small, large = _ask(factory, asked, targets)
     told = [_extrapolated(small, large, at, layers) for at in range(len(targets))]
     return told, _whole(whole)
@@ -141,12 +139,17 @@ def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> 
         )
         for shape in shapes
     ]
-    places = [cache_folder() / "estimates" / f"{_key(request)}.json" for request in requests]
-    answers = [_remembered(place) for place in places]
+    places = [
+        kept.place(
+            "estimates", codec.dumps(request, indent=None), folder_content(request.task.arguments)
+        )
+        for request in requests
+    ]
+    answers = [kept.read(Answer, place) for place in places]
     missing = [at for at, answer in enumerate(answers) if answer is None]
     for at, answer in zip(missing, _ask_all([requests[at] for at in missing]), strict=True):
         answers[at] = told(answer)
-        _remember(places[at], answer)
+        kept.write(places[at], answer)
     return [answer for answer in answers if answer is not None]
 
 
@@ -162,42 +165,9 @@ def _ask_all(requests: list[Request]) -> list[Answer]:
     return [*first, *second]
 
 
-def _remembered(place: Path) -> Answer | None:
-    try:
-        return codec.loads(Answer, place.read_text(), str(place))
-    except (OSError, TrainfitError):
-        return None  # never asked, or written by another version
-
-
-def _remember(place: Path, answer: Answer) -> None:
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(place, codec.dumps(answer, indent=None))
-    except OSError:
-        return  # a cache that cannot be written costs seconds, not the plan
-
-
-def _key(request: Request) -> str:
-    parts = [codec.dumps(request, indent=None), _versions(), _folder_content(request)]
-    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:40]
-
-
-@cache
-def _versions() -> str:
-    """The libraries, and our own sources, so that a change of either asks anew."""
-    digest = hashlib.sha256()
-    home = Path(__file__).parent.parent
-    for package in _SOURCES:
-        for path in sorted((home / package).rglob("*")):
-            if path.suffix in (".py", ".json"):
-                digest.update(path.read_bytes())
-    libraries = [f"{name} {version(name)}" for name in ("torch", "transformers", "peft")]
-    return " ".join([*libraries, digest.hexdigest()])
-
-
-def _folder_content(request: Request) -> str:
+def folder_content(arguments: dict[str, Any]) -> str:
     """A local model's config, which may change under the same name."""
-    name = request.task.arguments.get("name")
+    name = arguments.get("name")
     if not isinstance(name, str) or not Path(name).is_dir():
         return ""
     try:

@@ -9,7 +9,10 @@ from trainfit.planning.fitting import MODES, Candidate, Checkpointing, Fitter, S
 from trainfit.planning.memory import MARGIN, OWN_MARGIN, Target
 from trainfit.planning.question import Question
 
-_TRIES = 4
+_STRICTER = 1.03
+"""How much smaller the next candidate has to be after one that did not fit when it was run."""
+_HOPELESS = 1.1
+"""What takes more than this by small depths need not be run to know that it does not fit."""
 _CLEAR = 0.9
 """What takes less than this share of the capacity by small depths will fit."""
 
@@ -59,20 +62,24 @@ def weigh(
 
     With `later` a clear winner is not run: it is about to be run compiled.
     """
-    if "none" in modes and exact and not later:
-        largest = fitter.exact_largest(held, speed)
-        if largest.taken.fits:
-            return Weighed(best=largest, fits=True, candidates=[largest])
-    elif "none" in modes:
-        largest = fitter.largest(at, speed)
-        most = held.capacity if not exact else _CLEAR * held.capacity
-        if largest.taken.peak_reserved <= most:
-            return Weighed(best=largest, fits=True, candidates=[largest])
+    if "none" in modes and exact:
+        told, ran = fitter.largest(held, speed, compile=later)
+        clear = told.taken.peak_reserved <= _CLEAR * held.capacity
+        if later and clear:
+            return Weighed(best=told, fits=True, candidates=[told])
+        if not later and ran.taken.fits:
+            return Weighed(best=ran, fits=True, candidates=[ran])
     candidates = fitter.candidates(at, modes, speed)
-    for candidate in [c for c in candidates if c.taken.peak_allocated <= held.capacity][:_TRIES]:
+    more = 1.0
+    for candidate in candidates:
+        if more * candidate.taken.peak_allocated > held.capacity:
+            continue
         ran = fitter.exact(candidate, held, speed) if exact else candidate
         if ran.taken.fits or not exact:
             return Weighed(best=ran, fits=True, candidates=candidates)
+        # What small depths missed here, they will miss elsewhere, and pieces are lost besides.
+        more = max(_STRICTER, ran.taken.peak_allocated / candidate.taken.peak_allocated) * more
     smallest = min(candidates, key=lambda c: c.taken.peak_allocated)
-    ran = fitter.exact(smallest, held, speed) if exact else smallest
+    near = smallest.taken.peak_allocated <= _HOPELESS * held.capacity
+    ran = fitter.exact(smallest, held, speed) if exact and near else smallest
     return Weighed(best=ran, fits=bool(ran.taken.fits), candidates=candidates)
