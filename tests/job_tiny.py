@@ -82,6 +82,7 @@ def quick_plan(
     *,
     memory_gib: float | None = None,
     ranks: int = 1,
+    **_more: Any,
 ) -> Plan:
     """What the planner says on a CPU, without asking for memory in a process of its own."""
     effective = question.pinned("effective_batch_size") or question.workload.effective_batch_size

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from trainfit import codec
 from trainfit.catalogue import GpuSpec, find, gpus
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
@@ -23,6 +24,7 @@ from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.records import HardwareProfile, Plan, Workload
+from trainfit.tasks.encoder.settings import settings_from
 
 _KEYS = {
     "device.tf32": "tf32",
@@ -113,8 +115,9 @@ def question(
         need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
         raise BadInput(f"{config.model.name} is no model for {composed.task}", f"give {need}")
     arguments: dict[str, Any] = {"name": config.model.name}
-    if not causal:
-        arguments |= {"method": _method(config.model), "weights": "random", "classes": 2}
+    if isinstance(config.model, EncoderModel):
+        decided = {"method": _method(config.model), "checkpointing": "none", "weights": "random"}
+        arguments = codec.encode(settings_from(config.model, **decided))
     _positive("watts", watts)
     _positive("a price per hour", price_per_hour)
     return Question(

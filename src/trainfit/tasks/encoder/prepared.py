@@ -15,6 +15,7 @@ from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, first_says
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
+from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tasks import planned
@@ -59,7 +60,8 @@ class Prepared:
 def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
     """The plan for the job's real lengths."""
     lengths = prepared.datasets[0].train.lengths.tolist()
-    plan = planner.plan(planned.question(prepared.composed, lengths), profile, ranks=ranks)
+    question = planned.question(prepared.composed, lengths)
+    plan = planner.plan(question, profile, ranks=ranks, measured=remembered(profile))
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
