@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from job_tiny import be_quick, words, write_texts
 from sklearn import metrics as reference
 
+from job_tiny import be_quick, words, write_texts
 from trainfit.tasks.encoder.choosing import configure
 from trainfit.tasks.encoder.predict import answer, exports_of
 from trainfit.tasks.encoder.scores import JobResult
