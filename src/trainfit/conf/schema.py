@@ -101,8 +101,11 @@ class EncoderModel:
     """auto: pretrained, but random for made-up data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
     freeze_encoder: Switch
-    use_gradient_checkpointing: Switch
-    """Recompute activations in the backward pass: less memory, about a third slower."""
+    use_gradient_checkpointing: Switch | Literal["selective"]
+    """Recompute activations in the backward pass: less memory, about a third slower.
+
+    selective: those of every second block.
+    """
     use_flash_attention: bool
     """Prefer the flash kernel; others stay as fallbacks."""
     pooling: Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
@@ -125,7 +128,7 @@ class GptModel:
 
     name: str
     """A GPT shape of the catalogue."""
-    use_gradient_checkpointing: Switch
+    use_gradient_checkpointing: Switch | Literal["selective"]
     use_flash_attention: bool
 
 

@@ -80,12 +80,12 @@ def accelerate(plan: Plan, composed: Composed) -> Handover:
 
 def hydra(plan: Plan, composed: Composed) -> Handover:
     """Overrides for trainfit itself, one in a line."""
-    return Handover("\n".join(overrides(plan, composed)), _unfit(plan) + _unpinned(plan))
+    return Handover("\n".join(overrides(plan, composed)), _unfit(plan))
 
 
 def shell(plan: Plan, composed: Composed) -> Handover:
     """Environment variables, and the command that trains with this plan."""
-    return Handover(command_line(plan, composed), _unfit(plan) + _unpinned(plan))
+    return Handover(command_line(plan, composed), _unfit(plan))
 
 
 FORMATS: Mapping[str, Callable[[Plan, Composed], Handover]] = {
@@ -101,13 +101,6 @@ def _unfit(plan: Plan) -> tuple[str, ...]:
     if plan.fits:
         return ()
     return ("this plan does not fit" + (f": {plan.advice[0]}" if plan.advice else ""),)
-
-
-def _unpinned(plan: Plan) -> tuple[str, ...]:
-    """The configuration turns checkpointing on or off; the planner alone chooses a part of it."""
-    if plan.gradient_checkpointing != "selective":
-        return ()
-    return ("selective checkpointing is left to the planner: model.use_gradient_checkpointing",)
 
 
 def _unsaid(plan: Plan) -> list[str]:

@@ -13,6 +13,9 @@ from trainfit.records import Plan
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
+_CHECKPOINTING = {"none": False, "selective": "selective", "full": True}
+
+
 def overrides(plan: Plan, composed: Composed) -> list[str]:
     """What composes to the same configuration with every planned setting pinned."""
     pinned = pins(plan, composed)
@@ -36,7 +39,7 @@ def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
         "device.tf32": plan.runtime.tf32,
         "model.method": None if load.method == "frozen" else load.method,
         "model.freeze_encoder": load.method == "frozen",
-        "model.use_gradient_checkpointing": {"none": False, "full": True}.get(checkpointing),
+        "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],
         "data.max_length": load.max_length,
         "training.batch_size": plan.batch_size,
         "training.eval_batch_size": plan.eval_batch_size,

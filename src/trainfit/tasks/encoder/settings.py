@@ -79,7 +79,9 @@ def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
     asked = {
         "name": model.name,
         "method": "frozen" if model.freeze_encoder is True else model.method,
-        "checkpointing": "full" if model.use_gradient_checkpointing is True else "none",
+        "checkpointing": {True: "full", "selective": "selective"}.get(
+            model.use_gradient_checkpointing, "none"
+        ),
         **{name: getattr(model, name) for name in _AS_CONFIGURED},
     }
     return decode(ClassifierSettings, asked | decided, "model")
