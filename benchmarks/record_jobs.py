@@ -176,7 +176,7 @@ def main() -> None:
                     (name, measure, (case, device, how, arguments.repeats), {**case, "how": how})
                 )
     record: dict[str, Any] = {
-        "command": " ".join(["python", *sys.argv]),
+        "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
         "date": time.strftime("%Y-%m-%d"),
         "versions": {"torch": torch.__version__, "python": platform.python_version()},
         "results": [],

@@ -1,10 +1,10 @@
 """Compiled blocks on fakes against what the compiler's own partitioner and arithmetic say."""
 
-import json
 import sys
 from typing import Any
 
 import pytest
+from planning_models import write_bert
 
 from trainfit.planning.memory import Answer, Request, Target, ask
 from trainfit.records import TaskSpec
@@ -16,18 +16,8 @@ WIDTH, LAYERS, ROWS, LENGTH = 256, 4, 8, 128
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     place = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "bert",
-        "num_hidden_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "num_attention_heads": 4,
-        "intermediate_size": 4 * WIDTH,
-        "vocab_size": 1000,
-        "hidden_dropout_prob": 0.0,
-        "attention_probs_dropout_prob": 0.0,
-    }
-    (place / "config.json").write_text(json.dumps(config))
-    return str(place)
+    no_dropout = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+    return write_bert(place, layers=LAYERS, width=WIDTH, **no_dropout)
 
 
 def asked(folder: str, **more: Any) -> Answer:

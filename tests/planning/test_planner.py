@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from planning_models import write_bert
 
 from trainfit.catalogue import find, gpus
 from trainfit.conf import compose
@@ -27,17 +28,7 @@ ENCODER = "trainfit.tasks.encoder.probe:probe"
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small BERT by its config alone."""
     place = tmp_path_factory.mktemp("model")
-    config = {
-        "model_type": "bert",
-        "num_hidden_layers": LAYERS,
-        "hidden_size": WIDTH,
-        "num_attention_heads": 4,
-        "intermediate_size": INNER,
-        "vocab_size": VOCABULARY,
-        "max_position_embeddings": POSITIONS,
-    }
-    (place / "config.json").write_text(json.dumps(config))
-    return str(place)
+    return write_bert(place, layers=LAYERS, width=WIDTH, max_position_embeddings=POSITIONS)
 
 
 @pytest.fixture(scope="module", autouse=True)

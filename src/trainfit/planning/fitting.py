@@ -158,28 +158,19 @@ class Fitter:
 
         By small depths, and run with all its layers, compiled or not.
         """
-        cutting = self.cuttings[0]
-        shape = self._shape("none", cutting)
-        whole = shape | {"compile": True} if compile else shape
+        shape, whole = (self._shape("none", self.cuttings[0], on) for on in (False, compile))
         told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
         self._known["none", 0] = told
         by_depths = self._candidate("none", 0, 0, speed)
-        spent = speed.step_seconds(taken, cutting)
-        return by_depths, replace(by_depths, taken=taken, seconds=spent)
+        return by_depths, _run(by_depths, taken, speed)
 
-    def exact(self, candidate: Candidate, target: Target, speed: Speed) -> Candidate:
-        """The candidate run with all its layers."""
-        shape = self._shape(candidate.checkpointing, candidate.cutting)
+    def exact(
+        self, candidate: Candidate, target: Target, speed: Speed, compile: bool = False
+    ) -> Candidate:
+        """The candidate run with all its layers, its blocks compiled or not."""
+        shape = self._shape(candidate.checkpointing, candidate.cutting, compile)
         (taken,) = exactly(self._factory, shape, (target,))
-        spent = speed.step_seconds(taken, candidate.cutting)
-        return replace(candidate, taken=taken, seconds=spent)
-
-    def compiled(self, candidate: Candidate, target: Target, speed: Speed) -> Candidate:
-        """The candidate with its blocks compiled."""
-        shape = self._shape(candidate.checkpointing, candidate.cutting) | {"compile": True}
-        (taken,) = exactly(self._factory, shape, (target,))
-        spent = speed.step_seconds(taken, candidate.cutting)
-        return replace(candidate, taken=taken, seconds=spent)
+        return _run(candidate, taken, speed)
 
     def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> Candidate:
         cutting, plain = self.cuttings[rung], self.cuttings[0]
@@ -212,8 +203,17 @@ class Fitter:
         found = take(self._factory, shapes, self._targets, self._layers)
         self._known |= dict(zip(asked, found, strict=True))
 
-    def _shape(self, mode: Checkpointing, cutting: Cutting) -> dict[str, Any]:
-        return self._arguments | cutting.shape | {"checkpointing": mode}
+    def _shape(
+        self, mode: Checkpointing, cutting: Cutting, compile: bool = False
+    ) -> dict[str, Any]:
+        shape = self._arguments | cutting.shape | {"checkpointing": mode}
+        return shape | {"compile": True} if compile else shape
+
+
+def _run(candidate: Candidate, taken: Taken, speed: Speed) -> Candidate:
+    """The candidate with what it took when it was run."""
+    spent = speed.step_seconds(taken, candidate.cutting)
+    return replace(candidate, taken=taken, seconds=spent)
 
 
 def _between(low: Taken, high: Taken, share: float) -> Taken:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 from trainfit import codec
@@ -40,24 +40,6 @@ from trainfit.records import (
 
 _SAMPLE = 256
 _SM_STEP = 48
-_SETTINGS = (
-    "precision",
-    "packed",
-    "attention",
-    "batch_size",
-    "micro_batch_tokens",
-    "gradient_accumulation_steps",
-    "effective_batch_size",
-    "gradient_checkpointing",
-    "compile",
-    "optimizer",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "eval_batch_size",
-)
-"""The fields of a plan that have a reason of the same name."""
 
 
 def plan(
@@ -205,7 +187,7 @@ def _planned(
         gpu,
         weighed.best,
         weighed.fits,
-        (lambda: fitter.compiled(weighed.best, held, speed)) if exact else None,
+        (lambda: fitter.exact(weighed.best, held, speed, compile=True)) if exact else None,
         steps * question.workload.epochs,
     )
     best, fits = compiling.candidate, compiling.fits
@@ -246,7 +228,7 @@ def _planned(
         reasons=tuple(reasons),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
         advice=() if fits else what_would_fit(question, basis.arguments, best, held, exact),
-        **{name: values[name] for name in _SETTINGS},
+        **{field.name: values[field.name] for field in fields(Plan) if field.name in values},
     )
 
 

@@ -53,8 +53,11 @@ class Taken:
 def take(
     factory: str, shapes: Sequence[dict[str, Any]], targets: tuple[Target, ...], layers: int
 ) -> list[list[Taken]]:
-    """What each shape takes on each target, extrapolated from small depths."""
-    if layers <= DEPTHS[1]:
+    """What each shape takes on each target, extrapolated from small depths.
+
+    Where every second block is checkpointed, depths that differ by one do not tell.
+    """
+    if layers <= DEPTHS[1] or any(s["checkpointing"] == "selective" for s in shapes):
         return [exactly(factory, shape, targets) for shape in shapes]
     asked = [Shape(arguments=shape, depth=depth) for shape in shapes for depth in DEPTHS]
     answers = _ask(factory, asked, targets)

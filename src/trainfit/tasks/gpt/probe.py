@@ -30,9 +30,12 @@ def probe(
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
-    **_unused: Any,
+    slots: None = None,
+    lengths: None = None,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
-    """The model and its step on blocks of `width` tokens."""
+    """The model and its step on blocks of `width` tokens, which are never packed."""
+    assert slots is None
+    assert lengths is None
     changed: dict[str, Any] = {"block_size": width} | ({} if depth is None else {"n_layer": depth})
     model = build_gpt(name, checkpointing=checkpointing, **changed)
 
