@@ -65,8 +65,7 @@ def choose(
     if path == "masked":
         return masked_attention(layout, window)
     kind = layout.ids.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
+    dtype = computed_in(kind, dtype)
     reason = _no_kernel(layout, demanded=path == "varlen") or varlen.obstacle(
         capability=varlen.capability(layout.ids.device.index) if kind == "cuda" else None,
         dtype=dtype,
@@ -81,6 +80,11 @@ def choose(
             f"no variable-length attention here: {reason}", "set attention to auto or masked"
         )
     return masked_attention(layout, window)
+
+
+def computed_in(device: str, weights: torch.dtype) -> torch.dtype:
+    """The dtype of matrix products: autocast's where it is on, else that of the weights."""
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights
 
 
 def _no_kernel(layout: Layout, *, demanded: bool) -> str | None:

@@ -81,9 +81,8 @@ class VarlenAttention:
 
 def varlen_attention(layout: Layout, window: int | None, dtype: torch.dtype) -> VarlenAttention:
     """The attention of a packed batch, made once for all layers."""
-    width = layout.ids.shape[1]
-    longest = min(layout.max_seqlen, width)
-    return VarlenAttention(_starts(layout, longest, width), longest, window, dtype)
+    longest = min(layout.max_seqlen, layout.ids.shape[1])
+    return VarlenAttention(starts_of(layout), longest, window, dtype)
 
 
 def obstacle(
@@ -132,14 +131,16 @@ def stands_in(device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATION, device.upper())
 
 
-def _starts(layout: Layout, longest: int, width: int) -> Tensor:
-    """The filler is cut into sequences of its own, which may be empty.
+def starts_of(layout: Layout) -> Tensor:
+    """Where each sequence of a packed row begins; the filler is cut into some, which may be empty.
 
-    The kernel leaves memory as it was where no sequence is, and what is not a number there would
-    reach every weight's gradient. None may be longer than `longest`, which bounds the work that
-    the kernel looks for.
+    A kernel leaves memory as it was where no sequence is, and what is not a number there would
+    reach every weight's gradient. None may be longer than the longest, which bounds the work that
+    a kernel looks for.
     """
     assert layout.cu_seqlens is not None
+    width = layout.ids.shape[1]
+    longest = min(layout.max_seqlen, width)
     pieces = torch.arange(1, -(-width // longest) + 1, device=layout.ids.device)
     ends = (layout.cu_seqlens[-1:] + pieces * longest).clamp(max=width)
     return torch.cat([layout.cu_seqlens, ends]).int()

@@ -12,6 +12,10 @@ from trainfit.records import Gpu, HardwareProfile, Precision
 VARLEN_SINCE = 8.0
 """The compute capability from which on torch has variable-length attention."""
 _HALF = ("bf16", "fp16")
+_PACKED = {
+    "varlen": "the flash kernel on packed rows: no mask in memory",
+    "disentangled": "DeBERTa's three terms in one kernel on packed rows: no scores in memory",
+}
 
 
 def pinned(question: Question, name: str) -> Choice | None:
@@ -26,6 +30,9 @@ def pinned(question: Question, name: str) -> Choice | None:
 def precision(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> Choice:
     """The dtype of matrix products."""
     choice = pinned(question, "precision")
+    if choice is not None and choice.value == "bf16" and gpu is not None and not gpu.native_bf16:
+        where = f"bf16 was asked for, and compute capability {gpu.compute_capability} has none"
+        return Choice(value="fp16" if gpu.fp16 else "fp32", why=where)
     if choice is not None:
         return choice
     if gpu is None:
@@ -99,7 +106,7 @@ def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str 
 def attention(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
     """The attention path by name."""
     if packed:
-        return Choice(value="varlen", why="the flash kernel on packed rows: no mask in memory")
+        return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
     if question.unpackable is not None and "own attention" in question.unpackable:
         return Choice(value="own", why=f"{question.unpackable}")
     where = (

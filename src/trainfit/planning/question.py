@@ -34,6 +34,8 @@ class Question(Record):
     """Sequences per optimizer step where nobody says."""
     unpackable: str | None = None
     """Why the model cannot attend within packed rows on any GPU; None: it can."""
+    packed_attention: str = "varlen"
+    """The kernel that packed rows take: varlen, or disentangled for a DeBERTa."""
     causal: bool = False
     """Blocks of one length, each token predicting the next: nothing to pack, nothing to pad."""
     watts: float | None = None

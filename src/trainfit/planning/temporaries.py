@@ -14,11 +14,15 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 
+from trainfit.kernels import disentangled
+
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
 """Threads that an SM holds, by compute capability; 2048 elsewhere."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
+_DISENTANGLED = torch.ops.trainfit.disentangled_attention
+_DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,12 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         return _attention_backward(args[1])
     if func._overloadpacket is _VARLEN_BACKWARD:
         return _varlen_backward(query=args[1], key=args[2], starts=args[6])
+    if func._overloadpacket is _DISENTANGLED:
+        return _distance_products(query=args[0], positions=args[3])
+    if func._overloadpacket is _DISENTANGLED_BACKWARD:
+        # Beside the products, the parts that each of the two gradients of positions is summed of.
+        products = _distance_products(query=args[1], positions=args[4])
+        return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
     return 0
 
 
@@ -66,6 +76,12 @@ def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tenso
     grouped = key.shape[1] != heads
     expanded = 2 * key.shape[0] * heads * head * key.element_size() if grouped else 0
     return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
+
+
+def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
+    """For each token and head, and for each side of a pair, one product per distance."""
+    tokens, heads, _ = query.shape
+    return positions.shape[0] * positions.shape[1] * heads * tokens * query.element_size()
 
 
 def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:

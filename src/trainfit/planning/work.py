@@ -81,8 +81,8 @@ def _kind(packet: Any, flops: int) -> Any:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     """Operations by the formula, and how many of them a kernel skips since they are masked."""
     packet = func._overloadpacket
-    if func.namespace == "torch_attn":
-        return _varlen_flops(func, args, kwargs), 0
+    if func.namespace in ("torch_attn", "trainfit"):
+        return _packed_flops(func, args, kwargs), 0
     if packet not in flop_registry:
         return 0, 0
     flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
@@ -91,11 +91,11 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
     return flops, flops // 2 if given.get("is_causal") else 0
 
 
-def _varlen_flops(func: Any, args: Any, kwargs: Any) -> int:
+def _packed_flops(func: Any, args: Any, kwargs: Any) -> int:
     """By the sum of squared lengths; a window shortens what each token sees."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    query, starts = given["query"], known(given["cu_seq_q"])
+    query, starts = given["query"], known(given.get("starts", given.get("cu_seq_q")))
     heads, head = query.shape[-2:]
     if starts is None:
         return 0
@@ -104,7 +104,9 @@ def _varlen_flops(func: Any, args: Any, kwargs: Any) -> int:
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
-    products = 5 if "backward" in func.__name__ else 2
+    # A DeBERTa also multiplies both sides by positions, and in the backward pass does it again.
+    forward, backward = (4, 11) if func.namespace == "trainfit" else (2, 5)
+    products = backward if "backward" in func.__name__ else forward
     return int(2 * products * heads * head * pairs)
 
 

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.errors import BadInput
-from trainfit.kernels import attention
+from trainfit.kernels import attention, disentangled, varlen
+from trainfit.kernels.disentangled_models import model_obstacle
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.masked import same_sequence
 from trainfit.tasks.encoder import sources
@@ -142,22 +143,62 @@ def encode(
             dropout=traits.attention_dropout if model.training else 0.0,
         )
         output = model(**inputs)
-    elif path == "varlen":
-        raise BadInput(
-            f"no variable-length attention for {model.config.model_type}, which has its own",
-            "set attention to auto",
-        )
     elif layout.cu_seqlens is None:
         mask = None if layout.mask is None else layout.mask.long()
         output = model(**inputs, attention_mask=mask)
     else:
-        # DeBERTa's positions are distances, which are right inside a block of a packed row; its
-        # model takes no block mask, its parts do.
-        embedded = model.get_submodule("embeddings")(**inputs)
-        blocks = same_sequence(layout).long()
-        output = model.get_submodule("encoder")(embedded, blocks, output_hidden_states=False)
+        output = _encode_own(model, traits, inputs, layout, path)
     hidden: Tensor = output.last_hidden_state
     return hidden
+
+
+def _encode_own(
+    model: PreTrainedModel,
+    traits: Traits,
+    inputs: dict[str, Any],
+    layout: Layout,
+    path: attention.Path,
+) -> Any:
+    """DeBERTa on a packed row, where its distances are right inside each sequence.
+
+    Its model takes no mask of blocks and no attention of ours; its parts do.
+    """
+    reason = own_obstacle(model, traits, layout, demanded=path == "varlen")
+    if path == "varlen" and reason is not None:
+        raise BadInput(
+            f"no packed attention for {model.config.model_type} here: {reason}",
+            "set attention to auto",
+        )
+    embedded = model.get_submodule("embeddings")(**inputs)
+    encoder = model.get_submodule("encoder")
+    if path == "masked" or reason is not None:
+        return encoder(embedded, same_sequence(layout).long(), output_hidden_states=False)
+    return encoder(
+        embedded,
+        torch.ones_like(layout.ids)[:, None],  # of three dimensions, else it becomes T×T
+        output_hidden_states=False,
+        relative_pos=disentangled.packed_attention(
+            layout, model.config, attention.computed_in(layout.ids.device.type, model.dtype)
+        ),
+    )
+
+
+def own_obstacle(
+    model: PreTrainedModel, traits: Traits, layout: Layout | None, *, demanded: bool = False
+) -> str | None:
+    """Why a model with its own attention cannot attend within packed rows here; None: it can."""
+    device = model.device if layout is None else layout.ids.device
+    on_gpu = device.type == "cuda"
+    if not on_gpu and not (demanded and varlen.stands_in(device.type)):
+        return f"the rows are on the device {device.type}"
+    if on_gpu and not disentangled.triton_exists():
+        return "Triton is not installed"
+    return disentangled.obstacle(
+        model.config,
+        capability=varlen.capability(device.index) if on_gpu else None,
+        longest=None if layout is None else layout.max_seqlen,
+        dropout=traits.attention_dropout if model.training else 0.0,
+    )
 
 
 def _look_both_ways(model: PreTrainedModel) -> None:
@@ -165,6 +206,8 @@ def _look_both_ways(model: PreTrainedModel) -> None:
     config = model.config
     if config.model_type in _OWN_ATTENTION:
         unscript(model)
+        if model_obstacle(config.to_dict()) is None:
+            disentangled.take_packed_rows(model)
         return
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     positions = "position_ids" in inspect.signature(type(model).forward).parameters

@@ -12,6 +12,7 @@ from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.precision import loss_scale
 from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
+from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.masked import MaskedAttention
 from trainfit.kernels.varlen import VarlenAttention
 from trainfit.planning.compiled import simulate
@@ -21,7 +22,7 @@ from trainfit.tasks.encoder.classifier import build_classifier
 from trainfit.tasks.encoder.loss import classification_loss
 from trainfit.tasks.encoder.settings import ClassifierSettings
 
-CARRIERS = (MaskedAttention, VarlenAttention)
+CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
 """What brings tensors to a block beside its other arguments."""
 
 

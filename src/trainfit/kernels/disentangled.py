@@ -1,0 +1,219 @@
+"""DeBERTa's attention on a packed row, without a score matrix in memory.
+
+DeBERTa adds to each score what the query and the key say about their distance. Distances are few,
+so their products are computed once per token; `disentangled_triton` has the kernels, which exist
+for GPUs alone. Elsewhere, and for a DeBERTa of another make, transformers' own code runs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.kernels.disentangled_models import TERMS, model_obstacle
+from trainfit.kernels.layout import Layout
+from trainfit.kernels.varlen import starts_of
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+_OLDEST = (8, 0)
+SPLITS = 8
+"""The gradient of positions is summed in so many parts, each over some of the sequences."""
+
+
+@torch.library.custom_op("trainfit::disentangled_attention", mutates_args=())
+def disentangled_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """From `[tokens, heads, d]` to the same, and the softmax's logarithms `[heads, tokens]`.
+
+    `positions` `[2, 2·longest, heads, d]` has what a query, and what a key is multiplied by for
+    each distance from it to the other token, from 1 - longest on.
+    """
+    from trainfit.kernels import disentangled_triton
+
+    return disentangled_triton.forward(query, key, value, positions, starts, longest, scale)
+
+
+@torch.library.custom_op("trainfit::disentangled_attention_backward", mutates_args=())
+def disentangled_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    out: Tensor,
+    sums: Tensor,
+    longest: int,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and positions."""
+    from trainfit.kernels import disentangled_triton
+
+    return disentangled_triton.backward(
+        gradient.contiguous(), query, key, value, positions, starts, out, sums, longest, scale
+    )
+
+
+@disentangled_attention.register_fake
+def _(query: Tensor, *_rest: Any) -> tuple[Tensor, Tensor]:
+    tokens, heads, _head = query.shape
+    return torch.empty_like(query), query.new_empty(heads, tokens, dtype=torch.float32)
+
+
+@disentangled_attention_backward.register_fake
+def _(
+    _gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor, *_rest: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    return tuple(torch.empty_like(t) for t in (query, key, value, positions))  # type: ignore[return-value]
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.longest, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+
+
+def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
+    found = disentangled_attention_backward(gradient, *ctx.saved_tensors, ctx.longest, ctx.scale)
+    return *found, None, None, None
+
+
+disentangled_attention.register_autograd(_backward, setup_context=_remember)
+
+
+# Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
+@dataclass(frozen=True, slots=True, eq=False)
+class DisentangledAttention:
+    """What a layer of DeBERTa needs to attend inside each sequence of one packed row."""
+
+    starts: Tensor
+    """Where each sequence begins, those made of the filler too; ends with the row's width."""
+    longest: int
+    """No sequence is longer."""
+    chosen: Tensor
+    """`[2, 2·longest, embeddings]`: a 1 where a relative embedding stands for a distance, seen from
+    a query and from a key. To choose by multiplying keeps the gradient's sums in one order."""
+
+    def __call__(self, module: Any, hidden: Tensor, relative: Tensor) -> Tensor:
+        """Attend by the weights of `module`, a layer's self-attention, `[1, tokens, width]`."""
+        heads = module.num_attention_heads
+
+        def split(x: Tensor) -> Tensor:
+            return x.reshape(*x.shape[:-1], heads, -1)
+
+        shared = module.share_att_key
+        by_query = module.key_proj if shared else module.pos_key_proj
+        by_key = module.query_proj if shared else module.pos_query_proj
+        relative = module.pos_dropout(relative)[: 2 * module.pos_ebd_size]
+        terms = torch.stack([by_query(relative), by_key(relative)])
+        query = split(module.query_proj(hidden[0]))
+        attended, _ = disentangled_attention(
+            query,
+            split(module.key_proj(hidden[0])),
+            split(module.value_proj(hidden[0])),
+            split(torch.bmm(self.chosen.to(terms.dtype), terms)),
+            self.starts,
+            self.longest,
+            (query.shape[-1] * (1 + len(TERMS))) ** -0.5,
+        )
+        mixed: Tensor = attended.flatten(1)[None]
+        return mixed
+
+
+def packed_attention(
+    layout: Layout, config: PretrainedConfig, dtype: torch.dtype
+) -> DisentangledAttention:
+    """The attention of a packed batch, made once for all layers, which compute in `dtype`."""
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    longest = min(layout.max_seqlen, layout.ids.shape[1])
+    to_other = torch.arange(1 - longest, 1 + longest, device=layout.ids.device)
+    distances = torch.stack([-to_other, to_other])  # DeBERTa counts from the key to the query
+    buckets, most = config.position_buckets, _most(config)
+    if buckets > 0:
+        distances = make_log_bucket_position(distances, buckets, most).long()
+    span = buckets if buckets > 0 else most
+    rows = (distances + span).clamp(0, 2 * span - 1)
+    chosen = rows[..., None] == torch.arange(2 * span, device=rows.device)
+    return DisentangledAttention(starts_of(layout), longest, chosen.to(dtype))
+
+
+def obstacle(
+    config: PretrainedConfig,
+    *,
+    capability: tuple[int, int] | None,
+    longest: int | None = None,
+    dropout: float = 0.0,
+) -> str | None:
+    """Why a GPU of that compute capability cannot run this; None: it can.
+
+    A `capability` of None stands for a GPU that is new enough.
+    """
+    if capability is not None and capability < _OLDEST:
+        return f"the GPU has compute capability {capability[0]}.{capability[1]}, which is below 8.0"
+    reason = model_obstacle(config.to_dict())
+    if reason is None and longest is not None and longest > _most(config):
+        reason = f"sequences of {longest} tokens are longer than the {_most(config)} distances"
+    if reason is None and dropout > 0:
+        reason = f"it has attention dropout {dropout}"
+    return reason
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def triton_exists() -> bool:
+    """Whether there is a Triton to make the kernels with."""
+    return find_spec("triton") is not None
+
+
+def take_packed_rows(model: nn.Module) -> None:
+    """Make the layers of a DeBERTa attend by a `DisentangledAttention` where they are given one.
+
+    It comes to them in the place of the relative positions, which nobody needs then.
+    """
+    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
+
+    class PackedSelfAttention(DisentangledSelfAttention):
+        """The same weights and, without packed rows, the same code."""
+
+        def forward(
+            self,
+            hidden_states: Tensor,
+            attention_mask: Tensor,
+            output_attentions: bool = False,
+            query_states: Tensor | None = None,
+            relative_pos: Any = None,
+            rel_embeddings: Tensor | None = None,
+        ) -> tuple[Tensor, Tensor | None]:
+            if isinstance(relative_pos, DisentangledAttention):
+                assert rel_embeddings is not None
+                return relative_pos(self, hidden_states, rel_embeddings), None
+            found: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[no-untyped-call]
+                hidden_states,
+                attention_mask,
+                output_attentions,
+                query_states,
+                relative_pos,
+                rel_embeddings,
+            )
+            return found
+
+    for module in model.modules():
+        if type(module) is DisentangledSelfAttention:
+            module.__class__ = PackedSelfAttention
+
+
+def _most(config: PretrainedConfig) -> int:
+    most: int = config.max_relative_positions
+    return most if most >= 1 else config.max_position_embeddings
