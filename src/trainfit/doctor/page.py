@@ -1,0 +1,55 @@
+"""The troubleshooting page, made from the checks so that it cannot say anything else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+from trainfit.doctor import machine, runs
+from trainfit.doctor.finding import Check, Fault
+from trainfit.doctor.patterns import PATTERNS
+
+_HEAD = """\
+# Troubleshooting
+
+Made from the checks of [`trainfit doctor`](doctor.md); do not edit. `trainfit doctor` looks for the
+faults of the machine, `trainfit doctor --log FILE` for those in a log, `trainfit doctor --run RUN`
+for those of a run. The steps are in the order to try them; `key=value` words go after
+`trainfit train TASK`.
+"""
+
+
+def troubleshooting() -> str:
+    """The page."""
+    parts = [_HEAD]
+    parts.append(_section("The machine", _with_looks(machine.CHECKS)))
+    parts.append(
+        _section("A log", ((pattern.fault, f"Like: `{pattern.like}`") for pattern in PATTERNS))
+    )
+    parts.append(_section("A run", _with_looks(runs.CHECKS)))
+    return "\n".join(parts)
+
+
+def _with_looks(checks: Iterable[Check[Any]]) -> Iterable[tuple[Fault, str]]:
+    for check in checks:
+        text = (getattr(check.look, "__doc__", None) or "").split("\n")[0]
+        noted = isinstance(check.look, partial)  # then its docstring is functools'
+        yield check.fault, "" if noted or not text else f"Looked at: {text[0].lower()}{text[1:]}"
+
+
+def _section(title: str, faults: Iterable[tuple[Fault, str]]) -> str:
+    return f"## {title}\n\n" + "\n".join(_fault(fault, look) for fault, look in faults)
+
+
+def _fault(fault: Fault, look: str) -> str:
+    lines = [f"### {fault.title}", "", f"`{fault.id}`, {fault.severity}. {fault.why}", ""]
+    if look:
+        lines += [look, ""]
+    lines += [f"{number}. {step}" for number, step in enumerate(_steps(fault), 1)]
+    return "\n".join(lines) + "\n"
+
+
+def _steps(fault: Fault) -> tuple[str, ...]:
+    """A fault that detection notes has the machine's own command first."""
+    return fault.mend or ("The finding has the command for the machine.",)

@@ -1,0 +1,87 @@
+"""A callback for Lightning: MFU, tokens, memory in its logs, a receipt, and advice on errors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from trainfit.errors import BadInput
+from trainfit.integrations import observed
+from trainfit.integrations.hf_trainer import RECEIPT
+from trainfit.integrations.meter import Meter
+from trainfit.integrations.oom import add_advice
+from trainfit.records import Receipt
+
+try:
+    from lightning.pytorch import Callback
+except ImportError:
+    try:  # the same under its older name
+        from pytorch_lightning import Callback  # type: ignore[assignment]
+    except ImportError:
+        raise BadInput("Lightning is not installed", "pip install lightning") from None
+
+_PRECISIONS = {"bf16": "bf16", "16": "fp16"}
+
+
+class TrainfitLightningCallback(Callback):
+    """Logs figures every `log_every_n_steps`, and writes what was really active when it ends.
+
+    Tokens and MFU are known for batches that are mappings with `input_ids`.
+    """
+
+    def __init__(self, *, peak_tflops: float | None = None) -> None:
+        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know."""
+        self.meter = Meter(peak_tflops=peak_tflops)
+        self._said = 0
+        self.receipt: Receipt | None = None
+        """Of the last training."""
+
+    def on_train_start(self, _trainer: Any, pl_module: Any) -> None:
+        """Follow the model."""
+        self.meter.attach(pl_module)
+
+    def on_train_batch_start(self, _trainer: Any, _module: Any, batch: Any, *_: Any) -> None:
+        """Count a batch."""
+        self.meter.start()
+        self.meter.count(batch)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        """The time so far was training; every so many steps, say what came of it."""
+        self.meter.step_ended()
+        step = trainer.global_step  # the same for all batches of an accumulated step
+        if step != self._said and step % trainer.log_every_n_steps == 0:
+            self._said = step
+            if figures := self.meter.window():
+                pl_module.log_dict(figures, on_step=True, on_epoch=False)
+
+    def on_validation_end(self, *_: Any) -> None:
+        """An evaluation is no training."""
+        self.meter.leave_out()
+
+    def on_exception(self, _trainer: Any, _module: Any, exception: BaseException) -> None:
+        """Advice beside an error that ends the training."""
+        self.meter.detach()
+        add_advice(exception)
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        """Let the model go, and write the receipt."""
+        self.meter.detach()
+        precision = str(trainer.precision).partition("-")[0]
+        optimizers = trainer.optimizers or [None]
+        folder = Path(trainer.log_dir or trainer.default_root_dir)
+        self.receipt = Receipt(
+            run=str(folder),
+            items=(
+                observed.mixed_precision(_PRECISIONS.get(precision, "off"), self.meter),
+                observed.tf32(None),
+                observed.fused_optimizer(_fused(optimizers[0]), optimizers[0]),
+                observed.compiled(hasattr(pl_module, "_orig_mod")),
+            ),
+        )
+        if trainer.is_global_zero:
+            self.receipt.save(folder / RECEIPT)
+
+
+def _fused(optimizer: Any) -> bool:
+    """Lightning has no setting for it: what the module's optimizer was made with is the wish."""
+    return bool(getattr(optimizer, "defaults", {}).get("fused"))

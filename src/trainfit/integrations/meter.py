@@ -1,0 +1,145 @@
+"""Counts what a loop of somebody else does: tokens, time, operations, memory, dtypes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.hardware.gpus import known_spec
+from trainfit.integrations.work import ModelWork, work_of
+from trainfit.measuring.memory import GIB, MemoryTracker
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+
+
+class Meter:
+    """A window of steps at a time; the device is asked for numbers only at its end."""
+
+    def __init__(
+        self, *, peak_tflops: float | None = None, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        """`peak_tflops` is the device's dense peak, where the catalogue does not know it."""
+        self._peak, self._clock = peak_tflops, clock
+        self._work: ModelWork | None = None
+        self._handles: list[Any] = []
+        self._batches: list[Tensor] = []
+        self._rows = 0
+        self._seconds = 0.0
+        self._mark: float | None = None
+        self._memory: MemoryTracker | None = None
+        self.product_dtype: torch.dtype | None = None
+        """Of the first product's result in the last forward pass: what was really computed in."""
+        self.autocast_dtype: torch.dtype | None = None
+        """What autocast was set to there; None: it was off."""
+
+    # ── what is seen ──
+
+    def attach(self, model: nn.Module, *, probe: bool = True) -> None:
+        """Follow `model`; `probe` looks at a product inside it, which a compiler would see."""
+        self._work = work_of(model)
+        self._memory = MemoryTracker()
+        first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
+        if probe and first is not None:
+            self._handles.append(first.register_forward_hook(self._product))
+
+    def follow_forward(self, model: nn.Module) -> None:
+        """Count the tokens of every training pass through `model`."""
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def count(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
+            if module.training and torch.is_grad_enabled():
+                first = {"input_ids": positional[0]} if positional else {}
+                self.count({**first, **named})
+
+        self._handles.append(model.register_forward_pre_hook(count, with_kwargs=True))
+
+    def detach(self) -> None:
+        """Leave the model as it was."""
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def count(self, batch: Any) -> None:
+        """Take note of a batch: its rows, and the tokens of each that are no padding."""
+        if not isinstance(batch, Mapping):
+            return
+        ids, mask = batch.get("input_ids"), batch.get("attention_mask")
+        if not isinstance(ids, Tensor) or ids.dim() != 2:
+            return
+        self._rows += ids.shape[0]
+        if isinstance(mask, Tensor) and mask.shape == ids.shape:
+            self._batches.append(mask.detach().sum(dim=1))
+        else:
+            self._batches.append(torch.full((ids.shape[0],), ids.shape[1]))
+
+    def _product(self, module: nn.Module, _inputs: Any, output: Any) -> None:
+        if module.training and isinstance(output, Tensor):
+            kind = output.device.type
+            self.product_dtype = output.dtype
+            on = torch.is_autocast_enabled(kind)
+            self.autocast_dtype = torch.get_autocast_dtype(kind) if on else None
+
+    # ── the clock ──
+
+    def start(self) -> None:
+        """Let the clock run, if it does not."""
+        if self._mark is None:
+            self._mark = self._clock()
+
+    def step_ended(self) -> None:
+        """The time up to here went into training."""
+        if self._mark is not None:
+            self._seconds += self._clock() - self._mark
+        self._mark = self._clock()
+
+    def leave_out(self) -> None:
+        """The time since the last step went into something else: an evaluation, a checkpoint."""
+        self._mark = self._clock()
+
+    # ── what came of it ──
+
+    def window(self) -> dict[str, float]:
+        """The figures since the last call; what is not known is left out."""
+        lengths = [n for batch in self._batches for n in batch.tolist()]  # waits for the device
+        if self._mark is not None:
+            self.step_ended()
+        seconds, tokens, rows = self._seconds, sum(lengths), self._rows
+        self._seconds, self._rows = 0.0, 0
+        self._batches.clear()
+        figures = {}
+        if self._memory is not None:
+            figures["memory_gib"] = self._memory.update().peak / GIB
+        if seconds > 0 and tokens:
+            figures["tokens_per_second"] = tokens / seconds
+            figures["samples_per_second"] = rows / seconds
+            mfu = self._mfu(lengths, seconds)
+            figures |= {} if mfu is None else {"mfu": mfu}
+        return figures
+
+    def _mfu(self, lengths: list[int], seconds: float) -> float | None:
+        """The share of the peak; none for an unknown device, and none that cannot be."""
+        peak = self._peak if self._peak is not None else known_peak(self.precision)
+        if not peak or self._work is None:
+            return None
+        share = self._work.flops(lengths) / (seconds * peak * 1e12)
+        return share if 0 < share <= 1 else None
+
+    @property
+    def precision(self) -> str:
+        """What products are computed in: bf16, fp16, tf32 or fp32."""
+        seen = _SHORT.get(self.product_dtype or torch.float32, "fp32")
+        exact = torch.get_float32_matmul_precision() == "highest"
+        return "tf32" if seen == "fp32" and not exact else seen
+
+
+def known_peak(precision: str) -> float | None:
+    """The catalogue's dense peak of this process's GPU, in TFLOP/s."""
+    if not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    spec = known_spec(properties.name, properties.total_memory / GIB)
+    return None if spec is None else spec.peak_tflops(precision)

@@ -1,0 +1,207 @@
+"""Every ill log is diagnosed, no harmless one is, and nobody's text is shown."""
+
+import random
+import re
+from pathlib import Path
+
+import pytest
+from doctor_logs import HARMLESS, ILL, SECRET, ill
+from hypothesis import given
+from hypothesis import strategies as st
+
+from trainfit.doctor import Finding, diagnose_text, read_log
+from trainfit.doctor.patterns import PATTERNS, Pattern
+from trainfit.doctor.patterns.out_of_memory import read_numbers
+from trainfit.errors import BadInput
+
+
+def of(findings: tuple[Finding, ...]) -> set[str]:
+    return {finding.id for finding in findings}
+
+
+@pytest.mark.parametrize("name", ILL)
+def test_an_ill_log_is_diagnosed(name: str):
+    expected, text = ILL[name]
+    findings = diagnose_text(ill(text))
+    assert of(findings) == expected
+    for finding in findings:
+        assert SECRET not in finding.to_json()
+        assert "zyxquabberword" not in finding.to_json()
+        assert finding.mend
+        assert finding.why
+        assert finding.evidence
+
+
+def test_there_are_enough_of_both():
+    assert len(ILL) >= 20
+    assert len(HARMLESS) >= 10
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_a_harmless_log_is_left_alone(name: str):
+    assert diagnose_text(HARMLESS[name]) == ()
+
+
+def test_all_harmless_logs_together_are_left_alone():
+    assert diagnose_text("\n".join(HARMLESS.values())) == ()
+
+
+def test_every_pattern_is_shown_by_an_ill_log():
+    shown = set().union(*(expected for expected, _ in ILL.values()))
+    rare = {
+        "mps_oom": "RuntimeError: MPS backend out of memory (MPS allocated: 17.95 GB, other "
+        "allocations: 100.00 MB, max allowed: 18.13 GB). Tried to allocate 256.00 MB",
+        "driver_mismatch": "Failed to initialize NVML: Driver/library version mismatch",
+        "cpu_build": "AssertionError: Torch not compiled with CUDA enabled",
+        "invalid_device": "RuntimeError: CUDA error: invalid device ordinal",
+        "ecc": "RuntimeError: CUDA error: uncorrectable ECC error encountered",
+        "library_mismatch": "ImportError: libcudart.so.12: cannot open shared object file: No such "
+        "file or directory",
+        "cuda_in_fork": "RuntimeError: Cannot re-initialize CUDA in forked subprocess. To use CUDA "
+        "with multiprocessing, you must use the 'spawn' start method",
+        "triton_resources": "triton.runtime.errors.OutOfResources: out of resource: shared memory, "
+        "Required: 131072, Hardware limit: 101376. Reducing block sizes may help.",
+        "cudagraph_overwritten": "RuntimeError: Error: accessing tensor output of CUDAGraphs that "
+        "has been overwritten by a subsequent run.",
+        "fp16_weights": "ValueError: Attempting to unscale FP16 gradients.",
+        "illegal_instruction": "Illegal instruction (core dumped)",
+    }
+    for id, text in rare.items():
+        assert of(diagnose_text(ill(text))) == {id}
+    assert shown | set(rare) == {pattern.fault.id for pattern in PATTERNS}
+
+
+@pytest.mark.parametrize("pattern", PATTERNS, ids=lambda pattern: pattern.fault.id)
+def test_the_message_that_a_fault_is_shown_with_is_one_of_its_own(pattern: Pattern):
+    assert of(diagnose_text(pattern.like)) == {pattern.fault.id}
+
+
+# ── the numbers of an out-of-memory message ───────────────────────────────────────────────────
+
+
+def test_fragmentation_is_told_by_its_amount():
+    [finding] = diagnose_text(ILL["torch 2.4, much reserved but unallocated"][1])
+    assert "tried to allocate 2.25 GiB" in finding.evidence
+    assert "free 1.02 GiB" in finding.evidence
+    assert "reserved but unallocated 3.10 GiB" in finding.evidence
+    first = finding.mend.splitlines()[0]
+    assert "3.1 GiB are reserved but unallocated" in first
+    assert "expandable_segments:True" in first
+
+
+def test_the_old_form_has_the_difference():
+    numbers = read_numbers(ILL["torch 1.13, out of memory, reserved far over allocated"][1])
+    assert numbers.unallocated == pytest.approx(21.40 - 16.10)
+    assert numbers.free == pytest.approx(812 / 1024)
+
+
+def test_other_processes_come_first_where_they_hold_the_memory():
+    [finding] = diagnose_text(ILL["torch 2.6, a second process on the GPU"][1])
+    assert "ps -o pid,user,etime,cmd -p 5142" in finding.mend.splitlines()[0]
+    assert "61.30 GiB" in finding.evidence
+
+
+def test_torch_21_names_its_own_process_which_is_not_another():
+    text = ILL["torch 2.1, its own misspelling and its own process by number"][1]
+    assert read_numbers(text).others == ()
+    [finding] = diagnose_text(text)
+    assert "training.batch_size" in finding.mend.splitlines()[0]
+    two = text.replace(
+        "Of the allocated", "Process 99 has 9.00 GiB memory in use. Of the allocated"
+    )
+    assert read_numbers(two).others == ((99, 9.0),)
+
+
+def test_one_huge_allocation_asks_for_shorter_sequences_first():
+    [finding] = diagnose_text(ILL["torch 2.9, private pools"][1])
+    assert "data.max_length" in finding.mend.splitlines()[0]
+    assert "7.8 GiB" in finding.mend.splitlines()[0]
+
+
+@given(
+    tried=st.floats(0.01, 8), capacity=st.sampled_from([14.75, 23.64, 79.15]), share=st.floats(0, 1)
+)
+def test_what_is_called_fragmented_could_have_held_the_request(
+    tried: float, capacity: float, share: float
+):
+    unallocated = round(share * capacity / 2, 2)
+    text = (
+        f"CUDA out of memory. Tried to allocate {tried:.2f} GiB. GPU 0 has a total capacity of "
+        f"{capacity:.2f} GiB of which 0.01 GiB is free. Of the allocated memory 1.00 GiB is "
+        f"allocated by PyTorch, and {unallocated:.2f} GiB is reserved by PyTorch but unallocated."
+    )
+    [finding] = diagnose_text(text)
+    fragmented = unallocated >= float(f"{tried:.2f}") and unallocated >= 0.05 * capacity
+    assert (finding.id == "cuda_oom_fragmented") == fragmented
+
+
+def test_how_often_is_counted():
+    text = ILL["torch 2.0, plain"][1]
+    [finding] = diagnose_text("\n".join([text] * 7))
+    assert "7 times" in finding.evidence
+
+
+# ── advice ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_nans_in_fp16_lead_out_of_fp16_and_never_into_it():
+    [fp16] = diagnose_text(ILL["NaN in fp16 with transformers"][1])
+    [bf16] = diagnose_text(ILL["NaN in bf16"][1])
+    assert "device.mixed_precision=bf16" in fp16.mend.splitlines()[0]
+    assert "device.mixed_precision=off" in fp16.mend.splitlines()[0]
+    assert "training.learning_rate" in bf16.mend.splitlines()[0]
+    for pattern in PATTERNS:
+        for step in pattern.fault.mend:
+            assert not re.search(r"mixed_precision=fp16|amp_dtype=fp16|[Uu]se fp16", step)
+
+
+def test_what_an_xid_means_is_said_by_its_number():
+    [card] = diagnose_text("NVRM: Xid (PCI:0000:65:00): 79, GPU has fallen off the bus.")
+    [program] = diagnose_text("NVRM: Xid (PCI:0000:65:00): 31, pid=12, MMU fault")
+    assert "fell off the bus" in card.evidence
+    assert "Reset the GPU" in card.mend
+    assert "CUDA_LAUNCH_BLOCKING" in program.mend
+    assert "Reset" not in program.mend
+
+
+def test_the_version_of_an_old_driver_is_told():
+    [finding] = diagnose_text(ILL["driver too old for the wheel"][1])
+    assert finding.evidence.endswith("CUDA 11.4")
+
+
+def test_what_follows_from_a_cause_is_not_said_beside_it():
+    oom, child = ILL["torch 2.0, plain"][1], ILL["a child and nothing else"][1]
+    assert of(diagnose_text(f"{oom}\n{child}")) == {"cuda_oom"}
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_log_of_any_size_with_colours_and_bars(tmp_path: Path):
+    path = tmp_path / "train.log"
+    bar = "\r".join(f"\x1b[32m{n}%\x1b[0m |####| {n}/100 [00:01]" for n in range(100))
+    filler = "".join(f"step {n}: loss {random.random():.4f}\n" for n in range(60_000))
+    text = ILL["torch 2.4, much reserved but unallocated"][1]
+    coloured = text.replace("CUDA out", "\x1b[31mCUDA out")
+    path.write_bytes(f"{bar}\n{filler}{coloured}\r\n{filler}".encode() + b"\xff\xfe\x00")
+    [finding] = read_log(path)
+    assert finding.id == "cuda_oom_fragmented"
+
+
+def test_a_line_without_end_is_read_too(tmp_path: Path):
+    path = tmp_path / "train.log"
+    path.write_text("x" * 3_000_000 + " RuntimeError: CUDA error: device-side assert triggered")
+    assert of(read_log(path)) == {"device_assert"}
+
+
+def test_a_log_that_cannot_be_read(tmp_path: Path):
+    with pytest.raises(BadInput, match="cannot read the log"):
+        read_log(tmp_path / "none.log")
+
+
+@given(st.text(alphabet=st.characters(codec="utf-8"), max_size=300))
+def test_nothing_that_surrounds_a_message_is_shown(text: str):
+    line = text.replace("\n", " ").replace("\r", " ")
+    marked = f"{line} qqq{SECRET} CUDA out of memory. Tried to allocate 1.00 GiB. {SECRET}qqq"
+    for finding in diagnose_text(marked):
+        assert "quabber" not in finding.to_json()
