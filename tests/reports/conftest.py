@@ -1,10 +1,12 @@
-"""Plans built by hand, as the planner would hand them over."""
+"""Plans built by hand, as the planner would hand them over, and the page of a long run."""
 
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
+from report_runs import write_run
 
 from trainfit.records import (
     MemoryEstimate,
@@ -96,3 +98,13 @@ def make_plan() -> Callable[..., Plan]:
         return plan
 
     return make
+
+
+@pytest.fixture(scope="session")
+def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of a run of a hundred thousand logged steps."""
+    from trainfit.reports.report import report, write
+
+    root = tmp_path_factory.mktemp("long")
+    folder = write_run(root / "nli-1", PLAN, steps=100_000)
+    return write(report(folder), root / "page.html")

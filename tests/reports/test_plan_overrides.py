@@ -48,9 +48,9 @@ def test_they_compose_back_with_the_plan_pinned(make_plan: Make, task: str, give
     pinned = PLANNED | (ENCODER if task != "gpt" else {})
     assert again.values() == composed.values() | pinned
     assert again.hardware == composed.hardware
-    # Threads and weights are no part of a plan.
+    # Threads, weights and what follows from the data are no part of a plan.
     left = {key for key, value in again.values().items() if value == "auto"}
-    assert left <= {"device.num_threads", "model.weights"}
+    assert left <= {"device.num_threads", "model.weights", "model.vocab_size", "model.loss_chunk"}
     assert again.notes == ()  # every key is the canonical one
 
 

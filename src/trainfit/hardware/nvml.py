@@ -6,13 +6,16 @@ that makes the one figure unknown. Only when the library itself does not start i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from trainfit.hardware.capability import Capability
 from trainfit.hardware.host import GIB
 from trainfit.records import GpuState, PcieLink
+
+Sample = dict[str, float | None]
+"""index, utilisation_percent, temperature_c, power_w, memory_used_gib; None is not known."""
 
 _THROTTLE_REASONS = {
     0x002: "applications_clocks_setting",
@@ -78,6 +81,40 @@ def probe_nvml(load: Callable[[], Any], pid: int) -> NvmlReport:
         return NvmlReport(error=str(error))
     finally:
         _ask(nvml, "nvmlShutdown")
+
+
+def open_sampler(load: Callable[[], Any], uuids: Sequence[str]) -> Callable[[], list[Sample]]:
+    """What the driver says of these GPUs at each call, in their order: cheap enough for a loop.
+
+    NVML stays open. A GPU that the driver does not know by its UUID, or NVML that does not start,
+    gives no sample.
+    """
+    try:
+        nvml = load()
+    except ImportError:
+        return list
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError:
+        return list
+    known = [_ask(nvml, "nvmlDeviceGetHandleByUUID", uuid) for uuid in uuids]
+    handles = [(index, handle) for index, handle in enumerate(known) if handle is not None]
+
+    def sample() -> list[Sample]:
+        return [{"index": index, **_sample(nvml, handle)} for index, handle in handles]
+
+    return sample
+
+
+def _sample(nvml: Any, handle: Any) -> Sample:
+    utilisation = _ask(nvml, "nvmlDeviceGetUtilizationRates", handle)
+    memory = _memory(nvml, handle)
+    return {
+        "utilisation_percent": utilisation and utilisation.gpu,
+        "temperature_c": _ask(nvml, "nvmlDeviceGetTemperature", handle, nvml.NVML_TEMPERATURE_GPU),
+        "power_w": _watts(_ask(nvml, "nvmlDeviceGetPowerUsage", handle)),
+        "memory_used_gib": memory and memory.used / GIB,
+    }
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:

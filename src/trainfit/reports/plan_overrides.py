@@ -40,6 +40,7 @@ def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
         "model.method": None if load.method == "frozen" else load.method,
         "model.freeze_encoder": load.method == "frozen",
         "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],
+        "model.loss_chunk": plan.task.arguments.get("loss_chunk"),
         "data.max_length": load.max_length,
         "training.batch_size": plan.batch_size,
         "training.eval_batch_size": plan.eval_batch_size,

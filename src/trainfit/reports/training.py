@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -21,12 +21,14 @@ from trainfit import codec
 from trainfit.conf import Composed
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.records import Event, RunResult
-from trainfit.reports import terminal
+from trainfit.reports import pretraining, terminal
+from trainfit.reports.gpu_log import gpu_trackers
 from trainfit.reports.plan import duration
 from trainfit.reports.tracking import check_installed, open_trackers
 from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.encoder.metrics import Metrics
 from trainfit.tasks.encoder.scores import JobResult
+from trainfit.tasks.gpt.result import GptResult, iter_line
 
 _FIGURES = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc")
 _EVERY = 5.0
@@ -43,12 +45,15 @@ def show(composed: Composed) -> Show:
     def busy(what: str) -> AbstractContextManager[Any]:
         return console.status(what) if console.is_terminal else nullcontext()
 
+    line = iter_line if composed.task == "gpt" else None
+
     def watch(title: str) -> Sequence[Observer]:
-        return (Bar(console, title) if console.is_terminal else Lines(console, title),)
+        kind = Bar if console.is_terminal else Lines
+        return (kind(console, title, line),)
 
     return Show(
         watch=watch,
-        track=lambda run: open_trackers(tracking, run, composed),
+        track=lambda run: (*open_trackers(tracking, run, composed), *gpu_trackers(run)),
         busy=busy,
     )
 
@@ -59,11 +64,13 @@ def is_first_rank() -> bool:
 
 
 class Lines(Observer):
-    """Plain lines, not more often than a person reads."""
+    """Plain lines, not more often than a person reads, or a job's own lines, each and as it is."""
 
-    def __init__(self, console: Console, title: str) -> None:
-        """Write to `console`; `title` says which fold this is."""
-        self._console, self._prefix = console, f"{title}: " if title else ""
+    def __init__(
+        self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
+    ) -> None:
+        """Write to `console`; `title` says which fold this is, `line` makes lines of one's own."""
+        self._console, self._prefix, self._line = console, f"{title}: " if title else "", line
         self._last = 0.0
 
     def _print(self, text: str) -> None:
@@ -75,6 +82,9 @@ class Lines(Observer):
 
     def on_log(self, row: TrainRow) -> None:
         """The numbers of a window, if the last ones are some seconds old."""
+        if self._line is not None:
+            self._print(self._line(row))
+            return
         now = time.monotonic()
         if now - self._last >= _EVERY or row.step == row.total_steps:
             self._last = now
@@ -93,9 +103,11 @@ class Lines(Observer):
 class Bar(Observer):
     """A progress bar with loss, rates, MFU, memory and time left; other lines go above it."""
 
-    def __init__(self, console: Console, title: str) -> None:
-        """Draw on `console`; `title` says which fold this is."""
-        self._lines = Lines(console, title)
+    def __init__(
+        self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
+    ) -> None:
+        """Draw on `console`; lines of one's own, made by `line`, go above the bar."""
+        self._lines, self._own = Lines(console, title, line), line is not None
         self._bar = Progress(
             TextColumn(title or "training"),
             BarColumn(bar_width=24),
@@ -120,6 +132,8 @@ class Bar(Observer):
 
     def on_log(self, row: TrainRow) -> None:
         """New numbers beside the bar."""
+        if self._own:
+            self._lines.on_log(row)
         self._bar.update(self._task, numbers=bar_numbers(row))
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -152,7 +166,7 @@ def bar_numbers(row: TrainRow) -> str:
 # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
 
-def end(result: JobResult, *, as_json: bool) -> None:
+def end(result: JobResult | GptResult, *, as_json: bool) -> None:
     """Print what came of a job."""
     if not is_first_rank():
         return
@@ -166,7 +180,8 @@ def end(result: JobResult, *, as_json: bool) -> None:
             soft_wrap=True,
         )
         return
-    console.print(result_page(result))
+    page = result_page(result) if isinstance(result, JobResult) else pretraining.page(result)
+    console.print(page, soft_wrap=not isinstance(result, JobResult))
 
 
 def result_page(result: JobResult) -> RenderableType:

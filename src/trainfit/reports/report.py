@@ -1,0 +1,167 @@
+"""report: runs and studies as one page to look at, as Markdown, or as the numbers behind it all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from html import escape
+from pathlib import Path
+
+from trainfit import __version__
+from trainfit.engine import run_folder
+from trainfit.errors import RunFailed
+from trainfit.files import write_whole
+from trainfit.records import Record
+from trainfit.reports.figures import Chapter, Headline, Section
+from trainfit.reports.numbers import shown
+from trainfit.reports.run_data import Run, read_run
+from trainfit.reports.sections.comparison import comparison, main_score
+from trainfit.reports.sections.curves import speed_section, training_section
+from trainfit.reports.sections.promise import (
+    measured_memory,
+    plan_section,
+    promise_section,
+    seconds_of,
+    typical,
+)
+from trainfit.reports.sections.proof import events_section, ladder_section, receipt_section
+from trainfit.reports.sections.scores import scores_section
+from trainfit.reports.sections.setting import device_of, model_of, setting
+from trainfit.reports.sections.study import is_study, study_chapter
+
+_ROOT = Path("runs")
+
+_SECTIONS: Sequence[Callable[[Run], Section | None]] = (
+    scores_section,
+    training_section,
+    speed_section,
+    promise_section,
+    receipt_section,
+    ladder_section,
+    plan_section,
+    events_section,
+    setting,
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Report(Record):
+    """A page: a chapter per run, with a comparison before them where there are several."""
+
+    title: str
+    made: str
+    version: str
+    chapters: tuple[Chapter, ...]
+
+    def html(self) -> str:
+        """One file that needs no other."""
+        from trainfit.reports.html.page import page
+
+        return page(self)
+
+    def markdown(self) -> str:
+        """The same in plain text."""
+        from trainfit.reports.markdown import markdown
+
+        return markdown(self)
+
+    def _repr_html_(self) -> str:
+        """The page in a frame of its own, where a notebook shows it."""
+        return (
+            f'<iframe srcdoc="{escape(self.html())}" title="{escape(self.title)}" '
+            'style="width:100%;height:80vh;border:0"></iframe>'
+        )
+
+
+FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = {
+    "html": ("html", Report.html),
+    "markdown": ("md", Report.markdown),
+    "json": ("json", lambda report: report.to_json() + "\n"),
+}
+"""By name: the ending of the file, and what writes it."""
+
+
+def report(*runs: str | Path) -> Report:
+    """The report of runs and studies, by their folders or their names under runs/."""
+    chapters: list[Chapter] = []
+    read: list[Run] = []
+    for folder in map(find, runs):
+        if is_study(folder):
+            chapters.append(study_chapter(folder, len(chapters)))
+        else:
+            read.append(read_run(folder))
+            chapters.append(_chapter(read[-1], len(chapters)))
+    if len(read) > 1:
+        chapters.insert(0, comparison(read))
+    return Report(
+        title=chapters[0].title,
+        made=time.strftime("%Y-%m-%d %H:%M"),
+        version=__version__,
+        chapters=tuple(chapters),
+    )
+
+
+def find(name: str | Path) -> Path:
+    """The folder of a run or a study, by its path or its name under runs/."""
+    for folder in (Path(name), _ROOT / name):
+        if is_study(folder):
+            return folder
+    return run_folder.find(name, _ROOT)
+
+
+def place(run: str | Path) -> Path:
+    """Where the page of a run stands unless someone says otherwise: in its own folder."""
+    return find(run) / "report.html"
+
+
+def write(made: Report, path: Path, form: str = "html") -> Path:
+    """Write a report whole."""
+    try:
+        write_whole(path, FORMATS[form][1](made))
+    except OSError as error:
+        what = f"cannot write {path} ({error.strerror or error})"
+        raise RunFailed(what, "give --output a place that can be written") from error
+    return path
+
+
+def _chapter(run: Run, at: int) -> Chapter:
+    made = [section(run) for section in _SECTIONS]
+    subtitle = " · ".join(word for word in (model_of(run), device_of(run)) if word)
+    return Chapter(
+        id=f"run-{at + 1}",
+        title=run.name,
+        subtitle=f"{run.config.get('task', 'run')} · {subtitle}",
+        status=run.status,
+        headlines=tuple(_headlines(run)),
+        sections=tuple(section for section in made if section is not None),
+    )
+
+
+def _headlines(run: Run) -> list[Headline]:
+    found = []
+    if (score := main_score(run)) is not None:
+        label, one = score
+        interval = "" if one.low is None else f"95%: {one.low:.3f}–{one.high:.3f}"
+        if (entropy := run.results.get("unigram_entropy")) is not None:
+            interval = f"unigram entropy {entropy:.4f}"
+        found.append(Headline(label=label, value=f"{one.value:.4f}", note=interval))
+    steps = [int(part.train["step"][-1]) for part in run.parts if "step" in part.train]
+    over = f"in {len(run.parts)} folds" if len(run.parts) > 1 else ""
+    found.append(Headline(label="steps", value=f"{sum(steps):,}", note=over))
+    if (seconds := seconds_of(run)) is not None:
+        found.append(Headline(label="training", value=shown(seconds, "duration")))
+    if (rate := typical(run, "tokens_per_second")) is not None:
+        samples = shown(typical(run, "samples_per_second"), "number")
+        found.append(
+            Headline(label="tokens/s", value=shown(rate, "count"), note=f"{samples} samples/s")
+        )
+    if (mfu := typical(run, "mfu")) is not None:
+        found.append(Headline(label="MFU", value=shown(mfu, "percent")))
+    if (memory := measured_memory(run)) is not None:
+        found.append(Headline(label="peak memory", value=shown(memory, "gib")))
+    count = sum(len(part.events) for part in run.parts)
+    ooms = sum(event.kind == "oom" for part in run.parts for event in part.events)
+    note = f"{ooms} out of memory" if ooms else ""
+    found.append(Headline(label="events", value=str(count), note=note))
+    return found

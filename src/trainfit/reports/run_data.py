@@ -1,0 +1,215 @@
+"""A run folder read back: everything that a report or a watcher needs, and no text of the data.
+
+Whatever is missing, half written or damaged is left out, and `problems` says so: a report of a
+run that died is the one that is wanted most.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainfit import codec
+from trainfit.errors import TrainfitError
+from trainfit.records import Event, HardwareProfile, Plan, Receipt
+from trainfit.reports.run_log import events_of, opening_of
+from trainfit.reports.thinning import Floats
+
+Columns = Mapping[str, Floats]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Part:
+    """One training: a run without folds, or one of its folds."""
+
+    name: str
+    folder: Path
+    train: Columns
+    """By name of the figure: one number per line of the log, NaN where it has none."""
+    evaluations: Columns
+    gpus: Mapping[str, Columns]
+    """By GPU: what the driver said of it, beside the step."""
+    events: tuple[Event, ...]
+    opening: tuple[str, ...]
+    """What was really set, as the run's first lines say."""
+    result: Mapping[str, Any]
+    scores: Mapping[str, Any]
+
+    @property
+    def status(self) -> str:
+        """How it ended: finished, stopped, failed, or not yet."""
+        if not self.result or _is_newer(self.folder / "metrics.jsonl", self.folder / "result.json"):
+            return "unfinished"
+        return str(self.result.get("status", "unfinished"))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Run:
+    """A run with its folds."""
+
+    folder: Path
+    config: Mapping[str, Any]
+    """task, hardware, experiment, config, origins."""
+    environment: Mapping[str, Any]
+    data: Mapping[str, Any]
+    parts: tuple[Part, ...]
+    results: Mapping[str, Any]
+    plan: Plan | None = None
+    hardware: HardwareProfile | None = None
+    receipt: Receipt | None = None
+    ladder: Mapping[str, Any] = field(default_factory=dict)
+    problems: tuple[str, ...] = ()
+
+    @property
+    def name(self) -> str:
+        """The folder's name."""
+        return self.folder.resolve().name
+
+    @property
+    def status(self) -> str:
+        """How it ended."""
+        if self.results:
+            return str(self.results.get("status", "finished"))
+        states = [part.status for part in self.parts]
+        for state in ("failed", "unfinished", "stopped"):
+            if state in states:
+                return state
+        return "unfinished" if len(self.parts) != 1 else states[0]
+
+    def setting(self, path: str) -> Any:
+        """A value of the configuration by its dotted name, or None."""
+        value: Any = self.config.get("config", {})
+        for key in path.split("."):
+            value = value.get(key) if isinstance(value, Mapping) else None
+        return value
+
+
+def read_run(folder: Path) -> Run:
+    """All of a run that can be read."""
+    reader = _Reader()
+    found = [path for path in folder.glob("fold-*/") if path.name[5:].isdigit()]
+    folds = sorted(found, key=lambda path: int(path.name[5:]))
+    parts = [(fold.name.replace("-", " "), fold) for fold in folds] or [("", folder)]
+    records: dict[str, Any] = {
+        name: reader.record(kind, folder / f"{name}.json")
+        for name, kind in (("plan", Plan), ("hardware", HardwareProfile), ("receipt", Receipt))
+    }
+    if records["receipt"] is None and folds:
+        records["receipt"] = reader.record(Receipt, folds[0] / "receipt.json")
+    objects: dict[str, Any] = {
+        name: reader.object(folder / f"{name}.json")
+        for name in ("config", "environment", "data", "results", "ladder")
+    }
+    read = tuple(_read_part(name, path, reader) for name, path in parts)
+    return Run(folder=folder, parts=read, **objects, **records, problems=tuple(reader.problems))
+
+
+def _read_part(name: str, folder: Path, reader: _Reader) -> Part:
+    rows = list(reader.rows(folder / "metrics.jsonl"))
+    result = reader.object(folder / "result.json")
+    log = reader.text(folder / "train.log")
+    return Part(
+        name=name,
+        folder=folder,
+        train=columns(row for row in rows if row.get("kind") == "train"),
+        evaluations=columns(row for row in rows if row.get("kind") == "evaluation"),
+        gpus=gpu_columns(reader.rows(folder / "gpus.jsonl")),
+        events=events_of(log, result),
+        opening=opening_of(log),
+        result=result,
+        scores=reader.object(folder / "scores.json"),
+    )
+
+
+def columns(rows: Iterable[Mapping[str, Any]]) -> Columns:
+    """Rows of numbers by figure; a step that was taken again counts as it was the last time."""
+    kept: dict[float, Mapping[str, Any]] = {}
+    for row in rows:
+        step = number(row.get("step"))
+        if np.isfinite(step):
+            kept.pop(step, None)
+            kept[step] = row
+    steps = sorted(kept)
+    names = dict.fromkeys(name for row in kept.values() for name in row)
+    table = {
+        name: np.array([number(kept[step].get(name)) for step in steps], dtype=np.float64)
+        for name in names
+        if name != "kind"
+    }
+    return {name: values for name, values in table.items() if np.isfinite(values).any()}
+
+
+def gpu_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Columns]:
+    """The samples of gpus.jsonl, by GPU."""
+    each: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        for gpu in row.get("gpus") or ():
+            each.setdefault(f"GPU {gpu.get('index')}", []).append({**gpu, "step": row.get("step")})
+    return {name: columns(samples) for name, samples in each.items()}
+
+
+def number(value: Any) -> float:
+    """A JSON value as a number; NaN for everything that is none."""
+    if type(value) is float:  # nearly all of them, and a long run has millions
+        return value
+    try:
+        return codec.decode(float, value)
+    except TrainfitError:
+        return float("nan")
+
+
+def parsed(line: str) -> Mapping[str, Any] | None:
+    """A row of a .jsonl file; None for what a killed process left half written."""
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
+
+
+def _is_newer(one: Path, other: Path) -> bool:
+    """Whether a run that had ended is going on: its log is younger than its result."""
+    try:
+        return one.stat().st_mtime > other.stat().st_mtime
+    except OSError:
+        return False
+
+
+class _Reader:
+    """Reads what is there and remembers what was wrong."""
+
+    def __init__(self) -> None:
+        self.problems: list[str] = []
+
+    def text(self, path: Path) -> str:
+        try:
+            return path.read_text(errors="replace")
+        except FileNotFoundError:
+            return ""
+        except OSError as error:
+            self.problems.append(f"{path.name} cannot be read ({error.strerror})")
+            return ""
+
+    def object(self, path: Path) -> Mapping[str, Any]:
+        text = self.text(path)
+        found = parsed(text) if text else {}
+        if found is None:
+            self.problems.append(f"{path.name} is damaged, and left out")
+        return found or {}
+
+    def rows(self, path: Path) -> Iterable[Mapping[str, Any]]:
+        return [row for line in self.text(path).splitlines() if (row := parsed(line)) is not None]
+
+    def record(self, kind: Any, path: Path) -> Any:
+        if not path.is_file():
+            return None
+        try:
+            return kind.load(path)
+        except TrainfitError as error:
+            self.problems.append(f"{path.name} is left out: {error}")
+            return None

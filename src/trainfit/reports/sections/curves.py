@@ -1,0 +1,243 @@
+"""How a run went: loss, rate, speed, memory and GPUs over its steps, with what happened marked."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from trainfit.catalogue import gpus
+from trainfit.reports.figures import (
+    Block,
+    Form,
+    Interval,
+    Lines,
+    Mark,
+    Reference,
+    Remark,
+    Section,
+    Series,
+    Stack,
+)
+from trainfit.reports.run_data import Columns, Part, Run
+from trainfit.reports.sections.promise import on_gpu
+from trainfit.reports.thinning import thin
+
+_MOST_MARKS = 60
+"""More lines than this on a plot would hide it; the table of events has them all."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A figure of the log as a plot."""
+
+    name: str
+    title: str
+    form: Form = "number"
+    from_zero: bool = False
+
+
+_TRAINING = (
+    Shape("loss", "Training loss"),
+    Shape("learning_rate", "Learning rate", from_zero=True),
+    Shape("grad_norm", "Gradient norm", from_zero=True),
+)
+_SPEED = (
+    Shape("tokens_per_second", "Tokens per second", "count", from_zero=True),
+    Shape("samples_per_second", "Samples per second", from_zero=True),
+    Shape("mfu", "MFU", "percent", from_zero=True),
+    Shape("memory_gib", "Peak memory so far", "gib", from_zero=True),
+    Shape("wait_share", "Waiting for data", "percent", from_zero=True),
+)
+_GPUS = (
+    Shape("utilisation_percent", "GPU utilisation", "percent", from_zero=True),
+    Shape("temperature_c", "GPU temperature", "celsius"),
+    Shape("memory_used_gib", "GPU memory in use, all processes", "gib", from_zero=True),
+    Shape("power_w", "GPU power", "watts", from_zero=True),
+)
+_CHOSEN = ("loss", "f1", "accuracy", "auc")
+"""Of the evaluations; whatever else there is follows."""
+
+
+def training_section(run: Run) -> Section:
+    """Loss, validation and learning rate."""
+    blocks: list[Block] = []
+    entropy = {"loss": _loss_levels(run), "val_loss": _loss_levels(run)}
+    for shape in _TRAINING:
+        blocks += _plot(run, shape, "train", entropy.get(shape.name, ()))
+        if shape.name == "loss":
+            for measure in _measures(run):
+                blocks += _plot(run, measure, "evaluations", entropy.get(measure.name, ()))
+    if not blocks:
+        blocks.append(Remark(text="Nothing was logged."))
+    return Section(id="training", title="Training", blocks=tuple(blocks))
+
+
+def speed_section(run: Run) -> Section:
+    """Throughput, MFU, memory, waiting, and the GPUs as the driver saw them."""
+    blocks: list[Block] = []
+    levels = {"mfu": _mfu_levels(run), "memory_gib": _memory_levels(run)}
+    for shape in _SPEED:
+        blocks += _plot(run, shape, "train", levels.get(shape.name, ()))
+    if not any("mfu" in part.train for part in run.parts):
+        blocks.append(Remark(text=f"No MFU: {_why_no_mfu(run)}."))
+    blocks += _spent(run)
+    samples = [figure for shape in _GPUS for figure in _gpu_plot(run, shape)]
+    blocks += samples
+    if not samples:
+        blocks.append(Remark(text=f"No GPU utilisation or temperature: {_why_no_samples(run)}."))
+    return Section(id="speed", title="Speed and memory", blocks=tuple(blocks))
+
+
+def line(name: str, x: Any, y: Any, color: int) -> Series:
+    """A line of few enough points; what is not finite is a gap."""
+    xs, ys = thin(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
+    return Series(
+        name=name,
+        x=tuple(xs.tolist()),
+        y=tuple(value if np.isfinite(value) else None for value in ys.tolist()),
+        color=color,
+        style="dots" if len(xs) <= 40 else "line",
+    )
+
+
+def needs_log(series: Iterable[Series]) -> bool:
+    """Whether the values span so much that a linear axis would show a corner."""
+    values = [value for one in series for value in one.y if value is not None]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > 100
+
+
+def marks(parts: Sequence[Part]) -> tuple[Mark, ...]:
+    """What happened, for all plots over steps."""
+    found = [
+        Mark(
+            x=event.step,
+            event=event.kind,
+            text=f"{part.name}: {event.text}" if part.name else event.text,
+        )
+        for part in parts
+        for event in part.events
+    ]
+    urgent = [mark for mark in found if mark.event in ("oom", "skipped", "failed")]
+    return tuple((found if len(found) <= _MOST_MARKS else urgent)[:_MOST_MARKS])
+
+
+def _plot(
+    run: Run, shape: Shape, table: str, references: tuple[Reference, ...] = ()
+) -> list[Lines]:
+    series = []
+    for color, part in enumerate(run.parts):
+        columns: Columns = getattr(part, table)
+        if shape.name in columns:
+            series.append(line(part.name or "run", columns["step"], columns[shape.name], color))
+    if not series:
+        return []
+    prefix = "" if table == "train" else "validation-"
+    return [
+        Lines(
+            id=f"{prefix}{shape.name}".replace("_", "-"),
+            title=shape.title,
+            form=shape.form,
+            series=tuple(series),
+            marks=marks(run.parts),
+            references=references,
+            log=not shape.from_zero and needs_log(series),
+            from_zero=shape.from_zero,
+        )
+    ]
+
+
+def _measures(run: Run) -> list[Shape]:
+    """The figures of the evaluations, those that decide first."""
+    names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
+    first = [name for name in _CHOSEN if name in names]
+    rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
+    chosen = first if first and first != ["loss"] else [*first, *rest]
+    titles = {"f1": "F1", "auc": "AUC", "val_loss": "loss"}
+    return [
+        Shape(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
+    ]
+
+
+def _gpu_plot(run: Run, shape: Shape) -> list[Lines]:
+    series: list[Series] = []
+    for part in run.parts:
+        for gpu, columns in part.gpus.items():
+            if shape.name in columns:
+                scale = 100 if shape.form == "percent" else 1
+                name = f"{part.name}, {gpu}" if part.name else gpu
+                values = columns[shape.name] / scale
+                series.append(line(name, columns["step"], values, len(series)))
+    if not series:
+        return []
+    return [
+        Lines(
+            id=shape.name.replace("_", "-"),
+            title=shape.title,
+            form=shape.form,
+            series=tuple(series),
+            marks=marks(run.parts),
+            from_zero=shape.from_zero,
+        )
+    ]
+
+
+def _spent(run: Run) -> list[Stack]:
+    """Where the seconds went, where the job knows."""
+    spent: Mapping[str, Any] = run.results.get("spent") or {}
+    parts = tuple(
+        Interval(label=name, value=float(seconds), color=at)
+        for at, (name, seconds) in enumerate(spent.items())
+        if isinstance(seconds, int | float)
+    )
+    if not parts:
+        return []
+    return [Stack(id="spent", title="Where the time went", form="duration", parts=parts)]
+
+
+def _loss_levels(run: Run) -> tuple[Reference, ...]:
+    entropy = run.results.get("unigram_entropy")
+    return () if entropy is None else (Reference(y=float(entropy), label="unigram entropy"),)
+
+
+def _memory_levels(run: Run) -> tuple[Reference, ...]:
+    if run.plan is None or run.plan.memory is None or not on_gpu(run.plan):
+        return ()
+    memory = run.plan.memory
+    return (
+        Reference(y=memory.peak_allocated_gib, label="predicted peak"),
+        Reference(y=memory.capacity_gib, label="capacity"),
+    )
+
+
+def _mfu_levels(run: Run) -> tuple[Reference, ...]:
+    """What the tuning guide calls good and excellent on this GPU, for a small GPT."""
+    slug = run.plan.gpu if run.plan else None
+    spec = next((row for row in gpus() if row.slug == slug), None)
+    if spec is None or run.config.get("task") != "gpt":
+        return ()
+    targets: Mapping[str, tuple[int, int] | None] = {
+        "good": spec.mfu_good,
+        "excellent": spec.mfu_excellent,
+    }
+    return tuple(
+        Reference(y=percents[0] / 100, label=f"{name} from {percents[0]}%")
+        for name, percents in targets.items()
+        if percents is not None
+    )
+
+
+def _why_no_mfu(run: Run) -> str:
+    if not on_gpu(run.plan):
+        return "there is no published peak for this device"
+    if run.plan is not None and run.plan.workload.method == "frozen":
+        return "most of the work of a frozen encoder is done before the first step"
+    return "the peak of this GPU or the work of a step is not known"
+
+
+def _why_no_samples(run: Run) -> str:
+    if on_gpu(run.plan):
+        return "the driver was not asked, or did not answer"
+    return "the run used no GPU that the catalogue knows"

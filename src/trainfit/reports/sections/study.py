@@ -1,0 +1,205 @@
+"""A study: how its trials went, which parameters mattered, and what the best had.
+
+It reads what hpo wrote into the study's folder, so that a report needs no database and no Optuna.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from trainfit.reports.figures import (
+    Axis,
+    Block,
+    Chapter,
+    Headline,
+    Interval,
+    Intervals,
+    Lines,
+    Parallel,
+    Remark,
+    Section,
+    Series,
+    Table,
+)
+from trainfit.reports.numbers import cell, shown
+
+_MOST_CURVES = 60
+
+
+def is_study(folder: Path) -> bool:
+    """Whether a folder holds a study."""
+    return (folder / "study.json").is_file()
+
+
+def study_chapter(folder: Path, at: int) -> Chapter:
+    """The chapter of a study."""
+    about, figures, result = (
+        _read(folder / f"{name}.json") for name in ("study", "figures", "result")
+    )
+    history: Sequence[Mapping[str, Any]] = figures.get("history") or ()
+    metric = str(figures.get("metric") or about.get("metric") or "value")
+    sections = [
+        Section(id="history", title="Trials", blocks=tuple(_trials(figures, metric))),
+        Section(id="parameters", title="Parameters", blocks=tuple(_parameters(figures, metric))),
+    ]
+    if not history:
+        text = "The study has not ended yet: trainfit hpo status shows where it stands."
+        sections = [Section(id="history", title="Trials", blocks=(Remark(text=text),))]
+    return Chapter(
+        id=f"run-{at + 1}",
+        title=str(about.get("study") or folder.resolve().name),
+        subtitle=f"study of {about.get('task', 'a job')} · {about.get('folds', 1)} folds",
+        status="finished" if result else "unfinished",
+        headlines=tuple(_headlines(history, result, metric)),
+        sections=tuple(section for section in sections if section.blocks),
+    )
+
+
+def _headlines(
+    history: Sequence[Mapping[str, Any]], result: Mapping[str, Any], metric: str
+) -> list[Headline]:
+    found = []
+    best: Mapping[str, Any] = result.get("best") or {}
+    if isinstance(best.get("value"), int | float):
+        found.append(Headline(label=f"best {metric}", value=f"{best['value']:.4f}"))
+    test = best.get("test")
+    test = test.get(metric) if isinstance(test, Mapping) else test
+    if isinstance(test, int | float):
+        found.append(Headline(label=f"held-out {metric}", value=f"{test:.4f}"))
+    states = [str(point.get("state")) for point in history]
+    for state in dict.fromkeys(sorted(states)):
+        found.append(Headline(label=f"{state} trials", value=str(states.count(state))))
+    if isinstance(result.get("seconds"), int | float):
+        found.append(Headline(label="time", value=shown(result["seconds"], "duration")))
+    return found
+
+
+def _trials(figures: Mapping[str, Any], metric: str) -> list[Block]:
+    history = [p for p in figures.get("history") or () if p.get("value") is not None]
+    blocks: list[Block] = []
+    if history:
+        numbers = tuple(float(point["number"]) for point in history)
+        values = tuple(float(point["value"]) for point in history)
+        best = tuple(float(point["best"]) for point in history)
+        trial = Series(name="trial", x=numbers, y=values, color=0, style="points")
+        so_far = Series(name="best so far", x=numbers, y=best, color=1)
+        blocks.append(
+            Lines(id="history", title=f"{metric} by trial", x_label="trial", series=(trial, so_far))
+        )
+    curves: Mapping[str, Mapping[str, float]] = figures.get("curves") or {}
+    series = [
+        _curve(number, values, at) for at, (number, values) in enumerate(list(curves.items()))
+    ][:_MOST_CURVES]
+    if series:
+        blocks.append(
+            Lines(
+                id="reported",
+                title=f"{metric} on the way",
+                note=f"{len(curves)} trials" if len(curves) > len(series) else "",
+                x_label="report",
+                series=tuple(series),
+            )
+        )
+    return blocks
+
+
+def _curve(number: str, values: Mapping[str, float], at: int) -> Series:
+    points = sorted((float(step), value) for step, value in values.items())
+    known = [(x, y) for x, y in points if isinstance(y, int | float)]
+    return Series(
+        name=f"trial {number}",
+        x=tuple(x for x, _ in known),
+        y=tuple(float(y) for _, y in known),
+        color=at % 8,
+        style="faint",
+    )
+
+
+def _parameters(figures: Mapping[str, Any], metric: str) -> list[Block]:
+    blocks: list[Block] = []
+    importance: Mapping[str, float] = figures.get("importance") or {}
+    if importance:
+        ranked = sorted(importance.items(), key=lambda item: -item[1])
+        rows = tuple(Interval(label=name, value=value) for name, value in ranked)
+        note = "the share of the differences that a parameter explains"
+        blocks.append(
+            Intervals(
+                id="importance",
+                title="Importance",
+                note=note,
+                form="percent",
+                rows=rows,
+                bars=True,
+            )
+        )
+    trials: Sequence[Mapping[str, Any]] = figures.get("parallel") or ()
+    names = dict.fromkeys(key for trial in trials for key in trial if key not in _NOT_PARAMETERS)
+    if trials and names:
+        upward = figures.get("direction") != "minimize"
+        blocks.append(_parallel(trials, list(names), metric, upward))
+        ranked_trials = sorted(trials, key=lambda t: t["value"], reverse=upward)
+        blocks.append(
+            Table(
+                title="Complete trials, the best first",
+                columns=("trial", metric, *names),
+                rows=tuple(
+                    (t["number"], t["value"], *(cell(t.get(name)) for name in names))
+                    for t in ranked_trials[:50]
+                ),
+                strong=(0,),
+            )
+        )
+    return blocks
+
+
+_NOT_PARAMETERS = ("number", "value")
+
+
+def _parallel(
+    trials: Sequence[Mapping[str, Any]], names: list[str], metric: str, upward: bool
+) -> Parallel:
+    columns = [_axis(name, [trial.get(name) for trial in trials]) for name in names]
+    columns.append(_axis(metric, [trial["value"] for trial in trials], ("value",)))
+    return Parallel(
+        id="parallel",
+        title="Parallel coordinates",
+        note="a line for each complete trial; the stronger, the better",
+        axes=tuple(axis for axis, _ in columns),
+        places=tuple(zip(*(places for _, places in columns), strict=True)),
+        values=tuple(float(trial["value"]) for trial in trials),
+        names=tuple(f"trial {trial['number']}" for trial in trials),
+        greater_is_better=upward,
+    )
+
+
+def _axis(
+    name: str, values: list[Any], kinds: tuple[str, ...] = ()
+) -> tuple[Axis, list[float | None]]:
+    """Numbers by their size, or its logarithm where they span much; all else by their order."""
+    short = name if kinds else name.rpartition(".")[2]
+    numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
+    if len(numbers) != len([v for v in values if v is not None]) or not numbers:
+        words = sorted({str(v) for v in values if v is not None})
+        last = max(len(words) - 1, 1)
+        spots = {word: at / last for at, word in enumerate(words)}
+        ticks = tuple((at, word) for word, at in spots.items())
+        return Axis(name=short, ticks=ticks), [None if v is None else spots[str(v)] for v in values]
+    low, high = min(numbers), max(numbers)
+    log = low > 0 and high / low >= 8
+    scale = math.log if log else float
+    span = (scale(high) - scale(low)) or 1.0
+    placed = [None if v is None else (scale(v) - scale(low)) / span for v in values]
+    ticks = ((0.0, cell(low)), (1.0, cell(high))) if high > low else ((0.0, cell(low)),)
+    return Axis(name=short, ticks=ticks), placed
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

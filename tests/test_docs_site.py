@@ -1,0 +1,103 @@
+"""The site builds without a warning, and the notebook in it runs from top to bottom."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from job_tiny import be_quick, words
+from trainfit.catalogue import gpus
+from trainfit.cli.main import run
+
+ROOT = Path(__file__).parent.parent
+NOTEBOOK = ROOT / "docs" / "colab-t4.ipynb"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(folder)]
+    environment = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    return folder
+
+
+def test_every_page_is_in_the_menu(site: Path):
+    menu = (site / "index.html").read_text()
+    for page in (ROOT / "docs").glob("*.md"):
+        assert f'href="{page.stem}.html"' in menu, page
+
+
+def test_gpus_have_pages_of_their_own(site: Path):
+    listed = (site / "gpus" / "index.html").read_text()
+    assert all(f"<code>{spec.slug}</code>" in listed for spec in gpus())
+    page = (site / "gpus" / "a100.html").read_text()
+    assert "25–30%" in page  # good MFU by the tuning guide
+    assert "79.25" in page
+    assert "training.batch_size" in page
+
+
+def test_the_site_asks_nobody_for_anything(site: Path):
+    for page in site.rglob("*.html"):
+        loaded = re.findall(
+            r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text()
+        )
+        assert loaded == [], page
+
+
+# ── the notebook ──────────────────────────────────────────────────────────────────────────────
+
+
+def cells() -> list[dict[str, Any]]:
+    found = json.loads(NOTEBOOK.read_text())
+    assert found["nbformat"] == 4
+    return [cell for cell in found["cells"] if cell["cell_type"] == "code"]
+
+
+def show(source: str, names: dict[str, Any]) -> Any:
+    """Run a cell as a notebook does; returns what it would show."""
+    if source.startswith("!"):
+        assert run(shlex.split(source[1:].format(**names))[1:]) == 0, source
+        return None
+    tree = ast.parse(source)
+    last = tree.body.pop() if isinstance(tree.body[-1], ast.Expr) else None
+    exec(compile(tree, str(NOTEBOOK), "exec"), names)
+    return last and eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)  # noqa: S307
+
+
+def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
+    be_quick(monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    tiny = words(Path("tiny"), "training.max_steps=3", "runs_dir=runs")
+    threads = torch.get_num_threads()
+    names: dict[str, Any] = {}
+    shown = []
+    for cell in cells():
+        tags = cell["metadata"].get("tags", [])
+        source = "".join(cell["source"])
+        if "install" in tags:
+            assert source.startswith("%pip install")
+            continue
+        shown.append(show(source, names))
+        if "parameters" in tags:
+            names["OVERRIDES"] = shlex.join(tiny)
+    torch.set_num_threads(threads)
+    printed = capsys.readouterr().out
+    assert "Fits" in printed
+    assert "report.html" in printed
+    pages = [value._repr_html_() for value in shown if value is not None]
+    assert pages[0].startswith("<table>")
+    assert pages[1].startswith("<iframe")
+
+
+def test_the_notebook_is_kept_without_output():
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells())
