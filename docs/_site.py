@@ -22,7 +22,7 @@ from trainfit.conf import layer, options
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
-    *("tuning", "gpt", "many-gpus", "estimate", "troubleshooting", "integrations"),
+    *("tuning", "speed", "gpt", "many-gpus", "estimate", "troubleshooting", "integrations"),
     *("hardware-optimizer", "trainfit-task", "write-a-task"),
 )
 _INSIDE = ("architecture", "benchmarks", "sources", "source-documents")

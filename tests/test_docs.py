@@ -138,3 +138,27 @@ def test_the_planners_figures_are_the_recorded_ones():
     for done in ran:
         promised = done["case"]["memory"]["peak_allocated_gib"] * 2**30
         assert abs(promised / done["peak_allocated"] - 1) < 0.03, done["name"]
+
+
+def test_the_speeds_are_the_recorded_ones():
+    record = json.loads((ROOT / "benchmarks/results/2026-11-15-nli-h200.json").read_text())
+    found: dict[str, dict[str, list[float]]] = {}
+    for model in record["models"]:
+        rates = found.setdefault(model["model"], {})
+        for name, contender in model["contenders"].items():
+            if "samples_per_second" in contender:
+                rates.setdefault(name, []).append(contender["samples_per_second"])
+    pages = [(ROOT / name).read_text() for name in ("README.md", "docs/speed.md")]
+    for model, title in (
+        ("deberta-v3-base", "DeBERTa-v3-base"),
+        ("bert-base", "BERT-base"),
+        ("gemma-3-1b-it", "Gemma-3-1B"),
+    ):
+        rates = found[model]
+        own = sorted({f"{rate:,.0f}" for rate in rates["trainfit"]})
+        best = max(max(r) for name, r in rates.items() if name.startswith("trainer,"))
+        for page in pages:
+            row = next(line for line in page.splitlines() if line.startswith(f"| {title} "))
+            assert f"| {' to '.join(own)} | {best:,.0f}" in row
+            if "trainer defaults" in rates:
+                assert f"{rates['trainer defaults'][0]:.3g}" in row

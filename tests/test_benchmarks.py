@@ -1,0 +1,31 @@
+"""The benchmarks run at their tiny size, and write down what they promise to."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_fine_tuning_beside_the_peers(tmp_path: Path):
+    output = tmp_path / "nli.json"
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks/nli.py", "--tiny", "--output", output],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    contenders = json.loads(output.read_text())["models"][0]["contenders"]
+    assert {"trainfit", "trainer defaults", "lightning, batch 32"} <= contenders.keys()
+    for name, found in contenders.items():
+        errors = [each["error"] for each in found["rounds"] if "error" in each]
+        assert not errors, name
+        assert len(found["rounds"]) == (1 if name.startswith("lightning") else 2)
+        for each in found["rounds"]:
+            assert each["steps"] == 4
+            assert each["samples_per_second"] > 0
