@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -31,7 +32,7 @@ CANNOT: list[tuple[dict[str, Any], str]] = [
     ({"head": 512}, "heads of 512"),
     ({"head": 60}, "heads of 60"),
     ({"head": 208}, "heads of 208"),
-    ({"softcap": 50.0}, "soft-capped at 50.0"),
+    ({"softcap": 50.0, "head": 96}, "soft-capped at 50.0, and it has heads of 96"),
     ({"dropout": 0.1}, "attention dropout 0.1"),
 ]
 
@@ -83,8 +84,10 @@ def test_a_path_is_taken_where_it_can_be_and_refused_where_it_cannot(
         ids=SimpleNamespace(device=torch.device(device)),
         cu_seqlens=object() if is_packed else None,
     )
-    possible = is_packed and device == "cuda" and capability >= (8, 0) and flash
-    possible &= dtype in HALF and head in (64, 256) and softcap is None and dropout == 0
+    own = softcap is not None and find_spec("triton") is not None
+    possible = is_packed and device == "cuda" and capability >= (8, 0)
+    possible &= flash if softcap is None else own
+    possible &= dtype in HALF and head in (64, 256) and dropout == 0
     asked = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "masked_attention", lambda *_: "masked")

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trainfit.errors import BadInput
 from trainfit.kernels import disentangled
-from trainfit.kernels.disentangled_models import model_obstacle
+from trainfit.kernels.supported import model_obstacle
 from trainfit.tasks import ClassifierSettings, EncoderClassifier, build_classifier
 
 LENGTHS = (50, 200, 1, 130, 77, 160)

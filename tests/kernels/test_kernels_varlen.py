@@ -117,9 +117,8 @@ def test_what_no_kernel_does_is_refused_by_the_layer_that_asks() -> None:
     batch = packed(LENGTHS)
     made = varlen_attention(lay_out(**batch), None, torch.float32)
     part = torch.ones(1, 2, batch["input_ids"].shape[1], 8)
-    for asked, named in (({"dropout": 0.1}, "dropout 0.1"), ({"softcap": 5.0}, "soft cap 5.0")):
-        with pytest.raises(BadInput, match=named):
-            made(torch.nn.Module(), part, part, part, **CALL | asked)
+    with pytest.raises(BadInput, match=r"dropout 0\.1"):
+        made(torch.nn.Module(), part, part, part, **CALL | {"dropout": 0.1})
 
 
 @pytest.mark.usefixtures("reference_kernel")

@@ -11,9 +11,11 @@ from hypothesis import strategies as st
 from planning_models import write_bert
 
 from trainfit.catalogue import find, gpus
+from trainfit.catalogue.models import model_shape
 from trainfit.conf import compose
 from trainfit.errors import BadInput
-from trainfit.planning import decisions, probing
+from trainfit.hardware import as_if
+from trainfit.planning import decisions, planner, probing
 from trainfit.planning.memory import CONTEXT_GIB, GIB, MARGIN, target
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.timing import Done, Work, rates, seconds
@@ -288,18 +290,35 @@ def test_a_gpu_without_a_peak_for_the_precision_has_no_time():
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "reason"),
+    ("name", "layers", "kernel"),
     [
-        ("gemma-3-1b-it", 26, None),
-        ("bert-base", 12, None),
-        ("deberta-v3-base", 12, "own attention"),
-        ("gemma-2-2b", 26, "softly"),
+        ("gemma-3-1b-it", 26, "varlen"),
+        ("bert-base", 12, "varlen"),
+        ("deberta-v3-base", 12, "disentangled"),
+        ("gemma-2-2b", 26, "softcapped"),
     ],
 )
-def test_what_cannot_be_packed_says_why(name: str, layers: int, reason: str | None):
+def test_how_packed_rows_are_attended_to(name: str, layers: int, kernel: str):
     facts = model_facts(name)
     assert facts.layers == layers
-    assert (facts.unpackable is None) if reason is None else reason in str(facts.unpackable)
+    assert facts.unpackable is None
+    assert facts.packed_attention == kernel
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "reason"),
+    [
+        ("deberta-v3-base", {"pos_att_type": ["c2p"]}, "own attention, and its scores have"),
+        ("gemma-2-2b", {"head_dim": 96}, "heads of 96"),
+        ("bert-base", {"hidden_size": 720}, "heads of 60"),
+    ],
+)
+def test_what_cannot_be_packed_says_why(
+    tmp_path: Path, name: str, change: dict[str, Any], reason: str
+):
+    config = model_shape(name).config | change
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert reason in str(model_facts(str(tmp_path)).unpackable)
 
 
 @pytest.mark.parametrize(
@@ -347,3 +366,21 @@ def test_accumulation_that_cannot_hold_the_batch_is_refused():
     words = ("training.batch_size=1", "training.effective_batch_size=64")
     with pytest.raises(BadInput, match="do not fit 2 micro-batches of 1 × 512"):
         plan("nli", *words, "optimization.gradient_accumulation_steps=2", gpu="t4")
+
+
+def test_what_one_gpu_cannot_hold_is_spread_over_two(folder: str):
+    words = (f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128")
+    h200, asked_of = as_if(find("h200")), question(compose("nli", words))
+    alone = planner.plan(asked_of, h200, memory_gib=0.05)
+    assert (alone.fits, alone.sharding) == (False, "none")
+    assert alone.memory is not None
+    # Short by half the margin: the half of weights and state that another rank holds will do.
+    gib = alone.memory.peak_allocated_gib * (1 + MARGIN / 2)
+    assert not planner.plan(asked_of, h200, memory_gib=gib).fits
+    shared = planner.plan(asked_of, h200, memory_gib=gib, ranks=2)
+    assert (shared.fits, shared.sharding) == (True, "fsdp")
+    assert shared.memory is not None
+    assert shared.memory.weights_gib * GIB == pytest.approx(2 * parameters(), rel=0.01)
+    assert shared.memory.optimizer_gib * GIB == pytest.approx(4 * parameters(), rel=0.01)
+    assert shared.memory.peak_allocated_gib < shared.memory.capacity_gib == pytest.approx(gib)
+    assert "sharding" in {reason.setting for reason in shared.reasons}

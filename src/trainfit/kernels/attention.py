@@ -66,7 +66,7 @@ def choose(
         return masked_attention(layout, window)
     kind = layout.ids.device.type
     dtype = computed_in(kind, dtype)
-    reason = _no_kernel(layout, demanded=path == "varlen") or varlen.obstacle(
+    reason = _no_kernel(layout, softcap, demanded=path == "varlen") or varlen.obstacle(
         capability=varlen.capability(layout.ids.device.index) if kind == "cuda" else None,
         dtype=dtype,
         head=head,
@@ -87,11 +87,13 @@ def computed_in(device: str, weights: torch.dtype) -> torch.dtype:
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights
 
 
-def _no_kernel(layout: Layout, *, demanded: bool) -> str | None:
+def _no_kernel(layout: Layout, softcap: float | None, *, demanded: bool) -> str | None:
     """Why nothing can attend to these rows by their lengths, whatever the model."""
     device = layout.ids.device
     if layout.cu_seqlens is None:
         return "the rows are padded, not packed"
+    if device.type == "cuda" and softcap is not None:
+        return None if varlen.triton_exists() else "Triton is not installed"
     if device.type == "cuda":
         return None if varlen.flash_exists() else "this torch has no flash kernels"
     if not (demanded and varlen.stands_in(device.type)):

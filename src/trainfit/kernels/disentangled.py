@@ -8,14 +8,13 @@ for GPUs alone. Elsewhere, and for a DeBERTa of another make, transformers' own 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainfit.kernels.disentangled_models import TERMS, model_obstacle
 from trainfit.kernels.layout import Layout
+from trainfit.kernels.supported import TERMS, model_obstacle
 from trainfit.kernels.varlen import starts_of
 
 if TYPE_CHECKING:
@@ -169,12 +168,6 @@ def obstacle(
     if reason is None and dropout > 0:
         reason = f"it has attention dropout {dropout}"
     return reason
-
-
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
-def triton_exists() -> bool:
-    """Whether there is a Triton to make the kernels with."""
-    return find_spec("triton") is not None
 
 
 def take_packed_rows(model: nn.Module) -> None:

@@ -21,6 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainfit.kernels.disentangled import SPLITS
+from trainfit.kernels.packed_tiles import find_sequence, load_rows, row_pointers
 
 BLOCK = 64
 WARPS = 4
@@ -120,28 +121,6 @@ def _how(kernel: str, query: Tensor, longest: int) -> dict[str, Any]:
 
 
 @triton.jit
-def _sequence(starts):
-    """Where this program's sequence begins, and its length."""
-    index = tl.program_id(1)
-    start = tl.load(starts + index)
-    return start, tl.load(starts + index + 1) - start
-
-
-@triton.jit
-def _pointers(tensor, start, rows, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """To rows of one head of a sequence in a `[tokens, heads, d]` tensor."""
-    first = tensor + (start.to(tl.int64) * HEADS + head) * HEAD
-    return first + rows[:, None] * (HEADS * HEAD) + tl.arange(0, HEAD)[None, :]
-
-
-@triton.jit
-def _rows(tensor, start, rows, count, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of one head of a sequence; zeros beyond its end."""
-    pointers = _pointers(tensor, start, rows, head, HEADS, HEAD)
-    return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
-
-
-@triton.jit
 def _line(products, start, head, tokens, LONGEST: tl.constexpr):
     """Where one head of a sequence begins in a side's products, at the distance 0."""
     first = head * tl.cast(tokens, tl.int64) + start
@@ -172,13 +151,13 @@ def _multiply(
     PRECISION: tl.constexpr,
 ):
     """A block of tokens times the positions of all distances that they have in their sequence."""
-    start, count = _sequence(starts)
+    start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
         return
     head = tl.program_id(2)
     rows = first + tl.arange(0, BLOCK)
-    tile = _rows(own, start, rows, count, head, HEADS, HEAD)
+    tile = load_rows(own, start, rows, count, head, HEADS, HEAD)
     line = _line(products, start, head, tokens, LONGEST)
     for begin in range(1 - tl.minimum(first + BLOCK, count), count - first, BLOCK):
         distances = begin + tl.arange(0, BLOCK)
@@ -210,13 +189,13 @@ def _attend(
     PRECISION: tl.constexpr,
 ):
     """A block of queries over all keys, with the softmax kept up as they come."""
-    start, count = _sequence(starts)
+    start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
         return
     head = tl.program_id(2)
     rows = first + tl.arange(0, BLOCK)
-    asked = _rows(query, start, rows, count, head, HEADS, HEAD)
+    asked = load_rows(query, start, rows, count, head, HEADS, HEAD)
     line = _line(by_query, start, head, tokens, LONGEST)
     other_line = _line(by_key, start, head, tokens, LONGEST)
     highest = tl.full([BLOCK], -float("inf"), tl.float32)
@@ -224,7 +203,7 @@ def _attend(
     mixed = tl.zeros([BLOCK, HEAD], tl.float32)
     for begin in range(0, count, BLOCK):
         others = begin + tl.arange(0, BLOCK)
-        keys = _rows(key, start, others, count, head, HEADS, HEAD)
+        keys = load_rows(key, start, others, count, head, HEADS, HEAD)
         distance = others[None, :] - rows[:, None]
         real = (rows < count)[:, None] & (others < count)[None, :]
         here = tl.load(line + (rows[:, None] * (2 * LONGEST) + distance), mask=real, other=0.0)
@@ -238,12 +217,12 @@ def _attend(
         shares = tl.math.exp2(scores - above[:, None])
         faded = tl.math.exp2(highest - above)
         total = total * faded + tl.sum(shares, 1)
-        values = _rows(value, start, others, count, head, HEADS, HEAD)
+        values = load_rows(value, start, others, count, head, HEADS, HEAD)
         mixed = mixed * faded[:, None] + tl.dot(
             shares.to(values.dtype), values, input_precision=PRECISION
         )
         highest = above
-    pointers = _pointers(out, start, rows, head, HEADS, HEAD)
+    pointers = row_pointers(out, start, rows, head, HEADS, HEAD)
     written = (mixed / total[:, None]).to(out.dtype.element_ty)
     tl.store(pointers, written, mask=(rows < count)[:, None])
     place = sums + head * tl.cast(tokens, tl.int64) + start
@@ -271,14 +250,14 @@ def _differentiate(
     PRECISION: tl.constexpr,
 ):
     """A block of keys over all queries: the values' gradient, and the scores' over the products."""
-    start, count = _sequence(starts)
+    start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
         return
     head = tl.program_id(2)
     others = first + tl.arange(0, BLOCK)
-    keys = _rows(key, start, others, count, head, HEADS, HEAD)
-    values = _rows(value, start, others, count, head, HEADS, HEAD)
+    keys = load_rows(key, start, others, count, head, HEADS, HEAD)
+    values = load_rows(value, start, others, count, head, HEADS, HEAD)
     line = _line(by_query, start, head, tokens, LONGEST)
     other_line = _line(by_key, start, head, tokens, LONGEST)
     place = sums + head * tl.cast(tokens, tl.int64) + start
@@ -291,21 +270,21 @@ def _differentiate(
         far = other_line + (others[None, :] * (2 * LONGEST) - distance)
         here = tl.load(near, mask=real, other=0.0)
         there = tl.load(far, mask=real, other=0.0)
-        asked = _rows(query, start, rows, count, head, HEADS, HEAD)
+        asked = load_rows(query, start, rows, count, head, HEADS, HEAD)
         scores = tl.dot(asked, tl.trans(keys), input_precision=PRECISION)
         scores += here.to(tl.float32) + there.to(tl.float32)
         total = tl.load(place + rows, mask=rows < count, other=0.0)
         shares = tl.math.exp2(scores * (scale * 1.4426950408889634) - total[:, None])
         shares = tl.where(real, shares, 0.0)
-        slopes = _rows(gradient, start, rows, count, head, HEADS, HEAD)
+        slopes = load_rows(gradient, start, rows, count, head, HEADS, HEAD)
         given += tl.dot(tl.trans(shares.to(slopes.dtype)), slopes, input_precision=PRECISION)
-        attended = _rows(out, start, rows, count, head, HEADS, HEAD)
+        attended = load_rows(out, start, rows, count, head, HEADS, HEAD)
         mean = tl.sum(slopes.to(tl.float32) * attended.to(tl.float32), 1)
         wanted = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
         changed = (shares * (wanted - mean[:, None]) * scale).to(by_query.dtype.element_ty)
         tl.store(near, changed, mask=real)
         tl.store(far, changed, mask=real)
-    pointers = _pointers(into_value, start, others, head, HEADS, HEAD)
+    pointers = row_pointers(into_value, start, others, head, HEADS, HEAD)
     tl.store(pointers, given.to(into_value.dtype.element_ty), mask=(others < count)[:, None])
 
 
@@ -334,7 +313,7 @@ def _input_gradient(
     PRECISION: tl.constexpr,
 ):
     """The gradient of one side's block of tokens: by the other side, and by the positions."""
-    start, count = _sequence(starts)
+    start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
         return
@@ -347,14 +326,14 @@ def _input_gradient(
         real = (rows < count)[:, None] & (others < count)[None, :]
         distance = others[None, :] - rows[:, None]
         tile = tl.load(line + (rows[:, None] * (2 * LONGEST) + distance), mask=real, other=0.0)
-        vectors = _rows(other, start, others, count, head, HEADS, HEAD)
+        vectors = load_rows(other, start, others, count, head, HEADS, HEAD)
         found += tl.dot(tile, vectors, input_precision=PRECISION)
     for begin in range(1 - tl.minimum(first + BLOCK, count), count - first, BLOCK):
         distances = begin + tl.arange(0, BLOCK)
         tile = _changes(line, rows, distances, count, LONGEST)
         vectors = _vectors(positions, distances, head, HEADS, HEAD, LONGEST)
         found += tl.dot(tile, vectors, input_precision=PRECISION)
-    pointers = _pointers(into, start, rows, head, HEADS, HEAD)
+    pointers = row_pointers(into, start, rows, head, HEADS, HEAD)
     tl.store(pointers, found.to(into.dtype.element_ty), mask=(rows < count)[:, None])
 
 
@@ -386,7 +365,7 @@ def _position_gradient(
         for first in range(begin, tl.minimum(count, count - least), BLOCK):
             rows = first + tl.arange(0, BLOCK)
             tile = _changes(line, rows, distances, count, LONGEST)
-            vectors = _rows(own, start, rows, count, head, HEADS, HEAD)
+            vectors = load_rows(own, start, rows, count, head, HEADS, HEAD)
             found += tl.dot(tl.trans(tile), vectors, input_precision=PRECISION)
     places = distances + (LONGEST - 1)
     lines = (tl.program_id(2) * 2 * LONGEST + places) * HEADS + head

@@ -1,4 +1,6 @@
-"""Variable-length attention: torch's flash kernel on a packed row, which needs no mask.
+"""Variable-length attention: a flash kernel on a packed row, which needs no mask.
+
+It is torch's, or trainfit's own for soft-capped logits.
 
 `obstacle` says where the kernel cannot be had; it looks at numbers alone, so that a planner can ask
 for a GPU that is not here. Everything runs inside a compiled graph and never waits for the GPU.
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -16,6 +19,8 @@ from torch.nn.attention.varlen import varlen_attn
 
 from trainfit.errors import BadInput
 from trainfit.kernels.layout import Layout
+from trainfit.kernels.softcapped import softcapped_attention
+from trainfit.kernels.supported import CAPPED_HEADS
 
 _OPERATION = "torch_attn::_varlen_attn"
 _HALF = (torch.float16, torch.bfloat16)
@@ -54,16 +59,28 @@ class VarlenAttention:
         softcap: float | None,
     ) -> Tensor:
         """Attend; heads come before tokens going in, after them coming out."""
-        unknown = f"attention dropout {dropout}" if dropout else softcap and f"soft cap {softcap}"
-        if unknown:
+        if dropout:
             raise BadInput(
-                f"{type(module).__name__} on a packed row with {unknown}, which has no kernel",
+                f"{type(module).__name__} on a packed row with attention dropout {dropout}, which "
+                "has no kernel",
                 "set the attention dropout to 0, or attention to masked",
             )
         reach = self.window - 1 if windowed and self.window is not None else -1
         # The backward pass would copy an output of any other order, and it has the query's.
         queries = query[0].transpose(0, 1).to(self.dtype).contiguous()
         keys, values = (part[0].transpose(0, 1).to(self.dtype) for part in (key, value))
+        if softcap is not None:
+            mixed, _ = softcapped_attention(
+                queries,
+                keys.contiguous(),
+                values.contiguous(),
+                self.starts,
+                self.longest,
+                query.shape[-1] ** -0.5 if scaling is None else scaling,
+                softcap,
+                self.longest if reach < 0 else reach + 1,
+            )
+            return cast(Tensor, mixed)[None]
         attended = varlen_attn(
             queries,
             keys,
@@ -106,8 +123,8 @@ def obstacle(
     # Between 192 and 224 the backward pass exists on some GPUs only.
     if head % 8 or head > _LARGEST_HEAD or 192 < head <= 224:
         return f"heads of {head}"
-    if softcap is not None:
-        return f"its logits are soft-capped at {softcap}"
+    if softcap is not None and head not in CAPPED_HEADS:
+        return f"its logits are soft-capped at {softcap}, and it has heads of {head}"
     if dropout > 0:
         return f"it has attention dropout {dropout}"
     return None
@@ -123,6 +140,12 @@ def capability(index: int | None) -> tuple[int, int]:
 def flash_exists() -> bool:
     """Whether this torch has NVIDIA's flash kernels; AMD's know no window."""
     return torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def triton_exists() -> bool:
+    """Whether there is a Triton to make the kernels with."""
+    return find_spec("triton") is not None
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]

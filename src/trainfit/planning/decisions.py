@@ -14,6 +14,7 @@ VARLEN_SINCE = 8.0
 _HALF = ("bf16", "fp16")
 _PACKED = {
     "varlen": "the flash kernel on packed rows: no mask in memory",
+    "softcapped": "trainfit's kernel for soft-capped logits on packed rows: no scores in memory",
     "disentangled": "DeBERTa's three terms in one kernel on packed rows: no scores in memory",
 }
 

@@ -27,6 +27,7 @@ from trainfit.planning.probing import folder_content
 from trainfit.planning.promises import memory_of, time_of
 from trainfit.planning.question import Question
 from trainfit.planning.reasons import reasons_for
+from trainfit.planning.spreading import room_gained, spread
 from trainfit.planning.weighing import fitter_for, held_back, modes_of, weigh
 from trainfit.records import (
     GpuState,
@@ -64,6 +65,12 @@ def plan(
     basis = basis_for(question, profile, gpu, ranks)
     fitter = fitter_for(question, basis, (target,))
     made = _planned(question, profile, basis, fitter, 0, target, ranks, measured, exact=True)
+    if not made.fits and ranks > 1 and gpu is not None and made.memory is not None:
+        gained = room_gained(made.memory, question.layers, ranks)
+        roomy = replace(target, capacity=target.capacity + gained)
+        fitter = fitter_for(question, basis, (roomy,))
+        shared = _planned(question, profile, basis, fitter, 0, roomy, ranks, measured, exact=True)
+        made = spread(shared, gained) if shared.fits else made
     kept.write(place, made)
     return made
 
@@ -218,6 +225,7 @@ def _planned(
             tf32=basis.tf32.value,
             cudnn_benchmark=question.pinned("cudnn_benchmark"),
             deterministic=question.pinned("deterministic"),
+            expandable_segments=question.pinned("expandable_segments"),
             attention="efficient" if question.pinned("flash") is False else None,
             seed=question.pinned("seed"),
         ),

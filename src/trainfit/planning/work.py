@@ -29,6 +29,14 @@ _FREE = frozenset(
 )
 """No kernel runs for these; views are free as well."""
 _PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_PRODUCTS_OF = {
+    # A DeBERTa also multiplies both sides by positions, and in the backward pass does it again.
+    "disentangled_attention": 4,
+    "disentangled_attention_backward": 11,
+    # Without atomic additions the scores are computed for queries and again for keys.
+    "softcapped_attention_backward": 7,
+}
+"""Matrix products of a tile of scores, where they are not two, and five in the backward pass."""
 _SLOW = frozenset(
     {
         aten.sum,
@@ -99,14 +107,13 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> int:
     heads, head = query.shape[-2:]
     if starts is None:
         return 0
-    reach = (given.get("window_size") or [-1, -1])[0]
+    reach = given["window"] - 1 if "window" in given else (given.get("window_size") or [-1])[0]
     with _disable_current_modes():  # these are values, and no mode is to make fakes of them
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
-    # A DeBERTa also multiplies both sides by positions, and in the backward pass does it again.
-    forward, backward = (4, 11) if func.namespace == "trainfit" else (2, 5)
-    products = backward if "backward" in func.__name__ else forward
+    name = func.__name__.removesuffix(".default")
+    products = _PRODUCTS_OF.get(name, 5 if "backward" in name else 2)
     return int(2 * products * heads * head * pairs)
 
 

@@ -20,9 +20,9 @@ from torch.nn import functional
 
 from trainfit.errors import BadInput
 from trainfit.kernels import attention, disentangled, varlen
-from trainfit.kernels.disentangled_models import model_obstacle
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.masked import same_sequence
+from trainfit.kernels.supported import model_obstacle
 from trainfit.tasks.encoder import sources
 from trainfit.tasks.encoder.fake import build_anywhere, unscript
 from trainfit.tasks.encoder.settings import Weights, WeightsDtype
@@ -191,7 +191,7 @@ def own_obstacle(
     on_gpu = device.type == "cuda"
     if not on_gpu and not (demanded and varlen.stands_in(device.type)):
         return f"the rows are on the device {device.type}"
-    if on_gpu and not disentangled.triton_exists():
+    if on_gpu and not varlen.triton_exists():
         return "Triton is not installed"
     return disentangled.obstacle(
         model.config,

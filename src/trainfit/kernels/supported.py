@@ -1,4 +1,4 @@
-"""Which DeBERTas the kernels for disentangled attention take, by their config alone."""
+"""Which models trainfit's own kernels take, by their config alone."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ MODEL_TYPE = "deberta-v2"
 TERMS = ("c2p", "p2c")
 """Beside the content: what the query, and what the key says about their distance."""
 _HEADS = (16, 32, 64, 128)
+CAPPED_HEADS = (*_HEADS, 256)
+"""Sizes of a head that the kernels for soft-capped logits take."""
 
 
 def model_obstacle(fields: dict[str, Any]) -> str | None:

@@ -1,0 +1,43 @@
+"""What no GPU holds alone is planned for several: the bytes that each need not hold."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trainfit.planning.memory import GIB
+from trainfit.planning.spreading import room_gained
+from trainfit.records import MemoryEstimate
+
+ALONE = MemoryEstimate(
+    weights_gib=12.0,
+    gradients_gib=12.0,
+    optimizer_gib=24.0,
+    activations_gib=2.0,
+    workspace_gib=0.5,
+    peak_allocated_gib=50.0,
+    peak_reserved_gib=51.0,
+    capacity_gib=40.0,
+    fits=False,
+    error_percent=2.0,
+)
+
+
+def test_two_ranks_hold_half_of_the_weights_and_of_the_state() -> None:
+    """Of 36 GiB 18 are elsewhere, and two of 24 blocks, 1 GiB, are fetched whole."""
+    assert room_gained(ALONE, layers=24, ranks=2) == 17 * GIB
+    assert room_gained(ALONE, layers=24, ranks=4) == 26 * GIB
+
+
+def test_a_model_of_one_block_is_whole_while_it_is_computed() -> None:
+    assert room_gained(ALONE, layers=1, ranks=2) == 6 * GIB
+    assert room_gained(replace(ALONE, optimizer_gib=0.0), layers=1, ranks=2) == 0
+
+
+@pytest.mark.parametrize("layers", [1, 2, 12, 48])
+def test_more_ranks_never_gain_less(layers: int) -> None:
+    gained = [room_gained(ALONE, layers, ranks) for ranks in (1, 2, 4, 8, 64)]
+    assert gained == sorted(gained)
+    assert gained[0] == 0
+    assert gained[-1] < 36 * GIB
