@@ -5,8 +5,8 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test soak lint check-gpu check-hardware clean \
-	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu
+.PHONY: help setup test soak lint docs check-gpu check-hardware clean \
+	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu hpo-demo gpt-train
 
 # make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
 # Without DATA_DIR a small model trains on made-up data.
@@ -20,7 +20,7 @@ setup: $(STAMP) ## Make .venv with the pinned versions (only when the pins have 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"trainfit needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 check-hardware: setup ## What this machine can do, and the settings for it
@@ -44,6 +44,12 @@ nli-train-low-mem: setup ## NLI with the settings for a GPU of 8 to 12 GB
 nli-train-cpu: setup ## NLI without a GPU
 	@$(NLI) hardware=cpu cv.folds=5 $(ARGS)
 
+gpt-train: setup ## Pretrain a small GPT; on Python's own source without DATA_DIR
+	@$(BIN)/trainfit train gpt $(if $(DATA_DIR),data.data_dir='$(DATA_DIR)') $(if $(MODEL),model.name='$(MODEL)') $(ARGS)
+
+hpo-demo: setup ## A study of the small model on made-up data: 12 trials, 3 folds, 2 workers
+	@$(BIN)/trainfit hpo nli --workers 2 $(ARGS)
+
 lint: setup ## ruff, mypy --strict, import layers
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -53,8 +59,12 @@ lint: setup ## ruff, mypy --strict, import layers
 test: lint ## Lint, then every test that needs no GPU
 	$(BIN)/pytest -n 2
 
+docs: setup ## The site of the documentation, in site/
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo site/index.html
+
 soak: setup ## The tests with many repetitions
 	TRAINFIT_SOAK=1 $(BIN)/pytest -m soak
 
 clean: ## Remove .venv and caches
-	rm -rf .venv .pytest_cache .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.measuring import measure as measure
+    from trainfit.measuring.observing import observe as observe
     from trainfit.planning import estimate as estimate
     from trainfit.planning import recommend as recommend
     from trainfit.runtime import applied as applied
@@ -30,8 +31,10 @@ _HOMES = {
     "estimate": "trainfit.planning",
     "lookup": "trainfit.catalogue",
     "measure": "trainfit.measuring",
+    "observe": "trainfit.measuring.observing",
     "plan": "trainfit.tasks.planned",
     "recommend": "trainfit.planning",
+    "report": "trainfit.reports.report",
     "undo": "trainfit.runtime",
 }
 __all__ = ["__version__", *_HOMES]

@@ -31,6 +31,10 @@ class RunFailed(TrainfitError):
     """The input was right, but the work could not be finished."""
 
 
+class OutOfMemory(RunFailed):
+    """Memory ran out, and every way around it was tried."""
+
+
 class BadInput(TrainfitError):
     """A value given by the user, or read from a file, cannot be used."""
 

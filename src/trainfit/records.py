@@ -27,7 +27,7 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """Base of the records: JSON both ways, to text or to a file."""
+    """Base of the records: JSON both ways, to text or to a file, and a table in a notebook."""
 
     def to_json(self, indent: int | None = 2) -> str:
         """The record as strict JSON text."""
@@ -41,6 +41,10 @@ class Record:
     def save(self, path: Path) -> None:
         """Write the record whole or not at all."""
         write_whole(path, self.to_json() + "\n")
+
+    def _repr_html_(self) -> str:
+        """The record as a table, where a notebook shows it."""
+        return html_table(codec.encode(self))
 
     @classmethod
     def load(cls, path: Path) -> Self:
@@ -301,6 +305,8 @@ class Plan(Record):
     gpu: str | None
     """The catalogue's row; None for a CPU or a GPU that it does not know."""
     ranks: int = 1
+    sharding: Literal["none", "fsdp"] = "none"
+    """Each rank holds the whole model, or a share of it where no GPU could alone."""
     precision: Precision
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Of weights that are not trained; those that are trained are kept in float32."""
@@ -308,7 +314,7 @@ class Plan(Record):
     packed: bool
     """Sequences end to end in rows of a fixed number of tokens; else padded ones of like length."""
     attention: str
-    """The attention path: varlen, flex, sdpa, or the model's own."""
+    """The attention path: varlen, disentangled, flex, sdpa, or the model's own."""
     batch_size: int
     micro_batch_tokens: int
     """The most tokens of a micro-batch, filler and padding included: it sets the memory."""
@@ -332,10 +338,6 @@ class Plan(Record):
     advice: tuple[str, ...] = ()
     """What would fit, where this does not; and what else to know."""
     measurements: tuple[Measurement, ...] = ()
-
-    def _repr_html_(self) -> str:
-        """The plan as a table, where a notebook shows it."""
-        return html_table(codec.encode(self))
 
 
 # ── tune, apply ───────────────────────────────────────────────────────────────────────────────

@@ -199,7 +199,7 @@ def broken_weights(tmp: Path) -> list[str]:
         ("textclass", empty_split, "has no rows"),
         ("textclass", label_not_in_training, "labels that the training data has not (9)"),
         ("textclass", lambda tmp: words(tmp, "data.train=no.csv"), "no file no.csv"),
-        ("gpt", lambda tmp: [], "unknown job 'gpt'"),
+        ("gtp", lambda tmp: [], "did you mean gpt"),
         ("nil", lambda tmp: [], "did you mean nli"),
     ],
 )

@@ -94,6 +94,7 @@ EXPERIMENTS = {
     # What trains where nobody names data or a model; found by experiment, not in a document.
     ("nli", "nli_embedded"): {"model.name": "modernbert-tiny", "data.data_dir": None},
     ("textclass", "textclass_embedded"): {"model.name": "modernbert-tiny", "data.train": None},
+    ("gpt", "gpt_embedded"): {"model.name": "gpt-tiny", "data.data_dir": None},
 }
 
 
@@ -289,7 +290,7 @@ def test_amp_is_whether_and_which(words: list[str], value: str):
         ("nli", "training.batch_size", "write it as key=value"),
         ("nli", "~training.batch_size", "write it as key=value"),
         ("nli", "+training.batch=3", "write it as key=value"),
-        ("nli", "training.batch_size=1,2", "write it as key=value"),
+        ("nli", "training.batch_size=1,2", "give one; `trainfit hpo` searches over several"),
         ("nli", "training.batch_size=[", "write it as key=value"),
         ("gpt", "cv.folds=5", "unknown key cv.folds for gpt"),
         ("nli", "optim=adamw_troch", 'optimization.optimizer is "adamw_troch"'),

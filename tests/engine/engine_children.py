@@ -22,7 +22,8 @@ from trainfit.engine.loop import train
 def context() -> ForkServerContext:
     """A fork of a bare server takes milliseconds; importing torch anew takes seconds."""
     made = multiprocessing.get_context("forkserver")
-    made.set_forkserver_preload(["torch._dynamo", "trainfit.engine.loop"])
+    distributed = ["torch.distributed.fsdp", "torch.distributed.checkpoint"]
+    made.set_forkserver_preload(["torch._dynamo", *distributed, "trainfit.engine.loop"])
     return made
 
 

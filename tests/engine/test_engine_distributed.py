@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -13,16 +12,17 @@ import pytest
 import torch
 from engine_children import context
 from engine_faults import Faults, plant
+from engine_ranks import on_ranks
 from engine_toy import ToyTask, final_bits, final_weights, settings
 
 from trainfit.engine.distributed import World, find_world, first_says, gather, joined
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import trained_parameters
+from trainfit.engine.watch import Watch
 from trainfit.records import RunResult
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
-PATIENCE = 60
 
 
 @pytest.fixture(scope="module")
@@ -30,33 +30,8 @@ def children() -> ForkServerContext:
     return context()
 
 
-def as_rank(rank: int, port: int, work: Callable[..., None], args: tuple[Any, ...]) -> None:
-    os.environ |= {
-        "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": "2",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    torch.set_num_threads(1)
-    work(rank, *args)
-
-
 def on_two_ranks(children: ForkServerContext, work: Callable[..., None], *args: Any) -> list[int]:
-    """Run `work(rank, *args)` on both; the exit codes, in time."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    ranks = [children.Process(target=as_rank, args=(r, port, work, args)) for r in range(2)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(PATIENCE)
-    hung = [process for process in ranks if process.exitcode is None]
-    for process in hung:
-        process.kill()
-    assert not hung, "a rank hangs"
-    return [int(process.exitcode or 0) for process in ranks]
+    return on_ranks(children, 2, work, *args)
 
 
 def train_rank(rank: int, run: Path, task: dict[str, Any], options: dict[str, Any]) -> None:
@@ -225,3 +200,81 @@ def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.delenv("RANK", raising=False)
     assert find_world() == World(0, 1, 0)
     assert gather(World(), "alone") == ["alone"]
+
+
+def test_ranks_share_the_steps_of_one_in_the_same_order() -> None:
+    """Whatever their number, ranks see the same sequences in the same steps, each one once."""
+    task = ToyTask(sequences=61)
+    epochs = [[sorted(step) for step in task.steps(epoch)] for epoch in range(2)]
+    assert epochs[0] != epochs[1]
+    for ranks in (1, 2, 3, 4):
+        for cut in settings(task, ranks=ranks).cuts:
+            for epoch, expected in enumerate(epochs):
+                for in_step in (False, True):
+                    found = _seen(task, ranks, epoch, cut, in_step)
+                    assert found == expected, (ranks, cut, in_step)
+
+
+def _seen(task: ToyTask, ranks: int, epoch: int, cut: Any, in_step: bool) -> list[list[int]]:
+    """The sequences of each step, over all ranks, by what is handed to collate."""
+    from trainfit.data.loading import StepLoader
+    from trainfit.engine.settings import LoaderSettings
+
+    seen: list[list[int]] = [[] for _ in task.steps(epoch)]
+    counts: list[set[int]] = [set() for _ in seen]
+    collate = task.collate
+    for rank in range(ranks):
+        given: list[int] = []
+
+        def noted(sequences: Any, *shape: Any, given: list[int] = given) -> Any:
+            given.extend(sequences)
+            return collate(sequences, *shape)
+
+        task.collate = noted  # type: ignore[method-assign]
+        options = {"rank": rank, "ranks": ranks, "in_step": in_step}
+        loader = StepLoader(task, LoaderSettings(), torch.device("cpu"), **options)
+        for number, step in enumerate(task.steps(epoch)):
+            counts[number].add(len(loader.load(step, cut)))
+            seen[number] += given
+            given.clear()
+    task.collate = collate  # type: ignore[method-assign]
+    if in_step:
+        assert all(len(numbers) == 1 for numbers in counts)
+    return [sorted(step) for step in seen]
+
+
+def wait_for_the_dead(rank: int) -> None:
+    """As a rank does whose GPU waits: not in a call of gloo, which would fail."""
+    import signal
+    import time
+
+    with joined("cpu"):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(50)
+
+
+def test_a_rank_that_waits_for_its_gpu_ends_when_another_is_killed(
+    children: ForkServerContext,
+) -> None:
+    assert on_two_ranks(children, wait_for_the_dead) == [1, -9]
+
+
+def test_a_lost_machine_is_noticed_by_the_kernel() -> None:
+    import socket
+
+    watch, other = Watch(), Watch()
+    address = watch.listen()
+    other.connect(address.replace(address.split()[0], "127.0.0.1"))
+    (kept,) = [key.fileobj for key in other._selector.get_map().values()]
+    assert isinstance(kept, socket.socket)
+    assert kept.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
+    names = ("TCP_KEEPIDLE", "TCP_KEEPINTVL", "TCP_KEEPCNT")
+    idle, every, times = (
+        kept.getsockopt(socket.IPPROTO_TCP, getattr(socket, name)) for name in names
+    )
+    assert idle + every * times < 60 - 10
+    with socket.create_connection(("127.0.0.1", int(address.split()[1]))) as stranger:
+        stranger.sendall(b"x" * 16)  # and leaves: nobody minds
+    other.close(well=True)
+    watch.close(well=True)

@@ -207,7 +207,8 @@ def test_observers_trackers_and_files_are_told_the_same(tmp_path: Path) -> None:
     assert lengths_seen == [task.lengths()[sequence] for sequence in steps]
     three = [task.lengths()[s] for step in task.steps(0)[:3] for s in step]
     assert row.tokens_per_second / row.samples_per_second == pytest.approx(sum(three) / 24)
-    assert row.mfu == pytest.approx(1e-5 / row.step_seconds)
+    assert row.mfu == pytest.approx(1e-5 / row.compute_seconds)
+    assert row.compute_seconds == pytest.approx(row.step_seconds * (1 - row.wait_share))
     log = (tmp_path / "run" / "train.log").read_text()
     assert f"iter 3: loss {row.loss:.4f}" in log
     assert [entry["kind"] for entry in tracked] == ["train", "evaluation", "train", "evaluation"]

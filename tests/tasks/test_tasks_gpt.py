@@ -18,7 +18,8 @@ from trainfit.catalogue.models import model_shape
 from trainfit.errors import BadInput
 from trainfit.tasks import Gpt, GptShape, build_gpt
 from trainfit.tasks.gpt.gpt2 import from_gpt2, to_gpt2
-from trainfit.tasks.gpt.model import gpt_loss, gpt_shape, parameter_groups, summed_cross_entropy
+from trainfit.tasks.gpt.loss import summed_cross_entropy
+from trainfit.tasks.gpt.model import gpt_loss, gpt_shape, parameter_groups
 
 SMALL = GptShape(vocab_size=61, block_size=16, n_layer=3, n_head=4, n_embd=32)
 

@@ -3,28 +3,34 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from trainfit.cli.completing import overrides_argument, task_argument
+from trainfit.cli.config_file import config_option
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
 
 
 @click.command()
-@click.argument("task")
-@click.argument("overrides", nargs=-1)
+@task_argument()
+@overrides_argument()
+@config_option
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
-def command(task: str, overrides: tuple[str, ...], as_json: bool) -> None:
+def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.
 
     TASK is nli, textclass or gpt. OVERRIDES are key=value words, such as hardware=gpu_4090
     training.batch_size=20, and later ones win.
     """
     from trainfit.conf import compose
+    from trainfit.conf.user_file import with_file
     from trainfit.reports import terminal
 
-    composed = compose(task, overrides)
+    composed = compose(task, with_file(task, config_file, overrides))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if as_json:

@@ -18,8 +18,17 @@ COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
     "train": "Train a job, judge it on held-out data, and export the model.",
+    "hpo": "Search a job's settings over folds, with one worker or many.",
+    "verify": "What was really active in a run or a command, by evidence.",
     "predict": "Probabilities from a trained model, for a text or a file.",
+    "report": "Runs as one HTML page: scores, curves, plan, events.",
+    "watch": "A running job in the terminal, from another terminal.",
+    "prepare": "Token files of a corpus, for pretraining a GPT.",
+    "sample": "Text from a trained GPT.",
     "config": "The composed configuration, and where each value came from.",
+    "init": "Write a commented configuration to start from.",
+    "doctor": "What is wrong here, in a log or in a run, and how to mend it.",
+    "completion": "The script that lets a shell complete trainfit's words.",
 }
 INTERRUPTED = 130
 

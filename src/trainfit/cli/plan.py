@@ -8,6 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainfit.cli.completing import overrides_argument, task_argument
+from trainfit.cli.config_file import config_option
+
 if TYPE_CHECKING:
     from trainfit.conf import Composed
     from trainfit.records import Plan
@@ -16,8 +19,9 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
 
 @click.command()
-@click.argument("task")
-@click.argument("overrides", nargs=-1)
+@task_argument()
+@overrides_argument()
+@config_option
 @click.option(
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
@@ -33,6 +37,7 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 def command(
     task: str,
     overrides: tuple[str, ...],
+    config_file: Path | None,
     gpu: str | None,
     model: str | None,
     memory: float | None,
@@ -49,15 +54,15 @@ def command(
     plan for other programs.
     """
     from trainfit.conf import compose
+    from trainfit.conf.user_file import with_file
     from trainfit.errors import BadInput
-    from trainfit.measuring import remembered
     from trainfit.planning import planner
     from trainfit.reports import plan as page
     from trainfit.reports import terminal
     from trainfit.tasks import planned
 
     form = "json" if as_json else form
-    composed = compose(task, planned.with_model(overrides, model))
+    composed = compose(task, planned.with_model(with_file(task, config_file, overrides), model))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":
@@ -67,9 +72,8 @@ def command(
         return
     question = planned.question(composed, None, watts, price)
     profile = planned.machine(gpu, composed)
-    measured = None if profile.simulated else remembered(profile)
     with _busy("planning"):
-        made = planner.plan(question, profile, memory_gib=memory, measured=measured)
+        made = planned.answer(composed, question, profile, memory_gib=memory)
     if plot is not None:
         with _busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))

@@ -8,43 +8,59 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainfit.cli.completing import overrides_argument, task_argument
+from trainfit.cli.config_file import config_option
+
 if TYPE_CHECKING:
     from trainfit.conf import Composed
 
-JOBS = {"nli": "trainfit.tasks.nli.train", "textclass": "trainfit.tasks.textclass.train"}
+JOBS = {
+    "nli": "trainfit.tasks.nli.train",
+    "textclass": "trainfit.tasks.textclass.train",
+    "gpt": "trainfit.tasks.gpt.train",
+}
 
 
 @click.command()
-@click.argument("task")
-@click.argument("overrides", nargs=-1)
+@task_argument()
+@overrides_argument()
+@config_option
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
 def command(
-    task: str, overrides: tuple[str, ...], as_json: bool, dry_run: bool, resume: str | None
+    task: str,
+    overrides: tuple[str, ...],
+    config_file: Path | None,
+    as_json: bool,
+    dry_run: bool,
+    resume: str | None,
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
-    TASK is nli or textclass. OVERRIDES are key=value words, such as data.data_dir=FOLDER
+    TASK is nli, textclass or gpt. OVERRIDES are key=value words, such as data.data_dir=FOLDER
     cv.folds=5; `trainfit config TASK` shows the keys. Without data of yours a small model trains
-    on made-up data.
+    on made-up data, or for gpt on the source of Python's standard library.
     """
     from importlib import import_module
 
     from trainfit.cli.main import INTERRUPTED
+    from trainfit.conf.user_file import with_file
     from trainfit.errors import BadInput, did_you_mean
     from trainfit.reports import training
 
     if task not in JOBS:
         fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
         raise BadInput(f"unknown job {task!r}", fix)
-    composed, run = _composed(task, overrides, resume)
+    composed, run = _composed(task, with_file(task, config_file, overrides), resume)
     job = import_module(JOBS[task])
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
     result = job.train(composed, training.show(composed), resume=run)
     training.end(result, as_json=as_json)
+    if result.status == "finished" and training.is_first_rank():
+        report_on(result.run, as_json)
     return INTERRUPTED if result.status == "stopped" else 0
 
 
@@ -71,14 +87,28 @@ def _composed(
     return configured_by(run, task), run
 
 
+def report_on(run: str, as_json: bool) -> None:
+    """End with the path of the run's page; a page that cannot be written spoils no run."""
+    from trainfit.errors import TrainfitError
+    from trainfit.reports.report import place, report, write
+
+    try:
+        path = write(report(run), place(run))
+    except TrainfitError as error:
+        click.echo(f"trainfit: note: no report: {error}", err=True)
+    else:
+        click.echo(f"Report: {path}", err=as_json)
+
+
 def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     from trainfit import codec
     from trainfit.reports import plan as page
     from trainfit.reports import terminal
+    from trainfit.tasks.encoder import prepared
     from trainfit.tasks.encoder.choosing import find_machine
-    from trainfit.tasks.encoder.prepared import make_plan
 
     profile = find_machine(composed)
+    make_plan = getattr(job, "make_plan", prepared.make_plan)
     plan = make_plan(job.prepare(composed), profile)
     if as_json:
         data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}

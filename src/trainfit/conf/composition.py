@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, is_dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -16,6 +16,9 @@ from trainfit import codec
 from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.errors import BadConfig, BadInput, did_you_mean
+
+if TYPE_CHECKING:
+    from hydra.core.override_parser.types import Override
 
 GROUPS = ("hardware", "experiment")
 
@@ -40,7 +43,7 @@ class Composed:
 
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """The configuration of a task, or one error that lists every mistake in the overrides."""
-    schema = _schema(task)
+    schema = schema_of(task)
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
@@ -70,8 +73,8 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
 
 def options(task: str, group: str) -> tuple[str, ...]:
     """The names that `hardware=` or `experiment=` takes for a task."""
-    _schema(task)
-    folder = _folder(task) / group
+    schema_of(task)
+    folder = task_folder(task) / group
     return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
 
 
@@ -93,17 +96,19 @@ def keys(task: str) -> tuple[str, ...]:
             else:
                 yield name
 
-    return tuple(walk(_schema(task), ""))
+    return tuple(walk(schema_of(task), ""))
 
 
-def _schema(task: str) -> type[Config]:
+def schema_of(task: str) -> type[Config]:
+    """The schema of a task, or an error that names those there are."""
     if task not in SCHEMAS:
         fix = did_you_mean(task, SCHEMAS, f"the tasks are {', '.join(SCHEMAS)}")
         raise BadInput(f"unknown task {task!r}", fix)
     return SCHEMAS[task]
 
 
-def _folder(task: str) -> Path:
+def task_folder(task: str) -> Path:
+    """Where a task's YAML files are."""
     return Path(str(resources.files("trainfit.conf"))) / task
 
 
@@ -126,8 +131,8 @@ def _parse(
     return groups, assignments, problems
 
 
-def _split(word: str) -> tuple[str, Any]:
-    """Read one word with Hydra's own grammar; only plain assignments make sense here."""
+def parse_word(word: str) -> Override:
+    """One word in Hydra's own grammar, a sweep included; never a deletion or an addition."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -138,8 +143,18 @@ def _split(word: str) -> tuple[str, Any]:
         override = OverridesParser.create().parse_override(word)
     except HydraException:
         raise wrong from None
-    if override.is_delete() or override.is_add() or override.is_sweep_override():
+    if override.is_delete() or override.is_add():
         raise wrong
+    return override
+
+
+def _split(word: str) -> tuple[str, Any]:
+    """A plain assignment; only a study takes a sweep."""
+    override = parse_word(word)
+    if override.is_sweep_override():
+        raise BadInput(
+            f"{word!r} gives several values", "give one; `trainfit hpo` searches over several"
+        )
     return override.key_or_group, override.value()
 
 
@@ -169,7 +184,7 @@ def _hydra_compose(
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(_folder(task)), version_base="1.3"):
+    with initialize_config_dir(str(task_folder(task)), version_base="1.3"):
         composed = hydra_compose("config", list(groups), return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
     choices = {group: chosen.get(group) for group in GROUPS}
@@ -194,7 +209,7 @@ def _origins(
 @cache
 def layer(task: str, group: str, name: str) -> dict[str, Any]:
     """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
-    data = yaml.safe_load((_folder(task) / group / f"{name}.yaml").read_text()) or {}
+    data = yaml.safe_load((task_folder(task) / group / f"{name}.yaml").read_text()) or {}
     return dict(_flat({key: value for key, value in data.items() if key != "defaults"}))
 
 

@@ -35,6 +35,9 @@ class Device:
     """Same seed, same bits; slower."""
     num_threads: Positive | Auto
     """Of the CPU, in this process. A small model on a busy machine is fastest with one."""
+    expandable_segments: bool | None
+    """The allocator's segments grow, which leaves fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF
+    says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,11 +87,23 @@ class Training:
     """The newest so many are kept, and the best."""
     nonfinite: Literal["skip", "stop"]
     """What a loss or gradient that is not finite does: skip the step, or stop the run."""
+    profile_step: bool
+    """Profile one step after the warm-up, for `trainfit verify`; it costs about that step again."""
     num_workers: Count | Auto
     """Loader processes. auto: usable cores - 2, at most 8, at most one per 3 GB of GPU memory."""
     pin_memory: Switch
     persistent_workers: Switch
     prefetch_factor: Positive | Auto
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GptTraining(Training):
+    """The loop of a pretraining job, whose optimizer has numbers of its own."""
+
+    beta1: Share
+    beta2: Share
+    min_learning_rate_ratio: Share
+    """Where the schedule ends, as a share of learning_rate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,9 +142,21 @@ class GptModel:
     """The model of a pretraining job."""
 
     name: str
-    """A GPT shape of the catalogue."""
+    """A GPT shape of the catalogue: gpt-tiny, gpt-small, gpt-medium or gpt-124m."""
+    n_layer: Positive | None
+    """null: as the name says. So are the next two."""
+    n_head: Positive | None
+    n_embd: Positive | None
+    vocab_size: Positive | Auto
+    """Rows of the embedding. auto: the tokenizer's tokens, up to a multiple of 64."""
+    dropout: Share
     use_gradient_checkpointing: Switch | Literal["selective"]
     use_flash_attention: bool
+    loss_chunk: Positive | Auto | None
+    """Compute the loss so many tokens at a time, twice; null: all logits at once.
+
+    auto: at once, unless a step does not fit or must recompute its blocks otherwise.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -182,8 +209,12 @@ class TextData:
     """A stream of tokens."""
 
     data_dir: str | None
+    """A folder of `trainfit prepare gpt`, or of nanoGPT's token files with a meta.json; null: the
+    source of Python's standard library."""
     max_length: Positive
-    """Tokens per sequence; for a GPT the block size."""
+    """Tokens per sequence: the block size."""
+    vocab_size: Annotated[int, Range(257)]
+    """Of the tokenizer that is learned where data_dir is null."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,10 +270,13 @@ class GptConfig:
     """`trainfit … gpt`."""
 
     seed: Count
+    runs_dir: str
+    """The folder that run folders are made in."""
+    tracking: Tracking
     device: Device
     model: GptModel
     data: TextData
-    training: Training
+    training: GptTraining
     optimization: Optimization
 
 

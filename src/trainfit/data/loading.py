@@ -62,10 +62,12 @@ class StepLoader:
         *,
         rank: int = 0,
         ranks: int = 1,
+        in_step: bool = False,
     ) -> None:
+        """With `in_step` all ranks get as many micro-batches, some of them empty of sequences."""
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
         self._dataset = _Collated(task)
-        self._rank, self._ranks = rank, ranks
+        self._rank, self._ranks, self._in_step = rank, ranks, in_step
         self._jobs = _Jobs()
         self._loader: DataLoader[list[Batch]] | None = _build_loader(
             self._dataset, self._jobs, options, device
@@ -96,8 +98,8 @@ class StepLoader:
 
     def _job(self, step: Sequence[int], cut: Cut) -> Job:
         own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
-        # Ranks speak once per step, so that one with less to do needs no filler to keep in step.
-        own = tuple(batch for batch in own if batch.sequences)
+        if not self._in_step:  # ranks that speak once per step need no filler to wait for others
+            own = tuple(batch for batch in own if batch.sequences)
         return own, cut.slots if isinstance(cut, PackedCut) else None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -12,19 +12,26 @@ import torch
 from torch import nn
 
 from trainfit.data.loading import StepLoader
-from trainfit.engine import checkpoint, journal, random_state
-from trainfit.engine.distributed import World, first_says, spread_weights
+from trainfit.engine import checkpoint, journal, random_state, sharded_files
+from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
 from trainfit.engine.memory_errors import is_out_of_memory
-from trainfit.engine.named_tensors import load_model, load_optimizer
+from trainfit.engine.named_tensors import (
+    load_model,
+    load_optimizer,
+    model_tensors,
+    optimizer_tensors,
+)
 from trainfit.engine.optimizer import build_optimizer, keep_trained_in_float32
 from trainfit.engine.precision import loss_scale
 from trainfit.engine.progress import Progress
 from trainfit.engine.random_state import RandomState
 from trainfit.engine.recovery import Buffers, Parts
+from trainfit.engine.relaunch import Launch, Otherwise, find_launch, left_over
 from trainfit.engine.settings import LoopSettings
-from trainfit.errors import BadInput, RunFailed, TrainfitWarning
-from trainfit.records import TrainTask
-from trainfit.runtime import compile_blocks
+from trainfit.engine.sharding import shard
+from trainfit.errors import BadInput, OutOfMemory, TrainfitWarning
+from trainfit.records import Record, TrainTask
+from trainfit.runtime import compile_blocks, compile_model
 
 T = TypeVar("T")
 
@@ -50,11 +57,17 @@ def build_parts(
     task: TrainTask, settings: LoopSettings, model: nn.Module, world: World, device: torch.device
 ) -> Parts:
     """All that a step needs, on the device."""
-    _fits(lambda: model.to(device), "the model")
-    spread_weights(world, model)
+    sharded = settings.sharding == "fsdp" and world.size > 1
+    if sharded:
+        spread_weights(world, model)  # on the CPU: no GPU has room for all of it
+        _fits(lambda: shard(model, device), "this rank's share of the model")
+    else:
+        _fits(lambda: model.to(device), "the model")
+        spread_weights(world, model)
     optimizer = _fits(lambda: build_optimizer(model, settings.optimizer), "the optimizer's state")
     if settings.compile:
-        compile_blocks(model, settings.compile_mode)
+        whole = settings.compile_scope == "model" and not sharded
+        (compile_model if whole else compile_blocks)(model, settings.compile_mode)
     return Parts(
         task=task,
         settings=settings,
@@ -62,9 +75,12 @@ def build_parts(
         buffers=Buffers(model),
         optimizer=optimizer,
         scale=loss_scale(settings.precision, device),
-        loader=StepLoader(task, settings.loader, device, rank=world.rank, ranks=world.size),
+        loader=StepLoader(
+            task, settings.loader, device, rank=world.rank, ranks=world.size, in_step=sharded
+        ),
         world=world,
         device=device,
+        sharded=sharded,
     )
 
 
@@ -74,7 +90,7 @@ def _fits(build: Callable[[], T], what: str) -> T:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        raise RunFailed(
+        raise OutOfMemory(
             f"{what} alone does not fit the memory",
             "take a smaller model, train fewer weights (model.method=lora), or a larger device",
         ) from error
@@ -82,50 +98,89 @@ def _fits(build: Callable[[], T], what: str) -> T:
 
 def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start:
     """Where the run begins: at its newest good checkpoint, or at the first step."""
-    folder, events = _find_checkpoint(run, parts.world, resume)
-    if folder is not None:
+    launch = find_launch(parts.world)
+    with first_writes(parts.world) as looks:
+        found = _look(run, launch, resume) if looks else _Found()
+    found = _Found.from_json(first_says(parts.world, found.to_json(indent=None)))
+    events = [("damaged", text) for text in found.faults]
+    if found.folder is not None:
+        folder = Path(found.folder)
         progress, more = _restore(parts, folder, frozen)
-        events = (*events, ("resumed", f"from {folder.name}"), *more)
+        events += [("resumed", f"from {folder.name}"), *more]
     else:
         progress = Progress(eval_batch_size=parts.settings.eval_batch_size)
-        if resume:
-            events = (*events, ("resumed", "from the beginning: there is no checkpoint yet"))
+        if found.resume:
+            events.append(("resumed", "from the beginning: there is no checkpoint yet"))
+    events += _do_otherwise(progress, found.otherwise, parts.settings)
     if parts.world.first:
-        run.mkdir(parents=True, exist_ok=True)
         journal.forget_after(run, progress.step)
-    return Start(progress, folder is not None, events)
+        launch.note(run)
+    return Start(progress, found.folder is not None, tuple(events))
 
 
-def _find_checkpoint(
-    run: Path, world: World, resume: bool
-) -> tuple[Path | None, tuple[tuple[str, str], ...]]:
-    """The first rank looks; every rank takes the same one."""
-    found: Path | None = None
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found(Record):
+    """What the first rank found in the folder, and tells the others."""
+
+    resume: bool = False
+    folder: str | None = None
     faults: tuple[str, ...] = ()
-    if world.first:
-        if not resume and checkpoint.listed(run):
-            raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
-        checkpoint.clear_unfinished(run)
-        found, faults = checkpoint.latest_good(run)
-        for text in faults:
-            warnings.warn(text, TrainfitWarning, stacklevel=2)
-    name = first_says(world, "" if found is None else str(found))
-    return Path(name) if name else None, tuple(("damaged", text) for text in faults)
+    otherwise: Otherwise = field(default_factory=Otherwise)
+
+
+def _look(run: Path, launch: Launch, resume: bool) -> _Found:
+    """The newest good checkpoint, for a run that goes on or that torchrun starts again."""
+    resume = resume or launch.is_restart(run)
+    if not resume and checkpoint.listed(run):
+        raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoint.clear_unfinished(run)
+    folder, faults = checkpoint.latest_good(run)
+    for text in faults:
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+    return _Found(
+        resume=resume,
+        folder=None if folder is None else str(folder),
+        faults=faults,
+        otherwise=left_over(run),
+    )
+
+
+def _do_otherwise(
+    progress: Progress, change: Otherwise, settings: LoopSettings
+) -> list[tuple[str, str]]:
+    """Heed what an earlier process left; where that changes anything, it is worth a line."""
+    events = []
+    rung = min(max(progress.rung, change.rung), len(settings.cuts) - 1)
+    if rung != progress.rung:
+        progress.use_rung(rung)
+        pieces = settings.cuts[rung].micro_batches
+        events.append(("oom", f"memory ran out: steps are cut into {pieces} from here"))
+    size = min(progress.eval_batch_size, change.eval_batch_size or progress.eval_batch_size)
+    if size != progress.eval_batch_size:
+        progress.eval_batch_size = size
+        events.append(("oom", f"memory ran out: evaluations of {size} sequences from here"))
+    return events
 
 
 def _restore(
     parts: Parts, folder: Path, frozen: str | None
 ) -> tuple[Progress, tuple[tuple[str, str], ...]]:
     """Put everything back as it was when the checkpoint was written."""
-    contents = checkpoint.read(folder)
-    state = contents.state
+    state = checkpoint.read_state(folder)
     if state["frozen"] != frozen:
         raise BadInput(
             f"the weights that are not trained are not those {folder} was trained with",
             "use the model of the run",
         )
-    load_model(parts.model, contents.model)
-    load_optimizer(parts.model, parts.optimizer, contents.optimizer)
+    if parts.sharded:
+        weights = model_tensors(parts.model)
+        state_of = optimizer_tensors(parts.model, parts.optimizer)
+        sharded_files.read_into(folder, weights | state_of)
+    else:
+        contents = checkpoint.read(folder)
+        load_model(parts.model, contents.model)
+        load_optimizer(parts.model, parts.optimizer, contents.optimizer)
     if parts.scale is not None and state["scale"] is not None:
         factor, quiet = (torch.tensor(value, device=parts.device) for value in state["scale"])
         parts.scale.factor, parts.scale.quiet_steps = factor, quiet

@@ -6,6 +6,9 @@
         state.json              everything else: place, random states, cut, best, events
         manifest.json           which run this belongs to, and a SHA-256 of each file
 
+Of a model that is spread over the ranks, each writes its share of weights and optimizer into a
+file of its own, shard-00001-… and so on, in place of the first two.
+
 It is written into a folder of another name, synced, and renamed: a folder that carries the name is
 complete. Weights that are not trained are not written; the task builds them again, and a checksum
 of them tells whether they are the same. Names carry no prefix of a wrapper.
@@ -19,8 +22,8 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,8 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from trainfit.engine import sharded_files
+from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.named_tensors import load_model
 from trainfit.engine.run_folder import identity
 from trainfit.errors import BadInput, RunFailed, TrainfitWarning
@@ -54,38 +59,87 @@ class Contents:
 
 def save(run: Path, contents: Contents, *, keep: int, best_step: int | None) -> Path:
     """Write a checkpoint, and then remove those that are neither new nor best."""
-    step = int(contents.state["step"])
-    place = run / _FOLDER / _NAME.format(step)
-    unfinished = place.with_name(_UNFINISHED + place.name)
-    try:
-        _discard(unfinished)
-        unfinished.mkdir(parents=True)
-        _write_all(unfinished, contents, identity(run))
-        _discard(place)  # a damaged one of the same step
-        unfinished.rename(place)
-        _sync(place.parent)
-    except (OSError, safetensors.SafetensorError) as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise RunFailed(f"cannot write {place} ({_reason(error)})", _fix(error, run)) from error
+    folder = _unfinished(run, contents.state)
+    with _telling(run, folder):
+        _begin(folder)
+        _write_tensors(folder / "model.safetensors", contents.model)
+        _write_tensors(folder / "optimizer.safetensors", contents.optimizer)
+        place = _complete(run, folder, contents.state, _checksums(folder.iterdir()))
     with suppress(OSError):
         _prune(run, keep, best_step)
     return place
+
+
+def save_sharded(
+    run: Path, contents: Contents, world: World, *, keep: int, best_step: int | None
+) -> None:
+    """Write a checkpoint of a model that is spread over the ranks; all of them call this.
+
+    It counts when the first rank has seen every part, and gives the folder its name.
+    """
+    folder = _unfinished(run, contents.state)
+    with first_writes(world) as writes, _telling(run, folder):
+        if writes:
+            _begin(folder)
+    sharded_files.write(folder, {**contents.model, **contents.optimizer})
+    own = _checksums(sharded_files.own_files(folder, world.rank))
+    sums: dict[str, str] = {}
+    for part in gather(world, json.dumps(own)):
+        sums |= json.loads(part)
+    with first_writes(world) as writes, _telling(run, folder):
+        if writes:
+            _check_seen(folder, sums)
+            _complete(run, folder, contents.state, sums)
+            with suppress(OSError):
+                _prune(run, keep, best_step)
+
+
+def _unfinished(run: Path, state: Mapping[str, Any]) -> Path:
+    return run / _FOLDER / (_UNFINISHED + _NAME.format(int(state["step"])))
+
+
+@contextmanager
+def _telling(run: Path, folder: Path) -> Iterator[None]:
+    """A block that writes into `folder`: where it cannot, nothing is left, and a line says why."""
+    try:
+        yield
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(folder, ignore_errors=True)
+        place = folder.with_name(folder.name.removeprefix(_UNFINISHED))
+        raise RunFailed(f"cannot write {place} ({_reason(error)})", _fix(error, run)) from error
+
+
+def _begin(folder: Path) -> None:
+    _discard(folder)
+    folder.mkdir(parents=True)
+
+
+def _complete(run: Path, folder: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> Path:
+    """Write what describes the tensors that are there, and give the folder its name."""
+    _write_text(folder / "state.json", json.dumps(state, allow_nan=False))
+    sums = {**sums, "state.json": checksum(folder / "state.json")}
+    manifest = {"format": _FORMAT, "run": identity(run), "files": sums}
+    _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
+    _sync(folder)
+    place = folder.with_name(folder.name.removeprefix(_UNFINISHED))
+    _discard(place)  # a damaged one of the same step
+    folder.rename(place)
+    _sync(place.parent)
+    return place
+
+
+def _check_seen(folder: Path, names: Iterable[str]) -> None:
+    if unseen := [name for name in names if not (folder / name).is_file()]:
+        raise RunFailed(
+            f"the first rank does not see {folder / unseen[0]}",
+            "put the run on a disk that all machines share (runs_dir)",
+        )
 
 
 def clear_unfinished(run: Path) -> None:
     """Remove what a process that was killed left half written."""
     for folder in (run / _FOLDER).glob(_UNFINISHED + "*"):
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _write_all(folder: Path, contents: Contents, run: str) -> None:
-    _write_tensors(folder / "model.safetensors", contents.model)
-    _write_tensors(folder / "optimizer.safetensors", contents.optimizer)
-    _write_text(folder / "state.json", json.dumps(contents.state, allow_nan=False))
-    sums = {path.name: checksum(path) for path in sorted(folder.iterdir())}
-    manifest = {"format": _FORMAT, "run": run, "files": sums}
-    _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
-    _sync(folder)
 
 
 def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
@@ -170,12 +224,28 @@ def find_fault(folder: Path, run: str) -> str | None:
 
 
 def read(folder: Path) -> Contents:
-    """A checkpoint whose files are known to be whole."""
+    """A checkpoint whose files are known to be whole, with whole tensors, whoever wrote it."""
+    state = read_state(folder)
+    if sharded_files.is_sharded(folder):
+        tensors = sharded_files.read_whole(folder)
+        optimizer = {n: t for n, t in tensors.items() if sharded_files.is_state(n, tensors)}
+        model = {n: t for n, t in tensors.items() if n not in optimizer}
+        return Contents(model, optimizer, state)
     return Contents(
         model=safetensors.torch.load_file(folder / "model.safetensors"),
         optimizer=safetensors.torch.load_file(folder / "optimizer.safetensors"),
-        state=json.loads((folder / "state.json").read_text()),
+        state=state,
     )
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """Everything but the tensors."""
+    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
+    return state
+
+
+def _checksums(paths: Iterable[Path]) -> dict[str, str]:
+    return {path.name: checksum(path) for path in sorted(paths)}
 
 
 def checksum(path: Path) -> str:

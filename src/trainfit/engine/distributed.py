@@ -4,7 +4,8 @@ The model is not wrapped. DistributedDataParallel reduces gradients during the b
 a rank that runs out of memory there leaves the others waiting in a collective for ever. Here each
 rank computes its share of the step alone, all vote on how it went, and only then are gradients
 summed, once per step, in place: nothing is allocated after the vote, so nothing can fail between.
-Votes are of CPU tensors over gloo, so that no rank waits for its GPU to hear them.
+Votes are of CPU tensors over gloo, so that no rank waits for its GPU to hear them. A model that is
+spread over the ranks (sharding.py) talks in every layer; all else is said here for it too.
 """
 
 from __future__ import annotations
@@ -13,12 +14,19 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.distributed_c10d import PrefixStore, Store
+from torch.distributed.rendezvous import rendezvous
 
-from trainfit.errors import RunFailed
+from trainfit.engine.watch import Watch
+from trainfit.errors import RunFailed, TrainfitError
+
+_MEET = timedelta(minutes=30)
+"""As long as torch itself waits: one rank may plan while the others come to the meeting."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,15 +78,55 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
         own = place.index or 0 if world.size == 1 else world.local_rank
         place = torch.device("cuda", own)
         torch.cuda.set_device(place)
-    ours = world.size > 1 and not dist.is_initialized()
-    if ours:
-        backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-        dist.init_process_group(backends, rank=world.rank, world_size=world.size)
-    try:
+    if world.size == 1 or dist.is_initialized():
         yield world, place
+        return
+    backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
+    )
+    watch, well = Watch(), False
+    try:
+        address = first_says(world, watch.listen() if world.first else "")
+        if not world.first:
+            watch.connect(address)
+        yield world, place
+        gather(world, "")  # no rank leaves before all are done
+        well = True
     finally:
-        if ours:
-            dist.destroy_process_group()
+        watch.close(well=well)
+        dist.destroy_process_group()
+
+
+def _meeting_place(world: World) -> Store:
+    """Where ranks find each other's addresses.
+
+    torchrun's own is the same after a restart, with the addresses of processes that are gone; a
+    rank that comes early would try those. So each start has its own corner of it.
+    """
+    store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
+    store.set_timeout(_MEET)
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return PrefixStore(f"trainfit/{start}", store)
+
+
+def lost_rank(error: BaseException) -> RunFailed | None:
+    """What `error` means where it comes of a rank that is gone; None: it is something else."""
+    gone = isinstance(error, dist.DistError) or (
+        isinstance(error, RuntimeError) and "gloo" in str(error)
+    )
+    if not gone:
+        return None
+    return RunFailed("another rank has died", "see its message, and go on with --resume")
+
+
+@contextmanager
+def _talking() -> Iterator[None]:
+    """A block in which ranks talk: one that is gone ends it in a line of ours."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise lost_rank(error) or error from None
 
 
 def vote(world: World, own: Verdict) -> Verdict:
@@ -87,7 +135,8 @@ def vote(world: World, own: Verdict) -> Verdict:
         return own
     flags = [own.out_of_memory, own.failed, own.stop, *own.used]
     agreed = torch.tensor(flags, dtype=torch.int32)
-    dist.all_reduce(agreed, dist.ReduceOp.MAX)
+    with _talking():
+        dist.all_reduce(agreed, dist.ReduceOp.MAX)
     out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
     if failed and not own.failed:
         raise RunFailed("another rank failed", "see its message")
@@ -120,15 +169,23 @@ def sum_gradients(
             tensors.append(parameter.grad)
         else:
             parameter.grad = None
-    for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
-        work.wait()
+    sum_over_ranks(world, tensors)
+
+
+def sum_over_ranks(world: World, tensors: Sequence[Tensor]) -> None:
+    """Sum each tensor over all ranks, in place."""
+    if world.size == 1:
+        return
+    with _talking():
+        for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
+            work.wait()
 
 
 def spread_weights(world: World, model: nn.Module) -> None:
     """Give every rank the first one's weights and buffers."""
     if world.size == 1:
         return
-    with torch.no_grad():
+    with torch.no_grad(), _talking():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
 
@@ -143,7 +200,7 @@ def first_writes(world: World) -> Iterator[bool]:
         return
     try:
         yield True
-    except RunFailed as error:
+    except TrainfitError as error:
         first_says(world, str(error))
         raise
     first_says(world, "")
@@ -160,11 +217,12 @@ def gather(world: World, text: str) -> list[str]:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([data.numel()]))
-    most = int(max(sizes))
-    padded = torch.cat([data, torch.zeros(most - data.numel(), dtype=torch.uint8)])
-    parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(world.size)]
-    dist.all_gather(parts, padded)
+    with _talking():
+        dist.all_gather(sizes, torch.tensor([data.numel()]))
+        most = int(max(sizes))
+        padded = torch.cat([data, torch.zeros(most - data.numel(), dtype=torch.uint8)])
+        parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(world.size)]
+        dist.all_gather(parts, padded)
     return [
         part[: int(size) - 1].numpy().tobytes().decode()
         for part, size in zip(parts, sizes, strict=True)

@@ -14,7 +14,10 @@ from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.precision import autocast
 from trainfit.engine.random_state import protected
 from trainfit.engine.recovery import Parts
-from trainfit.errors import BadInput, RunFailed, did_you_mean
+from trainfit.engine.relaunch import Otherwise
+from trainfit.engine.sharded_step import MustRestart
+from trainfit.engine.sharding import reshard
+from trainfit.errors import BadInput, OutOfMemory, did_you_mean
 
 
 def evaluate(
@@ -31,6 +34,8 @@ def evaluate(
             metrics, batch_size = _halving(parts, batch_size, tell)
         finally:
             parts.model.train()
+            if parts.sharded:
+                reshard(parts.model)
             if parts.device.type == "cuda":
                 give_back_memory()
     text = first_says(parts.world, json.dumps(codec.encode(metrics)))
@@ -50,11 +55,16 @@ def _halving(
             if not is_out_of_memory(error):
                 raise
             if batch_size == 1:
-                raise RunFailed(
+                raise OutOfMemory(
                     "memory ran out in an evaluation of one sequence at a time",
                     "shorten the sequences (data.max_length) or take a smaller model",
                 ) from None
         batch_size //= 2
+        if parts.sharded:  # the other ranks wait in the middle of a layer
+            raise MustRestart(
+                f"memory ran out in an evaluation: {batch_size} sequences are to go at a time",
+                change=Otherwise(eval_batch_size=batch_size),
+            )
         give_back_memory()
         tell(f"memory ran out in an evaluation: {batch_size} sequences at a time from here")
 

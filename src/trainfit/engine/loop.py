@@ -6,6 +6,7 @@ that belongs to it, and a run that goes on from it does what it would have done.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
@@ -21,6 +22,7 @@ from trainfit.engine.opening import opening_lines
 from trainfit.engine.recovery import CannotGoOn, Parts, take_step
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
+from trainfit.engine.sharded_step import MustRestart, take_sharded_step
 from trainfit.engine.signals import StopRequest, stop_on_signals
 from trainfit.errors import BadInput, RunFailed
 from trainfit.records import RunResult, RuntimeSettings, TrainTask
@@ -100,6 +102,8 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
             session.save()
     except RunFailed as error:
         with suppress(RunFailed, OSError):  # where the disk is what failed, this will too
+            if isinstance(error, MustRestart):
+                session.leave(error.change)
             if isinstance(error, CannotGoOn) and session.saved_step != session.progress.step:
                 session.save()
             session.tell("failed", str(error))
@@ -148,14 +152,20 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
         )
     for group in parts.optimizer.param_groups:
         group["lr"] = session.rate
-    taken = take_step(
-        parts,
-        loaded,
-        weight,
-        progress.rung,
-        stop=request.name is not None,
-        tell=lambda text: session.tell("oom", text),
-    )
+    stop = request.name is not None
+    with session.looking(loaded):
+        session.waits.begin(loaded.waited)
+        if parts.sharded:
+            taken = take_sharded_step(parts, loaded, weight, progress.rung, stop=stop)
+        else:
+            taken = take_step(
+                parts,
+                loaded,
+                weight,
+                progress.rung,
+                stop=stop,
+                tell=lambda text: session.tell("oom", text),
+            )
     session.took(loaded, taken)
     if progress.step % settings.logging_steps == 0 or progress.step == session.total_steps:
         session.log()
@@ -168,11 +178,12 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
 def _evaluate(session: Session) -> bool:
     """Evaluate; returns whether it is the best so far."""
     session.pause()
+    started = time.perf_counter()
     metrics, session.progress.eval_batch_size = evaluate(
         session.parts,
         session.progress.eval_batch_size,
         lambda text: session.tell("oom", text),
     )
-    better = session.evaluated(metrics)
+    better = session.evaluated(metrics, time.perf_counter() - started)
     session.go_on()
     return better

@@ -31,7 +31,11 @@ class TrainRow(Record):
     memory_gib: float
     """The most so far: of the GPU, or of the process where there is none."""
     wait_share: float
-    """The share of the time in which the loop waited for data."""
+    """The share of the time in which the device stood still for want of data."""
+    compute_seconds: float = 0.0
+    """Of a step, without waiting for data and compiling: what the MFU is taken of."""
+    compile_seconds: float = 0.0
+    """Of all steps together."""
     micro_batches: int
     skipped: int
 
@@ -72,7 +76,8 @@ def make_row(
     """The window of `progress` as a line of the log."""
     window = progress.window
     seconds = max(window.seconds, 1e-9)
-    mfu = window.ideal_seconds / seconds
+    computing = max(seconds - window.waited - window.compiling, 1e-9)
+    mfu = window.ideal_seconds / computing
     return TrainRow(
         step=progress.step,
         total_steps=total_steps,
@@ -86,6 +91,8 @@ def make_row(
         mfu=mfu if 0 < mfu <= 1 else None,  # over 1 the peak or the work is wrong
         memory_gib=progress.peak_memory / GIB,
         wait_share=window.waited / seconds,
+        compute_seconds=computing / window.steps,
+        compile_seconds=window.compiling,
         micro_batches=micro_batches,
         skipped=window.steps - len(window.losses),
     )

@@ -24,6 +24,7 @@ def opening_lines(parts: Parts, attention: str | None = None) -> list[str]:
         _optimizer(parts),
         _loader(parts),
         _batches(parts),
+        *([_ranks(parts)] if parts.world.size > 1 else []),
     ]
 
 
@@ -81,6 +82,23 @@ def _loader(parts: Parts) -> str:
     return (
         f"DataLoader settings: num_workers={loader.num_workers}, pin_memory={loader.pin_memory},"
         f" prefetch_factor={loader.prefetch_factor}"
+    )
+
+
+def _ranks(parts: Parts) -> str:
+    ranks = parts.world.size
+    batch = len(parts.task.steps(0)[0])
+    share = (
+        f"{batch // ranks}" if batch % ranks == 0 else f"{batch // ranks} or {batch // ranks + 1}"
+    )
+    model = (
+        "each holds a share of the model (FSDP2)"
+        if parts.sharded
+        else "each holds the model, and gradients are summed once a step"
+    )
+    return (
+        f"{ranks} ranks: steps of {batch} sequences, {share} on each; {model};"
+        " samples/s and tokens/s are of all, MFU is per GPU"
     )
 
 

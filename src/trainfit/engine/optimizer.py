@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 
 from trainfit.engine.memory_errors import once, retried
 from trainfit.engine.settings import OptimizerSettings
+from trainfit.engine.sharding import local
 from trainfit.errors import BadInput
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -125,10 +126,10 @@ def _update_fused(
     this_step = retried(lambda: torch._foreach_add(counts, 1))
     retried(
         lambda: torch._fused_adamw_(
-            parameters,
-            [cast(Tensor, parameter.grad) for parameter in parameters],
-            [state["exp_avg"] for state in states],
-            [state["exp_avg_sq"] for state in states],
+            [local(parameter) for parameter in parameters],
+            [local(cast(Tensor, parameter.grad)) for parameter in parameters],
+            [local(state["exp_avg"]) for state in states],
+            [local(state["exp_avg_sq"]) for state in states],
             [],
             list(this_step),
             amsgrad=False,
@@ -146,16 +147,18 @@ def _update_fused(
 
 def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
     """Many operations, with a copy to go back to where memory runs out between them."""
-    written = [parameter, state["exp_avg"], state["exp_avg_sq"], state["step"]]
+    weight, gradient = local(parameter), local(cast(Tensor, parameter.grad))
+    mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+    written = [weight, mean, square, state["step"]]
 
     def work() -> None:
         before = [tensor.clone() for tensor in written]
         try:
             adamw(
-                [parameter],
-                [cast(Tensor, parameter.grad)],
-                [state["exp_avg"]],
-                [state["exp_avg_sq"]],
+                [weight],
+                [gradient],
+                [mean],
+                [square],
                 [],
                 [state["step"]],
                 foreach=False,

@@ -22,7 +22,8 @@ class Window:
     seconds: float = 0.0
     """In steps: evaluations and checkpoints are not in it."""
     waited: float = 0.0
-    """For data."""
+    """In which the device stood still for want of data."""
+    compiling: float = 0.0
     ideal_seconds: float = 0.0
     """What the steps would take at the device's peak."""
 

@@ -21,12 +21,16 @@ from trainfit.engine.optimizer import trained_parameters
 from trainfit.engine.precision import LossScale
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import StepNumbers, accumulate, finish
-from trainfit.errors import RunFailed
+from trainfit.errors import OutOfMemory, RunFailed
 from trainfit.records import TrainTask
 
 
 class CannotGoOn(RunFailed):
     """All ranks stand at the same step, whole, and there is no way forward."""
+
+
+class NoFinerCut(CannotGoOn, OutOfMemory):
+    """Memory ran out with the last cut of the ladder."""
 
 
 class Buffers:
@@ -70,6 +74,8 @@ class Parts:
     loader: StepLoader
     world: World
     device: torch.device
+    sharded: bool = False
+    """Each rank holds a share of the model, and ranks talk inside forward and backward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,8 +161,13 @@ def _try(
 def _next_rung(parts: Parts, rung: int) -> int:
     if rung + 1 < len(parts.settings.cuts):
         return rung + 1
-    tokens = parts.settings.cuts[rung].tokens
-    raise CannotGoOn(
+    raise NoFinerCut(*nothing_finer(parts))
+
+
+def nothing_finer(parts: Parts) -> tuple[str, str]:
+    """What to say where the ladder of cuts has come to its end."""
+    tokens = parts.settings.cuts[-1].tokens
+    return (
         f"memory ran out with the finest cut, {tokens} tokens at a time",
         "shorten the sequences (data.max_length), checkpoint activations "
         "(model.use_gradient_checkpointing) or take a smaller model, and go on with --resume",

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
@@ -20,9 +21,14 @@ from trainfit.engine.observers import Observer, TrainRow, as_scalars, make_row
 from trainfit.engine.progress import Progress, Window
 from trainfit.engine.readings import Reading, Readings
 from trainfit.engine.recovery import CannotGoOn, Parts, Taken
+from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.schedule import rate_factor
+from trainfit.engine.waits import Waits
+from trainfit.measuring.looking import is_due, looking
 from trainfit.measuring.memory import GIB, MemoryTracker
+from trainfit.measuring.receipt import EVIDENCE
 from trainfit.records import Event, RunResult
+from trainfit.runtime import compile_seconds
 
 
 @dataclass
@@ -47,7 +53,10 @@ class Session:
     def __post_init__(self) -> None:
         """The clock of the first window runs."""
         self.mark = self.started
+        self.compiled = compile_seconds()
+        self.waits = Waits(self.parts.device)
         self.earlier_seconds = self.progress.seconds
+        self.first_step, self.most_sequences, self.looked = self.progress.step, 0, False
 
     @property
     def total_steps(self) -> int:
@@ -88,12 +97,15 @@ class Session:
     def pause(self) -> None:
         """Stop the clock of the window, with everything computed and read."""
         self.read(wait=True)
-        self.progress.window.seconds += time.perf_counter() - self.mark
-        self.mark = time.perf_counter()
+        window = self.progress.window
+        window.seconds += time.perf_counter() - self.mark
+        window.compiling += max(0.0, compile_seconds() - self.compiled)
+        window.waited += self.waits.take()
+        self.go_on()
 
     def go_on(self) -> None:
         """Let the clock run again."""
-        self.mark = time.perf_counter()
+        self.mark, self.compiled = time.perf_counter(), compile_seconds()
 
     def read(self, *, wait: bool) -> None:
         """Take in the numbers of past steps, and see whether they are finite."""
@@ -140,6 +152,30 @@ class Session:
         progress.window = Window()
         self.go_on()
 
+    @contextmanager
+    def looking(self, loaded: LoadedStep) -> Iterator[None]:
+        """Profile the step for the receipt, if it is the one to look at; the first rank does."""
+        sequences = len(loaded.sequences)
+        self.most_sequences = max(self.most_sequences, sequences)
+        taken, total = self.progress.step - self.first_step, self.total_steps - self.first_step
+        wanted = self.parts.settings.profile_step and not self.looked
+        if not (wanted and is_due(taken, total, sequences, self.most_sequences)):
+            yield
+            return
+        self.looked = True
+        self.pause()  # on every rank: all must have read the same numbers
+        if not self.parts.world.first:
+            yield
+            return
+        with looking(
+            self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
+        ) as look:
+            yield
+        with suppress(OSError):  # a receipt that cannot be written ends no run
+            if look.evidence is not None:
+                look.evidence.save(self.run / EVIDENCE)
+        self.go_on()
+
     # ── the end of a step ──
 
     def took(self, loaded: LoadedStep, taken: Taken) -> None:
@@ -153,7 +189,7 @@ class Session:
         window.steps += 1
         window.sequences += len(lengths)
         window.tokens += sum(lengths)
-        window.waited += loaded.waited
+        self.waits.end()
         if self.ideal_seconds is not None:
             window.ideal_seconds += self.ideal_seconds(lengths)
         # Ranks must agree on when to give up, so there only what all have waited for is read.
@@ -193,8 +229,8 @@ class Session:
         patience = self.parts.settings.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_better >= patience
 
-    def evaluated(self, metrics: Mapping[str, float]) -> bool:
-        """Take note of an evaluation; returns whether it is the best so far."""
+    def evaluated(self, metrics: Mapping[str, float], seconds: float) -> bool:
+        """Take note of an evaluation that took so long; returns whether it is the best so far."""
         progress, settings = self.progress, self.parts.settings
         progress.metrics, progress.evaluated_step = dict(metrics), progress.step
         better = settings.metric is not None and is_better(
@@ -204,9 +240,9 @@ class Session:
         if better:
             progress.best_step, progress.best_metrics = progress.step, dict(metrics)
             progress.evaluations_without_better = 0
-        self.journal.row("evaluation", {"step": progress.step, **metrics})
+        self.journal.row("evaluation", {"step": progress.step, "seconds": seconds, **metrics})
         shown = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-        self.journal.line(f"evaluation at step {progress.step}: {shown}")
+        self.journal.line(f"evaluation at step {progress.step}: {shown} ({seconds:.1f} s)")
         for observer in self.observers:
             observer.on_evaluation(progress.step, metrics)
         if self.out_of_patience:
@@ -215,19 +251,22 @@ class Session:
         return better
 
     def save(self) -> None:
-        """Write a checkpoint, from the first rank with every rank's random state."""
+        """Write a checkpoint with every rank's random state; the first rank does where it can."""
+        if not self.parts.settings.keep_checkpoints:
+            self.saved_step = self.progress.step
+            return
         self.pause()
         parts, progress = self.parts, self.progress
         progress.seconds = self.seconds
         states = gather(parts.world, random_state.take(parts.device).to_json(indent=None))
-        with first_writes(parts.world) as writes:
-            if writes:
-                checkpoint.save(
-                    self.run,
-                    self._contents(states),
-                    keep=parts.settings.keep_checkpoints,
-                    best_step=progress.best_step,
-                )
+        keep, best = parts.settings.keep_checkpoints, progress.best_step
+        contents = self._contents(states)
+        if parts.sharded:
+            checkpoint.save_sharded(self.run, contents, parts.world, keep=keep, best_step=best)
+        else:
+            with first_writes(parts.world) as writes:
+                if writes:
+                    checkpoint.save(self.run, contents, keep=keep, best_step=best)
         self.saved_step = progress.step
         self.go_on()
 
@@ -244,6 +283,13 @@ class Session:
                 "frozen": self.frozen,
             },
         )
+
+    def leave(self, change: Otherwise) -> None:
+        """Have the next start of this run do otherwise; what was learned before stays."""
+        progress = self.progress
+        size = change.eval_batch_size or progress.eval_batch_size
+        rung = max(change.rung, progress.rung)
+        Otherwise(rung=rung, eval_batch_size=size).leave(self.run)
 
     def finish(self, status: Literal["finished", "stopped", "failed"]) -> RunResult:
         """How the run ended; the first rank writes it down."""

@@ -41,7 +41,7 @@ class ScheduleSettings(Record):
     warmup_steps: Count | None = None
     min_ratio: Share = 0.0
     """Where the decay ends, as a share of the learning rate."""
-    cycles: Positive = 1
+    cycles: Positive = 2
     """Of cosine_with_restarts."""
 
     def __post_init__(self) -> None:
@@ -87,6 +87,10 @@ class LoopSettings(Record):
     loader: LoaderSettings = LoaderSettings()
     compile: bool = False
     compile_mode: str = "default"
+    compile_scope: Literal["blocks", "model"] = "blocks"
+    """Its repeated blocks, in seconds, or all of the model with its loss, in a minute."""
+    sharding: Literal["none", "fsdp"] = "none"
+    """With several ranks: each holds the whole model, or a share of it where none could alone."""
 
     eval_steps: Positive | None = None
     """Evaluate every so many steps, never at step 0; None: after each epoch."""
@@ -100,8 +104,11 @@ class LoopSettings(Record):
     logging_steps: Positive = 10
     checkpoint_steps: Positive | None = None
     """Save every so many steps; None: after each evaluation."""
-    keep_checkpoints: Positive = 2
-    """The newest so many are kept, and the best."""
+    keep_checkpoints: Count = 2
+    """The newest so many are kept, and the best. 0: none is written, and nobody can go on."""
+
+    profile_step: bool = True
+    """Profile one step after the warm-up, for the receipt."""
 
     nonfinite: Literal["skip", "stop"] = "skip"
     """What a loss or gradient that is not finite does: skip the step, or stop the run."""

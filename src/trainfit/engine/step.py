@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trainfit.engine.memory_errors import once, retried
 from trainfit.engine.optimizer import trained_parameters, update_once
 from trainfit.engine.precision import LossScale, autocast
+from trainfit.engine.sharding import local
 from trainfit.records import Precision
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
@@ -80,14 +81,16 @@ def finish(
     *,
     max_grad_norm: float | None = None,
     scale: LossScale | None = None,
+    join: Callable[[Tensor], Tensor] | None = None,
 ) -> StepNumbers:
     """Clip and update with the gradients there are, and clear them.
 
     Where the loss or the gradient is not finite, nothing is updated. Memory that runs out in here
-    is no matter of the cut: what was left undone is done after the cache was given back.
+    is no matter of the cut: what was left undone is done after the cache was given back. Where
+    each rank has a shard of the gradient, `join` makes one norm of theirs.
     """
-    gradients = [p.grad for p in trained_parameters(optimizer) if p.grad is not None]
-    norm = retried(lambda: _norm(gradients, scale))
+    gradients = [local(p.grad) for p in trained_parameters(optimizer) if p.grad is not None]
+    norm = retried(lambda: _norm(gradients, scale, join))
     finite = retried(lambda: torch.isfinite(norm) & torch.isfinite(loss))
     factor = retried(lambda: _factor(norm, max_grad_norm, scale))
     if factor is not None:
@@ -99,8 +102,12 @@ def finish(
     return StepNumbers(loss, norm)
 
 
-def _norm(gradients: list[Tensor], scale: LossScale | None) -> Tensor:
+def _norm(
+    gradients: list[Tensor], scale: LossScale | None, join: Callable[[Tensor], Tensor] | None
+) -> Tensor:
     norm = nn.utils.get_total_norm(gradients)
+    if join is not None:
+        norm = join(norm)
     return norm if scale is None else norm / scale.factor
 
 

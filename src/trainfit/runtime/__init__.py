@@ -6,13 +6,20 @@ survive the compiler; `eagerly` sets what they made aside.
 """
 
 from trainfit.runtime.applying import applied, apply, undo
-from trainfit.runtime.compiling import compile_blocks, compile_model, eagerly, repeated_blocks
+from trainfit.runtime.compiling import (
+    compile_blocks,
+    compile_model,
+    compile_seconds,
+    eagerly,
+    repeated_blocks,
+)
 
 __all__ = [
     "applied",
     "apply",
     "compile_blocks",
     "compile_model",
+    "compile_seconds",
     "eagerly",
     "repeated_blocks",
     "undo",

@@ -13,6 +13,7 @@ from trainfit.records import Change
 # is amended, and only where there is none is the new name used.
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NEW_NAME = _NAMES[-1]
+_PROFILER_LOG = "KINETO_LOG_LEVEL"
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*(\w+)")
 
 
@@ -20,6 +21,12 @@ def set_variable(name: str, value: str, restore: ExitStack) -> None:
     """Set an environment variable, and leave in `restore` what puts the old one back."""
     restore.callback(_put_back, name, os.environ.get(name))
     os.environ[name] = value
+
+
+def quiet_profiler(restore: ExitStack) -> None:
+    """Keep torch's profiler from printing when it starts and stops; it reads this at its start."""
+    if _PROFILER_LOG not in os.environ:
+        set_variable(_PROFILER_LOG, "99", restore)
 
 
 def _put_back(name: str, value: str | None) -> None:

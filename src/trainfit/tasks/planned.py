@@ -17,19 +17,22 @@ from trainfit import codec
 from trainfit.catalogue import GpuSpec, find, gpus
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
-from trainfit.conf.schema import EncoderModel, GptConfig
+from trainfit.conf.schema import EncoderModel, GptConfig, GptModel
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
+from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.records import HardwareProfile, Plan, Workload
 from trainfit.tasks.encoder.settings import settings_from
+from trainfit.tasks.gpt.planning import choose_chunk
 
 _KEYS = {
     "device.tf32": "tf32",
     "device.cudnn_benchmark": "cudnn_benchmark",
     "device.deterministic": "deterministic",
+    "device.expandable_segments": "expandable_segments",
     "model.use_flash_attention": "flash",
     "optimization.optimizer": "optimizer",
     "optimization.compile": "compile",
@@ -77,8 +80,24 @@ def plan(
     composed = compose(task, with_model(overrides, model))
     asked = question(composed, lengths, watts, price_per_hour)
     profile = machine(gpu, composed)
+    return answer(composed, asked, profile, memory_gib=memory_gib)
+
+
+def answer(
+    composed: Composed,
+    asked: Question,
+    profile: HardwareProfile,
+    *,
+    memory_gib: float | None = None,
+    ranks: int = 1,
+) -> Plan:
+    """The planner's answer, with what was measured on this machine."""
     measured = None if profile.simulated else remembered(profile)
-    return planner.plan(asked, profile, memory_gib=memory_gib, measured=measured)
+
+    def make(one: Question) -> Plan:
+        return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
+
+    return choose_chunk(composed, asked, make) if composed.task == "gpt" else make(asked)
 
 
 def plan_all(
@@ -114,8 +133,9 @@ def question(
     if causal != facts.own_gpt:
         need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
         raise BadInput(f"{config.model.name} is no model for {composed.task}", f"give {need}")
-    arguments: dict[str, Any] = {"name": config.model.name}
-    if isinstance(config.model, EncoderModel):
+    if isinstance(config.model, GptModel):
+        arguments = {"name": config.model.name, **gpt_sizes(config.model)}
+    else:
         decided = {"method": _method(config.model), "checkpointing": "none", "weights": "random"}
         arguments = codec.encode(settings_from(config.model, **decided))
     _positive("watts", watts)
@@ -124,15 +144,24 @@ def question(
         task=composed.task,
         factory=_FACTORIES[composed.task],
         arguments=arguments,
-        layers=facts.layers,
+        layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         workload=_workload(composed, lengths),
         pins=_pins(composed),
         default_batch=_BATCHES[composed.task],
         unpackable=facts.unpackable,
+        packed_attention=facts.packed_attention,
         causal=causal,
         watts=watts,
         price_per_hour=price_per_hour,
     )
+
+
+def gpt_sizes(model: GptModel) -> dict[str, Any]:
+    """What of a GPT is set, and not left to its name, the data or the plan."""
+    names = ("n_layer", "n_head", "n_embd", "vocab_size", "loss_chunk")
+    found = {name: getattr(model, name) for name in names}
+    sizes = {name: value for name, value in found.items() if value not in (None, "auto")}
+    return sizes | ({"dropout": model.dropout} if model.dropout else {})
 
 
 def _positive(name: str, value: float | None) -> None:
@@ -178,6 +207,7 @@ class ModelFacts:
     layers: int
     own_gpt: bool
     unpackable: str | None
+    packed_attention: str
 
 
 def model_facts(name: str) -> ModelFacts:
@@ -190,7 +220,10 @@ def model_facts(name: str) -> ModelFacts:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
         raise BadInput(f"the config of {name} has no {lacks}", "give a complete config.json")
     return ModelFacts(
-        layers=layers, own_gpt=kind == OWN_GPT, unpackable=_unpackable(name, kind, fields)
+        layers=layers,
+        own_gpt=kind == OWN_GPT,
+        unpackable=_unpackable(name, kind, fields),
+        packed_attention=_packed_attention(kind, fields),
     )
 
 
@@ -219,16 +252,21 @@ def _fields(name: str) -> dict[str, Any]:
 
 def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
     if kind in _OWN_ATTENTION:
-        return f"{name} has its own attention, which reads positions"
-    cap = fields.get("attn_logit_softcapping")
-    if cap:
-        return f"{name} caps its attention logits softly at {cap:g}"
+        reason = model_obstacle(fields)
+        return None if reason is None else f"{name} has its own attention, and {reason}"
     heads = fields.get("num_attention_heads", fields.get("n_head"))
     width = fields.get("hidden_size", fields.get("n_embd"))
     head = fields.get("head_dim") or (width // heads if heads and width else 64)
-    if head % 8 or head > 256:
+    capped = bool(fields.get("attn_logit_softcapping"))
+    if head % 8 or head > 256 or (capped and head not in CAPPED_HEADS):
         return f"{name} has heads of {head}"
     return None
+
+
+def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
+    if kind in _OWN_ATTENTION:
+        return "disentangled"
+    return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
 
 
 def _workload(composed: Composed, lengths: Sequence[int] | None) -> Workload:

@@ -41,7 +41,8 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     }
     words = [f"{key}={json.dumps(value)}" for key, value in free.items()]
     filled = compose(task, [*overrides, *words])
-    note = f"no data is named: made-up data and a small model (experiment={name})"
+    data = "the source of Python's standard library" if task == "gpt" else "made-up data"
+    note = f"no data is named: {data} and a small model (experiment={name})"
     origins = filled.origins | dict.fromkeys(free, f"experiment {name}")
     return replace(filled, origins=origins, notes=(*composed.notes, note))
 
@@ -66,11 +67,11 @@ def configured_by(run: Path, task: str) -> Composed:
 
 
 def made_up(composed: Composed) -> bool:
-    """Whether the job's data is invented."""
+    """Whether nobody named the job's data."""
     config = composed.config
-    if isinstance(config, NliConfig):
-        return config.data.data_dir is None
-    return isinstance(config, TextclassConfig) and config.data.train is None
+    if isinstance(config, TextclassConfig):
+        return config.data.train is None
+    return config.data.data_dir is None
 
 
 def find_machine(composed: Composed) -> HardwareProfile:

@@ -6,11 +6,12 @@ in the whole classifier, so a checkpoint is the same either way.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainfit.data.tokens import Tokens
@@ -20,7 +21,33 @@ from trainfit.tasks.encoder.task import ClassifierTask, Probabilities
 
 Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
 """The pooled outputs of sequences `[sequences, width]`."""
+_Known = tuple[NDArray[np.int32], dict[int, NDArray[np.float64]]]
+"""By a sequence's start in the array; the array is held, so that its id stays its own."""
 _MOST_BYTES = 2 * 2**30
+_MOST_ENCODERS = 4
+"""Whose outputs are kept in memory, the last used."""
+
+
+class SharedFeatures:
+    """Outputs of frozen encoders, computed once for every fold and run of this process."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+
+    def of(
+        self, tokens: Tokens, encoder: Hashable, compute: Callable[[Tokens], Probabilities]
+    ) -> Probabilities:
+        """The outputs of these sequences; `compute` gives those that are missing."""
+        key = (id(tokens.ids), encoder)
+        last = self._known.pop(key, (tokens.ids, {}))
+        self._known = dict(list(self._known.items())[1 - _MOST_ENCODERS :]) | {key: last}
+        known = last[1]
+        starts = tokens.starts.tolist()
+        missing = [place for place, start in enumerate(starts) if start not in known]
+        if missing:
+            found = compute(tokens.subset(missing))
+            known.update(zip((starts[place] for place in missing), found, strict=True))
+        return np.stack([known[start] for start in starts])
 
 
 class Head(nn.Module):

@@ -2,6 +2,7 @@
 
     RUN/config.json, plan.json, environment.json, data.json    what was asked, planned, and given
     RUN/checkpoints/, metrics.jsonl, train.log, result.json    the engine's
+    RUN/evidence.json, receipt.json                            what ran, against what was asked
     RUN/predictions.csv, scores.json, export/                  on what was held out; the model
     RUN/results.json                                           of the whole job
 
@@ -12,8 +13,8 @@ done when its scores are written, so a job that was killed goes on where it was.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, nullcontext
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,11 +31,12 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.settings import LoopSettings
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
+from trainfit.measuring.receipt import save_receipt
 from trainfit.records import HardwareProfile, Plan, RunResult, RuntimeSettings
 from trainfit.runtime import applied
 from trainfit.tasks.encoder import export, flops, scores
 from trainfit.tasks.encoder.classifier import EncoderClassifier
-from trainfit.tasks.encoder.frozen import FrozenTask
+from trainfit.tasks.encoder.frozen import FrozenTask, SharedFeatures
 from trainfit.tasks.encoder.looping import loop_settings, model_decisions, opening
 from trainfit.tasks.encoder.predict import pool_within, predict_within
 from trainfit.tasks.encoder.prepared import Prepared, begin
@@ -63,8 +65,7 @@ def run(
 ) -> JobResult:
     """Train and judge every fold, in a new folder or in the one of a run that was left."""
     show = show or Show()
-    device = "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
-    with joined(device) as (world, place):
+    with joined(_device(profile)) as (world, place):
         with show.busy("planning"):
             plan, folder = begin(prepared, profile, world, resume)
         if not world.first:
@@ -74,6 +75,37 @@ def run(
             done = [job.fold(number, resume is not None) for number in range(job.folds)]
             finished = [fold for fold in done if isinstance(fold, FoldScores)]
             return job.end(finished, stopped=len(finished) < job.folds)
+
+
+@contextmanager
+def comparing(
+    prepared: Prepared,
+    plan: Plan,
+    profile: HardwareProfile,
+    *,
+    metric: str,
+    greater_is_better: bool = True,
+    features: SharedFeatures | None = None,
+) -> Iterator[Callable[[int, Path, Sequence[Observer]], RunResult]]:
+    """A function that trains a fold for its validation score: no checkpoint, no test, no export."""
+    with joined(_device(profile)) as (world, place), applied(_runtime(prepared, plan)):
+        changes = {
+            "metric": metric,
+            "greater_is_better": greater_is_better,
+            "keep_checkpoints": 0,
+            "profile_step": False,
+        }
+
+        def train(number: int, folder: Path, observers: Sequence[Observer]) -> RunResult:
+            show = Show(watch=lambda _title: observers)
+            job = _Job(prepared, plan, folder, world, place, show, changes, features)
+            return job.train(number, folder, "", resume=False)
+
+        yield train
+
+
+def _device(profile: HardwareProfile) -> str:
+    return "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
 
 
 def _runtime(prepared: Prepared, plan: Plan) -> RuntimeSettings:
@@ -106,9 +138,14 @@ class _Job:
         world: World,
         device: torch.device,
         show: Show,
+        changes: Mapping[str, Any] | None = None,
+        features: SharedFeatures | None = None,
     ) -> None:
+        """`changes` are fields of LoopSettings; `features` are shared with other jobs."""
         self._prepared, self._plan, self._run = prepared, plan, run
         self._world, self._device, self._show = world, device, show
+        self._changes = dict(changes or {})
+        self._features = features or SharedFeatures()
         self._stopped = False
         self.folds = len(prepared.datasets)
 
@@ -121,15 +158,16 @@ class _Job:
             folder, title = self._run / f"fold-{number + 1}", f"fold {number + 1} of {self.folds}"
         if (folder / "scores.json").is_file():
             return FoldScores.load(folder / "scores.json")
-        result = self._train(number, folder, title, resume=resume and folder.is_dir())
+        result = self.train(number, folder, title, resume=resume and folder.is_dir())
         if result.status == "stopped":
             self._stopped = True
             return None
         return self._judge(number, folder, title, result)
 
-    def _train(self, number: int, folder: Path, title: str, *, resume: bool) -> RunResult:
+    def train(self, number: int, folder: Path, title: str, *, resume: bool) -> RunResult:
+        """Train a fold, from its beginning or from its newest checkpoint."""
         frozen = self._plan.workload.method == "frozen"  # most of its work is done beforehand
-        return loop.train(
+        result = loop.train(
             self._task(number),
             self._settings(number),
             folder,
@@ -139,11 +177,15 @@ class _Job:
             ideal_seconds=None if frozen else flops.ideal_seconds(self._plan),
             opening=opening,
         )
+        if self._world.first:
+            clip = self._prepared.config.training.max_grad_norm
+            save_receipt(folder, self._plan, max_grad_norm=clip)
+        return result
 
     def _settings(self, number: int) -> LoopSettings:
         lengths = self._prepared.datasets[number].train.lengths
         config = self._prepared.config
-        return loop_settings(
+        settings = loop_settings(
             config,
             self._plan,
             lengths,
@@ -151,6 +193,7 @@ class _Job:
             ranks=self._world.size,
             seed=config.seed + number,
         )
+        return replace(settings, **self._changes)
 
     def _task(self, number: int) -> ClassifierTask:
         prepared, dataset = self._prepared, self._prepared.datasets[number]
@@ -170,18 +213,26 @@ class _Job:
         }
         build = partial(_build, prepared, self._plan)
         if self._plan.workload.method == "frozen":
-            return FrozenTask(build, dataset.train, validation, pool=self._pool, **options)
+            pool = partial(self._pool, number)
+            return FrozenTask(build, dataset.train, validation, pool=pool, **options)
         return ClassifierTask(build, dataset.train, validation, **options)
 
-    def _pool(self, model: EncoderClassifier, tokens: Tokens) -> Probabilities:
-        with self._show.busy("running the frozen encoder, once"):
+    def _pool(self, number: int, model: EncoderClassifier, tokens: Tokens) -> Probabilities:
+        asked, plan, chosen = self._prepared.config.model, self._plan, self._prepared.chosen
+        random = self._settings(number).seed if chosen.weights == "random" else None
+        how = (asked.pooling, asked.pool_tokens, plan.precision, plan.weights_dtype)
+
+        def compute(missing: Tokens) -> Probabilities:
             return pool_within(
                 model.to(self._device).eval(),
-                tokens,
-                self._plan.eval_batch_size,
-                pad_id=self._prepared.chosen.pad_id,
-                precision=self._plan.precision,
+                missing,
+                plan.eval_batch_size,
+                pad_id=chosen.pad_id,
+                precision=plan.precision,
             )
+
+        with self._show.busy("running the frozen encoder, once"):
+            return self._features.of(tokens, (asked.name, random, *how), compute)
 
     def _judge(self, number: int, folder: Path, title: str, result: RunResult) -> FoldScores:
         """Score the best weights on what was held out, and export them."""

@@ -21,6 +21,7 @@ from trainfit.engine.settings import (
 from trainfit.kernels import varlen
 from trainfit.packing import PackedCut, ladder
 from trainfit.records import Plan
+from trainfit.tasks.encoder.backbone import own_obstacle
 from trainfit.tasks.encoder.classifier import EncoderClassifier
 from trainfit.tasks.encoder.frozen import Head
 
@@ -87,6 +88,7 @@ def loop_settings(
         ),
         compile=plan.compile,
         compile_mode=plan.compile_mode,
+        sharding=plan.sharding,
         eval_steps=training.eval_steps,
         eval_batch_size=plan.eval_batch_size,
         metric=METRIC,
@@ -95,6 +97,7 @@ def loop_settings(
         checkpoint_steps=training.checkpoint_steps,
         keep_checkpoints=training.keep_checkpoints,
         nonfinite=training.nonfinite,
+        profile_step=training.profile_step,
     )
 
 
@@ -110,11 +113,16 @@ def _attention(parts: Parts) -> str | None:
     if not isinstance(model, EncoderClassifier):
         return None
     traits = model.traits
-    if traits.own_attention:
-        return "The model's own attention, on padded rows of like length"
-    if not isinstance(parts.settings.cuts[0], PackedCut):
-        return None
+    packed = isinstance(parts.settings.cuts[0], PackedCut)
     dropout = f"attention dropout {traits.attention_dropout:g}"
+    if traits.own_attention and not packed:
+        return "The model's own attention, on padded rows of like length"
+    if traits.own_attention:
+        reason = own_obstacle(model.encoder, traits, None)
+        kernel = "with trainfit's kernel for disentangled attention"
+        return f"Packed rows {kernel if reason is None else f'with a mask ({reason})'}, {dropout}"
+    if not packed:
+        return None
     on_gpu = parts.device.type == "cuda" and varlen.flash_exists()
     reason = "no flash kernels here" if not on_gpu else _obstacle(parts, model)
     if reason is None:

@@ -18,7 +18,7 @@ from torch import nn
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.precision import autocast
-from trainfit.errors import BadInput, RunFailed
+from trainfit.errors import BadInput, OutOfMemory
 from trainfit.records import Precision
 from trainfit.tasks.encoder.backbone import build_encoder
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -75,7 +75,7 @@ def _within(
             if not is_out_of_memory(error):
                 raise
             if batch_size == 1:
-                raise RunFailed(
+                raise OutOfMemory(
                     "memory ran out in a prediction of one sequence at a time",
                     "shorten the sequences or use a larger device",
                 ) from None

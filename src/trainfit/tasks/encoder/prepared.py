@@ -13,6 +13,7 @@ from trainfit.conf import Composed, GptConfig
 from trainfit.data.tokens import Dataset
 from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, first_says
+from trainfit.engine.relaunch import find_launch
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
 from trainfit.measuring import remembered
@@ -73,12 +74,17 @@ def begin(
 ) -> tuple[Plan, Path]:
     """The plan and the folder: the first rank decides, and the others do the same."""
     said = ""
+    launch = find_launch(world)
+    config = _written_config(prepared.composed)
+    if world.first and resume is None:
+        resume = launch.find_run(Path(prepared.config.runs_dir), config)
     if world.first and resume is None:
         plan = make_plan(prepared, profile, world.size)
-        config = _written_config(prepared.composed)
         task = prepared.composed.task
         folder = run_folder.create(Path(prepared.config.runs_dir), task, config=config, plan=plan)
+        profile.save(folder / "hardware.json")
         write_whole(folder / "data.json", json.dumps(_data(prepared), indent=2) + "\n")
+        launch.note(folder)
         said = json.dumps([plan.to_json(indent=None), str(folder)])
     elif world.first and resume is not None:
         _check_same_data(resume, prepared)

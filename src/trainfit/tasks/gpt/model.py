@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from trainfit.catalogue.models import OWN_GPT, model_shape, model_shapes
 from trainfit.codec import Range, decode
 from trainfit.errors import BadInput
+from trainfit.tasks.gpt.loss import SummedLoss
 
 Positive = Annotated[int, Range(1)]
 Checkpointing = Literal["none", "selective", "full"]
@@ -75,31 +76,36 @@ class Gpt(nn.Module):
         *,
         checkpointing: Checkpointing = "none",
         loss_chunk: int | None = None,
+        half_stream: bool = False,
     ) -> None:
-        """Random weights; `loss_chunk` computes the loss so many tokens at a time.
+        """Random weights; `loss_chunk` computes the loss so many tokens at a time (loss.py).
 
         `checkpointing` recomputes all blocks, or selectively every second, in the backward pass.
+        With `half_stream` what goes from block to block is in autocast's dtype, else in float32.
         """
         super().__init__()
         self.shape = shape
         self.checkpointing = checkpointing
-        self.loss_chunk = loss_chunk
+        self.half_stream = half_stream
         self.token_embedding = nn.Embedding(shape.vocab_size, shape.n_embd)
         self.position_embedding = nn.Embedding(shape.block_size, shape.n_embd)
         self.dropout = nn.Dropout(shape.dropout)
         self.blocks = nn.ModuleList(Block(shape) for _ in range(shape.n_layer))
         self.norm = nn.LayerNorm(shape.n_embd, bias=False)
+        self.loss = SummedLoss(loss_chunk)
         self._initialise()
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits `[B, T, vocabulary]`, or with `targets` `[B, T]` the loss summed over tokens."""
+        """Logits `[B, T, vocabulary]`, or with `targets` `[B, T]` the loss summed over tokens.
+
+        A target of -100 counts nothing.
+        """
         hidden = self.encode(input_ids)
         weight = self.token_embedding.weight
         if targets is None:
             return functional.linear(hidden, weight)
-        return summed_cross_entropy(
-            hidden.flatten(0, 1), weight, targets.flatten(), self.loss_chunk
-        )
+        summed: Tensor = self.loss(hidden.flatten(0, 1), weight, targets.flatten())
+        return summed
 
     def encode(self, input_ids: Tensor) -> Tensor:
         """Hidden states `[B, T, width]` after the last norm."""
@@ -112,6 +118,9 @@ class Gpt(nn.Module):
         positions = torch.arange(length, device=input_ids.device)
         hidden = self.token_embedding(input_ids) + self.position_embedding(positions)
         hidden = self.dropout(hidden)
+        kind = hidden.device.type
+        if self.half_stream and torch.is_autocast_enabled(kind):
+            hidden = hidden.to(torch.get_autocast_dtype(kind))
         for index, block in enumerate(self.blocks):
             if self._recomputes(index):
                 hidden = checkpoint(block, hidden, use_reentrant=False)
@@ -186,31 +195,6 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         moved: Tensor = self.dropout(self.down(functional.gelu(self.up(hidden))))
         return moved
-
-
-def summed_cross_entropy(
-    hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None
-) -> Tensor:
-    """The loss of `hidden` `[N, width]` against `targets` `[N]`, summed.
-
-    With `chunk`, the logits of only so many tokens exist at a time, in the backward pass too,
-    where they are computed again. All of them in float32 are the largest tensor of a small GPT.
-    """
-    if chunk is None or chunk >= len(targets):
-        return _cross_entropy(hidden, weight, targets)
-    sums = [
-        checkpoint(_cross_entropy, part, weight, wanted, use_reentrant=False)
-        for part, wanted in zip(
-            torch.split(hidden, chunk), torch.split(targets, chunk), strict=True
-        )
-    ]
-    return torch.stack(sums).sum()
-
-
-def _cross_entropy(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-    logits = functional.linear(hidden, weight)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    return functional.cross_entropy(logits, targets, reduction="sum")
 
 
 def gpt_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:

@@ -30,14 +30,19 @@ def probe(
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
+    loss_chunk: int | None = None,
     slots: None = None,
     lengths: None = None,
+    **sizes: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
-    """The model and its step on blocks of `width` tokens, which are never packed."""
+    """The model and its step on blocks of `width` tokens, which are never packed.
+
+    `sizes` are those of the model that are not the catalogue's.
+    """
     assert slots is None
     assert lengths is None
-    changed: dict[str, Any] = {"block_size": width} | ({} if depth is None else {"n_layer": depth})
-    model = build_gpt(name, checkpointing=checkpointing, **changed)
+    changed = sizes | {"block_size": width} | ({} if depth is None else {"n_layer": depth})
+    model = build_gpt(name, checkpointing=checkpointing, loss_chunk=loss_chunk, **changed)
 
     def make_step(built: nn.Module) -> Callable[[], object]:
         made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))

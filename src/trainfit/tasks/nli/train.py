@@ -31,12 +31,12 @@ def train(
     return job.run(prepare(composed), profile, show, resume=resume)
 
 
-def prepare(composed: Composed) -> Prepared:
-    """The pairs, tokenised, in a split or in folds."""
+def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+    """The pairs, tokenised, in a split or in folds; `nested` as in split_parts."""
     config = composed.config
     assert isinstance(config, NliConfig)
     corpus = read_corpus(config)
-    test, parts = split_parts(corpus, config)
+    test, parts = split_parts(corpus, config, nested=nested)
     known = np.setdiff1d(np.arange(len(corpus.ids)), corpus.post_of[test])
     chosen = choose_weights(
         config.model,
@@ -77,11 +77,14 @@ def read_corpus(config: NliConfig) -> Corpus:
     return read_redsm5(data.data_dir, data.criteria)
 
 
-def split_parts(corpus: Corpus, config: NliConfig) -> tuple[IntArray, tuple[Folds, ...]]:
+def split_parts(
+    corpus: Corpus, config: NliConfig, *, nested: bool = True
+) -> tuple[IntArray, tuple[Folds, ...]]:
     """The held-out test, and for each model its training, validation and scored pairs.
 
     In cross-validation a fold's own part is what its score is taken on, so the epoch is chosen by
-    another part, split from the rest. The test stays out of it all.
+    another part, split from the rest. The test stays out of it all. Where settings are compared
+    and the test has the last word, folds are not `nested`: a fold's own part does both.
     """
     data, count = config.data, config.cv.folds
     whole = split_corpus(
@@ -91,8 +94,8 @@ def split_parts(corpus: Corpus, config: NliConfig) -> tuple[IntArray, tuple[Fold
         validation_share=data.validation_share,
         seed=config.seed,
     )
-    if count is None:
-        return whole.test, (whole,)
+    if count is None or not nested:
+        return whole.test, tuple(Folds(test=whole.test, folds=(fold,)) for fold in whole.folds)
     strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
     parts = []
     for number, fold in enumerate(whole.folds):

@@ -31,8 +31,8 @@ def train(
     return job.run(prepare(composed), profile, show, resume=resume)
 
 
-def prepare(composed: Composed) -> Prepared:
-    """The texts, tokenised, in a split or in folds."""
+def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+    """The texts, tokenised, in a split or in folds; `nested` as for NLI."""
     config = composed.config
     assert isinstance(config, TextclassConfig)
     texts = read_texts(config)
@@ -40,7 +40,8 @@ def prepare(composed: Composed) -> Prepared:
         config.model, invented=made_up(composed), texts=lambda: islice(texts(), _LEARN_FROM)
     )
     whole = _load(config, chosen)
-    datasets = whole if config.cv.folds is None else _nested(whole, config)
+    plain = config.cv.folds is None or not nested
+    datasets = whole if plain else _nested(whole, config)
     classes = len(datasets[0].metadata["classes"])
     rows = _row_numbers(whole)
     return Prepared(

@@ -1,0 +1,226 @@
+"""`trainfit hpo`: search a job's settings over folds, with one worker or many."""
+
+from __future__ import annotations
+
+import json
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.hpo.objective import Objective
+    from trainfit.hpo.setting import Setting
+    from trainfit.hpo.studies import OpenStudy
+
+_TASKS = {
+    "nli": "Search the settings of an NLI job.",
+    "textclass": "Search the settings of a text-classification job.",
+    "gpt": "Search the settings of a pretraining job.",
+}
+_STORAGE = click.option(
+    "--storage", metavar="URL", help="The database; hpo.db in the folder runs where none is given."
+)
+_JSON = click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
+
+
+@click.group()
+def command() -> None:
+    """Search a job's settings over folds, with one worker or many.
+
+    trainfit hpo nli hpo.trials=50 hpo.hours=8 searches what conf/nli/hpo/default.yaml lists. The
+    same command goes on where it was left, and joins the study from another machine where
+    hpo.storage is a PostgreSQL. A sweep such as training.learning_rate=interval(1e-5,1e-4) changes
+    the space, and a plain value takes a key out of it.
+    """
+
+
+def _search(
+    task: str,
+    overrides: tuple[str, ...],
+    workers: int,
+    as_json: bool,
+    worker: int | None,
+    share: float,
+) -> int:
+    import time
+
+    from trainfit.cli.hpo_pages import result_page
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.train import report_on
+    from trainfit.hpo.final import finish, summarise
+    from trainfit.hpo.setting import read_setting
+    from trainfit.hpo.studies import open_study
+    from trainfit.reports import terminal
+
+    begun = time.perf_counter()
+    setting = read_setting(task, overrides)
+    objectives = _Objectives(setting)
+    opened = open_study(setting, objectives.get)
+    if worker is not None:
+        return _work(opened, objectives, worker, share)
+    for note in opened.notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+    ended = _run(opened, objectives, [task, *overrides], workers)
+    best = finish(opened, objectives.get) if ended == "done" else None
+    result = summarise(opened, best, time.perf_counter() - begun)
+    if as_json:
+        click.echo(json.dumps(_encoded(result)))
+    else:
+        again = " ".join(["trainfit hpo", task, *setting.words])
+        terminal.console().print(result_page(result, str(setting.folder), again))
+    report_on(str(setting.folder), as_json)
+    return 0 if best is not None else INTERRUPTED
+
+
+class _Objectives:
+    """The job, read when it is first needed, and once."""
+
+    def __init__(self, setting: Setting) -> None:
+        self._setting = setting
+        self._made: dict[float, Objective] = {}
+
+    def get(self, share: float = 1.0) -> Objective:
+        """The job with a share of the GPU's memory."""
+        from trainfit.hpo.objective import open_objective
+        from trainfit.reports import training
+
+        if share not in self._made:
+            composed, metric = self._setting.composed, self._setting.hpo.metric
+            show = training.show(composed)
+            self._made[share] = open_objective(composed, metric, share=share, show=show)
+        return self._made[share]
+
+
+def _run(opened: OpenStudy, objectives: _Objectives, words: list[str], workers: int) -> str:
+    """The trials, in this process or in several."""
+    import os
+
+    from trainfit.cli.hpo_pages import Board
+    from trainfit.hpo.fleet import check_room, run_fleet, seats
+    from trainfit.hpo.running import run_trial
+    from trainfit.hpo.status import status_of
+    from trainfit.hpo.worker import work
+    from trainfit.reports import terminal
+
+    board = Board(terminal.console(stderr=True))
+    board.forget(status_of(opened))
+    if workers == 1:
+        run = partial(run_trial, opened, objectives.get())
+        return work(opened.desk(), run, tell=lambda *_: board.show(status_of(opened)))
+    taken = seats(workers, _gpus(opened), os.environ)
+    check_room(opened, objectives.get, taken)
+    return run_fleet(words, taken, opened.setting.folder, lambda: board.show(status_of(opened)))
+
+
+def _gpus(opened: OpenStudy) -> int:
+    from trainfit.tasks.encoder.choosing import find_machine
+
+    return len(find_machine(opened.setting.composed).gpus)
+
+
+def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float) -> int:
+    """Be one of several workers."""
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.hpo.running import run_trial
+    from trainfit.hpo.worker import work
+
+    run = partial(run_trial, opened, objectives.get(share))
+    ended = work(opened.desk(), run, parent=parent)
+    return 0 if ended == "done" else INTERRUPTED
+
+
+def _task_command(task: str, about: str) -> click.Command:
+    @click.command(task, help=f"{about}\n\nOVERRIDES are key=value words; hpo.… are the study's.")
+    @click.argument("overrides", nargs=-1)
+    @click.option(
+        "--workers",
+        type=click.IntRange(1),
+        default=1,
+        show_default=True,
+        help="Processes on this machine: a GPU each, or several to a GPU where the plan fits.",
+    )
+    @_JSON
+    @click.option("--worker", type=int, hidden=True)
+    @click.option("--share", type=float, default=1.0, hidden=True)
+    def run(**given: Any) -> int:
+        return _search(task, **given)
+
+    return run
+
+
+for _task, _about in _TASKS.items():
+    command.add_command(_task_command(_task, _about))
+
+
+@command.command()
+@click.argument("study", required=False)
+@_STORAGE
+@_JSON
+def status(study: str | None, storage: str | None, as_json: bool) -> None:
+    """Trials of a STUDY, the best so far and the time left; without one, all studies."""
+    from trainfit.cli.hpo_pages import status_page, studies_page
+    from trainfit.hpo.status import status_of
+    from trainfit.hpo.studies import find_study, list_studies
+    from trainfit.reports import terminal
+
+    console, url = terminal.console(), storage or _default_storage()
+    if study is not None:
+        found = status_of(find_study(study, url))
+        if as_json:
+            click.echo(json.dumps(_encoded(found)))
+        else:
+            console.print(status_page(found))
+        return
+    every = [status_of(find_study(name, url)) for name in list_studies(url)]
+    if as_json:
+        click.echo(json.dumps(_encoded(every)))
+    else:
+        console.print(studies_page(every))
+
+
+@command.command()
+@click.argument("study")
+@click.argument("overrides", nargs=-1)
+@_STORAGE
+@_JSON
+def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: bool) -> int:
+    """Write the best configuration of a STUDY, and train its final model.
+
+    The model that the study trained is shown where there is one. OVERRIDES change the
+    configuration, such as optimization.compile=true training.num_epochs=20, and train another.
+    """
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.hpo.final import finish
+    from trainfit.hpo.studies import find_study
+
+    opened = find_study(study, storage or _default_storage())
+    found = finish(opened, _Objectives(opened.setting).get, overrides)
+    if found is None:
+        return INTERRUPTED
+    path = opened.setting.folder / "best.yaml"
+    if as_json:
+        click.echo(json.dumps({**_encoded(found), "config": str(path)}))
+        return 0
+    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.test.items())
+    click.echo(f"trial {found.trial} of {study}: {opened.setting.hpo.metric} {found.value:.4f}")
+    click.echo(f"held-out test: {scores}")
+    click.echo(f"model {found.run}, configuration {path}")
+    return 0
+
+
+def _default_storage() -> str:
+    from pathlib import Path
+
+    from trainfit.errors import BadInput
+    from trainfit.hpo.setting import default_storage
+
+    if not Path("runs/hpo.db").is_file():
+        raise BadInput("there is no study in runs/hpo.db", "give the storage with --storage")
+    return default_storage(Path("runs"))
+
+
+def _encoded(record: Any) -> Any:
+    from trainfit import codec
+
+    return codec.encode(record)

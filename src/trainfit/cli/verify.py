@@ -1,0 +1,109 @@
+"""`trainfit verify`: what was really active in a run, or in somebody's own training command."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from trainfit.cli.verify_pages import Verified
+
+
+class _WithCommand(click.Command):
+    """Keeps what stands after -- apart: it is a command, whatever its words look like."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        own, words = args, None
+        if "--" in args:
+            at = args.index("--")
+            own, words = args[:at], args[at + 1 :]
+        rest = super().parse_args(ctx, own)
+        ctx.params["words"] = words
+        return rest
+
+
+@click.command(cls=_WithCommand)
+@click.argument("run", required=False)
+@click.option("--strict", is_flag=True, help="End with 1 where something asked for is not active.")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
+@click.option("--markdown", is_flag=True, help="Print the status report as Markdown.")
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write there instead of printing.",
+)
+def command(
+    run: str | None,
+    strict: bool,
+    as_json: bool,
+    markdown: bool,
+    output: Path | None,
+    words: list[str] | None,
+) -> int:
+    """What was really active, by evidence: requested against observed.
+
+    RUN is the folder of a run, or its name under runs/. Or give a training command of your own:
+    trainfit verify -- python train.py …; it runs as it is, and its exit code is kept. With --json
+    or --markdown its own output goes to the standard error.
+    """
+    from trainfit.cli import verify_pages as pages
+    from trainfit.errors import BadInput
+
+    if as_json and markdown:
+        raise BadInput("--json and --markdown were both given", "give one of them")
+    if (run is None) == (words is None):
+        raise BadInput("there is not one thing to verify", "give RUN, or -- and a command")
+    code, verified = 0, None
+    if words is not None:
+        code, verified = _observe(words, quiet=(as_json or markdown) and output is None)
+    else:
+        verified = pages.of_run(_find(str(run)))
+    if verified is None:
+        return code or 1
+    text: Any = None
+    if as_json:
+        text = json.dumps(pages.data(verified), indent=2) + "\n"
+    elif markdown:
+        text = pages.markdown(verified)
+    _show(verified, text, output)
+    failed = any(item.status == "not_active" for item in verified.receipt.items)
+    return code or int(strict and failed)
+
+
+def _show(verified: Verified, text: str | None, output: Path | None) -> None:
+    from trainfit.cli import verify_pages as pages
+    from trainfit.files import write_whole
+    from trainfit.reports import terminal
+
+    if output is not None:
+        write_whole(output, text if text is not None else pages.markdown(verified))
+        click.echo(output)
+    elif text is not None:
+        click.echo(text, nl=False)
+    else:
+        terminal.console().print(pages.table(verified))
+
+
+def _find(run: str) -> Path:
+    from trainfit.engine import run_folder
+
+    return run_folder.find(run, Path("runs"))
+
+
+def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:
+    from trainfit.cli import verify_pages as pages
+    from trainfit.errors import BadInput
+    from trainfit.measuring.scripts import run_observed
+
+    if not words:
+        raise BadInput("there is no command after --", "give one, as in: python train.py")
+    code, seen = run_observed(words, sys.stderr if quiet else None)
+    if seen is None or seen.receipt is None:
+        why = seen.obstacle if seen else "no Python of the command made an optimizer step of torch"
+        print(f"trainfit: nothing to verify: {why}", file=sys.stderr)
+        return code, None
+    return code, pages.of_command(" ".join(words), seen)

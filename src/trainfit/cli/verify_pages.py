@@ -1,0 +1,276 @@
+"""A receipt for the eye: a table in the terminal, and the status report as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from datetime import date
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit import codec
+from trainfit.measuring.evidence import Evidence
+from trainfit.measuring.observing import Observed
+from trainfit.measuring.receipt import EVIDENCE, read_receipt
+from trainfit.records import Receipt, ReceiptItem
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+_STATUS = {
+    "not_active": ("NOT ACTIVE", "bold red"),
+    "active": ("active", "green"),
+    "off": ("off", "dim"),
+    "not_applicable": ("not applicable", "dim"),
+}
+_TITLES = {
+    "mixed_precision": "Mixed Precision",
+    "tf32": "TensorFloat-32 (TF32)",
+    "fused_optimizer": "Fused Optimizer",
+    "attention": "Attention Path",
+    "flash_attention": "Flash Attention",
+    "compile": "torch.compile",
+    "cuda_graphs": "CUDA Graphs",
+    "gradient_checkpointing": "Gradient Checkpointing",
+    "packing": "Sequence Packing",
+    "effective_batch": "Effective Batch Size",
+    "gradient_accumulation": "Gradient Accumulation",
+    "gradient_clipping": "Gradient Clipping",
+    "set_to_none": "zero_grad(set_to_none=True)",
+    "workers": "Loader Workers",
+    "pinned_memory": "Pinned Memory",
+    "cudnn_benchmark": "cuDNN Benchmark Mode",
+    "channels_last": "Channels Last Memory Format",
+    "expandable_segments": "Expandable Segments",
+    "deterministic": "Deterministic Algorithms",
+}
+_MUCH_PADDING = 0.1
+_MUCH_WAITING = 0.05
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verified:
+    """A receipt with what belongs beside it."""
+
+    receipt: Receipt
+    evidence: Evidence | None
+    figures: dict[str, float] = field(default_factory=dict)
+    """steps_per_second, samples_per_second, utilisation_percent, memory_gib, wait_share, mfu."""
+
+
+def of_run(folder: Path) -> Verified:
+    """From the files of a run; figures are medians of its log."""
+    receipt = read_receipt(folder)
+    found = [folder / EVIDENCE, *sorted(folder.glob(f"fold-*/{EVIDENCE}"))]
+    paths = [path for path in found if path.is_file()]
+    evidence = Evidence.load(paths[0]) if paths else None
+    return Verified(receipt=receipt, evidence=evidence, figures=_figures(folder))
+
+
+def of_command(command: str, seen: Observed) -> Verified:
+    """From what was seen of a command."""
+    assert seen.receipt is not None
+    figures = {"steps_per_second": seen.steps_per_second, "memory_gib": seen.peak_memory_gib}
+    return Verified(
+        receipt=Receipt(run=command, items=seen.receipt.items),
+        evidence=seen.evidence,
+        figures={name: value for name, value in figures.items() if value is not None},
+    )
+
+
+def _figures(folder: Path) -> dict[str, float]:
+    import numpy as np
+
+    from trainfit.reports.run_data import read_run
+
+    part = read_run(folder).parts[0]
+    columns = dict(part.train)
+    for gpu in part.gpus.values():
+        columns |= {"utilisation_percent": gpu.get("utilisation_percent", np.empty(0))}
+        break
+    names = ("samples_per_second", "wait_share", "mfu", "utilisation_percent", "step_seconds")
+    figures: dict[str, float] = {}
+    for name in (*names, "memory_gib"):
+        values = columns.get(name, np.empty(0))
+        values = values[np.isfinite(values)]
+        later = values[1:] if len(values) > 1 else values  # the first window warms up
+        if later.size:
+            figures[name] = float(later.max() if name == "memory_gib" else np.median(later))
+    if seconds := figures.pop("step_seconds", 0.0):
+        figures["steps_per_second"] = 1.0 / seconds
+    return figures
+
+
+def data(verified: Verified) -> dict[str, Any]:
+    """For a program."""
+    encoded: dict[str, Any] = codec.encode(verified.receipt)
+    return encoded | {"figures": verified.figures, "evidence": codec.encode(verified.evidence)}
+
+
+def table(verified: Verified) -> RenderableType:
+    """For a terminal: what failed stands first."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    grid = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for column in ("optimization", "status", "requested", "observed", "evidence"):
+        grid.add_column(column, style=None if column != "evidence" else "dim")
+    items = sorted(verified.receipt.items, key=lambda i: list(_STATUS).index(i.status))
+    for item in items:
+        word, style = _STATUS[item.status]
+        said = item.evidence + (f"\n→ {item.mend}" if item.mend else "")
+        shown = (_word(item.requested), _word(item.observed), said)
+        grid.add_row(item.name, Text(word, style), *(Text(text) for text in shown))
+    return Group(f"Receipt of {verified.receipt.run}", grid, _verdict(verified.receipt))
+
+
+def _verdict(receipt: Receipt) -> str:
+    failed = [item.name for item in receipt.items if item.status == "not_active"]
+    if not failed:
+        return "Everything that was asked for was active."
+    return f"Asked for and not active: {', '.join(failed)}."
+
+
+def _word(value: Any) -> str:
+    if value is None:
+        return "–"
+    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
+
+
+# ── Markdown ──────────────────────────────────────────────────────────────────────────────────
+
+
+def markdown(verified: Verified) -> str:
+    """The status report: enabled, disabled and why, metrics, recommendations by priority."""
+    receipt = verified.receipt
+    enabled = [item for item in receipt.items if item.status == "active"]
+    others = [item for item in receipt.items if item.status != "active"]
+    others.sort(key=lambda item: list(_STATUS).index(item.status))
+    lines = [
+        "# Hardware Optimization Status Report",
+        f"## Generated: {date.today().isoformat()}",
+        "",
+        f"What ran in {receipt.run}, by evidence of one profiled step.",
+        *_machine(verified.evidence),
+        "",
+        "---",
+        "",
+        "## ✅ ENABLED OPTIMIZATIONS",
+        *_sections(enabled),
+        "",
+        "---",
+        "",
+        "## ⚠️ DISABLED/NOT ACTIVE OPTIMIZATIONS",
+        *_sections(others),
+        "",
+        "---",
+        "",
+        "## 📊 PERFORMANCE METRICS",
+        "",
+        *_metrics(verified),
+        "",
+        "---",
+        "",
+        "## 🔧 RECOMMENDED IMPROVEMENTS",
+        *_recommendations(verified),
+        "",
+        "---",
+        "",
+        "## 🎯 CONCLUSION",
+        "",
+        f"**Overall Optimization Status**: {_verdict(receipt)}",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _machine(evidence: Evidence | None) -> list[str]:
+    if evidence is None:
+        return []
+    device = evidence.device_name or evidence.device.upper()
+    return [f"Step {evidence.step}, on {device}, torch {evidence.torch}."]
+
+
+def _sections(items: list[ReceiptItem]) -> Iterator[str]:
+    marks = {"active": "✅ ACTIVE", "not_active": "❌ NOT ACTIVE", "off": "⚠️ OFF"}
+    if not items:
+        yield from ("", "None.")
+    for number, item in enumerate(items, 1):
+        title = _TITLES.get(item.name, item.name)
+        yield from ("", f"### {number}. **{title}** {marks.get(item.status, '➖ NOT APPLICABLE')}")
+        if item.requested is not None:
+            yield f"- **Requested**: {_word(item.requested)}"
+        if item.observed is not None:
+            yield f"- **Observed**: {_word(item.observed)}"
+        name = "Why" if item.status in ("not_active", "not_applicable") else "Evidence"
+        yield f"- **{name}**: {item.evidence}"
+        if item.mend:
+            yield f"- **Recommendation**: {item.mend}"
+
+
+_METRICS = (
+    ("steps_per_second", "Iterations/sec", "{:.2f} it/s"),
+    ("samples_per_second", "Samples/sec", "{:.1f}"),
+    ("utilisation_percent", "GPU Utilization", "{:.0f}%"),
+    ("mfu", "MFU", "{:.1%}"),
+    ("memory_gib", "Peak memory", "{:.2f} GiB"),
+    ("wait_share", "Waiting for data", "{:.1%} of the time"),
+)
+
+
+def _metrics(verified: Verified) -> Iterator[str]:
+    known = [m for m in _METRICS if m[0] in verified.figures]
+    for name, title, form in known:
+        yield f"- **{title}**: {form.format(verified.figures[name])}"
+    if not known:
+        yield "Nothing was measured."
+
+
+def _recommendations(verified: Verified) -> Iterator[str]:
+    failed = [(item.name, item.mend) for item in verified.receipt.items if item.mend]
+    yield from _advice("High Priority", failed)
+    yield from _advice("Medium Priority", list(_medium(verified)))
+    yield from _advice("Low Priority (Optional)", list(_low(verified)))
+
+
+def _advice(title: str, advice: list[tuple[str, str]]) -> Iterator[str]:
+    yield from ("", f"### {title}:")
+    for number, (name, text) in enumerate(advice, 1):
+        yield f"{number}. **{_TITLES.get(name, name)}**: {text}"
+    if not advice:
+        yield "None."
+
+
+def _medium(verified: Verified) -> Iterator[tuple[str, str]]:
+    """What costs time here, by the figures of this very run."""
+    evidence, off = verified.evidence, _off(verified.receipt)
+    padding = evidence.batches.padding_share if evidence else None
+    if "packing" in off and padding is not None and padding > _MUCH_PADDING:
+        yield "packing", f"{padding:.0%} of what is computed is padding; pack sequences"
+    waiting = verified.figures.get("wait_share")
+    if waiting is None and evidence is not None:
+        waiting = evidence.batches.waited_share
+    if waiting is not None and waiting > _MUCH_WAITING:
+        yield "workers", f"{waiting:.0%} of the time is spent waiting for data; add workers"
+    fp32 = evidence.products.shares.get("fp32", 0.0) if evidence else 0.0
+    if "mixed_precision" in off and evidence and evidence.device == "cuda" and fp32 > 0.5:
+        yield "mixed_precision", "bf16 where it is native, else fp16 with loss scaling"
+    if "tf32" in off and fp32 > 0.0:
+        yield "tf32", f"{fp32:.0%} of the products are in fp32, which TF32 makes faster"
+    for name in ("fused_optimizer", "pinned_memory"):
+        if name in off:
+            yield name, "cheap to turn on"
+
+
+def _low(verified: Verified) -> Iterator[tuple[str, str]]:
+    off = _off(verified.receipt)
+    if "compile" in off:
+        yield "compile", "worth a try for a long run, where it pays its minutes back"
+    if "gradient_checkpointing" in off:
+        yield "gradient_checkpointing", "only where memory is short: it takes about a third longer"
+    if "set_to_none" in off:
+        yield "set_to_none", "saves a pass over the gradients"
+
+
+def _off(receipt: Receipt) -> set[str]:
+    return {item.name for item in receipt.items if item.status == "off"}

@@ -1,0 +1,131 @@
+"""The documents of a corpus, one at a time, so that it may be larger than memory.
+
+A document is a text file, a part of one between two separators, or a row of a CSV, JSONL or Parquet
+file. It is wholly on one side of the split: which one, its own text decides, so that the same
+document is on the same side wherever it lies and however often.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from trainfit.data.text_files import read_texts
+from trainfit.errors import BadInput
+
+END_OF_TEXT = "<|endoftext|>"
+_TABLES = (".csv", ".jsonl", ".parquet")
+_BLOCK = 1 << 20
+_LONGEST = 4 << 20
+"""Characters of a document that are read at a time; a longer one comes in several pieces."""
+_OTHERS = {"site-packages", "dist-packages", "__pycache__"}
+_DULL = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
+"""Tests, which some installations lack, and long tables."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Piece:
+    """A document, or a part of one that is very long."""
+
+    text: str = field(repr=False)
+    place: float
+    """Of its document between 0 and 1, by its text and the seed: for splitting and sampling."""
+    last: bool
+    """Whether the document ends here."""
+
+
+def standard_library() -> list[Path]:
+    """The source of the Python that runs: real text that is on every machine."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    return sorted(
+        path
+        for path in root.rglob("*.py")
+        if not (_OTHERS | _DULL) & set(path.relative_to(root).parts) and path.is_file()
+    )
+
+
+def find_files(inputs: Sequence[Path]) -> list[Path]:
+    """The files named, and all text files in the folders named, hidden ones left out."""
+    found: dict[Path, None] = {}
+    for given in inputs:
+        if not given.exists():
+            raise BadInput(f"no file or folder {given}", "check --input")
+        inside = sorted(given.rglob("*")) if given.is_dir() else [given]
+        for path in inside:
+            hidden = any(part.startswith(".") for part in path.relative_to(given).parts)
+            if path.is_file() and not hidden and (path == given or _is_text(path)):
+                found[path] = None
+    if not found:
+        named = ", ".join(map(str, inputs))
+        raise BadInput(f"there is no text file in {named}", "give files or folders with text")
+    return list(found)
+
+
+def _is_text(path: Path) -> bool:
+    if path.suffix.lower() in _TABLES:
+        return True
+    with path.open("rb") as file:
+        return b"\0" not in file.read(8192)
+
+
+def read_pieces(
+    files: Sequence[Path], *, seed: int, separator: str = END_OF_TEXT, column: str = "text"
+) -> Iterator[Piece]:
+    """Every document of the files, in their order; what has no text is left out."""
+    for path in files:
+        if path.suffix.lower() in _TABLES:
+            for text in read_texts(path, column):
+                yield Piece(text=text, place=_place(text, seed), last=True)
+        else:
+            yield from _pieces(path, seed, separator)
+
+
+def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
+    """A text file, cut at the separators, and at line ends where it would get too long."""
+    place: float | None = None  # of a document that is under way
+    for text, last in _cut(path, separator):
+        if place is None and last and not text.strip():
+            continue
+        if place is None:
+            place = _place(text, seed)
+        yield Piece(text=text, place=place, last=last)
+        if last:
+            place = None
+
+
+def _cut(path: Path, separator: str) -> Iterator[tuple[str, bool]]:
+    """Texts between separators, and whether each ends there."""
+    held = ""
+    for block in _blocks(path):
+        held += block
+        *whole, held = held.split(separator)
+        for text in whole:
+            yield text, True
+        if len(held) > _LONGEST:
+            # Never within what may become a separator.
+            end = held.rfind("\n", 0, len(held) - len(separator)) + 1 or _LONGEST
+            yield held[:end], False
+            held = held[end:]
+    yield held, True
+
+
+def _blocks(path: Path) -> Iterator[str]:
+    """The text as UTF-8; bytes that are not are replaced by a mark, and not fatal."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    try:
+        with path.open("rb") as file:
+            while block := file.read(_BLOCK):
+                yield decoder.decode(block)
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({error.strerror})", "make it readable") from None
+    yield decoder.decode(b"", final=True)
+
+
+def _place(text: str, seed: int) -> float:
+    key = seed.to_bytes(8, "big")
+    digest = hashlib.blake2b(text.encode(errors="replace"), key=key, digest_size=8).digest()
+    return int.from_bytes(digest, "big") / 2**64

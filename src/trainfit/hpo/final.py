@@ -1,0 +1,167 @@
+"""The end of a study: the best configuration written down, trained, and shown the test once.
+
+The held-out test is in no trial. The command that sees the last trial end trains the best
+configuration on everything else and scores it there; what it found is kept in the study, so that
+the next command reads it instead of looking at the test again.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from optuna.trial import FrozenTrial
+
+from trainfit import codec
+from trainfit.conf import Composed
+from trainfit.errors import RunFailed
+from trainfit.files import write_whole
+from trainfit.hpo.desk import REASON
+from trainfit.hpo.figures import figures_of, write_figures
+from trainfit.hpo.objective import Objective
+from trainfit.hpo.setting import configure
+from trainfit.hpo.space import as_words
+from trainfit.hpo.status import best_of, count_states
+from trainfit.hpo.studies import OpenStudy
+from trainfit.hpo.workers import beating, is_gone, this_worker
+from trainfit.records import Record
+
+_FINAL, _CLAIM = "final", "final_claim"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Best(Record):
+    """The best trial, and its model on the held-out test."""
+
+    trial: int
+    params: dict[str, Any]
+    value: float
+    test: dict[str, float]
+    run: str
+    """The folder of the final model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyResult(Record):
+    """What came of a study."""
+
+    study: str
+    best: Best | None
+    """None where the command was stopped before the end."""
+    trials: dict[str, int]
+    seconds: float
+
+
+def finish(
+    open_study: OpenStudy, objective: Callable[[], Objective], words: Sequence[str] = ()
+) -> Best | None:
+    """The best configuration with its final model, trained now unless the study has it.
+
+    `words` change that configuration, for a model that is trained anew and kept out of the study.
+    None where someone stopped the training.
+    """
+    best = find_best(open_study)
+    composed = best_config(open_study, best, words)
+    write_config(open_study, best, composed)
+    if words:
+        return _train(best, composed, objective())
+    while (final := _claimed(open_study, best)) is None:
+        time.sleep(1)  # another command trains it
+    if isinstance(final, Best):
+        return final
+    hpo, beat = open_study.setting.hpo, _beat(open_study, best)
+    with beating(beat, hpo.heartbeat, None):
+        trained = _train(best, composed, objective())
+    with open_study.database.locked(open_study.study.study_name):
+        open_study.study.set_user_attr(_CLAIM, None)
+        if trained is not None:
+            open_study.study.set_user_attr(_FINAL, codec.encode(trained))
+    return trained
+
+
+def find_best(open_study: OpenStudy) -> FrozenTrial:
+    """The best complete trial."""
+    trials = open_study.study.get_trials(deepcopy=False)
+    best = best_of(open_study.study, trials)
+    if best is None:
+        reasons = [t.user_attrs[REASON] for t in trials if REASON in t.user_attrs]
+        last = f" (the last one was {reasons[-1]})" if reasons else ""
+        raise RunFailed(
+            f"no trial of {open_study.setting.name} is complete{last}",
+            "run more trials, or search where they fit",
+        )
+    return best
+
+
+def best_config(open_study: OpenStudy, best: FrozenTrial, words: Sequence[str]) -> Composed:
+    """The job's configuration with the best parameters, and then with `words`."""
+    setting = open_study.setting
+    return configure(setting.task, [*setting.job_words, *as_words(best.params), *words])
+
+
+def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -> Path:
+    """best.yaml, a Hydra experiment, with the command that trains it."""
+    setting = open_study.setting
+    command = ["trainfit", "train", setting.task, *setting.job_words, *as_words(best.params)]
+    head = f"# @package _global_\n# Trial {best.number} of {setting.name}: {best.value}\n"
+    head += f"# {' '.join(command)}\n"
+    data = codec.encode(composed.config)
+    path = setting.folder / "best.yaml"
+    write_whole(path, head + yaml.safe_dump(data, sort_keys=False))
+    return path
+
+
+def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> StudyResult:
+    """The result of a command; with the plots' data it is written into the study's folder too."""
+    result = StudyResult(
+        study=open_study.setting.name,
+        best=best,
+        trials=count_states(open_study.study.get_trials(deepcopy=False)),
+        seconds=seconds,
+    )
+    folder, metric = open_study.setting.folder, open_study.setting.hpo.metric
+    write_figures(folder, figures_of(open_study.study, metric))
+    if best is not None:
+        text = json.dumps(codec.encode(result), indent=2) + "\n"
+        write_whole(folder / "result.json", text)
+    return result
+
+
+def _train(best: FrozenTrial, composed: Composed, objective: Objective) -> Best | None:
+    run, test = objective.final(composed)
+    if not test:
+        return None
+    value = best.value
+    assert value is not None
+    return Best(trial=best.number, params=best.params, value=value, test=test, run=run)
+
+
+def _claimed(open_study: OpenStudy, best: FrozenTrial) -> Best | bool | None:
+    """What the study has; True where it is this process's to train; None: another is at it."""
+    study, grace = open_study.study, open_study.setting.hpo.grace
+    with open_study.database.locked(study.study_name):
+        kept = study.user_attrs
+        if (final := kept.get(_FINAL)) is not None and final["trial"] == best.number:
+            return codec.decode(Best, final)
+        claim = kept.get(_CLAIM)
+        if claim is not None and claim["trial"] == best.number:
+            late = time.time() - claim["time"] > grace
+            if not late and not is_gone(claim["worker"]):
+                return None
+        _beat(open_study, best)()
+        return True
+
+
+def _beat(open_study: OpenStudy, best: FrozenTrial) -> Callable[[], None]:
+    me = this_worker()
+
+    def beat() -> None:
+        claim = {"trial": best.number, "worker": me, "time": time.time()}
+        open_study.study.set_user_attr(_CLAIM, claim)
+
+    return beat

@@ -1,0 +1,128 @@
+"""The database of a study, and the lock under which trials are handed out.
+
+Optuna's storage makes single changes atomic. To hand out a trial takes several: find the dead,
+requeue what they left, count, and create. So they are done under a lock that belongs to the
+database and that a dying process lets go of: a file lock beside SQLite, an advisory lock in
+PostgreSQL.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from filelock import FileLock, Timeout
+from optuna.storages import RDBStorage
+from sqlalchemy import text
+from sqlalchemy.engine import URL, make_url
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+
+from trainfit.errors import BadInput, RunFailed
+
+_KINDS = ("sqlite", "postgresql")
+_PATIENCE = 120
+"""Seconds to wait for a lock. Whoever holds it does so for milliseconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Database:
+    """An open storage."""
+
+    storage: RDBStorage
+    url: URL
+
+    @property
+    def shown(self) -> str:
+        """The URL without its password."""
+        return self.url.render_as_string(hide_password=True)
+
+    @contextmanager
+    def locked(self, study: str) -> Iterator[None]:
+        """A block that no two processes are in at once, for the same study."""
+        if self.url.get_backend_name() == "sqlite":
+            lock = FileLock(f"{self.url.database}.lock", timeout=_PATIENCE)
+            try:
+                with lock:
+                    yield
+            except Timeout:
+                raise _stuck(study) from None
+            return
+        key = int.from_bytes(hashlib.sha256(study.encode()).digest()[:8], signed=True)
+        engine = self.storage.engine.execution_options(isolation_level="AUTOCOMMIT")
+        with engine.connect() as connection:
+            connection.execute(text(f"SET lock_timeout = '{_PATIENCE}s'"))
+            try:
+                connection.execute(text("SELECT pg_advisory_lock(:key)"), {"key": key})
+            except SQLAlchemyError:
+                raise _stuck(study) from None
+            try:
+                yield
+            finally:
+                connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": key})
+
+
+def _stuck(study: str) -> RunFailed:
+    return RunFailed(
+        f"the study {study} has been locked for {_PATIENCE} s",
+        "look for a worker that was stopped but not ended",
+    )
+
+
+def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database:
+    """Connect, and make Optuna's tables where there are none."""
+    parsed = _parsed(url)
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    shown = parsed.render_as_string(hide_password=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+            storage = RDBStorage(
+                parsed.render_as_string(hide_password=False),
+                engine_kwargs=_options(parsed),
+                heartbeat_interval=heartbeat,
+                grace_period=grace,
+            )
+    except ImportError:
+        raise BadInput(
+            f"hpo.storage={shown} needs a driver that is not installed",
+            "pip install 'trainfit[postgres]'",
+        ) from None
+    except (SQLAlchemyError, OSError) as error:
+        cause = getattr(error, "orig", None) or error
+        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        raise BadInput(
+            f"hpo.storage={shown} cannot be reached ({reason})",
+            "start the database, or give another one",
+        ) from None
+    except RuntimeError as error:  # tables of another version of Optuna
+        raise BadInput(f"hpo.storage={shown}: {error}", "give another database") from None
+    return Database(storage, parsed)
+
+
+def _parsed(url: str) -> URL:
+    fix = "give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+    try:
+        parsed = make_url(url)
+        kind = parsed.get_backend_name()
+    except (ArgumentError, NoSuchModuleError):
+        raise BadInput("hpo.storage is no URL of a database", fix) from None
+    if kind not in _KINDS:
+        raise BadInput(f"hpo.storage is on {kind}", fix)
+    if kind == "sqlite":
+        if parsed.database in (None, "", ":memory:"):
+            raise BadInput("hpo.storage is in memory, where no worker finds it", fix)
+        return parsed.set(database=str(Path(str(parsed.database)).expanduser().absolute()))
+    return parsed.set(drivername="postgresql+psycopg")
+
+
+def _options(url: URL) -> dict[str, Any]:
+    if url.get_backend_name() == "sqlite":
+        return {"connect_args": {"timeout": 60}}  # the others' writes take turns
+    # A trial may take longer than a connection lives.
+    return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}

