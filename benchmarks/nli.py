@@ -6,6 +6,7 @@ the settings that its planner chose; the peers' rounds come in between, so that 
 in the same minutes. Trainer is given a fixed list of settings, and its defaults.
 
 python benchmarks/nli.py --output FILE [--models bert-base …] [--tiny]
+python benchmarks/nli.py --output FILE --cpu        a small model on a CPU, lengths as above
 python benchmarks/nli.py --output FILE --curves     the loss over 300 steps, three seeds
 python benchmarks/nli.py --output FILE --warmups    compiling, cold and in a second process
 """
@@ -54,6 +55,11 @@ SETTINGS = (
     Setting(name="trainer, by length, batch 64", batch=64, grouped=True),
     Setting(name="trainer, by length, batch 128", batch=128, grouped=True),
     Setting(name="lightning, batch 32", batch=32),
+)
+ON_A_CPU = (
+    Setting(name="trainer defaults", batch=8, precision="fp32", workers=0, defaults=True),
+    Setting(name="trainer, batch 16", batch=16, workers=0),
+    Setting(name="trainer, by length, batch 16", batch=16, grouped=True, workers=0),
 )
 METHODS = ("full", "lora", "dora", "frozen")
 WARM_UP = 12
@@ -211,7 +217,8 @@ def compare(name: str, sizes: Any, record: Any, keep: Any) -> None:
     ]
     began = time.perf_counter()
     config, made = planned(name, tokens, *words)
-    shown = {"model": name, "plan_seconds": time.perf_counter() - began, "contenders": {}}
+    title = f"BERT of {TINY['num_hidden_layers']} layers" if Path(name).is_dir() else name
+    shown = {"model": title, "plan_seconds": time.perf_counter() - began, "contenders": {}}
     record["models"].append(shown)
     contenders = shown["contenders"]
 
@@ -408,10 +415,14 @@ def main() -> None:
     parser.add_argument("--curves", action="store_true")
     parser.add_argument("--warmups", action="store_true")
     parser.add_argument("--first-steps", metavar="MODEL")
-    parser.add_argument("--tiny", action="store_true", help="a tiny model, for the CPU")
+    parser.add_argument("--cpu", action="store_true", help="a small model, on this CPU")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model, to see that it runs")
     sizes = parser.parse_args()
     words, sizes.settings = sizes.settings, () if sizes.no_peers else SETTINGS
     sizes.count, sizes.longest, sizes.curve_steps, sizes.workers = 13_000, 512, 300, 4
+    if sizes.cpu:
+        sizes.count, sizes.batch, sizes.workers, sizes.settings = 2_000, 16, 0, ON_A_CPU
+        sizes.rounds, sizes.steps, sizes.own_steps = 3, 30, 30
     if sizes.tiny:
         sizes.count, sizes.longest, sizes.curve_steps, sizes.workers = 400, 64, 12, 0
         sizes.rounds, sizes.steps, sizes.own_steps, sizes.batch = 2, 4, 4, 16
@@ -424,8 +435,9 @@ def main() -> None:
         sizes.settings = tuple(s for s in sizes.settings if any(w in s.name for w in words))
     with tempfile.TemporaryDirectory() as folder:
         models = sizes.models or MODELS
-        if sizes.tiny:
-            (Path(folder) / "config.json").write_text(json.dumps(TINY))
+        if sizes.tiny or sizes.cpu:
+            deeper = {"hidden_size": 128, "intermediate_size": 512} if sizes.cpu else {}
+            (Path(folder) / "config.json").write_text(json.dumps(TINY | deeper))
             models = [folder]
         if sizes.first_steps:
             first_steps(sizes.first_steps, sizes)

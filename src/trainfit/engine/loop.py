@@ -75,6 +75,7 @@ def train(
             ideal_seconds=ideal_seconds,
             saved_step=start.progress.step if start.resumed else None,
         )
+        stack.callback(session.background.join)
         for text in opening(parts):
             session.say(text)
         for kind, text in start.events:
@@ -100,6 +101,7 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
                 break
         if session.saved_step != session.progress.step:
             session.save()
+        session.background.wait()
     except RunFailed as error:
         with suppress(RunFailed, OSError):  # where the disk is what failed, this will too
             if isinstance(error, MustRestart):

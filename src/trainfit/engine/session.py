@@ -12,6 +12,7 @@ from typing import Literal
 
 from trainfit.data.loading import LoadedStep
 from trainfit.engine import checkpoint, random_state
+from trainfit.engine.background import Background, on_host
 from trainfit.engine.distributed import first_writes, gather
 from trainfit.engine.evaluation import is_better
 from trainfit.engine.journal import Journal
@@ -48,6 +49,8 @@ class Session:
     saved_step: int | None = None
     readings: Readings = field(default_factory=Readings)
     memory: MemoryTracker = field(default_factory=MemoryTracker)
+    background: Background = field(default_factory=Background)
+    """Writes checkpoints."""
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -256,12 +259,19 @@ class Session:
             self.saved_step = self.progress.step
             return
         self.pause()
+        self.background.wait()
         parts, progress = self.parts, self.progress
         progress.seconds = self.seconds
         states = gather(parts.world, random_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        if parts.sharded:
+        copied = on_host(contents) if self.writes_alongside else None
+        if copied is not None:
+            kept: checkpoint.Contents = copied
+            self.background.start(
+                lambda: checkpoint.save(self.run, kept, keep=keep, best_step=best)
+            )
+        elif parts.sharded:
             checkpoint.save_sharded(self.run, contents, parts.world, keep=keep, best_step=best)
         else:
             with first_writes(parts.world) as writes:
@@ -269,6 +279,11 @@ class Session:
                     checkpoint.save(self.run, contents, keep=keep, best_step=best)
         self.saved_step = progress.step
         self.go_on()
+
+    @property
+    def writes_alongside(self) -> bool:
+        """Whether checkpoints are written while the GPU works on; ranks write theirs together."""
+        return self.parts.device.type == "cuda" and self.parts.world.size == 1
 
     def _contents(self, random_states: list[str]) -> checkpoint.Contents:
         parts, scale = self.parts, self.parts.scale
