@@ -54,6 +54,14 @@ class OpenStudy:
 
 def open_study(setting: Setting, objective: Callable[[], Objective]) -> OpenStudy:
     """Join the study of that name, or make it, with the configured values as its trial 0."""
+    opened = _opened(setting, objective)
+    about = opened.study.user_attrs[ABOUT]
+    shown = {"study": setting.name, "storage": opened.database.shown, **about}
+    write_whole(setting.folder / "study.json", json.dumps(shown, indent=2) + "\n")
+    return opened
+
+
+def _opened(setting: Setting, objective: Callable[[], Objective]) -> OpenStudy:
     hpo, name = setting.hpo, setting.name
     if hpo.storage is None:
         Path(setting.values["runs_dir"]).mkdir(parents=True, exist_ok=True)
@@ -67,9 +75,6 @@ def open_study(setting: Setting, objective: Callable[[], Objective]) -> OpenStud
     with quiet():
         pruner = make_pruner(hpo, folds, steps)
     study = optuna.load_study(study_name=name, storage=database.storage, pruner=pruner)
-    setting.folder.mkdir(parents=True, exist_ok=True)
-    shown = {"study": name, "storage": database.shown, **about}
-    write_whole(setting.folder / "study.json", json.dumps(shown, indent=2) + "\n")
     note = note_on(hpo, folds)
     return OpenStudy(
         setting=setting,
@@ -94,7 +99,7 @@ def find_study(name: str, url: str) -> OpenStudy:
         )
     setting = read_setting(about["task"], about["words"])
     setting = replace(setting, hpo=replace(setting.hpo, study=name, storage=url))
-    return open_study(setting, _never)
+    return _opened(setting, _never)
 
 
 def list_studies(url: str) -> list[str]:

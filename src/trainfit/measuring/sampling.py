@@ -1,0 +1,86 @@
+"""What the GPU did while a block ran: utilisation, power, clocks, and who else was there."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from trainfit.hardware.nvml import NvmlGpu, load_nvml, probe_nvml
+
+EVERY = 0.25
+"""Seconds between two samples; the driver's own figures are means over about as long."""
+_HOLDS_BACK = {
+    "sw_power_cap": "its power cap",
+    "hw_slowdown": "heat or power",
+    "sw_thermal_slowdown": "heat",
+    "hw_thermal_slowdown": "heat",
+    "hw_power_brake_slowdown": "the power supply",
+    "board_limit": "the board's limit",
+}
+_OTHERS_GIB = 0.5
+"""What another process holds at the least before it is worth a word."""
+
+Look = Callable[[], Sequence[NvmlGpu]]
+
+
+@dataclass(slots=True)
+class GpuSamples:
+    """The samples of one GPU over a block."""
+
+    gpus: list[NvmlGpu]
+
+    def mean(self, figure: str) -> float | None:
+        """The mean of a figure of GpuState, over the samples that have it."""
+        found = [value for gpu in self.gpus if (value := getattr(gpu.state, figure)) is not None]
+        return statistics.fmean(found) if found else None
+
+    def notices(self) -> tuple[str, ...]:
+        """What spoils a measurement: the GPU was held back, or not alone."""
+        said = []
+        count = len(self.gpus)
+        for reason, cause in _HOLDS_BACK.items():
+            held = sum(reason in gpu.state.throttle_reasons for gpu in self.gpus)
+            if held:
+                said.append(f"the GPU was held back by {cause} in {held} of {count} samples")
+        others = max((_others(gpu) for gpu in self.gpus), default=0.0)
+        if others >= _OTHERS_GIB:
+            said.append(f"other processes held {others:.1f} GiB of the GPU")
+        return tuple(dict.fromkeys(said))
+
+
+def _others(gpu: NvmlGpu) -> float:
+    """GiB of others; nothing where the driver does not tell which part is this process's."""
+    if gpu.own_gib is None or gpu.state.memory_used_gib is None:
+        return 0.0
+    return gpu.state.memory_used_gib - gpu.own_gib
+
+
+@contextmanager
+def sampled(
+    index: int = 0, *, every: float = EVERY, look: Look | None = None
+) -> Iterator[GpuSamples]:
+    """Sample GPU `index` of the driver's while the block runs; without NVML there is no sample."""
+    ask = look or (lambda: probe_nvml(load_nvml, os.getpid()).gpus)
+    samples = GpuSamples([])
+    over = threading.Event()
+
+    def run() -> None:
+        while True:
+            gpus = ask()
+            if index >= len(gpus):
+                return
+            samples.gpus.append(gpus[index])
+            if over.wait(every):
+                return
+
+    thread = threading.Thread(target=run, name="GPU samples", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()

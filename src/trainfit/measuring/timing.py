@@ -1,0 +1,111 @@
+"""Honest times: warmed up, synchronised, repeated, with every sample kept and an interval.
+
+The median and its bootstrap interval are used since times have outliers on one side; those are not
+thrown away, they widen the interval.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+
+import numpy as np
+
+from trainfit.errors import BadInput
+from trainfit.measuring.evidence.trace import cuda_in_use
+from trainfit.measuring.memory import GIB
+from trainfit.records import Record
+
+_RESAMPLES = 2000
+_TAIL = 2.5  # percent on either side: an interval of 95%
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval(Record):
+    """A median and where it lies with 95% confidence."""
+
+    value: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timing(Record):
+    """Seconds of each repetition, in their order, and the memory that they took at most."""
+
+    seconds: tuple[float, ...]
+    median: Interval
+    peak_allocated_gib: float | None = None
+    """Of the GPU; None without one. So is the next."""
+    peak_reserved_gib: float | None = None
+
+
+def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
+    """The median with its 95% interval, by resampling; one sample has an interval of no width."""
+    if not len(samples):
+        raise BadInput("there is no sample", "measure at least once")
+    values = np.asarray(samples, dtype=np.float64)
+    drawn = np.random.default_rng(seed).choice(values, size=(_RESAMPLES, values.size))
+    low, high = np.percentile(np.median(drawn, axis=1), (_TAIL, 100 - _TAIL))
+    return Interval(value=float(np.median(values)), low=float(low), high=float(high))
+
+
+def time_work(
+    work: Callable[[], object],
+    *,
+    warm_up: int = 3,
+    repeats: int = 10,
+    most_seconds: float | None = None,
+    clock: Callable[[], float] = perf_counter,
+) -> Timing:
+    """Call `work` again and again, waiting for the GPU before each reading of the clock.
+
+    With `most_seconds` it ends early, after three repetitions at the least.
+    """
+    if repeats < 1 or warm_up < 0:
+        raise BadInput(f"repeats is {repeats}, warm_up {warm_up}", "give 1 or more, 0 or more")
+    for _ in range(warm_up):
+        work()
+    synchronize()
+    _reset_peak()
+    seconds: list[float] = []
+    began = clock()
+    while len(seconds) < repeats:
+        started = clock()
+        work()
+        synchronize()
+        ended = clock()
+        seconds.append(ended - started)
+        if most_seconds is not None and len(seconds) >= 3 and ended - began >= most_seconds:
+            break
+    allocated, reserved = _peaks()
+    return Timing(
+        seconds=tuple(seconds),
+        median=median_interval(seconds),
+        peak_allocated_gib=allocated,
+        peak_reserved_gib=reserved,
+    )
+
+
+def synchronize() -> None:
+    """Wait until the GPU has done what it was given; nothing without one."""
+    if cuda_in_use():
+        import torch
+
+        torch.cuda.synchronize()
+
+
+def _reset_peak() -> None:
+    if cuda_in_use():
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _peaks() -> tuple[float | None, float | None]:
+    if not cuda_in_use():
+        return None, None
+    import torch
+
+    return torch.cuda.max_memory_allocated() / GIB, torch.cuda.max_memory_reserved() / GIB

@@ -1,0 +1,226 @@
+"""Requested against observed, one function for each optimization: what the receipt says of it.
+
+A verdict takes what was asked for (None where that is not known) and the evidence of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from trainfit.measuring.evidence import Evidence
+from trainfit.records import ReceiptItem, Scalar
+
+Verdict = Callable[[Scalar, Evidence], ReceiptItem]
+_HALF = ("bf16", "fp16")
+_OFF = (None, False, "off", "none", "fp32", 0)
+
+
+def judged(
+    name: str,
+    requested: Scalar,
+    observed: Scalar,
+    evidence: str,
+    *,
+    right: bool | None = None,
+    mend: str = "",
+) -> ReceiptItem:
+    """An item: not active where something was asked for and what was seen is not `right`."""
+    on = observed not in _OFF
+    kept = (requested == observed) if right is None else right
+    status = "not_active" if requested not in _OFF and not kept else "active" if on else "off"
+    return ReceiptItem(
+        name=name,
+        requested=requested,
+        observed=observed,
+        status=status,  # type: ignore[arg-type]
+        evidence=evidence,
+        mend=mend if status == "not_active" else "",
+    )
+
+
+def inapplicable(name: str, requested: Scalar, why: str) -> ReceiptItem:
+    """An item that has no place in this run."""
+    return ReceiptItem(
+        name=name, requested=requested, observed=None, status="not_applicable", evidence=why
+    )
+
+
+# ── arithmetic ────────────────────────────────────────────────────────────────────────────────
+
+
+def mixed_precision(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the dtype of the matrix products."""
+    products = seen.products
+    if products.dtype is None:
+        return inapplicable("mixed_precision", requested, "no matrix product was seen in the step")
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in _by_share(products.shares))
+    kernel = f"; longest kernel {products.kernels[0]}" if products.kernels else ""
+    evidence = f"matrix products by operations: {shares}{kernel}"
+    observed = products.dtype if products.dtype in _HALF else "off"
+    right = requested == observed or (requested is True and observed != "off")
+    if right or requested in _OFF:
+        return judged("mixed_precision", requested, observed, evidence, right=right)
+    cause, mend = _no_half(requested, seen)
+    evidence = f"{evidence}; {cause}"
+    return judged("mixed_precision", requested, observed, evidence, right=False, mend=mend)
+
+
+def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
+    """Why the products were not in the dtype that was asked for, and what to do."""
+    if seen.products.dtype in _HALF:
+        return f"that is not {requested}", f"give autocast the dtype of {requested}"
+    if seen.products.casts:
+        return (
+            "some tensors were cast, so autocast is off around most of the model",
+            "keep the whole forward pass inside torch.autocast",
+        )
+    return (
+        "no tensor was cast: autocast was off in the forward pass",
+        "run forward and loss under torch.autocast, with the type of the device in use",
+    )
+
+
+def _by_share(shares: dict[str, float]) -> list[tuple[str, float]]:
+    return sorted(shares.items(), key=lambda pair: -pair[1])
+
+
+def tf32(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the names of the kernels; by torch's switch where no kernel tells."""
+    if seen.device != "cuda":
+        return inapplicable("tf32", requested, "it is a mode of NVIDIA GPUs")
+    products, switch = seen.products, seen.switches.tf32
+    if products.tf32_kernels or products.exact_kernels:
+        observed = products.tf32_kernels > 0
+        evidence = (
+            f"{products.tf32_kernels} products in TF32 kernels, {products.exact_kernels} exact"
+        )
+    else:
+        observed = bool(switch)
+        share = products.shares.get("fp32", 0.0)
+        evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
+    mend = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
+    return judged("tf32", requested, observed, evidence, mend=mend)
+
+
+def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the operators that updated the weights."""
+    if not seen.updates:
+        return inapplicable("fused_optimizer", requested, "no update of an Adam or SGD was seen")
+    kinds = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
+    observed = "fused" in seen.updates
+    evidence = f"calls that updated the weights: {kinds}"
+    if not observed:
+        evidence += "; the fused kernel was not called"
+    mend = (
+        "build AdamW with fused=True; it takes floating-point weights of one device, "
+        "so look for a fallback that was taken silently"
+    )
+    return judged("fused_optimizer", requested, observed, evidence, mend=mend)
+
+
+# ── attention ─────────────────────────────────────────────────────────────────────────────────
+
+_SDPA = ("flash", "efficient", "cudnn", "math", "cpu")
+_FLASH = ("flash", "varlen")
+_LARGEST_HEAD = 256
+
+
+def attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the kernel that was called most."""
+    found = seen.attention
+    if found.kernel is None and not found.softmaxes:
+        return inapplicable("attention", requested, "no attention was computed in the step")
+    observed = found.kernel or "eager"
+    calls = ", ".join(f"{count} {kernel}" for kernel, count in found.calls.items())
+    evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
+    if found.masked:
+        evidence += ", with a mask"
+    right = {"sdpa": observed in _SDPA, "own": True, "flash": observed in _FLASH}.get(
+        str(requested), requested == observed
+    )
+    mend = "see flash_attention" if requested == "flash" else _path_mend(str(requested))
+    return judged("attention", requested, observed, evidence, right=right, mend=mend)
+
+
+def _path_mend(requested: str) -> str:
+    return {
+        "sdpa": "build the model with attn_implementation='sdpa'",
+        "varlen": "packed rows in half precision on compute capability 8.0 or newer, no dropout",
+        "disentangled": "packed rows on a GPU with Triton, no attention dropout",
+    }.get(requested, f"build the model with attn_implementation={requested!r}")
+
+
+def flash_attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the kernel, and what kept it from running."""
+    found = seen.attention
+    if seen.device != "cuda":
+        return inapplicable("flash_attention", requested, "its kernel is for GPUs")
+    if found.kernel is None or found.kernel == "disentangled":
+        why = "the model has attention of its own" if found.kernel else "no attention kernel ran"
+        return inapplicable("flash_attention", requested, why)
+    observed = found.kernel in _FLASH
+    cause, mend = _no_flash(seen)
+    evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
+    return judged("flash_attention", requested, observed, evidence, mend=mend)
+
+
+def _no_flash(seen: Evidence) -> tuple[str, str]:
+    found = seen.attention
+    if found.masked:
+        return "a mask was passed, which the flash kernel does not take", (
+            "pack sequences (training on packed rows needs no mask), or pass is_causal"
+        )
+    if found.dtype not in _HALF:
+        return f"it was given {found.dtype}, and takes half precision", "mixed precision"
+    if found.head is not None and found.head > _LARGEST_HEAD:
+        return f"heads of {found.head} are too large for it", "a model with smaller heads"
+    if seen.switches.flash is False:
+        return "torch's switch for it is off", "torch.backends.cuda.enable_flash_sdp(True)"
+    return "torch chose another", "see torch.backends.cuda.can_use_flash_attention"
+
+
+# ── the compiler ──────────────────────────────────────────────────────────────────────────────
+
+
+def compiled(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By the compiled pieces that ran, and whether they were pieces of what was asked."""
+    found = seen.compiler
+    evidence = (
+        f"{found.regions} compiled regions ran in the step; "
+        f"{found.graphs} graphs, {found.recompiles} recompiles"
+    )
+    mend = ""
+    if not found.regions:
+        cause = found.failures[0] if found.failures else None
+        evidence += f"; the compiler failed ({cause})" if cause else "; nothing compiled was called"
+        mend = (
+            "trainfit doctor says what the compiler lacks; else compile the module that is called"
+        )
+    elif found.resumed:
+        reason = found.breaks[0] if found.breaks else "no reason was kept"
+        evidence += f"; {found.resumed} of them go on after a graph break: {reason}"
+        mend = "TORCH_LOGS=graph_breaks shows where; take what breaks the graph out of the model"
+    whole = bool(found.regions) and not found.resumed
+    observed: Scalar = "in pieces" if found.resumed else bool(found.regions)
+    return judged("compile", requested, observed, evidence, right=whole, mend=mend)
+
+
+def cuda_graphs(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By their launches."""
+    if seen.device != "cuda":
+        return inapplicable("cuda_graphs", requested, "they belong to GPUs")
+    launches = seen.compiler.graph_launches
+    mend = "keep shapes fixed and inputs on the GPU; TORCH_LOGS=cudagraphs says what stands against"
+    return judged(
+        "cuda_graphs", requested, launches > 0, f"{launches} launches in the step", mend=mend
+    )
+
+
+def checkpointing(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By what of the forward pass ran again in the backward pass."""
+    again = seen.recomputed
+    evidence = f"{again} operators of the forward pass ran in the backward pass"
+    mend = "model.gradient_checkpointing_enable(), with the model in training mode"
+    return judged(
+        "gradient_checkpointing", requested, again > 0, evidence, right=again > 0, mend=mend
+    )
