@@ -23,9 +23,9 @@ ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
     *("tuning", "speed", "gpt", "many-gpus", "estimate", "troubleshooting", "integrations"),
-    *("hardware-optimizer", "trainfit-task", "write-a-task"),
+    *("hardware-optimizer", "write-a-task"),
 )
-_INSIDE = ("architecture", "benchmarks", "sources", "source-documents")
+_INSIDE = ("architecture", "sources")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 

@@ -3,6 +3,7 @@
 import json
 import re
 import shlex
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,15 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md")])
 
 def blocks(page: Path, language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
+
+
+def files(page: str) -> list[tuple[str, str]]:
+    """Blocks with a title are files that the page's other blocks import."""
+    [path] = [path for path in PAGES if path.name == page]
+    found: list[tuple[str, str]] = re.findall(
+        r'```python title="([\w.]+)"\n(.*?)```', path.read_text(), re.DOTALL
+    )
+    return found
 
 
 SHOWN = [
@@ -56,10 +66,21 @@ def test_a_shown_answer_is_the_real_one(page: str, block: str, capsys: pytest.Ca
 @pytest.mark.parametrize(
     ("page", "block"), [(page.name, block) for page in PAGES for block in blocks(page, "python")]
 )
-def test_shown_python_runs(page: str, block: str, capsys: pytest.CaptureFixture[str]):
+def test_shown_python_runs(
+    page: str,
+    block: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+):
     from trainfit import undo
     from trainfit.runtime import applying
 
+    for name, text in files(page):
+        (tmp_path / name).write_text(text)
+        monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {})
     while applying._in_force:
         undo(applying._in_force[-1][0])

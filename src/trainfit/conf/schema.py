@@ -153,7 +153,7 @@ class GptModel:
     use_gradient_checkpointing: Switch | Literal["selective"]
     use_flash_attention: bool
     loss_chunk: Positive | Auto | None
-    """Compute the loss so many tokens at a time, twice; null: all logits at once.
+    """Compute the loss so many tokens at a time, with its gradients; null: all logits at once.
 
     auto: at once, unless a step does not fit or must recompute its blocks otherwise.
     """
