@@ -213,13 +213,13 @@ def test_a_trial_beats_while_it_runs(url: str):
 
 
 def test_workers_in_threads_take_no_trial_twice(url: str):
-    desks = [toy_desk(url, trials=20) for _ in range(4)]
+    desks = [toy_desk(url, trials=12) for _ in range(4)]
     threads = [threading.Thread(target=work, args=(desk, slowly(0.01))) for desk in desks]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(desks[0].study.trials) == len(finished(desks[0])) == 20
+    assert len(desks[0].study.trials) == len(finished(desks[0])) == 12
 
 
 def test_whether_a_process_lives(tmp_path: Path):

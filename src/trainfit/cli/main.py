@@ -19,7 +19,7 @@ COMMANDS = {
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
     "train": "Train a job, judge it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
-    "verify": "What was really active in a run or a command, by evidence.",
+    "verify": "What was really active, by evidence: requested against observed.",
     "predict": "Probabilities from a trained model, for a text or a file.",
     "report": "Runs as one HTML page: scores, curves, plan, events.",
     "watch": "A running job in the terminal, from another terminal.",
