@@ -214,6 +214,7 @@ def compare(name: str, sizes: Any, record: Any, keep: Any) -> None:
         f"training.effective_batch_size={sizes.batch}",
         "model.method=full",
         f"training.num_workers={sizes.workers}",
+        "model.attention_dropout=0.0",
     ]
     began = time.perf_counter()
     config, made = planned(name, tokens, *words)
@@ -422,7 +423,7 @@ def main() -> None:
     sizes.count, sizes.longest, sizes.curve_steps, sizes.workers = 13_000, 512, 300, 4
     if sizes.cpu:
         sizes.count, sizes.batch, sizes.workers, sizes.settings = 2_000, 16, 0, ON_A_CPU
-        sizes.rounds, sizes.steps, sizes.own_steps = 3, 30, 30
+        sizes.rounds, sizes.steps, sizes.own_steps = 3, 15, 15
     if sizes.tiny:
         sizes.count, sizes.longest, sizes.curve_steps, sizes.workers = 400, 64, 12, 0
         sizes.rounds, sizes.steps, sizes.own_steps, sizes.batch = 2, 4, 4, 16

@@ -63,7 +63,7 @@ def test_twelve_trials_killed_and_gone_on_with_are_no_worse_than_the_defaults(tm
     assert found["trials"].get("complete", 0) + found["trials"].get("pruned", 0) == 12
 
     def scores(params: dict[str, Any]) -> list[float]:
-        base = ("train", "nli", "training.num_epochs=5", "baselines=false")
+        base = ("train", "nli", "training.num_epochs=8", "baselines=false")
         return [
             answer(trainfit(tmp_path, *base, f"seed={seed}", *as_words(params)), 600)["metrics"][
                 "f1"
