@@ -88,9 +88,7 @@ def make_plan(
     steps = config.training.max_steps
     epochs = config.training.num_epochs if steps is None else steps * batch / blocks
     asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
-    plan = planned.answer(
-        prepared.composed, asked, profile, memory_gib=memory_gib, ranks=ranks
-    )
+    plan = planned.answer(prepared.composed, asked, profile, memory_gib=memory_gib, ranks=ranks)
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
