@@ -175,9 +175,8 @@ def until(tmp: Path, count: int, seconds: float = 300) -> None:
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    "by", [signal.SIGKILL, pytest.param(signal.SIGINT, marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path: Path):
     words = words_of(tmp_path, "hpo.trials=4", "cv.folds=2", "hpo.grace=600", "hpo.pruner=none")
     first = start(*words)

@@ -183,6 +183,19 @@ def test_an_error_ends_the_worker_and_the_trial_comes_back(url: str):
     assert params(desk)[0] == desk.study.trials[0].params
 
 
+def test_what_breaks_after_a_signal_is_no_failure(url: str):
+    """Ctrl-C reaches the planner's processes as well, and a plan that dies of it is no error."""
+    desk = toy_desk(url, trials=2, retries=0)
+
+    def broken(_claim: Claim) -> Outcome:
+        os.kill(os.getpid(), signal.SIGINT)
+        raise OSError("the estimator died")
+
+    assert work(desk, broken) == "stopped"
+    assert work(desk, run_toy) == "done"
+    assert params(desk)[0] == desk.study.trials[0].params
+
+
 def test_a_signal_ends_a_worker_after_its_trial_was_handed_back(url: str):
     desk = toy_desk(url, trials=3)
 

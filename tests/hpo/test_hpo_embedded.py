@@ -55,6 +55,7 @@ def test_twelve_trials_killed_and_gone_on_with_are_no_worse_than_the_defaults(tm
     first = trainfit(tmp_path, *command)
     until = time.monotonic() + 1800
     while finished(tmp_path) < 3 and time.monotonic() < until:
+        assert first.poll() is None
         time.sleep(0.5)
     first.send_signal(signal.SIGKILL)
     first.wait()

@@ -145,7 +145,7 @@ def test_before_says_where_tf32_was_on() -> None:
 def test_deterministic_sets_all_that_belongs_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
-    torch.backends.cudnn.benchmark = True
+    before, torch.backends.cudnn.benchmark = torch.backends.cudnn.benchmark, True
     with applied(RuntimeSettings(deterministic=True)) as done:
         assert torch.are_deterministic_algorithms_enabled()
         assert not torch.is_deterministic_algorithms_warn_only_enabled()
@@ -155,7 +155,7 @@ def test_deterministic_sets_all_that_belongs_to_it(monkeypatch: pytest.MonkeyPat
         assert done["deterministic"].done
     assert torch.backends.cudnn.benchmark is True
     assert "CUBLAS_WORKSPACE_CONFIG" not in os.environ
-    torch.backends.cudnn.benchmark = False
+    torch.backends.cudnn.benchmark = before
 
 
 def test_deterministic_really_makes_torch_refuse() -> None:

@@ -60,6 +60,9 @@ def _work_on(
         desk.tell(claim.trial, Outcome(kind="stopped"))
         return "stopped"
     except Exception as error:
+        if request.name is not None:  # a Ctrl-C reaches helper processes too, which die of it
+            desk.tell(claim.trial, Outcome(kind="stopped"))
+            return "stopped"
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
         desk.tell(claim.trial, Outcome(kind="failed", reason=reason))
         raise

@@ -71,7 +71,7 @@ class TrainfitCallback(TrainerCallback):
         state: TrainerState = given[1]
         logs: dict[str, Any] = kwargs.get("logs") or {}
         if "loss" in logs:
-            figures = {name: round(value, 4) for name, value in self.meter.window().items()}
+            figures = {name: float(f"{value:.4g}") for name, value in self.meter.window().items()}
             logs.update(figures)
             state.log_history[-1].update(figures)
 
@@ -90,7 +90,7 @@ class TrainfitCallback(TrainerCallback):
                     "fused" in str(args.optim).lower(), kwargs.get("optimizer")
                 ),
                 observed.checkpointing(args.gradient_checkpointing, kwargs["model"]),
-                observed.compiled(bool(args.torch_compile)),
+                observed.compiled(bool(args.torch_compile), self.meter.graphs),
             ),
         )
         if state.is_world_process_zero and args.output_dir:

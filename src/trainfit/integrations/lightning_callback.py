@@ -75,7 +75,7 @@ class TrainfitLightningCallback(Callback):
                 observed.mixed_precision(_PRECISIONS.get(precision, "off"), self.meter),
                 observed.tf32(None),
                 observed.fused_optimizer(_fused(optimizers[0]), optimizers[0]),
-                observed.compiled(hasattr(pl_module, "_orig_mod")),
+                observed.compiled(hasattr(pl_module, "_orig_mod"), self.meter.graphs),
             ),
         )
         if trainer.is_global_zero:

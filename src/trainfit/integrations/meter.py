@@ -31,6 +31,7 @@ class Meter:
         self._seconds = 0.0
         self._mark: float | None = None
         self._memory: MemoryTracker | None = None
+        self._graphs = 0
         self.product_dtype: torch.dtype | None = None
         """Of the first product's result in the last forward pass: what was really computed in."""
         self.autocast_dtype: torch.dtype | None = None
@@ -42,9 +43,15 @@ class Meter:
         """Follow `model`; `probe` looks at a product inside it, which a compiler would see."""
         self._work = work_of(model)
         self._memory = MemoryTracker()
+        self._graphs = _graphs()
         first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
         if probe and first is not None:
             self._handles.append(first.register_forward_hook(self._product))
+
+    @property
+    def graphs(self) -> int:
+        """Compiled since this meter follows its model."""
+        return _graphs() - self._graphs
 
     def follow_forward(self, model: nn.Module) -> None:
         """Count the tokens of every training pass through `model`."""
@@ -143,3 +150,10 @@ def known_peak(precision: str) -> float | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     spec = known_spec(properties.name, properties.total_memory / GIB)
     return None if spec is None else spec.peak_tflops(precision)
+
+
+def _graphs() -> int:
+    """That torch has compiled in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"]

@@ -71,11 +71,8 @@ def checkpointing(requested: bool, model: Any) -> ReceiptItem:
     return item("gradient_checkpointing", requested, on, f"the model says {on}", mend)
 
 
-def compiled(requested: bool) -> ReceiptItem:
-    """By the graphs that torch has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    graphs = counters["stats"]["unique_graphs"]
+def compiled(requested: bool, graphs: int) -> ReceiptItem:
+    """By the graphs that torch has compiled during the run."""
     return item("compile", requested, graphs > 0, f"{graphs} graphs compiled", "torch_compile=True")
 
 
