@@ -5,9 +5,9 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
