@@ -42,6 +42,11 @@ def _wait(request: StopRequest, parent: int | None) -> None:
         time.sleep(_POLL)
 
 
+def _is_asked(request: StopRequest) -> bool:
+    """Whether a signal has come, which it does behind the back of whoever reads the code."""
+    return request.name is not None
+
+
 def _work_on(
     desk: Desk,
     claim: Claim,
@@ -50,7 +55,7 @@ def _work_on(
     parent: int | None,
     tell: Tell | None,
 ) -> str:
-    if request.name is not None:  # asked while the trial was being claimed
+    if _is_asked(request):  # while the trial was being claimed
         desk.tell(claim.trial, Outcome(kind="stopped"))
         return "stopped"
     try:
@@ -60,7 +65,7 @@ def _work_on(
         desk.tell(claim.trial, Outcome(kind="stopped"))
         return "stopped"
     except Exception as error:
-        if request.name is not None:  # a Ctrl-C reaches helper processes too, which die of it
+        if _is_asked(request):  # a Ctrl-C reaches helper processes too, which die of it
             desk.tell(claim.trial, Outcome(kind="stopped"))
             return "stopped"
         reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
