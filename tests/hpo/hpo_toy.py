@@ -30,7 +30,7 @@ SPACE = {
 def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> Desk:
     """The desk of a study that is made where it is not there."""
     hpo = compose_study("nli", []).hpo
-    hpo = replace(hpo, **{"trials": 8, "heartbeat": 1, "grace": 2, **settings})
+    hpo = replace(hpo, **{"trials": 8, "heartbeat": 1, "grace": 60, **settings})
     database = open_database(url, heartbeat=hpo.heartbeat, grace=hpo.grace)
     with database.locked(name), quiet():
         study = optuna.create_study(

@@ -84,16 +84,16 @@ def test_a_dead_worker_leaves_its_trial_with_its_parameters(url: str):
 
 
 def test_a_worker_elsewhere_is_given_up_when_its_heartbeat_stops(url: str):
-    desk = toy_desk(url, trials=1, heartbeat=1, grace=1)
+    desk = toy_desk(url, trials=1, heartbeat=1, grace=3)
     dead = claim(desk)
     dead.trial.set_user_attr(WORKER, ELSEWHERE)
     assert desk.claim() == "wait"
     start = time.monotonic()
     while (taken := desk.claim()) == "wait":
-        desk.beat(dead.trial) if time.monotonic() - start < 2.5 else time.sleep(0.2)
+        desk.beat(dead.trial) if time.monotonic() - start < 4 else time.sleep(0.2)
     assert isinstance(taken, Claim)
     assert taken.params == dead.params
-    assert time.monotonic() - start > 3  # alive while it beat
+    assert time.monotonic() - start > 4  # alive while it beat
 
 
 def test_a_process_that_died_while_it_claimed_is_recognised(url: str):
@@ -210,12 +210,12 @@ def test_a_signal_ends_a_worker_after_its_trial_was_handed_back(url: str):
 
 
 def test_a_trial_beats_while_it_runs(url: str):
-    desk = toy_desk(url, trials=1, heartbeat=1, grace=1)
+    desk = toy_desk(url, trials=1, heartbeat=1, grace=3)
     seen = []
 
     def run(taken: Claim) -> Outcome:
         taken.trial.set_user_attr(WORKER, ELSEWHERE)
-        until = time.monotonic() + 3.5
+        until = time.monotonic() + 5
         while time.monotonic() < until:
             seen.append(desk.claim())
             time.sleep(0.3)
@@ -251,6 +251,20 @@ def test_whether_a_process_lives(tmp_path: Path):
     assert is_gone(worker)
 
 
+def killed_in_a_trial(worker: subprocess.Popen[bytes], desk: Desk) -> bool:
+    """Hold a worker that has a trial, and kill it if it has one still; else let it go on."""
+
+    def is_busy() -> bool:
+        return worker.pid in {(t.user_attrs.get(WORKER) or {}).get("pid") for t in running(desk)}
+
+    if not is_busy():
+        return False
+    worker.send_signal(signal.SIGSTOP)
+    busy = is_busy()
+    worker.send_signal(signal.SIGKILL if busy else signal.SIGCONT)
+    return busy
+
+
 def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0.15) -> Desk:
     """Workers as processes, of which some are killed in the middle."""
     desk = toy_desk(url, trials=trials)
@@ -266,9 +280,8 @@ def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0
         left = crowd[:kills]
         until = time.monotonic() + 90
         while left and time.monotonic() < until:
-            busy = {(trial.user_attrs.get(WORKER) or {}).get("pid") for trial in running(desk)}
-            if len(finished(desk)) >= 3 and left[0].pid in busy:
-                left.pop(0).kill()
+            if len(finished(desk)) >= 3 and killed_in_a_trial(left[0], desk):
+                left.pop(0)
             time.sleep(0.02)
         assert not left, "the workers to kill got no trial"
         assert [worker.wait(90) for worker in crowd[kills:]] == [0] * (workers - kills)
@@ -289,7 +302,7 @@ def check_crowd(desk: Desk, trials: int, kills: int) -> None:
         assert sum(ended) == 1
         assert all(trial.params == chain[0].params for trial in chain)
     assert len(desk.study.trials) - trials == sum(len(chain) - 1 for chain in found)
-    assert 1 <= len(desk.study.trials) - trials <= kills
+    assert len(desk.study.trials) - trials == kills
     assert optuna.load_study(study_name="toy", storage=desk.database.storage).best_value == max(
         trial.value for trial in finished(desk)
     )
