@@ -183,3 +183,25 @@ def test_the_speeds_are_the_recorded_ones():
             assert f"| {' to '.join(own)} | {best:,.0f}" in row
             if "trainer defaults" in rates:
                 assert f"{rates['trainer defaults'][0]:.3g}" in row
+
+
+def test_the_profile_on_the_page_is_the_recorded_one():
+    record = json.loads(
+        (ROOT / "benchmarks/results/2026-11-15-gemma-profile-h200.json").read_text()
+    )
+    page = " ".join((ROOT / "docs" / "speed.md").read_text().split())
+
+    def milliseconds(word: str) -> float:
+        return sum(each["ms"] for each in record["kernels"] if word in each["name"])
+
+    shares = {
+        word: round(100 * milliseconds(word) / record["total_ms"])
+        for word in ("nvjet", "flash", "gelu", "pow", "multi_tensor")
+    }
+    products = milliseconds("nvjet") / 1e3
+    rate = 6 * record["product_parameters"] * record["tokens"] / products / 1e12
+    assert f"{shares['nvjet']}% of a step is matrix products at {rate:.0f} TFLOP/s" in page
+    assert f"heads of 256 takes {shares['flash']}%, GELU {shares['gelu']}%" in page
+    assert f"norms in float32 {shares['pow']}%" in page
+    assert f"update {shares['multi_tensor']}%" in page
+    assert f"allow {record['sequences'] / products:.0f} samples/s" in page
