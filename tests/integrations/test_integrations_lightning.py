@@ -64,7 +64,7 @@ def trainer(folder: Path, callback: TrainfitLightningCallback) -> pl.Trainer:
 
 
 def test_a_real_run_gets_its_figures(tmp_path: Path):
-    callback = TrainfitLightningCallback(peak_tflops=0.01)
+    callback = TrainfitLightningCallback(peak_tflops=0.01, warm_up=2)
     made = trainer(tmp_path, callback)
     made.fit(Tiny(), loader(), loader())
     figures = {name: float(value) for name, value in made.callback_metrics.items()}

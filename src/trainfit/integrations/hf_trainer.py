@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, Self
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from trainfit.integrations import observed
 from trainfit.integrations.meter import Meter
 from trainfit.integrations.oom import oom_advice
+from trainfit.measuring.observing import WARM_UP, Observation, observe
 from trainfit.records import Receipt
 
 RECEIPT = "trainfit_receipt.json"
+
+
+class Observing:
+    """Observes one training after another, and keeps the last one's receipt."""
+
+    def __init__(self, warm_up: int) -> None:
+        """Look at the step after `warm_up` ones."""
+        self._warm_up = warm_up
+        self._under_way = ExitStack()
+        self._seen: Observation | None = None
+
+    def begin(self) -> None:
+        """Observe from now on; one that an error ended is let go."""
+        self._under_way.close()
+        self._seen = self._under_way.enter_context(observe(warm_up=self._warm_up))
+
+    def end(self, folder: Path, *, write: bool) -> Receipt | None:
+        """The receipt, written to `folder`; None for a training that was too short to look at."""
+        self._under_way.close()
+        if self._seen is None or self._seen.receipt is None:
+            return None
+        receipt = replace(self._seen.receipt, run=str(folder))
+        if write:
+            receipt.save(folder / RECEIPT)
+        return receipt
 
 
 class TrainfitCallback(TrainerCallback):
@@ -23,9 +50,13 @@ class TrainfitCallback(TrainerCallback):
     `trainer.train()`.
     """
 
-    def __init__(self, *, peak_tflops: float | None = None) -> None:
-        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know."""
+    def __init__(self, *, peak_tflops: float | None = None, warm_up: int = WARM_UP) -> None:
+        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know.
+
+        The optimizer step after `warm_up` ones is looked at for the receipt.
+        """
         self.meter = Meter(peak_tflops=peak_tflops)
+        self._observing = Observing(warm_up)
         self.receipt: Receipt | None = None
         """Of the last training."""
 
@@ -49,6 +80,7 @@ class TrainfitCallback(TrainerCallback):
         model = kwargs["model"]
         self.meter.attach(model, probe=not args.torch_compile)
         self.meter.follow_forward(model)
+        self._observing.begin()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
         """The first one starts the clock: what came before was loading."""
@@ -76,22 +108,9 @@ class TrainfitCallback(TrainerCallback):
             state.log_history[-1].update(figures)
 
     def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, *_: Any, **kwargs: Any
+        self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
         """Let the model go, and write the receipt."""
         self.meter.detach()
-        precision = "bf16" if args.bf16 else "fp16" if args.fp16 else "off"
-        self.receipt = Receipt(
-            run=str(args.output_dir),
-            items=(
-                observed.mixed_precision(precision, self.meter),
-                observed.tf32(args.tf32),
-                observed.fused_optimizer(
-                    "fused" in str(args.optim).lower(), kwargs.get("optimizer")
-                ),
-                observed.checkpointing(args.gradient_checkpointing, kwargs["model"]),
-                observed.compiled(bool(args.torch_compile), self.meter.graphs),
-            ),
-        )
-        if state.is_world_process_zero and args.output_dir:
-            self.receipt.save(Path(args.output_dir) / RECEIPT)
+        write = state.is_world_process_zero and bool(args.output_dir)
+        self.receipt = self._observing.end(Path(args.output_dir or "."), write=write)

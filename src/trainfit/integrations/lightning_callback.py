@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.errors import BadInput
-from trainfit.integrations import observed
-from trainfit.integrations.hf_trainer import RECEIPT
+from trainfit.integrations.hf_trainer import Observing
 from trainfit.integrations.meter import Meter
 from trainfit.integrations.oom import add_advice
+from trainfit.measuring.observing import WARM_UP
 from trainfit.records import Receipt
 
 try:
@@ -20,8 +20,6 @@ except ImportError:
     except ImportError:
         raise BadInput("Lightning is not installed", "pip install lightning") from None
 
-_PRECISIONS = {"bf16": "bf16", "16": "fp16"}
-
 
 class TrainfitLightningCallback(Callback):
     """Logs figures every `log_every_n_steps`, and writes what was really active when it ends.
@@ -29,9 +27,13 @@ class TrainfitLightningCallback(Callback):
     Tokens and MFU are known for batches that are mappings with `input_ids`.
     """
 
-    def __init__(self, *, peak_tflops: float | None = None) -> None:
-        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know."""
+    def __init__(self, *, peak_tflops: float | None = None, warm_up: int = WARM_UP) -> None:
+        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know.
+
+        The optimizer step after `warm_up` ones is looked at for the receipt.
+        """
         self.meter = Meter(peak_tflops=peak_tflops)
+        self._observing = Observing(warm_up)
         self._said = 0
         self.receipt: Receipt | None = None
         """Of the last training."""
@@ -39,6 +41,7 @@ class TrainfitLightningCallback(Callback):
     def on_train_start(self, _trainer: Any, pl_module: Any) -> None:
         """Follow the model."""
         self.meter.attach(pl_module)
+        self._observing.begin()
 
     def on_train_batch_start(self, _trainer: Any, _module: Any, batch: Any, *_: Any) -> None:
         """Count a batch."""
@@ -63,25 +66,8 @@ class TrainfitLightningCallback(Callback):
         self.meter.detach()
         add_advice(exception)
 
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+    def on_train_end(self, trainer: Any, _module: Any) -> None:
         """Let the model go, and write the receipt."""
         self.meter.detach()
-        precision = str(trainer.precision).partition("-")[0]
-        optimizers = trainer.optimizers or [None]
         folder = Path(trainer.log_dir or trainer.default_root_dir)
-        self.receipt = Receipt(
-            run=str(folder),
-            items=(
-                observed.mixed_precision(_PRECISIONS.get(precision, "off"), self.meter),
-                observed.tf32(None),
-                observed.fused_optimizer(_fused(optimizers[0]), optimizers[0]),
-                observed.compiled(hasattr(pl_module, "_orig_mod"), self.meter.graphs),
-            ),
-        )
-        if trainer.is_global_zero:
-            self.receipt.save(folder / RECEIPT)
-
-
-def _fused(optimizer: Any) -> bool:
-    """Lightning has no setting for it: what the module's optimizer was made with is the wish."""
-    return bool(getattr(optimizer, "defaults", {}).get("fused"))
+        self.receipt = self._observing.end(folder, write=trainer.is_global_zero)

@@ -31,11 +31,8 @@ class Meter:
         self._seconds = 0.0
         self._mark: float | None = None
         self._memory: MemoryTracker | None = None
-        self._graphs = 0
         self.product_dtype: torch.dtype | None = None
         """Of the first product's result in the last forward pass: what was really computed in."""
-        self.autocast_dtype: torch.dtype | None = None
-        """What autocast was set to there; None: it was off."""
 
     # ── what is seen ──
 
@@ -43,15 +40,9 @@ class Meter:
         """Follow `model`; `probe` looks at a product inside it, which a compiler would see."""
         self._work = work_of(model)
         self._memory = MemoryTracker()
-        self._graphs = _graphs()
         first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
         if probe and first is not None:
             self._handles.append(first.register_forward_hook(self._product))
-
-    @property
-    def graphs(self) -> int:
-        """Compiled since this meter follows its model."""
-        return _graphs() - self._graphs
 
     def follow_forward(self, model: nn.Module) -> None:
         """Count the tokens of every training pass through `model`."""
@@ -85,10 +76,7 @@ class Meter:
 
     def _product(self, module: nn.Module, _inputs: Any, output: Any) -> None:
         if module.training and isinstance(output, Tensor):
-            kind = output.device.type
             self.product_dtype = output.dtype
-            on = torch.is_autocast_enabled(kind)
-            self.autocast_dtype = torch.get_autocast_dtype(kind) if on else None
 
     # ── the clock ──
 
@@ -150,10 +138,3 @@ def known_peak(precision: str) -> float | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     spec = known_spec(properties.name, properties.total_memory / GIB)
     return None if spec is None else spec.peak_tflops(precision)
-
-
-def _graphs() -> int:
-    """That torch has compiled in this process."""
-    from torch._dynamo.utils import counters
-
-    return counters["stats"]["unique_graphs"]
