@@ -21,7 +21,7 @@ from trainfit.planning.memory import Request, ask, target, told
 from truth import FILES, Truth, recorded
 
 GIB = 1024**3
-LIMITS = {False: (2, 5), True: (6, 10)}
+LIMITS = {False: (2, 5), True: (1, 5)}
 """Percent of allocated and reserved, eager and compiled."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
@@ -162,11 +163,11 @@ class _Fused:
     def __call__(self, args: list[Any]) -> Any:
         recorder = _recorder()
         values: dict[fx.Node, Any] = {}
-        inputs = iter(list(args))
+        inputs = deque(args)
         args.clear()
         for at, node in enumerate(self._nodes):
             if node.op == "placeholder":
-                values[node] = next(inputs)
+                values[node] = inputs.popleft()
             elif node.op == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
             else:
