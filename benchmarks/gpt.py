@@ -6,6 +6,7 @@ the same GPU in the same minutes; the figure is the median of the rounds. MFU is
 
     python benchmarks/gpt.py --output FILE --shape small --stage peers     everyone, by batch
     python benchmarks/gpt.py --output FILE --shape small --stage ladder    what each step gave
+    python benchmarks/gpt.py --output FILE --shape small --stage combined  what it gave, together
     python benchmarks/gpt.py --output FILE --shape small --stage curve     bf16 against TF32
     python benchmarks/gpt.py --output FILE --tiny                          all of it on a CPU
 
@@ -49,6 +50,8 @@ SHAPES = {
 BATCHES = {"small": (12, 16, 32, 64), "medium": (8, 16, 32), "tiny": (2, 4)}
 LADDER_BATCH = {"small": 32, "medium": 16, "tiny": 4}
 CURVE_BATCH = {"small": 16, "medium": 8, "tiny": 4}
+WARM_UP = 5
+"""Steps before each round: a GPU that has waited for a compiler runs faster than it can go on."""
 BEST: dict[str, Any] = {"half_stream": True, "attention": "cudnn"}
 """What the ladder is expected to end with; --best says otherwise."""
 
@@ -97,7 +100,23 @@ def ladder(batch: int) -> list[Contender]:
         Contender(name="nanoGPT-style", kind="nanogpt", batch=batch),
         replace(cudnn, name="bf16 weights with float32 copies", kind="masters"),
         replace(cudnn, name="CUDA graphs", mode="reduce-overhead"),
-        replace(cudnn, name="max-autotune", mode="max-autotune-no-cudagraphs"),
+    ]
+
+
+def combined(batch: int) -> list[Contender]:
+    """What the ladder found, together: candidates for trainfit's own setting."""
+    plain = Contender(name="whole model compiled", batch=batch, attention="flash")
+    half = replace(plain, name="bf16 stream", half_stream=True)
+    chunks = replace(half, name="bf16 stream, chunks of 8192", chunk=8192)
+    return [
+        Contender(name="nanoGPT-style", kind="nanogpt", batch=batch),
+        plain,
+        half,
+        chunks,
+        replace(chunks, name="bf16 stream, chunks, cuDNN", attention="cudnn"),
+        replace(chunks, name="bf16 stream, chunks, graphs", mode="reduce-overhead"),
+        replace(chunks, name="bf16 stream, chunks, float32 copies", kind="masters"),
+        replace(chunks, name="bf16 stream, chunks, only blocks and loss", compile="blocks+loss"),
     ]
 
 
@@ -189,7 +208,8 @@ class Running:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         others = (torch.cuda.memory_allocated() if self.device == "cuda" else 0) - self.own
-        self.step(self.batches[0])
+        for number in range(WARM_UP):
+            self.step(self.batches[number % 4])
         sync(self.device)
         started = time.perf_counter()
         for number in range(steps):
@@ -255,7 +275,9 @@ def compare(
         if time.monotonic() > options.deadline:
             print("out of time: the rest is not built")
             break
-    for _ in range(options.rounds - 1):
+    for one in running:
+        one.seconds.clear()  # of a GPU that had a rest while someone was compiled
+    for _ in range(options.rounds):
         for one in running:
             one.round(options.steps)
     for one in running:
@@ -337,7 +359,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--stage", choices=["peers", "ladder", "curve", "all"], default="all")
+    parser.add_argument("--stage", choices=["peers", "ladder", "combined", "curve", "all"], default="all")
     parser.add_argument("--only", nargs="*", help="contenders whose name has one of these words")
     parser.add_argument("--batch", type=int, help="of the ladder and the curve")
     parser.add_argument("--batches", type=int, nargs="*", help="of the peers")
@@ -401,6 +423,8 @@ def main() -> None:
     with applied(RuntimeSettings(tf32=True)):
         if options.stage in ("ladder", "all"):
             compare("ladder", chosen(ladder(batch), options), options, record, peak)
+        if options.stage in ("combined", "all"):
+            compare("combined", chosen(combined(batch), options), options, record, peak)
         if options.stage in ("peers", "all"):
             compare(
                 "peers", chosen(peers(options.shape, options.best), options), options, record, peak
