@@ -63,6 +63,8 @@ def test_a_study_from_the_first_trial_to_the_final_model(
     words = words_of(
         tmp_path, "hpo.trials=4", "cv.folds=2", "hpo.pruner_startup=1", "hpo.pruner_warmup=0"
     )
+    (tmp_path / "mine.yaml").write_text("training:\n  weight_decay: 0.03\n")
+    words += ["--config", "mine.yaml"]
     assert run(["hpo", *words, "--json"]) == 0
     out = capsys.readouterr()
     found = json.loads(out.out)
@@ -102,6 +104,9 @@ def test_a_study_from_the_first_trial_to_the_final_model(
     study = optuna.load_study(study_name="mine", storage=storage(tmp_path))
     assert study.best_trial.number == found["best"]["trial"]
     assert study.trials[0].params["training.learning_rate"] == 2e-5
+    # What the file sets is not searched, and reaches the run.
+    assert not any("training.weight_decay" in trial.params for trial in study.trials)
+    assert "weight_decay: 0.03" in text
 
 
 @pytest.mark.parametrize(

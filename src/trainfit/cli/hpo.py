@@ -8,7 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from trainfit.cli.config_file import config_option
+
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from trainfit.hpo.objective import Objective
     from trainfit.hpo.setting import Setting
     from trainfit.hpo.studies import OpenStudy
@@ -38,6 +42,7 @@ def command() -> None:
 def _search(
     task: str,
     overrides: tuple[str, ...],
+    config_file: Path | None,
     workers: int,
     as_json: bool,
     worker: int | None,
@@ -48,12 +53,14 @@ def _search(
     from trainfit.cli.hpo_pages import result_page
     from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.train import report_on
+    from trainfit.conf.user_file import with_file
     from trainfit.hpo.final import finish, summarise
     from trainfit.hpo.setting import read_setting
     from trainfit.hpo.studies import open_study
     from trainfit.reports import terminal
 
     begun = time.perf_counter()
+    overrides = with_file(task, config_file, overrides)
     setting = read_setting(task, overrides)
     objectives = _Objectives(setting)
     opened = open_study(setting, objectives.get)
@@ -133,6 +140,7 @@ def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float)
 def _task_command(task: str, about: str) -> click.Command:
     @click.command(task, help=f"{about}\n\nOVERRIDES are key=value words; hpo.… are the study's.")
     @click.argument("overrides", nargs=-1)
+    @config_option
     @click.option(
         "--workers",
         type=click.IntRange(1),
