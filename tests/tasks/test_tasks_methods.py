@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from peft.tuners.lora.dora import DoraLinearLayer
 from tasks_tiny import TINY, rows, tiny
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -16,7 +17,9 @@ from transformers import AutoModel
 
 from trainfit.errors import BadInput
 from trainfit.kernels.layout import lay_out
+from trainfit.runtime import repeated_blocks
 from trainfit.tasks import EncoderClassifier
+from trainfit.tasks.encoder.dora import Dora
 from trainfit.tasks.encoder.methods import projections
 
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -134,6 +137,49 @@ def test_adapters_on_bf16_weights_stay_in_float32() -> None:
     kinds = {n: p.dtype for n, p in model.named_parameters()}
     assert {kinds[n] for n in trained(model)} == {torch.float32}
     assert kinds["encoder.embed_tokens.weight"] == torch.bfloat16
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b-it", "bert-base", "gpt2"])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+def test_dora_is_what_peft_computes(name: str, dropout: float) -> None:
+    """Values and gradients; GPT-2's weights are transposed, BERT's layers have biases."""
+    model = tiny(name, method="dora", lora_dropout=dropout).train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    layers = [module for module in model.modules() if type(module) is Dora]
+    assert layers
+    found = []
+    for kind in (Dora, DoraLinearLayer):
+        for layer in layers:
+            layer.__class__ = kind
+        torch.manual_seed(0)
+        found.append(step(model, rows().packed))
+    assert found[0].abs().max() > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+
+
+def test_a_block_with_dora_is_one_graph() -> None:
+    model = tiny("gemma-3-1b-it", method="dora", lora_dropout=0.1).train()
+    batch = rows().packed
+    blocks = repeated_blocks(model)
+    seen: list[int] = []
+
+    def counting(graph: torch.fx.GraphModule, _inputs: Any) -> Any:
+        seen.append(len(graph.graph.nodes))
+        return graph.forward
+
+    torch.compiler.reset()
+    for block in blocks:
+        block._compiled_call_impl = torch.compile(
+            block._call_impl, backend=counting, fullgraph=True
+        )
+    try:
+        step(model, batch)
+    finally:
+        torch.compiler.reset()
+    assert 1 <= len(seen) <= 3  # with and without a window, and the first, whose input is frozen
 
 
 def test_a_model_without_known_projections_is_refused() -> None:

@@ -93,8 +93,6 @@ def _obstacle(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> 
     missing = profile.compile.missing(gpu=True)
     if missing and not profile.simulated:
         return f"it would fail here: {' and '.join(missing)} missing"
-    if question.workload.method == "dora":
-        return "DoRA breaks the graph in every block"
     return None
 
 

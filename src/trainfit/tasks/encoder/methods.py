@@ -36,6 +36,8 @@ def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
+    from trainfit.tasks.encoder.dora import make_compilable
+
     names = projections(model)
     layers = [model.get_submodule(name) for name in names]
     model.requires_grad_(False)
@@ -49,6 +51,7 @@ def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
             fan_in_fan_out=isinstance(layers[0], Conv1D),
         )
     )
+    make_compilable(model)
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Small updates vanish in bf16 weights; adapters are small enough to keep whole.
