@@ -159,7 +159,12 @@ def start(*words: str) -> subprocess.Popen[str]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            "OMP_NUM_THREADS": "1",
+            "PYTHONFAULTHANDLER": "1",
+        },
     )
 
 
@@ -173,10 +178,14 @@ def finished(tmp: Path) -> int:
     return sum(trial.state in FINISHED for trial in study.trials)
 
 
-def until(tmp: Path, count: int, seconds: float = 300) -> None:
+def until(tmp: Path, count: int, command: subprocess.Popen[str], seconds: float = 300) -> None:
+    """Wait for so many trials; a command that gets nowhere says where it is."""
     end = time.monotonic() + seconds
     while finished(tmp) < count:
-        assert time.monotonic() < end, f"{finished(tmp)} trials after {seconds} s"
+        if time.monotonic() > end:
+            command.send_signal(signal.SIGABRT)
+        if command.poll() is not None:
+            raise AssertionError(f"{finished(tmp)} trials: {command.communicate()[1][-3000:]}")
         time.sleep(0.1)
 
 
@@ -185,7 +194,7 @@ def until(tmp: Path, count: int, seconds: float = 300) -> None:
 def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path: Path):
     words = words_of(tmp_path, "hpo.trials=4", "cv.folds=2", "hpo.grace=600", "hpo.pruner=none")
     first = start(*words)
-    until(tmp_path, 1)
+    until(tmp_path, 1, first)
     first.send_signal(by)
     first.communicate(timeout=60)
     assert first.returncode == (-9 if by == signal.SIGKILL else 130)
@@ -207,7 +216,7 @@ def test_several_workers_share_a_study_and_one_is_killed(tmp_path: Path):
     words = words_of(tmp_path, "hpo.trials=8", "cv.folds=2", "hpo.pruner=none")
     command = start(*words, "--workers", "2")
     try:
-        until(tmp_path, 2)
+        until(tmp_path, 2, command)
         import psutil
 
         workers = [

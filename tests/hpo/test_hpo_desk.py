@@ -310,3 +310,30 @@ def check_crowd(desk: Desk, trials: int, kills: int) -> None:
 
 def test_workers_killed_on_sqlite_lose_nothing(url: str):
     check_crowd(crowd(url, workers=2, trials=12, kills=1), 12, 1)
+
+
+def test_who_comes_at_the_same_time_finds_the_tables(tmp_path: Path):
+    """Each makes Optuna's tables in a database that has none, or takes the other's."""
+    begin = tmp_path / "begin"
+    code = (
+        "import sys, time; from pathlib import Path;"
+        "from trainfit.hpo.storage import open_database;"
+        "print('ready', flush=True)\n"
+        "for turn in range(4):\n"
+        f"    while not Path(f'{begin}{{turn}}').exists(): pass\n"
+        f"    open_database(f'sqlite:///{tmp_path}/{{turn}}.db')\n"
+        "    print('open', flush=True)\n"
+    )
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        for _ in range(3)
+    ]
+    assert all(one.stdout and one.stdout.readline() == "ready\n" for one in both)
+    for turn in range(4):
+        Path(f"{begin}{turn}").touch()
+        for one in both:
+            assert one.stdout
+            assert one.stdout.readline() == "open\n", one.communicate()[1][-600:]
+    assert [one.wait(30) for one in both] == [0, 0, 0]

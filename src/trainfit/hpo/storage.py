@@ -9,6 +9,7 @@ PostgreSQL.
 from __future__ import annotations
 
 import hashlib
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,13 +22,21 @@ from filelock import FileLock, Timeout
 from optuna.storages import RDBStorage
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
-from sqlalchemy.exc import ArgumentError, NoSuchModuleError, SQLAlchemyError
+from sqlalchemy.exc import (
+    ArgumentError,
+    DatabaseError,
+    IntegrityError,
+    NoSuchModuleError,
+    SQLAlchemyError,
+)
 
 from trainfit.errors import BadInput, RunFailed
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120
 """Seconds to wait for a lock. Whoever holds it does so for milliseconds."""
+_TRIES = 10
+"""To find the tables whole that others are making."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +91,7 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = RDBStorage(
+            storage = _connected(
                 parsed.render_as_string(hide_password=False),
                 engine_kwargs=_options(parsed),
                 heartbeat_interval=heartbeat,
@@ -103,6 +112,18 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
     except RuntimeError as error:  # tables of another version of Optuna
         raise BadInput(f"hpo.storage={shown}: {error}", "give another database") from None
     return Database(storage, parsed)
+
+
+def _connected(url: str, **options: Any) -> RDBStorage:
+    """Optuna's storage; where another process makes the tables at the same time, theirs."""
+    for _ in range(_TRIES - 1):
+        try:
+            return RDBStorage(url, **options)
+        except DatabaseError as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+        time.sleep(0.3)
+    return RDBStorage(url, **options)
 
 
 def _parsed(url: str) -> URL:
