@@ -1,4 +1,4 @@
-"""The peers that trainfit is measured beside: transformers' Trainer and Lightning, a round each.
+"""The peers that trainfit is measured beside: Trainer, Lightning and a plain loop, a round each.
 
 A round builds the peer anew on the same model and data, takes some steps to warm up, and times the
 rest from end to end: the device is waited for before the first and after the last of them alone.
@@ -9,10 +9,11 @@ from __future__ import annotations
 import gc
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +27,7 @@ GIB = 2**30
 WARM_UP = 4
 CUDA = torch.cuda.is_available()
 BuildModel = Callable[[], nn.Module]
-"""A model that takes input_ids, attention_mask and labels, and returns a loss."""
+"""A model that takes what its data collates, and returns a loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,26 +36,16 @@ class Setting:
 
     name: str
     batch: int
+    kind: Literal["trainer", "lightning", "plain"] = "trainer"
     precision: str = "bf16"
     grouped: bool = False
     """Sequences of like length go together, by Trainer's own sampler."""
     workers: int = 4
+    compile: bool = False
     defaults: bool = False
     """Whatever Trainer does if nobody says anything."""
-
-
-class Sequences(Dataset[dict[str, Any]]):
-    """Token ids and a label each."""
-
-    def __init__(self, tokens: Tokens) -> None:
-        self._tokens = tokens
-
-    def __len__(self) -> int:
-        return len(self._tokens)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        ids = self._tokens.sequence(index).tolist()
-        return {"input_ids": ids, "labels": int(self._tokens.labels[index])}
+    once: bool = False
+    """One round is enough."""
 
 
 def pad_to_longest(items: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -67,6 +58,42 @@ def pad_to_longest(items: list[dict[str, Any]]) -> dict[str, Tensor]:
         mask[row, :length] = 1
     labels = torch.tensor([item["labels"] for item in items])
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Sequences(Dataset[dict[str, Any]]):
+    """Token ids and a label each."""
+
+    collate = staticmethod(pad_to_longest)
+
+    def __init__(self, tokens: Tokens) -> None:
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self._tokens)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        ids = self._tokens.sequence(index).tolist()
+        return {"input_ids": ids, "labels": int(self._tokens.labels[index])}
+
+
+class Blocks(Dataset[Tensor]):
+    """Blocks of a stream of tokens; a model that predicts them shifts its labels itself."""
+
+    def __init__(self, ids: Any, block: int) -> None:
+        self._rows = torch.from_numpy(ids[: len(ids) // block * block].astype("int64"))
+        self._rows = self._rows.view(-1, block)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._rows[index]
+
+    @staticmethod
+    def collate(items: list[Tensor]) -> dict[str, Tensor]:
+        """All are of one length."""
+        rows = torch.stack(items)
+        return {"input_ids": rows, "labels": rows.clone()}
 
 
 class Clock:
@@ -120,9 +147,27 @@ def guarded(round_: Callable[[], dict[str, Any]]) -> dict[str, Any]:
         _start_over()
 
 
+def take_turn(
+    build: BuildModel,
+    data: Any,
+    settings: Iterable[Setting],
+    steps: int,
+    found: dict[str, dict[str, Any]],
+    tell: Callable[[str, dict[str, Any]], None],
+) -> None:
+    """A round of each peer that has not failed, added to what was found before."""
+    kinds = {"trainer": trainer_round, "lightning": lightning_round, "plain": plain_round}
+    for setting in settings:
+        own = found.setdefault(setting.name, {"setting": vars(setting), "rounds": []})
+        if own["rounds"] and (setting.once or "error" in own["rounds"][-1]):
+            continue
+        own["rounds"].append(guarded(partial(kinds[setting.kind], build, data, setting, steps)))
+        tell(setting.name, own["rounds"][-1])
+
+
 def trainer_round(
     build: BuildModel,
-    tokens: Tokens,
+    data: Any,
     setting: Setting,
     steps: int,
     *,
@@ -153,6 +198,7 @@ def trainer_round(
             "tf32": CUDA or None,
             "dataloader_num_workers": setting.workers,
             "train_sampling_strategy": "group_by_length" if setting.grouped else "random",
+            "torch_compile": setting.compile,
         }
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -170,8 +216,8 @@ def trainer_round(
                 seed=seed,
                 **{**chosen, **arguments},
             ),
-            train_dataset=Sequences(tokens),
-            data_collator=pad_to_longest,
+            train_dataset=data,
+            data_collator=data.collate,
             callbacks=[Timing()],
         )
         try:
@@ -183,9 +229,7 @@ def trainer_round(
     return clock.result(setting.batch)
 
 
-def lightning_round(
-    build: BuildModel, tokens: Tokens, setting: Setting, steps: int
-) -> dict[str, Any]:
+def lightning_round(build: BuildModel, data: Any, setting: Setting, steps: int) -> dict[str, Any]:
     """Lightning's Trainer with the fused AdamW, which cannot clip there: it is spared that work."""
     import lightning
 
@@ -195,9 +239,11 @@ def lightning_round(
         def __init__(self) -> None:
             super().__init__()
             self.model = build()
+            if setting.compile:
+                self.model.compile()
 
         def training_step(self, batch: dict[str, Tensor], _index: int) -> Tensor:
-            return self.model(**batch).loss
+            return self.model(**batch)["loss"]
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.AdamW(self.parameters(), lr=5e-5, fused=True)
@@ -217,15 +263,43 @@ def lightning_round(
             enable_model_summary=False,
             default_root_dir=folder,
         )
-        trainer.fit(
-            Module(),
-            DataLoader(
-                Sequences(tokens),
-                setting.batch,
-                shuffle=True,
-                collate_fn=pad_to_longest,
-                num_workers=setting.workers,
-                pin_memory=CUDA,
-            ),
-        )
+        trainer.fit(Module(), _loader(data, setting))
     return clock.result(setting.batch)
+
+
+def plain_round(build: BuildModel, data: Any, setting: Setting, steps: int) -> dict[str, Any]:
+    """The loop of a tutorial: autocast, clip, the fused AdamW, and nothing arranged for speed."""
+    clock = Clock(steps)
+    device = "cuda" if CUDA else "cpu"
+    model = build().to(device).train()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-5, fused=True)
+    if setting.compile:
+        model.compile()
+    half = CUDA and setting.precision == "bf16"
+    batches = _loader(data, setting)
+    arriving = iter(batches)
+    for step in range(1, clock.last + 1):
+        batch = next(arriving, None)
+        if batch is None:
+            arriving = iter(batches)
+            batch = next(arriving)
+        inputs = {name: value.to(device, non_blocking=True) for name, value in batch.items()}
+        with torch.autocast(device, dtype=torch.bfloat16) if half else nullcontext():
+            loss = model(**inputs)["loss"]
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        clock.after(step)
+    return clock.result(setting.batch)
+
+
+def _loader(data: Any, setting: Setting) -> DataLoader[Any]:
+    return DataLoader(
+        data,
+        setting.batch,
+        shuffle=True,
+        collate_fn=data.collate,
+        num_workers=setting.workers,
+        pin_memory=CUDA,
+    )

@@ -42,6 +42,7 @@ from trainfit.tasks.gpt.mfu import flops_per_token, parameters
 from trainfit.tasks.gpt.model import GptShape
 
 GIB = 1024**3
+STAGES = ("peers", "ladder", "combined", "curve", "all")
 SHAPES = {
     "small": GptShape(vocab_size=50304, block_size=1024, n_layer=12, n_head=12, n_embd=768),
     "medium": GptShape(vocab_size=50304, block_size=1024, n_layer=24, n_head=16, n_embd=1024),
@@ -359,7 +360,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--shape", choices=SHAPES, default="small")
-    parser.add_argument("--stage", choices=["peers", "ladder", "combined", "curve", "all"], default="all")
+    parser.add_argument("--stage", choices=STAGES, default="all")
     parser.add_argument("--only", nargs="*", help="contenders whose name has one of these words")
     parser.add_argument("--batch", type=int, help="of the ladder and the curve")
     parser.add_argument("--batches", type=int, nargs="*", help="of the peers")

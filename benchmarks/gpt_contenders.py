@@ -237,7 +237,8 @@ def _nanogpt(who: Contender, shape: GptShape, device: str, backend: Any) -> Step
     return _plain_loop(who, model, optimizer, call, device)
 
 
-def _transformers(who: Contender, shape: GptShape, device: str, backend: Any) -> Step:
+def hub_gpt2(shape: GptShape) -> nn.Module:
+    """transformers' own GPT-2 of these sizes."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     config = GPT2Config(
@@ -254,7 +255,11 @@ def _transformers(who: Contender, shape: GptShape, device: str, backend: Any) ->
         eos_token_id=None,
         attn_implementation="sdpa",
     )
-    model = GPT2LMHeadModel(config).to(device).train()
+    return GPT2LMHeadModel(config)
+
+
+def _transformers(who: Contender, shape: GptShape, device: str, backend: Any) -> Step:
+    model = hub_gpt2(shape).to(device).train()
     optimizer = torch.optim.AdamW(parameter_groups(model, DECAY), lr=RATE, betas=BETAS, fused=True)
     compiled = torch.compile(model, backend=backend, mode=who.mode)
 

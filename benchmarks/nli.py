@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from contenders import CUDA, GIB, Setting, guarded, lightning_round, trainer_round
+from contenders import CUDA, GIB, Sequences, Setting, guarded, take_turn, trainer_round
 from trainfit import codec
 from trainfit.conf import compose
 from trainfit.data.tokens import Tokens
@@ -54,7 +54,7 @@ SETTINGS = (
     Setting(name="trainer, batch 128", batch=128),
     Setting(name="trainer, by length, batch 64", batch=64, grouped=True),
     Setting(name="trainer, by length, batch 128", batch=128, grouped=True),
-    Setting(name="lightning, batch 32", batch=32),
+    Setting(name="lightning, batch 32", batch=32, kind="lightning", once=True),
 )
 ON_A_CPU = (
     Setting(name="trainer defaults", batch=8, precision="fp32", workers=0, defaults=True),
@@ -179,7 +179,7 @@ def planned(name: str, tokens: Tokens, *words: str) -> tuple[Any, Plan]:
 def run_trainfit(
     config: Any, made: Plan, tokens: Tokens, observer: Observer, steps: int, **changes: Any
 ) -> Any:
-    """The engine's own run by the plan, without evaluations or files that matter."""
+    """The engine's own run by the plan."""
     asked = settings_from(config.model, weights="random", **model_decisions(made))
     seed = changes.pop("seed", 0)
     task = ClassifierTask(
@@ -192,6 +192,13 @@ def run_trainfit(
     settings = loop_settings(
         config, made, tokens.lengths, device="cuda" if CUDA else "cpu", ranks=1, seed=seed
     )
+    return run_engine(task, settings, made, observer, steps, **changes)
+
+
+def run_engine(
+    task: Any, settings: Any, made: Plan, observer: Observer, steps: int, **changes: Any
+) -> Any:
+    """So many steps of the engine's own loop, without evaluations or files that matter."""
     settings = replace(
         settings,
         max_steps=steps,
@@ -223,18 +230,14 @@ def compare(name: str, sizes: Any, record: Any, keep: Any) -> None:
     record["models"].append(shown)
     contenders = shown["contenders"]
 
-    def between(done: int) -> None:
-        for setting in sizes.settings:
-            found = contenders.setdefault(setting.name, {"setting": vars(setting), "rounds": []})
-            once = setting.name.startswith("lightning") and found["rounds"]
-            if once or any("error" in each for each in found["rounds"]):
-                continue
-            kind = lightning_round if setting.name.startswith("lightning") else trainer_round
-            work = partial(kind, partial(peer_model, name), tokens, setting, sizes.steps)
-            found["rounds"].append(guarded(work))
-            print(f"  round {done}, {setting.name}: {found['rounds'][-1]}", flush=True)
-            summarise(shown)
-            keep()
+    def tell(peer: str, outcome: dict[str, Any]) -> None:
+        print(f"  {peer}: {outcome}", flush=True)
+        summarise(shown)
+        keep()
+
+    def between(_done: int) -> None:
+        build = partial(peer_model, name)
+        take_turn(build, Sequences(tokens), sizes.settings, sizes.steps, contenders, tell)
 
     observer = Rounds(sizes.rounds, sizes.own_steps, made.effective_batch_size, between)
     contenders["trainfit"] = {
@@ -348,7 +351,7 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
         setting = Setting(name="trainer, batch 32", batch=batch)
         trainer_round(
             build,
-            tokens,
+            Sequences(tokens),
             setting,
             steps - 4,
             seed=seed,

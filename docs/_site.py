@@ -22,8 +22,8 @@ from trainfit.conf import layer, options
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
-    *("tuning", "speed", "gpt", "many-gpus", "estimate", "troubleshooting", "integrations"),
-    *("hardware-optimizer", "write-a-task"),
+    *("tuning", "batch-size", "ladder", "speed", "gpt", "many-gpus", "estimate"),
+    *("troubleshooting", "integrations", "hardware-optimizer", "write-a-task"),
 )
 _INSIDE = ("architecture", "sources")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")

@@ -29,3 +29,26 @@ def test_fine_tuning_beside_the_peers(tmp_path: Path):
         for each in found["rounds"]:
             assert each["steps"] == 4
             assert each["samples_per_second"] > 0
+
+
+def test_everyone_on_the_same_work(tmp_path: Path):
+    output = tmp_path / "peers.json"
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks/peers.py", "--tiny", "--output", output],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    )
+    models = json.loads(output.read_text())["models"]
+    assert [model["workload"] for model in models] == ["nli", "gpt"]
+    for model in models:
+        contenders = model["contenders"]
+        assert {"trainfit", "trainer, batch 8", "lightning, batch 8"} <= contenders.keys()
+        assert "plain loop, batch 8" in contenders
+        for name, found in contenders.items():
+            rates = [each["samples_per_second"] for each in found["rounds"]]
+            assert len(rates) == 2, name
+            assert found["range"] == [min(rates), max(rates)]
+            assert f"\n{name} " in done.stdout

@@ -17,9 +17,6 @@ TUNING = (ROOT / "docs" / "tuning.md").read_text()
 RESULTS = ROOT / "benchmarks" / "results"
 GIB = 2**30
 
-TO_COME = {"tune"}
-"""Commands that a page may name before they are there."""
-
 NAMES = {
     "the tuning guide": """
         enable_tf32 enable_amp amp_dtype enable_compile max_length block_size batch_size eval_steps
@@ -95,11 +92,10 @@ def test_every_override_composes(page: str):
 
 
 @pytest.mark.parametrize("page", [SOURCES, TUNING], ids=["sources", "tuning"])
-def test_every_command_is_one_and_what_is_to_come_is_not_there_yet(page: str):
+def test_every_command_is_one(page: str):
     named = {m[1] for span in code(page) for m in re.finditer(r"\btrainfit ([a-z]+)", span)}
     assert named >= {"plan", "verify", "doctor", "watch"}
-    assert named - TO_COME <= set(COMMANDS)
-    assert not TO_COME & set(COMMANDS), "it is here now: correct the pages"
+    assert named <= set(COMMANDS)
 
 
 def test_every_preset_and_experiment_is_on_the_page():

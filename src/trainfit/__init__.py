@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
+    from trainfit.tasks.batch_size import find_batch_size as find_batch_size
     from trainfit.tasks.planned import plan as plan
 
 __version__ = "0.1.0"
@@ -29,6 +30,7 @@ _HOMES = {
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
+    "find_batch_size": "trainfit.tasks.batch_size",
     "lookup": "trainfit.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observing",

@@ -25,6 +25,10 @@ def test_a_child_that_ends_by_itself_is_no_fault(code: str):
     assert bf16_fault(child(code)) is None
 
 
+def test_a_child_that_gives_no_answer_is_not_trusted():
+    assert bf16_fault(child("import time; time.sleep(60)"), seconds=0.2) == "a timeout"
+
+
 def test_a_program_that_cannot_start_is_no_fault():
     assert bf16_fault(("/no/such/program",)) is None
 

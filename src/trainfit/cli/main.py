@@ -17,6 +17,7 @@ from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
+    "tune": "Measure what is fastest on this machine, and keep it for train.",
     "train": "Train a job, judge it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
     "verify": "What was really active, by evidence: requested against observed.",

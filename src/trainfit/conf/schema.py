@@ -227,6 +227,9 @@ class CrossValidation:
 
 Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
 """Where numbers are sent besides the run folder; never a text."""
+Tuning = Literal["auto", "off", "force"]
+"""Whose word counts on speed. auto: what `trainfit tune` found for the same job here, if it was
+asked. force: tune first, for three minutes. off: the planner's alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,6 +240,7 @@ class NliConfig:
     runs_dir: str
     """The folder that run folders are made in."""
     tracking: Tracking
+    tune: Tuning
     baselines: bool
     """Score the majority class and a bag of words beside the model."""
     device: Device
@@ -255,6 +259,7 @@ class TextclassConfig:
     runs_dir: str
     """The folder that run folders are made in."""
     tracking: Tracking
+    tune: Tuning
     baselines: bool
     """Score the majority class and a bag of words beside the model."""
     device: Device
@@ -273,6 +278,7 @@ class GptConfig:
     runs_dir: str
     """The folder that run folders are made in."""
     tracking: Tracking
+    tune: Tuning
     device: Device
     model: GptModel
     data: TextData

@@ -13,14 +13,19 @@ _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 _SECONDS = 60
 
 
-def bf16_fault(command: Sequence[str] = (sys.executable, "-c", _PRODUCT)) -> str | None:
+def bf16_fault(
+    command: Sequence[str] = (sys.executable, "-c", _PRODUCT), seconds: float = _SECONDS
+) -> str | None:
     """The signal that a bfloat16 product ended with, such as SIGILL; None if it lived.
 
-    Some virtual machines show AMX in the processor's flags and do not let it run.
+    Some virtual machines show AMX in the processor's flags and do not let it run. What gives no
+    answer is not trusted either.
     """
     try:
-        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
-    except (OSError, subprocess.TimeoutExpired):
+        done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
+    except subprocess.TimeoutExpired:
+        return "a timeout"
+    except OSError:
         return None
     return signal.Signals(-done.returncode).name if done.returncode < 0 else None
 

@@ -38,7 +38,7 @@ def decide_compile(
     """Compile where the machine can, the step still fits, and the run is long enough."""
     off = Compiling(choice=Choice(value=False, why=""), candidate=eager, fits=fits)
     pin = decisions.pinned(question, "compile")
-    reason = _obstacle(question, profile, gpu)
+    reason = _obstacle(profile, gpu)
     if pin is not None and not pin.value:
         return Compiling(choice=pin, candidate=eager, fits=fits)
     if compiled is None:
@@ -83,11 +83,11 @@ def may_compile(question: Question, profile: HardwareProfile, gpu: Gpu | None) -
     """Whether compiling will be weighed at all."""
     pin = decisions.pinned(question, "compile")
     return gpu is not None and (
-        bool(pin.value) if pin is not None else _obstacle(question, profile, gpu) is None
+        bool(pin.value) if pin is not None else _obstacle(profile, gpu) is None
     )
 
 
-def _obstacle(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> str | None:
+def _obstacle(profile: HardwareProfile, gpu: Gpu | None) -> str | None:
     if gpu is None or gpu.vendor == "apple":
         return "compiling pays on CUDA and ROCm GPUs"
     missing = profile.compile.missing(gpu=True)

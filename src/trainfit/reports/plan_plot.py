@@ -1,19 +1,15 @@
-"""Memory against batch size as a picture: a bar per batch size, and the line of the capacity.
-
-The SVG is written here, so that a picture needs no further package; its colours follow the
-reader's light or dark setting.
-"""
+"""Memory against batch size as a picture: a bar per batch size, and the line of the capacity."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
 from trainfit.records import MemoryEstimate
+from trainfit.reports.drawing import axis_top, picture, text_at, ticks
 
 Point = tuple[int, MemoryEstimate]
 
@@ -22,13 +18,6 @@ LEFT, RIGHT, TOP, BOTTOM = 64, 24, 84, 52
 _LABEL = 30  # the width that a number needs
 _PARTS = ("weights", "optimizer", "gradients", "activations", "rest")
 _STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.title { font-size: 16px; font-weight: 600; }
-.small { font-size: 11px; }
-.middle { text-anchor: middle; }
-.end { text-anchor: end; }
-.back { fill: #ffffff; }
-.grid { stroke: #d0d7de; stroke-width: 1; }
 .capacity { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 6 4; }
 .chosen { fill: none; stroke: #1f2328; stroke-width: 2; }
 .weights { fill: #2f6fb5; }
@@ -38,9 +27,6 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .rest { fill: #8b949e; }
 .over { opacity: 0.4; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; }
-  .back { fill: #0d1117; }
-  .grid { stroke: #30363d; }
   .capacity { stroke: #ff7b72; }
   .chosen { stroke: #e6edf3; }
 }
@@ -55,10 +41,10 @@ def memory_plot(
     sizes = [size for size, _ in points]
     if not points or (chosen is not None and chosen not in sizes):
         raise ValueError(f"the points are at {sizes}, and the chosen one at {chosen}")
-    top = _axis_top(max(capacity_gib, *(memory.peak_reserved_gib for _, memory in points)) * 1.05)
+    top = axis_top(max(capacity_gib, *(memory.peak_reserved_gib for _, memory in points)) * 1.05)
     pitch = (WIDTH - LEFT - RIGHT) / len(points)
     every = math.ceil(_LABEL / pitch)
-    body = [_text(LEFT, 26, title, "title"), *_legend(capacity_gib), *_grid(top)]
+    body = [text_at(LEFT, 26, title, "title"), *_legend(capacity_gib), *_grid(top)]
     for index, (size, memory) in enumerate(points):
         middle, peak = LEFT + pitch * (index + 0.5), memory.peak_reserved_gib
         width = min(pitch * 0.7, 64)
@@ -66,20 +52,11 @@ def memory_plot(
         if size == chosen:
             body += _frame(middle, width, _y(peak, top))
         if size == chosen or index % every == 0:
-            body.append(_text(middle, _y(peak, top) - 6, f"{peak:.1f}", "small middle"))
-            body.append(_text(middle, HEIGHT - BOTTOM + 18, str(size), "middle"))
+            body.append(text_at(middle, _y(peak, top) - 6, f"{peak:.1f}", "small middle"))
+            body.append(text_at(middle, HEIGHT - BOTTOM + 18, str(size), "middle"))
     body.append(_line(_y(capacity_gib, top), "capacity"))
-    body.append(_text((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "batch size", "middle"))
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" '
-            f'width="{WIDTH}" height="{HEIGHT}" role="img" aria-label="{_escaped(title)}">',
-            f"<style>{_STYLE}</style>",
-            f'<rect class="back" width="{WIDTH}" height="{HEIGHT}"/>',
-            *body,
-            "</svg>\n",
-        ]
-    )
+    body.append(text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 10, "batch size", "middle"))
+    return picture(WIDTH, HEIGHT, title, _STYLE, body)
 
 
 def write_plot(path: Path, svg: str) -> None:
@@ -125,18 +102,6 @@ def _png(svg: str) -> bytes:
     return picture
 
 
-def _axis_top(value: float) -> float:
-    """The next round number that leaves about five lines under it."""
-    step = _tick(value)
-    return math.ceil(value / step) * step
-
-
-def _tick(value: float) -> float:
-    rough = value / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
-
-
 def _y(gib: float, top: float) -> float:
     return HEIGHT - BOTTOM - gib / top * (HEIGHT - TOP - BOTTOM)
 
@@ -159,17 +124,15 @@ def _frame(middle: float, width: float, y: float) -> list[str]:
         f'<rect class="chosen" x="{middle - width / 2 - 3:.2f}" y="{y - 3:.2f}" '
         f'width="{width + 6:.2f}" height="{HEIGHT - BOTTOM - y + 3:.2f}"/>'
     )
-    return [frame, _text(middle, y - 20, "chosen", "small middle")]
+    return [frame, text_at(middle, y - 20, "chosen", "small middle")]
 
 
 def _grid(top: float) -> list[str]:
-    step = _tick(top)
     drawn = []
-    for n in range(round(top / step) + 1):
-        y = _y(n * step, top)
-        drawn.append(_line(y, "grid"))
-        drawn.append(_text(LEFT - 8, y + 4, f"{n * step:g}", "small end"))
-    return [*drawn, _text(LEFT - 8, TOP - 12, "GiB", "small end")]
+    for value in ticks(top):
+        drawn.append(_line(_y(value, top), "grid"))
+        drawn.append(text_at(LEFT - 8, _y(value, top) + 4, f"{value:g}", "small end"))
+    return [*drawn, text_at(LEFT - 8, TOP - 12, "GiB", "small end")]
 
 
 def _legend(capacity_gib: float) -> list[str]:
@@ -177,20 +140,11 @@ def _legend(capacity_gib: float) -> list[str]:
     for index, name in enumerate(_PARTS):
         x = LEFT + index * 104
         drawn.append(f'<rect class="{name}" x="{x}" y="42" width="12" height="12"/>')
-        drawn.append(_text(x + 18, 52, name, "small"))
+        drawn.append(text_at(x + 18, 52, name, "small"))
     x = LEFT + len(_PARTS) * 104 - 30
     drawn.append(f'<path class="capacity" d="M{x} 48h22"/>')
-    return [*drawn, _text(x + 28, 52, f"capacity {capacity_gib:.1f} GiB", "small")]
+    return [*drawn, text_at(x + 28, 52, f"capacity {capacity_gib:.1f} GiB", "small")]
 
 
 def _line(y: float, kind: str) -> str:
     return f'<line class="{kind}" x1="{LEFT}" y1="{y:.2f}" x2="{WIDTH - RIGHT}" y2="{y:.2f}"/>'
-
-
-def _text(x: float, y: float, content: str, kind: str) -> str:
-    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{_escaped(content)}</text>'
-
-
-def _escaped(text: str) -> str:
-    """Text for XML, which knows no control characters, not even escaped ones."""
-    return escape("".join(c if c.isprintable() else " " for c in text))

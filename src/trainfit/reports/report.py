@@ -18,6 +18,7 @@ from trainfit.reports.numbers import shown
 from trainfit.reports.run_data import Run, read_run
 from trainfit.reports.sections.comparison import comparison, main_score
 from trainfit.reports.sections.curves import speed_section, training_section
+from trainfit.reports.sections.ladder import ladder_section
 from trainfit.reports.sections.promise import (
     measured_memory,
     plan_section,
@@ -25,7 +26,7 @@ from trainfit.reports.sections.promise import (
     seconds_of,
     typical,
 )
-from trainfit.reports.sections.proof import events_section, ladder_section, receipt_section
+from trainfit.reports.sections.proof import events_section, receipt_section
 from trainfit.reports.sections.scores import scores_section
 from trainfit.reports.sections.setting import device_of, model_of, setting
 from trainfit.reports.sections.study import is_study, study_chapter

@@ -2,7 +2,7 @@
 
 `apply` does what a plan or its settings ask and returns what changed, as read back; `undo` puts
 it back; `applied` does both around a block. `compile_model` and `compile_blocks` compile and
-survive the compiler; `eagerly` sets what they made aside.
+survive the compiler; `eagerly` sets what they made aside, `forget_compiled` drops it.
 """
 
 from trainfit.runtime.applying import applied, apply, undo
@@ -11,6 +11,7 @@ from trainfit.runtime.compiling import (
     compile_model,
     compile_seconds,
     eagerly,
+    forget_compiled,
     repeated_blocks,
 )
 
@@ -21,6 +22,7 @@ __all__ = [
     "compile_model",
     "compile_seconds",
     "eagerly",
+    "forget_compiled",
     "repeated_blocks",
     "undo",
 ]

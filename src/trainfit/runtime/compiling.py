@@ -64,6 +64,17 @@ def compile_seconds() -> float:
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0
 
 
+def forget_compiled() -> None:
+    """Drop all compiled code of this process, with the memory of its CUDA graphs.
+
+    torch keeps a few compilations of a function and then runs it eagerly, without a word, however
+    many models it belongs to: who tries one after the other in a process starts each afresh.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing was compiled
+    if dynamo is not None:
+        dynamo.reset()
+
+
 @contextmanager
 def eagerly(model: torch.nn.Module) -> Iterator[None]:
     """Run `model` and its parts without what was compiled, for the length of a block.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,14 +17,14 @@ from trainfit import codec
 from trainfit.catalogue import GpuSpec, find, gpus
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
-from trainfit.conf.schema import EncoderModel, GptConfig, GptModel
+from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
 from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
-from trainfit.records import HardwareProfile, Plan, Workload
+from trainfit.records import HardwareProfile, Plan, RuntimeSettings, Workload
 from trainfit.tasks.encoder.settings import settings_from
 from trainfit.tasks.gpt.planning import choose_chunk
 
@@ -114,8 +114,6 @@ def machine(gpu: str | None, composed: Composed) -> HardwareProfile:
     """What to plan for: this machine, or a GPU of the catalogue in it."""
     profile = detect() if gpu is None else as_if(find(gpu))
     if composed.config.device.use_cuda is False:
-        from dataclasses import replace
-
         return replace(profile, gpus=())
     return profile
 
@@ -154,6 +152,12 @@ def question(
         watts=watts,
         price_per_hour=price_per_hour,
     )
+
+
+def runtime_settings(config: Config, plan: Plan) -> RuntimeSettings:
+    """The process-wide switches of a run: the plan's, and the threads that were asked for."""
+    threads = config.device.num_threads
+    return replace(plan.runtime, num_threads=None if threads == "auto" else threads)
 
 
 def gpt_sizes(model: GptModel) -> dict[str, Any]:
@@ -208,6 +212,8 @@ class ModelFacts:
     own_gpt: bool
     unpackable: str | None
     packed_attention: str
+    vocabulary: int
+    """Rows of its embedding."""
 
 
 def model_facts(name: str) -> ModelFacts:
@@ -224,6 +230,7 @@ def model_facts(name: str) -> ModelFacts:
         own_gpt=kind == OWN_GPT,
         unpackable=_unpackable(name, kind, fields),
         packed_attention=_packed_attention(kind, fields),
+        vocabulary=int(fields.get("vocab_size") or 0),
     )
 
 

@@ -1,14 +1,10 @@
-"""What was really active, what each optimization gave, and what happened on the way."""
+"""What was really active, and what happened on the way."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
-from typing import Any
-
-from trainfit.reports.figures import Block, Interval, Intervals, Remark, Section, Table
-from trainfit.reports.numbers import MISSING, cell, shown
-from trainfit.reports.run_data import Run, number
+from trainfit.reports.figures import Block, Remark, Section, Table
+from trainfit.reports.numbers import cell, shown
+from trainfit.reports.run_data import Run
 
 _STATUS = {
     "active": "active",
@@ -48,50 +44,6 @@ def receipt_section(run: Run) -> Section | None:
             Table(columns=columns, rows=rows, strong=failed),
         ),
     )
-
-
-def ladder_section(run: Run) -> Section | None:
-    """What each optimization gave, where the run has a ladder.json.
-
-    Its `steps` are in order, each with `name`, `samples_per_second` as value, low and high,
-    `peak_memory_gib`, and a `note` where it was not measured.
-    """
-    steps: list[Mapping[str, Any]] = list(run.ladder.get("steps") or ())
-    if not steps:
-        return None
-    rows = tuple(_step(step, color=at) for at, step in enumerate(steps))
-    first = next((row.value for row in rows if row.value), None)
-    speed = Intervals(
-        id="ladder",
-        title="Samples per second, one optimization after another",
-        rows=tuple(rows),
-        bars=True,
-    )
-    table = Table(
-        columns=("optimization", "samples/s", "speed-up", "peak memory", "note"),
-        rows=tuple(
-            (
-                row.label,
-                shown(row.value, "number"),
-                f"{row.value / first:.2f}×" if row.value and first else MISSING,
-                shown(number(step.get("peak_memory_gib")), "gib"),
-                str(step.get("note") or ""),
-            )
-            for row, step in zip(rows, steps, strict=True)
-        ),
-    )
-    return Section(id="ladder", title="Ladder", blocks=(speed, table))
-
-
-def _step(step: Mapping[str, Any], color: int) -> Interval:
-    rate = step.get("samples_per_second")
-    values = (
-        [number(rate.get(name)) for name in ("value", "low", "high")]
-        if isinstance(rate, Mapping)
-        else [number(rate), math.nan, math.nan]
-    )
-    value, low, high = (v if math.isfinite(v) else None for v in values)
-    return Interval(label=str(step.get("name")), value=value, low=low, high=high, color=color % 8)
 
 
 def events_section(run: Run) -> Section:

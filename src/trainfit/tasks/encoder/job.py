@@ -34,6 +34,7 @@ from trainfit.files import write_whole
 from trainfit.measuring.receipt import save_receipt
 from trainfit.records import HardwareProfile, Plan, RunResult, RuntimeSettings
 from trainfit.runtime import applied
+from trainfit.tasks import planned, tuned
 from trainfit.tasks.encoder import export, flops, scores
 from trainfit.tasks.encoder.classifier import EncoderClassifier
 from trainfit.tasks.encoder.frozen import FrozenTask, SharedFeatures
@@ -70,7 +71,7 @@ def run(
             plan, folder = begin(prepared, profile, world, resume)
         if not world.first:
             show = Show()
-        with applied(_runtime(prepared, plan)):
+        with applied(planned.runtime_settings(prepared.config, plan)):
             job = _Job(prepared, plan, folder, world, place, show)
             done = [job.fold(number, resume is not None) for number in range(job.folds)]
             finished = [fold for fold in done if isinstance(fold, FoldScores)]
@@ -88,7 +89,10 @@ def comparing(
     features: SharedFeatures | None = None,
 ) -> Iterator[Callable[[int, Path, Sequence[Observer]], RunResult]]:
     """A function that trains a fold for its validation score: no checkpoint, no test, no export."""
-    with joined(_device(profile)) as (world, place), applied(_runtime(prepared, plan)):
+    with (
+        joined(_device(profile)) as (world, place),
+        applied(planned.runtime_settings(prepared.config, plan)),
+    ):
         changes = {
             "metric": metric,
             "greater_is_better": greater_is_better,
@@ -106,11 +110,6 @@ def comparing(
 
 def _device(profile: HardwareProfile) -> str:
     return "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
-
-
-def _runtime(prepared: Prepared, plan: Plan) -> RuntimeSettings:
-    threads = prepared.config.device.num_threads
-    return replace(plan.runtime, num_threads=None if threads == "auto" else threads)
 
 
 def _build(prepared: Prepared, plan: Plan) -> EncoderClassifier:
@@ -175,7 +174,7 @@ class _Job:
             observers=self._show.watch(title),
             trackers=self._show.track(folder) if self._world.first else (),
             ideal_seconds=None if frozen else flops.ideal_seconds(self._plan),
-            opening=opening,
+            opening=lambda parts: [*opening(parts), *tuned.opening(self._plan)],
         )
         if self._world.first:
             clip = self._prepared.config.training.max_grad_norm

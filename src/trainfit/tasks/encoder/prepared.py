@@ -19,7 +19,7 @@ from trainfit.files import write_whole
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.records import HardwareProfile, Plan
-from trainfit.tasks import planned
+from trainfit.tasks import planned, tuned
 from trainfit.tasks.encoder import scores
 from trainfit.tasks.encoder.choosing import Chosen
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -58,15 +58,21 @@ class Prepared:
         return self.config.cv.folds is not None
 
 
-def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
-    """The plan for the job's real lengths."""
+def tuned_job(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> tuned.Job:
+    """What the planner and the tuner are asked: the job with its real lengths."""
     lengths = prepared.datasets[0].train.lengths.tolist()
     question = planned.question(prepared.composed, lengths)
-    plan = planner.plan(question, profile, ranks=ranks, measured=remembered(profile))
+    return tuned.Job(composed=prepared.composed, question=question, profile=profile, ranks=ranks)
+
+
+def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
+    """The plan for the job's real lengths, as it was tuned before if it was."""
+    job = tuned_job(prepared, profile, ranks)
+    plan = planner.plan(job.question, profile, ranks=ranks, measured=remembered(profile))
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
-    return plan
+    return tuned.with_tuned(job, plan)
 
 
 def begin(
@@ -79,6 +85,8 @@ def begin(
     if world.first and resume is None:
         resume = launch.find_run(Path(prepared.config.runs_dir), config)
     if world.first and resume is None:
+        if prepared.config.tune == "force":
+            tuned.tune(tuned_job(prepared, profile, world.size))
         plan = make_plan(prepared, profile, world.size)
         task = prepared.composed.task
         folder = run_folder.create(Path(prepared.config.runs_dir), task, config=config, plan=plan)

@@ -18,7 +18,7 @@ from trainfit.engine.relaunch import find_launch
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
 from trainfit.records import HardwareProfile, Plan
-from trainfit.tasks import planned
+from trainfit.tasks import planned, tuned
 from trainfit.tasks.gpt.task import count_blocks
 
 _ROUND = 64
@@ -73,13 +73,8 @@ def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
     return asked
 
 
-def make_plan(
-    prepared: Prepared,
-    profile: HardwareProfile,
-    ranks: int = 1,
-    memory_gib: float | None = None,
-) -> Plan:
-    """The plan for the blocks that there are; `memory_gib` bounds what it may take of a GPU."""
+def tuned_job(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> tuned.Job:
+    """What the planner and the tuner are asked: the job with the blocks that there are."""
     config, block = prepared.config, prepared.config.data.max_length
     blocks = count_blocks(prepared.data.train, block, "training")
     batch = planned.question(prepared.composed).workload.effective_batch_size * ranks
@@ -88,11 +83,26 @@ def make_plan(
     steps = config.training.max_steps
     epochs = config.training.num_epochs if steps is None else steps * batch / blocks
     asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
-    plan = planned.answer(prepared.composed, asked, profile, memory_gib=memory_gib, ranks=ranks)
+    return tuned.Job(composed=prepared.composed, question=asked, profile=profile, ranks=ranks)
+
+
+def make_plan(
+    prepared: Prepared,
+    profile: HardwareProfile,
+    ranks: int = 1,
+    memory_gib: float | None = None,
+) -> Plan:
+    """The plan, as it was tuned before if it was.
+
+    `memory_gib` bounds what it may take of a GPU: a study's workers share one, and what was tuned
+    for all of it is not theirs.
+    """
+    job = tuned_job(prepared, profile, ranks)
+    plan = planned.answer(job.composed, job.question, profile, memory_gib=memory_gib, ranks=ranks)
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
-    return plan
+    return plan if memory_gib is not None else tuned.with_tuned(job, plan)
 
 
 def begin(
@@ -104,6 +114,8 @@ def begin(
     if world.first:
         resume = resume or launch.find_run(Path(prepared.config.runs_dir), _written(prepared))
         if resume is None:
+            if prepared.config.tune == "force":
+                tuned.tune(tuned_job(prepared, profile, world.size))
             plan = make_plan(prepared, profile, world.size)
             folder = _new_folder(prepared, plan)
             launch.note(folder)

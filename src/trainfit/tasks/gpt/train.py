@@ -17,13 +17,14 @@ from pathlib import Path
 import torch
 
 from trainfit.catalogue import find
-from trainfit.conf import Composed, GptConfig
+from trainfit.conf import Composed
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, gather, joined
 from trainfit.engine.observers import Observer
 from trainfit.measuring.receipt import save_receipt
-from trainfit.records import HardwareProfile, Plan, RunResult, RuntimeSettings
+from trainfit.records import HardwareProfile, Plan, RunResult
 from trainfit.runtime import applied
+from trainfit.tasks import planned, tuned
 from trainfit.tasks.encoder.choosing import find_machine
 from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.gpt import export, mfu
@@ -31,6 +32,7 @@ from trainfit.tasks.gpt.looping import build, loop_settings, opening, shape_of
 from trainfit.tasks.gpt.prepared import Prepared, begin
 from trainfit.tasks.gpt.prepared import make_plan as make_plan
 from trainfit.tasks.gpt.prepared import prepare as prepare
+from trainfit.tasks.gpt.prepared import tuned_job as tuned_job
 from trainfit.tasks.gpt.result import GptResult, iter_line, read_meter
 from trainfit.tasks.gpt.task import METRIC, GptTask
 
@@ -47,7 +49,7 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
             prepared = prepare(composed, world=world)
         with show.busy("planning"):
             plan, run = begin(prepared, profile, world, resume)
-        with applied(_runtime(prepared.config, plan)):
+        with applied(planned.runtime_settings(prepared.config, plan)):
             peaks = _Peaks.of(plan, profile, world, place)
             result = _train(prepared, plan, run, world, place, peaks, show, resume is not None)
             if result.status == "finished" and world.first:
@@ -66,14 +68,9 @@ def compare(
     """Train for the validation loss alone: no checkpoint, no export."""
     device = "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
     show = Show(watch=lambda _title: observers)
-    with joined(device) as (world, place), applied(_runtime(prepared.config, plan)):
+    with joined(device) as (world, place), applied(planned.runtime_settings(prepared.config, plan)):
         peaks = _Peaks.of(plan, profile, world, place)
         return _train(prepared, plan, run, world, place, peaks, show, resume=False, keep=0)
-
-
-def _runtime(config: GptConfig, plan: Plan) -> RuntimeSettings:
-    threads = config.device.num_threads
-    return replace(plan.runtime, num_threads=None if threads == "auto" else threads)
 
 
 # ── training ──────────────────────────────────────────────────────────────────────────────────
@@ -141,7 +138,7 @@ def _train(
         trackers=show.track(run) if world.first else (),
         line=iter_line,
         ideal_seconds=mfu.ideal_seconds(shape_of(config), peaks.datasheet),
-        opening=lambda parts: opening(parts, plan, _about(prepared)),
+        opening=lambda parts: [*opening(parts, plan, _about(prepared)), *tuned.opening(plan)],
     )
     if world.first:
         save_receipt(run, plan, max_grad_norm=config.training.max_grad_norm)

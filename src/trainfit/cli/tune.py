@@ -1,0 +1,172 @@
+"""`trainfit tune`: measure what is fastest here, for minutes, and keep it for `train`."""
+
+from __future__ import annotations
+
+import json
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from trainfit.cli.completing import overrides_argument, task_argument
+from trainfit.cli.config_file import config_option
+
+if TYPE_CHECKING:
+    from trainfit.tasks.tuned import Job
+
+
+@click.command()
+@task_argument()
+@overrides_argument()
+@config_option
+@click.option(
+    "--minutes", type=float, help="The time to keep to: 3, or 5 for the ladder.", metavar="N"
+)
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
+@click.option("--ladder", is_flag=True, help="Measure what each optimization gives, one by one.")
+@click.option(
+    "--batch-size-only", is_flag=True, help="Find the largest batch that fits, without an OOM."
+)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path),
+    help="A file for the JSON; with --ladder, a folder for ladder.json and its picture.",
+)
+def command(
+    task: str,
+    overrides: tuple[str, ...],
+    config_file: Path | None,
+    minutes: float | None,
+    as_json: bool,
+    ladder: bool,
+    batch_size_only: bool,
+    output: Path | None,
+) -> int:
+    """Measure what is fastest on this machine, and keep it for train.
+
+    TASK is nli, textclass or gpt. OVERRIDES are key=value words; what they set is held fixed, and
+    the rest is tried. Trials run the job's own loop on made-up tokens of its lengths, in processes
+    of their own.
+    """
+    from trainfit.conf.user_file import with_file
+    from trainfit.errors import BadInput
+
+    if ladder and batch_size_only:
+        raise BadInput("--ladder and --batch-size-only are two questions", "give one of them")
+    if batch_size_only and minutes is not None:
+        raise BadInput("--batch-size-only takes seconds", "leave out --minutes")
+    if minutes is not None and not minutes > 0:
+        raise BadInput(f"--minutes is {minutes:g}", "give a number above 0")
+    words = with_file(task, config_file, overrides)
+    job = _job(task, words, as_json)
+    if batch_size_only:
+        return _batch_size(job, as_json, output)
+    if ladder:
+        return _ladder(job, minutes, as_json, output)
+    return _tune(job, minutes, as_json, output)
+
+
+def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
+    """The job as `train` would begin it: its own data decides the lengths."""
+    from importlib import import_module
+
+    from trainfit.cli.train import JOBS
+    from trainfit.errors import BadInput, did_you_mean
+    from trainfit.tasks.encoder import prepared
+    from trainfit.tasks.encoder.choosing import configure, find_machine
+
+    if task not in JOBS:
+        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
+        raise BadInput(f"unknown job {task!r}", fix)
+    composed = configure(task, words)
+    for note in composed.notes:
+        click.echo(f"trainfit: note: {note}", err=True)
+    profile = find_machine(composed)
+    module = import_module(JOBS[task])
+    tuned_job = getattr(module, "tuned_job", prepared.tuned_job)
+    with _busy("preparing the data", quiet):
+        job: Job = tuned_job(module.prepare(composed), profile)
+    return job
+
+
+def _tune(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.tune_pages import result_data, result_page, trial_line, watched
+    from trainfit.reports import terminal
+    from trainfit.tasks.tuned import MINUTES, tune
+
+    minutes = minutes or MINUTES
+    with watched("tuning", minutes * 60, quiet=as_json) as say:
+        result = tune(job, minutes=minutes, tell=lambda trial: say(trial_line(trial)))
+    _hand_out(result_data(result), as_json, output)
+    if not as_json:
+        terminal.console().print(result_page(result))
+    if result.ended == "interrupted":
+        return INTERRUPTED
+    return 0 if result.samples_per_second is not None else 1
+
+
+def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
+    from trainfit import codec
+    from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.tune_pages import watched
+    from trainfit.reports import terminal
+    from trainfit.reports.ladder_page import ladder_page, step_line, write_ladder
+    from trainfit.tasks.tuned import trial_task, with_tuned
+    from trainfit.tuning.ladder import MINUTES, climb
+
+    minutes = minutes or MINUTES
+    with _busy("planning", as_json):
+        best = with_tuned(job, job.ask({}))
+    with watched("climbing", minutes * 60, quiet=as_json) as say:
+        ladder = climb(
+            best,
+            trial_task(job),
+            job.profile,
+            title=f"{job.composed.task}, {job.composed.config.model.name}",
+            minutes=minutes,
+            watch=lambda step: say(step_line(step)),
+        )
+    files = write_ladder(ladder, output or Path(f"ladder-{job.composed.task}"))
+    if as_json:
+        click.echo(json.dumps(codec.encode(ladder), indent=2))
+    else:
+        terminal.console().print(ladder_page(ladder))
+    for path in files:
+        click.echo(f"Written: {path}", err=as_json)
+    return INTERRUPTED if ladder.ended == "interrupted" else 0
+
+
+def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
+    from trainfit import codec
+    from trainfit.reports import terminal
+    from trainfit.tasks.batch_size import job_of
+    from trainfit.tuning.finder import find
+    from trainfit.tuning.finder_page import page
+
+    with _busy("finding the batch size", as_json):
+        found = find(job_of(job.ask({})), job.profile)
+    _hand_out(codec.encode(found), as_json, output)
+    if not as_json:
+        terminal.console().print(page(found))
+    return 0
+
+
+def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
+    """As JSON to a program, to a file, or to both."""
+    from trainfit.files import write_whole
+
+    text = json.dumps(data, indent=2)
+    if output is not None:
+        write_whole(output, text + "\n")
+    if as_json:
+        click.echo(text)
+
+
+def _busy(what: str, quiet: bool) -> AbstractContextManager[Any]:
+    """A sign of life in a terminal, and nothing elsewhere."""
+    from trainfit.reports import terminal
+
+    console = terminal.console(stderr=True)
+    return console.status(what) if console.is_terminal and not quiet else nullcontext()

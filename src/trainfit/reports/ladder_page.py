@@ -1,0 +1,100 @@
+"""The ladder of optimizations in a terminal, and its files: ladder.json and ladder.svg."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trainfit.files import write_whole
+from trainfit.reports.ladder_plot import ladder_plot
+from trainfit.reports.numbers import MISSING, plain, shown
+from trainfit.tuning.ladder_records import BASELINE, Ladder, LadderStep
+from trainfit.tuning.records import Interval
+
+
+def ladder_page(ladder: Ladder) -> RenderableType:
+    """What each optimization gave, what the best loses without it, and what has no place."""
+    parts: list[RenderableType] = [Text(_title(ladder), "bold")]
+    parts += _table("optimization", "over the last", ladder.steps)
+    if ladder.without:
+        parts += ["", *_table("the best without", "of the best", ladder.without)]
+    if ladder.not_applicable:
+        parts += ["", Text("Not applicable here", "bold")]
+        parts += [Text(f"  {one.name}: {one.reason}") for one in ladder.not_applicable]
+    parts += ["", *(Text(line) for line in closing_lines(ladder))]
+    return Group(*parts)
+
+
+def write_ladder(ladder: Ladder, place: Path) -> tuple[Path, Path]:
+    """Write the JSON and the picture beside it; into a folder, where a report finds ladder.json."""
+    data = place if place.suffix == ".json" else place / "ladder.json"
+    picture = data.with_suffix(".svg")
+    ladder.save(data)
+    write_whole(picture, ladder_plot(ladder))
+    return data, picture
+
+
+def step_line(step: LadderStep) -> str:
+    """A row in one line, for whoever waits."""
+    if step.samples_per_second is None:
+        return f"{step.name}: {step.status}" + (f" ({step.note})" if step.note else "")
+    return f"{step.name}: {rate(step)} samples/s, {times(step.speedup)} the baseline"
+
+
+def closing_lines(ladder: Ladder) -> list[str]:
+    """How it was measured, in words."""
+    lines = [
+        f"Medians with 95% intervals over {ladder.rounds} "
+        f"{'round' if ladder.rounds == 1 else 'rounds'} in {ladder.seconds:.0f} s, "
+        f"{ladder.samples_per_step} sequences a step in every row."
+    ]
+    if ladder.drift is not None:
+        lines.append(f"The baseline at the end was {times(ladder.drift)} as fast as at first.")
+    if ladder.ended != "finished":
+        lines.append(f"It ended early: {ladder.ended}.")
+    return lines
+
+
+def times(interval: Interval | None) -> str:
+    """A ratio with its interval, if it has one."""
+    if interval is None:
+        return MISSING
+    if interval.low == interval.high:
+        return f"{interval.value:.2f}×"
+    return f"{interval.value:.2f}× ({interval.low:.2f}–{interval.high:.2f})"
+
+
+def rate(step: LadderStep) -> str:
+    """Samples per second with their interval, or what became of it."""
+    found = step.samples_per_second
+    if found is None:
+        return step.status
+    return f"{plain(found.value)} ({plain(found.low)}–{plain(found.high)})"
+
+
+def _title(ladder: Ladder) -> str:
+    name = f"{ladder.title}: " if ladder.title else ""
+    return f"{name}one optimization after another, on {ladder.device}"
+
+
+def _table(first: str, against: str, steps: tuple[LadderStep, ...]) -> list[RenderableType]:
+    """The rows, and under them what is to be said of some."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column(first, no_wrap=True)
+    for heading in ("samples/s", "speed-up", against, "peak memory"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for step in steps:
+        table.add_row(
+            Text(step.name, "" if step.kept else "dim"),
+            rate(step),
+            times(step.speedup),
+            times(step.gain),
+            shown(step.peak_memory_gib, "gib"),
+        )
+    said = [f"  {step.name}: {step.note}" for step in steps if step.note]
+    if steps[0].name == BASELINE:
+        said.insert(0, f"  {BASELINE}: {steps[0].what}")
+    return [table, *(Text(line, "dim") for line in said)]

@@ -1,0 +1,80 @@
+"""A classifier for a trial: random weights, made-up tokens of the data's lengths, the real loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+
+from trainfit import codec
+from trainfit.conf import SCHEMAS, GptConfig
+from trainfit.data.tokens import Tokens
+from trainfit.errors import BadInput
+from trainfit.records import Plan
+from trainfit.tasks import planned
+from trainfit.tasks.encoder.classifier import build_classifier
+from trainfit.tasks.encoder.looping import loop_settings, model_decisions
+from trainfit.tasks.encoder.settings import settings_from
+from trainfit.tasks.encoder.task import ClassifierTask
+from trainfit.tuning.trial import Setup
+
+Built = TypeVar("Built")
+_SPECIAL = 5
+"""Ids below are a model's own: padding, beginning, end."""
+
+
+def trial(
+    plan: Plan, *, task: str, config: dict[str, Any], lengths: list[int], device: str = "cpu"
+) -> Setup:
+    """The run of a plan on sequences that are as long as the user's and say nothing."""
+    plan = one_rank(plan)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    assert not isinstance(asked, GptConfig)
+    if plan.workload.method == "frozen":
+        raise BadInput(
+            "a frozen encoder runs once and its head trains in no time: there is nothing to tune",
+            "train it, or set model.freeze_encoder=false",
+        )
+    settings = settings_from(asked.model, weights="random", **model_decisions(plan))
+    tokens = made_up(lengths, planned.model_facts(asked.model.name).vocabulary)
+    made = ClassifierTask(
+        on_device(device, lambda: build_classifier(settings)),
+        tokens,
+        tokens.subset(range(1)),
+        effective_batch=plan.effective_batch_size,
+        seed=asked.seed,
+    )
+    loop = loop_settings(asked, plan, tokens.lengths, device=device, ranks=1, seed=asked.seed)
+    return Setup(made, loop, planned.runtime_settings(asked, plan))
+
+
+def one_rank(plan: Plan) -> Plan:
+    """The share of a step that one of several ranks computes: a trial runs alone."""
+    share = math.ceil(plan.effective_batch_size / plan.ranks)
+    return replace(plan, effective_batch_size=share, ranks=1, sharding="none")
+
+
+def made_up(lengths: list[int], words: int) -> Tokens:
+    """Random ids with random labels."""
+    draws = np.random.default_rng(0)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    return Tokens(
+        ids=draws.integers(min(_SPECIAL, words - 1), words, int(sizes.sum())).astype(np.int32),
+        starts=np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        labels=draws.integers(0, 2, len(sizes)),
+    )
+
+
+def on_device(device: str, build: Callable[[], Built]) -> Callable[[], Built]:
+    """Build where it will train: to make up a billion weights on a CPU takes half a minute."""
+
+    def built() -> Built:
+        with torch.device(device):
+            return build()
+
+    return built

@@ -1,0 +1,184 @@
+"""What was found before, by everything that it depends on.
+
+A file holds the key in full beside the result: a result of another driver, another model or another
+trainfit is stale, and a file that cannot be read is damaged; both are left alone with a line.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainfit import codec
+from trainfit.errors import TrainfitError, TrainfitWarning
+from trainfit.files import cache_folder, write_whole
+from trainfit.measuring.machine import device_name
+from trainfit.planning.probing import folder_content
+from trainfit.planning.question import Question
+from trainfit.records import HardwareProfile, Record
+from trainfit.tuning.records import TuneResult
+
+_BINS = 32
+_ALIKE = 0.15
+"""Histograms that differ by less are of like data: another seed, another fold."""
+_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton")
+_NO_MATTER = ("seed", "eval_batch_size")
+"""Pins that do not decide how fast a step is."""
+_SOURCES = ("tuning", "engine", "kernels", "packing", "runtime", "tasks", "data")
+"""The packages that decide how fast a step is."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept(Record):
+    """A result and all that it depends on."""
+
+    identity: dict[str, Any]
+    """What the job is: its file is found by this."""
+    lengths: tuple[float, ...]
+    """Of the data, as a histogram; another fold of the same data has nearly the same."""
+    circumstances: dict[str, Any]
+    """What else must not have changed since."""
+    result: TuneResult
+
+
+def identity(question: Question, profile: HardwareProfile, ranks: int) -> dict[str, Any]:
+    """The job, the settings that were pinned, and the device."""
+    workload = question.workload
+    pins = {
+        name: pin.value
+        for name, pin in sorted(question.pins.items())
+        if pin.origin != "default" and name not in _NO_MATTER
+    }
+    return {
+        "task": question.task,
+        "model": question.arguments,
+        "device": device_name(profile),
+        "max_length": workload.max_length,
+        "effective_batch_size": workload.effective_batch_size,
+        "method": workload.method,
+        "ranks": ranks,
+        "pins": pins,
+    }
+
+
+def circumstances(question: Question, profile: HardwareProfile) -> dict[str, Any]:
+    """What may change under the same job: drivers, libraries, our own code, a model's folder."""
+    config = folder_content(question.arguments)
+    return {
+        "driver": profile.driver,
+        "cores": profile.cpu.cores,
+        "memory_gib": round(profile.gpus[0].memory_gib, 1) if profile.gpus else None,
+        "libraries": {name: _version(name) for name in _LIBRARIES},
+        "sources": _sources(),
+        "config": hashlib.sha256(config.encode()).hexdigest() if config else None,
+    }
+
+
+def histogram(lengths: Sequence[int], longest: int) -> tuple[float, ...]:
+    """The share of sequences by length: it says how the data is packed, and nothing else of it."""
+    counts, _ = np.histogram(np.asarray(lengths), bins=_BINS, range=(0, longest + 1))
+    return tuple(round(float(count) / max(len(lengths), 1), 4) for count in counts)
+
+
+def distance(one: Sequence[float], other: Sequence[float]) -> float:
+    """The share of sequences that would have to be of another length; 1 where nothing is alike."""
+    if len(one) != len(other):
+        return 1.0
+    return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / 2
+
+
+def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneResult | None:
+    """What was found for this job here, or None; one that cannot be used is told in a warning."""
+    named = _plain(identity(question, profile, ranks))
+    lengths = _histogram(question)
+    for path in sorted(_folder().glob(f"{_digest(named)}-*.json")):
+        try:
+            kept = Kept.load(path)
+        except TrainfitError as error:
+            _warn(f"{path} is damaged and was ignored ({_first_line(error)})")
+            continue
+        if distance(kept.lengths, lengths) > _ALIKE:
+            continue  # other data
+        now = _plain(circumstances(question, profile))
+        changed = [key for key, value in now.items() if kept.circumstances.get(key) != value]
+        if not changed and kept.identity == named:
+            return kept.result
+        what = ", ".join(changed) or "the job"
+        _warn(f"what was tuned before is stale and was ignored (changed since: {what})")
+    return None
+
+
+def write(
+    question: Question, profile: HardwareProfile, result: TuneResult, ranks: int = 1
+) -> Path | None:
+    """Keep a result for `train`; None, with a warning, where the cache cannot be written."""
+    kept = Kept(
+        identity=identity(question, profile, ranks),
+        lengths=_histogram(question),
+        circumstances=circumstances(question, profile),
+        result=result,
+    )
+    path = place(kept.identity, kept.lengths)
+    try:
+        write_whole(path, kept.to_json() + "\n")
+    except OSError as error:
+        _warn(f"the result is not kept ({error}); set TRAINFIT_CACHE to a folder of yours")
+        return None
+    return path
+
+
+def place(named: dict[str, Any], lengths: Sequence[float]) -> Path:
+    """The file of a job on data of such lengths."""
+    return _folder() / f"{_digest(_plain(named))}-{_digest(list(lengths))[:8]}.json"
+
+
+def _folder() -> Path:
+    return cache_folder() / "tuned"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _histogram(question: Question) -> tuple[float, ...]:
+    return histogram(question.workload.lengths, question.workload.max_length)
+
+
+def _plain(values: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from a file."""
+    plain: dict[str, Any] = json.loads(codec.dumps(values, indent=None))
+    return plain
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, TrainfitWarning, stacklevel=3)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0][:200]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+@cache
+def _sources() -> str:
+    digest = hashlib.sha256()
+    home = Path(__file__).parent.parent
+    for package in _SOURCES:
+        for path in sorted((home / package).rglob("*.py")):
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:16]

@@ -1,0 +1,196 @@
+"""The processes that trials run in, one for each way of compiling.
+
+They stay for the next trial, since imports take seconds. One that crashes, hangs, fails or runs out
+of memory leaves a record and is replaced: nothing of it reaches another trial. They are in sessions
+of their own, so that Ctrl-C is their parent's to handle.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from trainfit.errors import RunFailed
+from trainfit.records import Plan
+from trainfit.tuning.child import READY, Request
+from trainfit.tuning.records import Candidate, Status, Trial
+
+START_SECONDS = 180.0
+"""What the imports of a child may take, on a slow disk."""
+_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
+"""Variables that begin so make a process a rank, and a child of a rank is none."""
+_HELD_GIB = 0.8
+"""What a child that waits holds of a GPU: CUDA's own, and what its libraries keep."""
+
+
+def mode_of(plan: Plan) -> str:
+    """What a child compiles like; an eager one does not."""
+    return plan.compile_mode if plan.compile else "eager"
+
+
+class Children:
+    """Runs trials, each in the child of its way of compiling; ends all of them when it is left."""
+
+    def __init__(self, modules: Sequence[str] = (), *, at_most: int = 4) -> None:
+        """`modules` are imported beforehand, and `at_most` so many children live at a time."""
+        self._modules, self._at_most = list(modules), at_most
+        self._children: dict[str, _Child] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        _kind: type[BaseException] | None,
+        _error: BaseException | None,
+        _trace: TracebackType | None,
+    ) -> None:
+        for child in self._children.values():
+            child.end()
+        self._children.clear()
+
+    def start(self, modes: Sequence[str]) -> None:
+        """Have children of these modes on their way; nothing is timed while they import."""
+        for mode in modes[: self._at_most]:
+            self._child(mode)
+
+    def run(
+        self,
+        candidate: Candidate,
+        *,
+        steps: int,
+        warm_up: int,
+        limit: float,
+        most_seconds: float | None = None,
+    ) -> Trial:
+        """Run a trial; one that is not done after `limit` seconds is killed.
+
+        Waits for every child that is still importing: it would disturb the clock.
+        """
+        began = time.monotonic()
+        mode = mode_of(candidate.plan)
+        child = self._child(mode)
+        self._make_room(mode, candidate.plan)
+        for each in self._children.values():
+            each.wait_until_ready()
+        limit -= time.monotonic() - began
+        request = Request(
+            candidate=candidate, steps=steps, warm_up=warm_up, most_seconds=most_seconds
+        )
+        line, failure = child.ask(request.to_json(indent=None), limit)
+        if failure is None:
+            trial = Trial.from_json(line, "a trial")
+        else:
+            status, note = failure
+            spent = time.monotonic() - began
+            trial = Trial(settings=candidate.settings, status=status, note=note, seconds=spent)
+        if trial.status != "ok":  # who knows what it left behind
+            self._children.pop(mode).end()
+        return trial
+
+    def _make_room(self, mode: str, plan: Plan) -> None:
+        """End what waits, the longest-lived first, where the trial needs nearly all the memory."""
+        if plan.memory is None:
+            return
+        spare = plan.memory.capacity_gib - plan.memory.peak_reserved_gib
+        others = [name for name in self._children if name != mode]
+        while others and spare < _HELD_GIB * len(others):
+            self._children.pop(others.pop(0)).end()
+
+    def _child(self, mode: str) -> _Child:
+        if mode not in self._children:
+            while len(self._children) >= self._at_most:
+                self._children.pop(next(iter(self._children))).end()
+            self._children[mode] = _Child(self._modules)
+        return self._children[mode]
+
+
+class _Child:
+    """A process, and a thread that reads what it says."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
+        # What the parent can import, the child must find too.
+        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "trainfit.tuning.child", *modules],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
+            text=True,
+            env=environment,
+            start_new_session=True,
+        )
+        self._lines: queue.Queue[str | None] = queue.Queue()
+        self._reader = threading.Thread(target=self._read, name="trial", daemon=True)
+        self._reader.start()
+        self._ready = False
+
+    def _read(self) -> None:
+        assert self._process.stdout is not None
+        for line in self._process.stdout:
+            self._lines.put(line.rstrip("\n"))
+        self._lines.put(None)
+
+    def wait_until_ready(self) -> None:
+        """Wait for its imports."""
+        if self._ready:
+            return
+        try:
+            said = self._lines.get(timeout=START_SECONDS)
+        except queue.Empty:
+            said = None
+        if said != READY:
+            with suppress(subprocess.TimeoutExpired):
+                self._process.wait(1.0)
+            how = _how(self._process.poll())
+            self.end()
+            fix = "set TRAINFIT_TRACEBACK=1 to see why"
+            raise RunFailed(f"a process for trials did not start ({how})", fix)
+        self._ready = True
+
+    def ask(self, line: str, limit: float) -> tuple[str, tuple[Status, str] | None]:
+        """Its answer, or how it failed to give one."""
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(line + "\n")
+            self._process.stdin.flush()
+            answer = self._lines.get(timeout=max(limit, 0.0))
+        except queue.Empty:
+            return "", ("hung", f"killed: not done after {limit:.0f} s")
+        except BrokenPipeError:
+            answer = None
+        if answer is None:
+            return "", ("crashed", f"the process died ({_how(self._process.wait())})")
+        return answer, None
+
+    def end(self) -> None:
+        """Kill it, with the loader's workers."""
+        try:
+            os.killpg(self._process.pid, signal.SIGKILL)
+        except (ProcessLookupError, PermissionError):
+            self._process.kill()
+        self._process.wait()
+        self._reader.join(5.0)
+        for pipe in (self._process.stdin, self._process.stdout):
+            with suppress(BrokenPipeError):
+                if pipe is not None:
+                    pipe.close()
+
+
+def _how(code: int | None) -> str:
+    """An exit code in words."""
+    if code is None:
+        return "it is still at its imports"
+    if code < 0:
+        return signal.Signals(-code).name
+    return f"exit code {code}"
