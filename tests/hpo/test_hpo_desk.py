@@ -324,16 +324,20 @@ def test_who_comes_at_the_same_time_finds_the_tables(tmp_path: Path):
         f"    open_database(f'sqlite:///{tmp_path}/{{turn}}.db')\n"
         "    print('open', flush=True)\n"
     )
-    both = [
+    them = [
         subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
         )
         for _ in range(3)
     ]
-    assert all(one.stdout and one.stdout.readline() == "ready\n" for one in both)
-    for turn in range(4):
-        Path(f"{begin}{turn}").touch()
-        for one in both:
-            assert one.stdout
-            assert one.stdout.readline() == "open\n", one.communicate()[1][-600:]
-    assert [one.wait(30) for one in both] == [0, 0, 0]
+    try:
+        assert all(one.stdout and one.stdout.readline() == "ready\n" for one in them)
+        for turn in range(4):
+            Path(f"{begin}{turn}").touch()
+            for one in them:
+                assert one.stdout
+                assert one.stdout.readline() == "open\n", one.communicate()[1][-600:]
+        assert [one.wait(30) for one in them] == [0, 0, 0]
+    finally:
+        for one in them:
+            one.kill()
