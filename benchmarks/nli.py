@@ -429,7 +429,7 @@ def main() -> None:
         sizes.rounds, sizes.steps, sizes.own_steps = 3, 15, 15
     if sizes.tiny:
         sizes.count, sizes.longest, sizes.curve_steps, sizes.workers = 400, 64, 12, 0
-        sizes.rounds, sizes.steps, sizes.own_steps, sizes.batch = 2, 4, 4, 16
+        sizes.rounds, sizes.steps, sizes.own_steps, sizes.batch = 1, 4, 4, 16
         sizes.settings = tuple(
             replace(each, batch=min(each.batch, 16), workers=0) for each in sizes.settings
         )

@@ -50,7 +50,13 @@ def test_they_compose_back_with_the_plan_pinned(make_plan: Make, task: str, give
     assert again.hardware == composed.hardware
     # Threads, weights and what follows from the data are no part of a plan.
     left = {key for key, value in again.values().items() if value == "auto"}
-    assert left <= {"device.num_threads", "model.weights", "model.vocab_size", "model.loss_chunk"}
+    assert left <= {
+        "device.num_threads",
+        "model.weights",
+        "model.vocab_size",
+        "model.loss_chunk",
+        "tune",
+    }
     assert again.notes == ()  # every key is the canonical one
 
 

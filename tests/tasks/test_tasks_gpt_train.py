@@ -326,20 +326,24 @@ def test_sample_refuses_what_is_no_gpt_run(tmp_path: Path, capsys: Any):
 def test_chunks_are_chosen_where_logits_do_not_fit(tmp_path: Path):
     from dataclasses import replace
 
+    from trainfit.hardware import detect
     from trainfit.tasks import planned
 
     composed = compose("gpt", gpt_words(tmp_path))
     question = planned.question(composed)
     asked: list[Any] = []
+    profile = detect()
+    plans: dict[Any, Plan] = {}
 
     def make(fits: bool, mode: str, chunked: str) -> Any:
         def plan(one: Any) -> Plan:
-            asked.append(one.arguments.get("loss_chunk"))
-            from trainfit.hardware import detect
-
-            made = planner.plan(one, detect())
-            has = one.arguments.get("loss_chunk") is not None
-            return replace(made, fits=fits or has, gradient_checkpointing=chunked if has else mode)
+            chunk = one.arguments.get("loss_chunk")
+            asked.append(chunk)
+            if chunk not in plans:
+                plans[chunk] = planner.plan(one, profile)
+            has = chunk is not None
+            mode_now = chunked if has else mode
+            return replace(plans[chunk], fits=fits or has, gradient_checkpointing=mode_now)
 
         return plan
 

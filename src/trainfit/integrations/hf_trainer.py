@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import wraps
@@ -26,10 +27,16 @@ class Observing:
         self._warm_up = warm_up
         self._under_way = ExitStack()
         self._seen: Observation | None = None
+        weakref.finalize(self, self._under_way.close)
+
+    def let_go(self) -> None:
+        """Of what was under way when an error ended it."""
+        self._under_way.close()
+        self._seen = None
 
     def begin(self) -> None:
-        """Observe from now on; one that an error ended is let go."""
-        self._under_way.close()
+        """Observe from now on."""
+        self.let_go()
         self._seen = self._under_way.enter_context(observe(warm_up=self._warm_up))
 
     def end(self, folder: Path, *, write: bool) -> Receipt | None:
@@ -69,8 +76,12 @@ class TrainfitCallback(TrainerCallback):
 
         @wraps(train)
         def advised(*arguments: Any, **options: Any) -> Any:
-            with oom_advice():
-                return train(*arguments, **options)
+            try:
+                with oom_advice():
+                    return train(*arguments, **options)
+            except BaseException:
+                made._observing.let_go()
+                raise
 
         trainer.train = advised  # type: ignore[method-assign]
         return made

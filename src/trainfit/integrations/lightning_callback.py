@@ -64,6 +64,7 @@ class TrainfitLightningCallback(Callback):
     def on_exception(self, _trainer: Any, _module: Any, exception: BaseException) -> None:
         """Advice beside an error that ends the training."""
         self.meter.detach()
+        self._observing.let_go()
         add_advice(exception)
 
     def on_train_end(self, trainer: Any, _module: Any) -> None:

@@ -83,6 +83,7 @@ def _run(request: Request) -> Answer:
         recorder.watch_gradients(model.parameters())
         step: Step = make_step(model)
         before = recorder.length
+        recorder.work.clear()  # the optimizer's state was made, once and for all
         step()
         repeated = _repeated(recorder.events(since=before))
         if repeated is None:  # the first step made something that stays: the second is as all are

@@ -11,8 +11,8 @@ from __future__ import annotations
 import dataclasses
 import operator
 from collections import deque
-from collections.abc import Callable, Iterable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from typing import Any
 
@@ -106,17 +106,20 @@ def _call(block: nn.Module) -> Callable[..., Any]:
         if key not in traced:
             constants = [None if at in places else item for at, item in enumerate(flat)]
             traced[key] = _trace(block, names, constants, places, spec)
-            _call_unrecorded(traced[key], weights, tensors)  # the first call traces it
+            _trace_now(traced[key], weights, tensors)
         return traced[key](weights, tensors)
 
     return call
 
 
-def _call_unrecorded(function: Callable[..., Any], *args: Any) -> None:
+def _trace_now(
+    function: Callable[..., Any], weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Call it once, unseen: the first call traces it, and keeps what it was called with."""
     # Checkpointing counts what is kept, so what this call keeps must not reach it.
     kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with _disable_current_modes(), detect_fake_mode(args) or nullcontext(), kept:
-        function(*args)
+    with _disable_current_modes(), detect_fake_mode([*weights, *tensors]) or nullcontext(), kept:
+        function(weights, [_like(one).requires_grad_(one.requires_grad) for one in tensors])
 
 
 def _signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -148,7 +151,10 @@ def _trace(
 
 
 class _Fused:
-    """One of the two graphs, run node by node; only buffers are seen by the recorder."""
+    """One of the two graphs, run node by node; only buffers are made, and seen by the recorder.
+
+    What is fused away has no value: nobody reads it but what is fused as well.
+    """
 
     _boxed_call = True  # the caller gives its arguments away, so that they can be freed
 
@@ -170,27 +176,36 @@ class _Fused:
                 values[node] = inputs.popleft()
             elif node.op == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
-            else:
+            elif self._is_made(node, values):
                 values[node] = self._run(node, values, recorder)
             for ended in self._ends.get(at, ()):
                 values.pop(ended, None)
         raise AssertionError("a graph without an output")
 
+    def _is_made(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
+        if node.op == "get_attr" or _is_library(node) or node in self._buffers:
+            return True
+        return _is_view(node) and all(source in values for source in node.all_input_nodes)
+
     def _run(self, node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder | None) -> Any:
-        args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
-        if recorder is None:
-            return node.target(*args, **kwargs)  # type: ignore[operator]
-        if _is_library(node):
-            with recorder.compiled():
+        if _is_library(node) or _is_view(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            library = recorder is not None and _is_library(node)
+            with recorder.compiled() if recorder is not None and library else self._unseen():
                 return node.target(*args, **kwargs)  # type: ignore[operator]
-        with _disable_current_modes(), self._mode or nullcontext():
-            result = node.target(*args, **kwargs)  # type: ignore[operator]
-        if node in self._buffers:
+        with self._unseen():
+            result = pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
+        if recorder is not None:
             recorder.follow(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
             recorder.note(self._fused_work(node, result, values))
         return result
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        with _disable_current_modes(), self._mode or nullcontext():
+            yield
 
     def _fused_work(self, node: fx.Node, result: Any, values: dict[fx.Node, Any]) -> Work:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
@@ -207,6 +222,10 @@ class _Fused:
             update=False,
             compiled=True,
         )
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
 
 
 def _recorder() -> Recorder | None:
