@@ -13,6 +13,7 @@ from engine_toy import ToyTask, cuts
 from trainfit.data.loading import StepLoader, to_device
 from trainfit.engine.settings import LoaderSettings
 from trainfit.errors import RunFailed
+from trainfit.measuring.evidence.process import count_workers
 
 CPU = torch.device("cpu")
 NONE = LoaderSettings(persistent_workers=True, pin_memory=True, prefetch_factor=4)
@@ -29,7 +30,7 @@ def tokens_of(batch: Any) -> list[tuple[int, ...]]:
 @pytest.mark.parametrize("options", [NONE, SOME, PERSISTENT], ids=["none", "some", "persistent"])
 @pytest.mark.parametrize("padded", [False, True])
 def test_every_step_comes_whole_and_in_order(options: LoaderSettings, padded: bool) -> None:
-    task = ToyTask()
+    task, before = ToyTask(), count_workers()
     loader = StepLoader(task, options, CPU)
     steps, ladder = task.steps(0), cuts(task, padded=padded)
     for cut, start in ((ladder[0], 0), (ladder[2], 2)):
@@ -41,6 +42,8 @@ def test_every_step_comes_whole_and_in_order(options: LoaderSettings, padded: bo
             assert sorted(found) == sorted(expected)
             assert step.waited >= 0
     assert len(arrived[0].batches) >= ladder[2].micro_batches
+    loader.close()
+    assert count_workers() == before
 
 
 @pytest.mark.parametrize("options", [SOME, PERSISTENT])
@@ -55,6 +58,7 @@ def test_a_new_cut_in_the_middle_loses_nothing(options: LoaderSettings) -> None:
         assert list(step.sequences) == steps[at]
         for one, other in zip(step.batches, again, strict=True):
             assert torch.equal(one["ids"], other["ids"])
+    loader.close()
 
 
 def test_ranks_share_a_step_and_an_idle_one_gets_nothing() -> None:
