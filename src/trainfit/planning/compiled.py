@@ -163,6 +163,7 @@ class _Fused:
         self._nodes = list(graph.graph.nodes)
         self._mode = detect_fake_mode([node.meta.get("val") for node in self._nodes])
         self._buffers = _buffers(self._nodes)
+        self._made = self._buffers | _views_in_use(self._nodes)
         self._ends = _ends(self._nodes, self._buffers)
         self._reads = _reads(self._nodes, self._buffers)
 
@@ -176,16 +177,11 @@ class _Fused:
                 values[node] = inputs.popleft()
             elif node.op == "output":
                 return fx.node.map_arg(node.args[0], values.__getitem__)
-            elif self._is_made(node, values):
+            elif node.op == "get_attr" or node in self._made:
                 values[node] = self._run(node, values, recorder)
             for ended in self._ends.get(at, ()):
                 values.pop(ended, None)
         raise AssertionError("a graph without an output")
-
-    def _is_made(self, node: fx.Node, values: dict[fx.Node, Any]) -> bool:
-        if node.op == "get_attr" or _is_library(node) or node in self._buffers:
-            return True
-        return _is_view(node) and all(source in values for source in node.all_input_nodes)
 
     def _run(self, node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder | None) -> Any:
         if node.op == "get_attr":
@@ -276,6 +272,16 @@ def _buffers(nodes: list[fx.Node]) -> set[fx.Node]:
         if shared and node not in buffers and len(_leaves(node, buffers)) > _MOST_READS:
             buffers.add(node)
     return {node for node in buffers if node.op == "call_function"}
+
+
+def _views_in_use(nodes: list[fx.Node]) -> set[fx.Node]:
+    """The views that a library's kernel reads or that leave the graph; the others are fused."""
+    found: set[fx.Node] = set()
+    for node in reversed(nodes):
+        read = any(user.op == "output" or user in found or _is_library(user) for user in node.users)
+        if read and node.op == "call_function" and _is_view(node):
+            found.add(node)
+    return found
 
 
 def _leaves(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
