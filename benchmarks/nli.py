@@ -182,17 +182,21 @@ def run_trainfit(
     """The engine's own run by the plan."""
     asked = settings_from(config.model, weights="random", **model_decisions(made))
     seed = changes.pop("seed", 0)
-    task = ClassifierTask(
-        partial(build_classifier, asked),
-        tokens,
-        tokens.subset(range(8)),
-        effective_batch=made.effective_batch_size,
-        seed=seed,
-    )
+    task = task_of(asked, tokens, made.effective_batch_size, seed)
     settings = loop_settings(
         config, made, tokens.lengths, device="cuda" if CUDA else "cpu", ranks=1, seed=seed
     )
     return run_engine(task, settings, made, observer, steps, **changes)
+
+
+def task_of(asked: Any, tokens: Tokens, batch: int, seed: int) -> ClassifierTask:
+    return ClassifierTask(
+        partial(build_classifier, asked),
+        tokens,
+        tokens.subset(range(8)),
+        effective_batch=batch,
+        seed=seed,
+    )
 
 
 def run_engine(
@@ -318,7 +322,11 @@ def variants(name: str, sizes: Any, record: Any, keep: Any) -> None:
 
 
 def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
-    """The loss of the same classifier on the same task, by trainfit and by Trainer."""
+    """The loss of the same classifier on the same task, by trainfit and by Trainer.
+
+    Both start from the same weights and see the same sequences in each step. What is left between
+    them is dropout's luck, and how a sum is rounded.
+    """
     tokens = sequences(sizes.count, sizes.longest)
     rate, batch, steps = 5e-5, 32, sizes.curve_steps
     words = [
@@ -349,9 +357,10 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
         run_trainfit(config, made, tokens, ours, steps, seed=seed, logging_steps=1)
         torch.manual_seed(seed)
         setting = Setting(name="trainer, batch 32", batch=batch)
+        dealt = task_of(asked, tokens, batch, seed).steps(0)
         trainer_round(
             build,
-            Sequences(tokens),
+            Sequences(tokens.subset([at for step in dealt for at in step])),
             setting,
             steps - 4,
             seed=seed,
@@ -359,6 +368,7 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
             learning_rate=rate,
             warmup_steps=round(0.1 * steps),
             max_grad_norm=1.0,
+            train_sampling_strategy="sequential",
         )
         record["curves"].append({"seed": seed, "trainfit": ours.found, "trainer": theirs})
         ends = [statistics.mean(found[-30:]) for found in (ours.found, theirs)]
