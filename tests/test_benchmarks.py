@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -30,6 +32,8 @@ def test_fine_tuning_beside_the_peers(tmp_path: Path):
         assert only["samples_per_second"] > 0
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_everyone_on_the_same_work(tmp_path: Path):
     output = tmp_path / "peers.json"
     done = subprocess.run(
