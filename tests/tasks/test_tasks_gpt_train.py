@@ -25,7 +25,7 @@ from trainfit.engine.observers import Observer
 from trainfit.errors import BadInput
 from trainfit.packing import cut_step, ladder
 from trainfit.planning import planner
-from trainfit.records import Plan
+from trainfit.records import HardwareProfile, Plan
 from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.gpt import prepared as preparation
 from trainfit.tasks.gpt.looping import build, shape_of
@@ -389,6 +389,7 @@ def test_the_embedded_corpus_is_what_trains_without_data(
     config = json.loads((folder / "config.json").read_text())["config"]
     assert config["model"]["name"] == "gpt-tiny"
     assert json.loads((folder / "data.json").read_text())["header"]["train"]["documents"] > 40
+    assert HardwareProfile.load(folder / "hardware.json").cpu.cores >= 1
 
 
 def test_token_files_of_nanogpt_train_too(tmp_path: Path):

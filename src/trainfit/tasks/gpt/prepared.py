@@ -118,6 +118,7 @@ def begin(
                 tuned.tune(tuned_job(prepared, profile, world.size))
             plan = make_plan(prepared, profile, world.size)
             folder = _new_folder(prepared, plan)
+            profile.save(folder / "hardware.json")
             launch.note(folder)
         else:
             plan, folder = _old_plan(prepared, resume), resume
