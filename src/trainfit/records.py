@@ -8,7 +8,7 @@ A stage takes the records before it and returns its own; none reaches back. `Non
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
@@ -239,6 +239,19 @@ class TaskSpec(Record):
     factory: str
     """module:callable"""
     arguments: dict[str, Any]
+
+    def function(self) -> Callable[..., Any]:
+        """The factory, imported."""
+        from importlib import import_module
+
+        module, _, name = self.factory.partition(":")
+        try:
+            found: Callable[..., Any] = getattr(import_module(module), name)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise BadInput(
+                f"cannot load {self.factory!r} ({error})", "give it as module:function"
+            ) from None
+        return found
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

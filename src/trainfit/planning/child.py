@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -20,7 +19,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_iter
 
 from trainfit import codec
-from trainfit.errors import BadInput, TrainfitError
+from trainfit.errors import TrainfitError
 from trainfit.planning import fake_cuda
 from trainfit.planning.allocator import Event, replay
 from trainfit.planning.fakes import make_fake
@@ -68,7 +67,7 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(request: Request) -> Answer:
-    build = _load(request.task.factory)
+    build = request.task.function()
     with torch.device("meta"), _no_initialisation():
         model, make_step = build(**request.task.arguments)
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
@@ -165,15 +164,6 @@ def _answer(
         done=tuple(Done(work=work, times=times) for work, times in recorder.work.items()),
         unknown=dict(recorder.unknown),
     )
-
-
-def _load(path: str) -> Callable[..., tuple[torch.nn.Module, Callable[[torch.nn.Module], Step]]]:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"cannot load {path!r} ({error})", "give it as module:function") from None
-    return found  # type: ignore[no-any-return]
 
 
 def _no_initialisation() -> Any:

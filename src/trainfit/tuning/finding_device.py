@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,8 +14,8 @@ from transformers.initialization import no_init_weights
 
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.random_state import protected
-from trainfit.errors import BadInput
 from trainfit.measuring.timing import synchronize, time_work
+from trainfit.records import TaskSpec
 from trainfit.runtime.compiling import forget_compiled
 from trainfit.tuning.finding import GIB, Measure, Measured
 
@@ -74,7 +73,7 @@ class Steps:
     ) -> None:
         """The factory takes `arguments(rows)`, and is told the device where it asks for it."""
         self._device = device
-        self._build = _load(factory)
+        self._build = TaskSpec(factory=factory, arguments={}).function()
         asked = inspect.signature(self._build).parameters.values()
         told = any(p.name == "device" or p.kind is p.VAR_KEYWORD for p in asked)
         more = {"device": device} if told else {}
@@ -133,12 +132,3 @@ def _measure(device: Device, step: Step, rows: int, micro_batches: int) -> Measu
         reserved=reserved,
         seconds=rest.median.value / micro_batches,
     )
-
-
-def _load(path: str) -> Callable[..., Any]:
-    module, _, name = path.partition(":")
-    try:
-        found: Callable[..., Any] = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(f"cannot load {path!r} ({error})", "give it as module:function") from None
-    return found

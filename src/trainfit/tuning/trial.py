@@ -7,7 +7,6 @@ out is an outcome and not an error: a trial that had to cut its steps finer is o
 
 from __future__ import annotations
 
-import importlib
 import tempfile
 import time
 import warnings
@@ -106,14 +105,7 @@ def _outcome(candidate: Candidate, clock: Clock) -> tuple[Any, str] | None:
 
 def build(candidate: Candidate) -> Setup:
     """What the candidate's factory makes of it."""
-    module, _, name = candidate.task.factory.partition(":")
-    try:
-        factory = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise BadInput(
-            f"cannot load {candidate.task.factory!r} ({error})", "give it as module:function"
-        ) from None
-    return Setup(*factory(candidate.plan, **candidate.task.arguments))
+    return Setup(*candidate.task.function()(candidate.plan, **candidate.task.arguments))
 
 
 def _with_rates(trial: Trial, clock: Clock) -> Trial:
