@@ -187,6 +187,11 @@ class HardwareProfile(Record):
     simulated: bool = False
     """True when the GPU comes from the catalogue and is not here."""
 
+    @property
+    def device(self) -> Literal["cuda", "cpu"]:
+        """What the jobs train on, as torch calls it."""
+        return "cuda" if any(gpu.vendor != "apple" for gpu in self.gpus) else "cpu"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason(Record):

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from tuning_toy import plan as toy_plan
 
 from trainfit.catalogue import find
 from trainfit.engine.settings import LoopSettings, OptimizerSettings
@@ -99,7 +100,6 @@ def machine(*, compiler: bool = False) -> HardwareProfile:
 def plan(**changes: Any) -> Plan:
     """The best, on a GPU: half precision, TF32 and the fused AdamW, padded."""
     values: dict[str, Any] = {
-        "fits": True,
         "task": SPEC,
         "workload": Workload(
             lengths=tuple(LENGTHS),
@@ -111,24 +111,9 @@ def plan(**changes: Any) -> Plan:
         "gpu": "a100",
         "precision": "bf16",
         "runtime": RuntimeSettings(tf32=True),
-        "packed": False,
-        "attention": "sdpa",
         "batch_size": BATCH,
         "micro_batch_tokens": BATCH * LONGEST,
-        "gradient_accumulation_steps": 1,
         "effective_batch_size": BATCH,
-        "cuts": (1,),
-        "gradient_checkpointing": "none",
-        "compile": False,
-        "compile_mode": "default",
-        "optimizer": "adamw_fused",
-        "num_workers": 0,
-        "pin_memory": False,
-        "persistent_workers": False,
-        "prefetch_factor": None,
-        "eval_batch_size": 8,
-        "memory": None,
-        "time": None,
         "reasons": (Reason(setting="packed", value=False, why="nobody packs a toy"),),
     }
-    return Plan(**(values | changes))
+    return toy_plan(**(values | changes))

@@ -195,7 +195,7 @@ def test_a_short_run_is_not_compiled_for_nothing(here: type[Here]) -> None:
         return toy.plan(compile=True, time=TimeEstimate(**told | {"samples_per_second": rate}))
 
     # 96 sequences in all: at 10 a second they are over before the compiler is.
-    assert not tuned.adopt(toy.plan(), compiled(10.0)).compile
+    assert tuned.adopt(toy.plan(), compiled(10.0)) == toy.plan()  # its budget was not for eager
     assert tuned.adopt(toy.plan(), compiled(1.0)).compile
     assert tuned.adopt(toy.plan(compile=True), compiled(10.0)).compile
 

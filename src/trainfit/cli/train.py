@@ -42,18 +42,13 @@ def command(
     cv.folds=5; `trainfit config TASK` shows the keys. Without data of yours a small model trains
     on made-up data, or for gpt on the source of Python's standard library.
     """
-    from importlib import import_module
-
     from trainfit.cli.main import INTERRUPTED
     from trainfit.conf.user_file import with_file
-    from trainfit.errors import BadInput, did_you_mean
     from trainfit.reports import training
 
-    if task not in JOBS:
-        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
-        raise BadInput(f"unknown job {task!r}", fix)
+    check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
-    job = import_module(JOBS[task])
+    job = job_module(task)
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
@@ -62,6 +57,22 @@ def command(
     if result.status == "finished" and training.is_first_rank():
         report_on(result.run, as_json)
     return INTERRUPTED if result.status == "stopped" else 0
+
+
+def check_job(task: str) -> None:
+    """Refuse what is none."""
+    from trainfit.errors import BadInput, did_you_mean
+
+    if task not in JOBS:
+        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
+        raise BadInput(f"unknown job {task!r}", fix)
+
+
+def job_module(task: str) -> Any:
+    """The module of a job, with its `prepare` and `train`."""
+    from importlib import import_module
+
+    return import_module(JOBS[task])
 
 
 def _composed(

@@ -49,6 +49,7 @@ def command(
     the rest is tried. Trials run the job's own loop on made-up tokens of its lengths, in processes
     of their own.
     """
+    from trainfit.cli.train import check_job
     from trainfit.conf.user_file import with_file
     from trainfit.errors import BadInput
 
@@ -58,6 +59,7 @@ def command(
         raise BadInput("--batch-size-only takes seconds", "leave out --minutes")
     if minutes is not None and not minutes > 0:
         raise BadInput(f"--minutes is {minutes:g}", "give a number above 0")
+    check_job(task)
     words = with_file(task, config_file, overrides)
     job = _job(task, words, as_json)
     if batch_size_only:
@@ -69,21 +71,15 @@ def command(
 
 def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     """The job as `train` would begin it: its own data decides the lengths."""
-    from importlib import import_module
-
-    from trainfit.cli.train import JOBS
-    from trainfit.errors import BadInput, did_you_mean
+    from trainfit.cli.train import job_module
     from trainfit.tasks.encoder import prepared
     from trainfit.tasks.encoder.choosing import configure, find_machine
 
-    if task not in JOBS:
-        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
-        raise BadInput(f"unknown job {task!r}", fix)
     composed = configure(task, words)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     profile = find_machine(composed)
-    module = import_module(JOBS[task])
+    module = job_module(task)
     tuned_job = getattr(module, "tuned_job", prepared.tuned_job)
     with _busy("preparing the data", quiet):
         job: Job = tuned_job(module.prepare(composed), profile)

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.errors import BadInput
-from trainfit.integrations.hf_trainer import Observing
 from trainfit.integrations.meter import Meter
+from trainfit.integrations.observing import Observing
 from trainfit.integrations.oom import add_advice
 from trainfit.measuring.observing import WARM_UP
 from trainfit.records import Receipt

@@ -188,8 +188,8 @@ class _Fused:
             return getattr(self._module, str(node.target))
         if _is_library(node) or _is_view(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            library = recorder is not None and _is_library(node)
-            with recorder.compiled() if recorder is not None and library else self._unseen():
+            seen = recorder if _is_library(node) else None
+            with self._unseen() if seen is None else seen.compiled():
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         with self._unseen():
             result = pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])

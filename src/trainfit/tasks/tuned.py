@@ -67,11 +67,6 @@ class Job:
         question = tuner.pinned(self.question, pins)
         return planned.answer(self.composed, question, self.profile, ranks=self.ranks)
 
-    @property
-    def device(self) -> str:
-        """Where torch trains."""
-        return "cuda" if any(gpu.vendor != "apple" for gpu in self.profile.gpus) else "cpu"
-
 
 def tune(
     job: Job,
@@ -103,7 +98,7 @@ def trial_task(job: Job) -> TaskSpec:
         "task": job.composed.task,
         "config": codec.encode(job.composed.config),
         "lengths": lengths[:: max(1, len(lengths) // _MOST_LENGTHS)],
-        "device": job.device,
+        "device": job.profile.device,
     }
     return TaskSpec(factory=FACTORIES[job.composed.task], arguments=arguments)
 
@@ -120,15 +115,18 @@ def with_tuned(job: Job, plan: Plan) -> Plan:
 
 
 def adopt(plan: Plan, tuned: Plan) -> Plan:
-    """A run's own plan with the tuned settings; in a short run compiling does not pay."""
-    taken = replace(
+    """A run's own plan with the tuned settings.
+
+    In a short run compiling does not pay, and what was tuned with it, the budget above all, is not
+    for a run without: that one goes as it was planned.
+    """
+    if tuned.compile and not plan.compile and _is_short(plan, tuned):
+        return plan
+    return replace(
         plan,
         runtime=replace(plan.runtime, tf32=tuned.runtime.tf32, attention=tuned.runtime.attention),
         **{name: getattr(tuned, name) for name in _TAKEN},
     )
-    if tuned.compile and not plan.compile and _is_short(plan, tuned):
-        return replace(taken, compile=False)
-    return taken
 
 
 def _is_short(plan: Plan, tuned: Plan) -> bool:

@@ -66,7 +66,7 @@ def run(
 ) -> JobResult:
     """Train and judge every fold, in a new folder or in the one of a run that was left."""
     show = show or Show()
-    with joined(_device(profile)) as (world, place):
+    with joined(profile.device) as (world, place):
         with show.busy("planning"):
             plan, folder = begin(prepared, profile, world, resume)
         if not world.first:
@@ -90,7 +90,7 @@ def comparing(
 ) -> Iterator[Callable[[int, Path, Sequence[Observer]], RunResult]]:
     """A function that trains a fold for its validation score: no checkpoint, no test, no export."""
     with (
-        joined(_device(profile)) as (world, place),
+        joined(profile.device) as (world, place),
         applied(planned.runtime_settings(prepared.config, plan)),
     ):
         changes = {
@@ -106,10 +106,6 @@ def comparing(
             return job.train(number, folder, "", resume=False)
 
         yield train
-
-
-def _device(profile: HardwareProfile) -> str:
-    return "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
 
 
 def _build(prepared: Prepared, plan: Plan) -> EncoderClassifier:

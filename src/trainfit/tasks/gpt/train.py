@@ -41,8 +41,7 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
     """Train and export what the configuration asks for; `resume` goes on with a run."""
     profile = find_machine(composed)
     show = show or Show()
-    device = "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
-    with joined(device) as (world, place):
+    with joined(profile.device) as (world, place):
         if not world.first:
             show = Show()
         with show.busy("preparing the data"):
@@ -66,9 +65,11 @@ def compare(
     observers: Sequence[Observer],
 ) -> RunResult:
     """Train for the validation loss alone: no checkpoint, no export."""
-    device = "cuda" if any(gpu.vendor != "apple" for gpu in profile.gpus) else "cpu"
     show = Show(watch=lambda _title: observers)
-    with joined(device) as (world, place), applied(planned.runtime_settings(prepared.config, plan)):
+    with (
+        joined(profile.device) as (world, place),
+        applied(planned.runtime_settings(prepared.config, plan)),
+    ):
         peaks = _Peaks.of(plan, profile, world, place)
         return _train(prepared, plan, run, world, place, peaks, show, resume=False, keep=0)
 
