@@ -16,9 +16,11 @@ python benchmarks/hpo.py --output FILE [--trials 4] [--epochs 1] [--no-peer] [--
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
 import platform
+import pstats
 import statistics
 import subprocess
 import sys
@@ -138,6 +140,18 @@ def own_trial(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
     }
 
 
+def profiled(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
+    """A trial, and in which of trainfit's functions its seconds went."""
+    profile = cProfile.Profile()
+    found = profile.runcall(own_trial, opened, objective)
+    spent = [
+        (round(cumulative, 3), calls, f"{Path(file).stem}.{name}")
+        for (file, _, name), (_, calls, _, cumulative, _) in pstats.Stats(profile).stats.items()
+        if "trainfit" in file
+    ]
+    return found | {"profile": sorted(spent, reverse=True)[:60]}
+
+
 def make_plans(opened: OpenStudy, objective: EncoderObjective, trials: int) -> list[Any]:
     """What each plan took to make, and what it says."""
     made = []
@@ -245,6 +259,14 @@ def choose_peer(sizes: Any, data: Dataset, record: dict[str, Any]) -> Setting:
     return min(settings, key=lambda s: found[s.name].get("seconds", float("inf")))
 
 
+def named_peer(name: str | None) -> Setting | None:
+    """One of the list, found best before; None: it is to be found."""
+    found = [setting for setting in PEERS if setting.name == name]
+    if name is not None and not found:
+        raise SystemExit(f"no peer {name!r}: it is one of {[s.name for s in PEERS]}")
+    return found[0] if found else None
+
+
 class PeerStudy:
     """The script: Optuna asks, Trainer trains, the mean over folds is told."""
 
@@ -285,7 +307,7 @@ class PeerStudy:
     def trial(self) -> dict[str, Any]:
         start = time.perf_counter()
         self._study.optimize(self._objective, n_trials=1, gc_after_trial=True)
-        last = self._study.trials[-1]
+        last = self._study.get_trials(states=(optuna.trial.TrialState.COMPLETE,))[-1]
         return {
             "seconds": time.perf_counter() - start,
             "params": last.params,
@@ -382,11 +404,12 @@ def compare(sizes: Any, folder: Path, record: dict[str, Any], keep: Any) -> None
     keep()
     peer = None
     if not sizes.no_peer:
-        chosen = choose_peer(sizes, folds[0], record)
+        chosen = named_peer(sizes.peer) or choose_peer(sizes, folds[0], record)
         record["peer_setting"] = chosen.name
         peer = PeerStudy(sizes, folds, chosen, folder)
     for number in range(sizes.trials):
-        own = own_trial(opened, objective)
+        last = sizes.profile and number == sizes.trials - 1
+        own = (profiled if last else own_trial)(opened, objective)
         record["trainfit"].append(own)
         print(f"  trial {number}: trainfit {own['seconds']:.1f} s {own['outcome']}", flush=True)
         if peer is not None:
@@ -427,6 +450,8 @@ def main() -> None:
     parser.add_argument("--model", default="deberta-v3-base")
     parser.add_argument("--workers", type=int, default=4, help="loader processes of the peer")
     parser.add_argument("--no-peer", action="store_true")
+    parser.add_argument("--peer", help="its setting, where it need not be found again")
+    parser.add_argument("--profile", action="store_true", help="where trainfit's last trial spends")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory", choices=("fresh", "after"), help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for the CPU")

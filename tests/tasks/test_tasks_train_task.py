@@ -5,22 +5,25 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tasks_tiny import tiny
+from torch import Tensor
 
 from trainfit.data.tokens import Tokens
 from trainfit.tasks.encoder import classifier
-from trainfit.tasks.encoder.task import ClassifierTask
+from trainfit.tasks.encoder.task import ClassifierTask, in_batches
 
 LENGTHS = (7, 3, 12, 5)
 
 
-def tokens() -> Tokens:
-    lengths = np.array(LENGTHS)
+def tokens(sizes: tuple[int, ...] = LENGTHS) -> Tokens:
+    lengths = np.array(sizes)
     return Tokens(
         ids=np.random.default_rng(0).integers(5, 60, lengths.sum()).astype(np.int32),
-        starts=np.cumsum([0, *LENGTHS[:-1]]),
+        starts=np.cumsum([0, *sizes[:-1]]),
         lengths=lengths,
-        labels=np.array([0, 1, 1, 0]),
+        labels=np.arange(len(sizes)) % 2,
     )
 
 
@@ -57,3 +60,37 @@ def test_a_packed_row_says_how_long_its_sequences_are(
     monkeypatch.setattr(classifier, "lay_out", noting)
     task.loss(task.build_model(), task.collate((1, 3), 1, 32, 6))
     assert [layout.max_seqlen for layout in seen] == [max(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base", "modernbert-base"])
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), batch=st.integers(1, 5))
+@settings(max_examples=15, deadline=None)
+def test_an_evaluation_of_packed_rows_finds_what_one_of_padded_rows_does(
+    name: str, lengths: list[int], batch: int
+):
+    model = tiny(name).double().eval()
+    chosen = tokens(tuple(lengths))
+    widths: list[int] = []
+
+    def compute(**inputs: Any) -> Tensor:
+        widths.append(inputs["input_ids"].numel())
+        found: Tensor = model(**inputs)
+        return found
+
+    padded = in_batches(model, model, chosen, batch, packed=False)
+    packed = in_batches(model, compute, chosen, batch, packed=True)
+    torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
+    assert sum(widths) == sum(lengths)  # nothing but tokens
+    assert max(widths) <= batch * max(lengths)  # and no more of them than the padded rows hold
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base"])
+def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):
+    model = tiny(name).cuda().eval()
+    chosen = tokens((17, 3, 30, 8, 8, 1))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert model.packs_here
+        packed = in_batches(model, model, chosen, 2)
+        padded = in_batches(model, model, chosen, 2, packed=False)
+    torch.testing.assert_close(packed, padded, rtol=0.02, atol=0.02)

@@ -92,13 +92,18 @@ def _no_kernel(layout: Layout, softcap: float | None, *, demanded: bool) -> str 
     device = layout.ids.device
     if layout.cu_seqlens is None:
         return "the rows are padded, not packed"
-    if device.type == "cuda" and softcap is not None:
-        return None if varlen.triton_exists() else "Triton is not installed"
     if device.type == "cuda":
-        return None if varlen.flash_exists() else "this torch has no flash kernels"
+        return missing(softcap)
     if not (demanded and varlen.stands_in(device.type)):
         return f"the rows are on the device {device.type}"
     return None
+
+
+def missing(softcap: float | None) -> str | None:
+    """What is not installed that a kernel on a GPU needs."""
+    if softcap is not None:
+        return None if varlen.triton_exists() else "Triton is not installed"
+    return None if varlen.flash_exists() else "this torch has no flash kernels"
 
 
 def register() -> str:

@@ -183,6 +183,27 @@ def _encode_own(
     )
 
 
+def packed_obstacle(
+    model: PreTrainedModel, traits: Traits, dtype: torch.dtype | None = None
+) -> str | None:
+    """Why no kernel attends within packed rows where the model is; None: one does.
+
+    `dtype` is that of matrix products: the one of now, unless given.
+    """
+    device = model.device
+    if traits.own_attention:
+        return own_obstacle(model, traits, None)
+    if device.type != "cuda":
+        return f"the rows are on the device {device.type}"
+    return attention.missing(traits.softcap) or varlen.obstacle(
+        capability=varlen.capability(device.index),
+        dtype=dtype or attention.computed_in(device.type, model.dtype),
+        head=traits.head,
+        softcap=traits.softcap,
+        dropout=traits.attention_dropout if model.training else 0.0,
+    )
+
+
 def own_obstacle(
     model: PreTrainedModel, traits: Traits, layout: Layout | None, *, demanded: bool = False
 ) -> str | None:

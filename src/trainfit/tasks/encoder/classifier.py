@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.layout import Layout, lay_out
-from trainfit.tasks.encoder.backbone import build_encoder, encode, traits_of
+from trainfit.tasks.encoder.backbone import build_encoder, encode, packed_obstacle, traits_of
 from trainfit.tasks.encoder.fake import build_anywhere
 from trainfit.tasks.encoder.methods import checkpoint_blocks, train_by
 from trainfit.tasks.encoder.pooling import build_pooler
@@ -125,6 +125,11 @@ class EncoderClassifier(nn.Module):
                 token_type_ids=token_type_ids,
                 position_ids=position_ids,
             )
+
+    @property
+    def packs_here(self) -> bool:
+        """Whether a kernel attends within packed rows on this device, in the dtype of now."""
+        return packed_obstacle(self.encoder, self.traits) is None
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Logits of pooled sequences `[sequences, width]`."""

@@ -18,10 +18,9 @@ from trainfit.engine.settings import (
     OptimizerSettings,
     ScheduleSettings,
 )
-from trainfit.kernels import varlen
 from trainfit.packing import PackedCut, ladder
 from trainfit.records import Plan
-from trainfit.tasks.encoder.backbone import own_obstacle
+from trainfit.tasks.encoder.backbone import packed_obstacle
 from trainfit.tasks.encoder.classifier import EncoderClassifier
 from trainfit.tasks.encoder.frozen import Head
 
@@ -114,31 +113,16 @@ def _attention(parts: Parts) -> str | None:
         return None
     traits = model.traits
     packed = isinstance(parts.settings.cuts[0], PackedCut)
-    dropout = f"attention dropout {traits.attention_dropout:g}"
-    if traits.own_attention and not packed:
-        return "The model's own attention, on padded rows of like length"
-    if traits.own_attention:
-        reason = own_obstacle(model.encoder, traits, None)
-        kernel = "with trainfit's kernel for disentangled attention"
-        return f"Packed rows {kernel if reason is None else f'with a mask ({reason})'}, {dropout}"
     if not packed:
-        return None
-    on_gpu = parts.device.type == "cuda" and varlen.flash_exists()
-    reason = "no flash kernels here" if not on_gpu else _obstacle(parts, model)
-    if reason is None:
-        return f"Packed rows with variable-length Flash Attention, {dropout}"
-    return f"Packed rows with a mask ({reason}), {dropout}"
-
-
-def _obstacle(parts: Parts, model: EncoderClassifier) -> str | None:
+        own = "The model's own attention, on padded rows of like length"
+        return own if traits.own_attention else None
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    return varlen.obstacle(
-        capability=varlen.capability(parts.device.index),
-        dtype=halves.get(parts.settings.precision, model.encoder.dtype),
-        head=model.traits.head,
-        softcap=model.traits.softcap,
-        dropout=model.traits.attention_dropout,
-    )
+    reason = packed_obstacle(model.encoder, traits, halves.get(parts.settings.precision))
+    kernel = "variable-length Flash Attention"
+    if traits.own_attention:
+        kernel = "trainfit's kernel for disentangled attention"
+    means = kernel if reason is None else f"a mask ({reason})"
+    return f"Packed rows with {means}, attention dropout {traits.attention_dropout:g}"
 
 
 def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainfit.data.collate import collate_packed, collate_padded
-from trainfit.data.tokens import Tokens
+from trainfit.data.tokens import IntArray, Tokens
 from trainfit.packing import deal_steps
 from trainfit.runtime import eagerly
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -115,22 +115,51 @@ def in_batches(
     tokens: Tokens,
     batch_size: int,
     pad_id: int = 0,
+    *,
+    packed: bool | None = None,
 ) -> Tensor:
     """What `compute`, the model or a part of it, gives for each sequence, in their order.
 
-    Sequences of like length go together. A compiled model is asked eagerly: every width would
-    be another shape to compile.
+    Packed where the device has a kernel for that: then a row holds as many tokens as so many of
+    the longest sequences have. Else sequences of like length go together. A compiled model is
+    asked eagerly: every width would be another shape to compile.
     """
     device = next(model.parameters()).device
+    if packed is None:
+        packed = isinstance(model, EncoderClassifier) and model.packs_here
     order = np.argsort(tokens.lengths, kind="stable")[::-1]  # the largest first: if memory is
     parts: list[Tensor] = []  # short, it shows at once
     with eagerly(model):
-        for start in range(0, len(order), batch_size):
-            chosen = order[start : start + batch_size]
-            width = int(tokens.lengths[chosen].max())
-            batch: dict[str, Any] = collate_padded(tokens, chosen, len(chosen), width, pad_id)
-            del batch["labels"]
-            inputs = {name: value.to(device) for name, value in batch.items()}
-            parts.append(compute(**inputs).double().cpu())
-    found = torch.cat(parts)
+        for batch in (_packed if packed else _padded)(tokens, order, batch_size, pad_id):
+            inputs = {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+                if name != "labels"
+            }
+            parts.append(compute(**inputs).double())
+    found = torch.cat(parts).cpu()  # once: a copy of each part would make the next one wait
     return found[torch.from_numpy(np.argsort(order, kind="stable"))]
+
+
+def _padded(
+    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
+) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = int(tokens.lengths[chosen].max())
+        yield collate_padded(tokens, chosen, len(chosen), width, pad_id)
+
+
+def _packed(
+    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
+) -> Iterator[dict[str, Any]]:
+    ends = np.cumsum(tokens.lengths[order])
+    longest = int(tokens.lengths.max(initial=0))
+    start = 0
+    while start < len(order):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + batch_size * longest, side="right"))
+        chosen = order[start:stop]
+        batch = collate_packed(tokens, chosen, int(ends[stop - 1]) - before, len(chosen), pad_id)
+        yield {**batch, "max_seqlen": longest}
+        start = stop
