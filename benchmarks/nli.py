@@ -45,6 +45,7 @@ from trainfit.tasks.encoder.classifier import EncoderClassifier, build_classifie
 from trainfit.tasks.encoder.looping import loop_settings, model_decisions
 from trainfit.tasks.encoder.settings import settings_from
 from trainfit.tasks.encoder.task import ClassifierTask
+from trainfit.tasks.placing import on_device
 from trainfit.tasks.planned import assumed_lengths, plan
 
 MODELS = ("gemma-3-1b-it", "deberta-v3-base", "bert-base", "modernbert-base")
@@ -191,7 +192,7 @@ def run_trainfit(
 
 def task_of(asked: Any, tokens: Tokens, batch: int, seed: int) -> ClassifierTask:
     return ClassifierTask(
-        partial(build_classifier, asked),
+        on_device("cuda" if CUDA else "cpu", partial(build_classifier, asked)),
         tokens,
         tokens.subset(range(8)),
         effective_batch=batch,
@@ -343,7 +344,8 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
     asked = settings_from(config.model, weights="random", **model_decisions(made))
 
     def build() -> nn.Module:
-        return Peer(build_classifier(replace(asked, attention="auto")))
+        same = replace(asked, attention="auto")
+        return Peer(on_device("cuda" if CUDA else "cpu", partial(build_classifier, same))())
 
     class Losses(Observer):
         def __init__(self) -> None:

@@ -474,7 +474,7 @@ class TrainTask(Protocol):
     """
 
     def build_model(self) -> torch.nn.Module:
-        """A new model with its weights, on the CPU."""
+        """A new model with its weights, on the CPU or where it will train."""
 
     def lengths(self) -> Sequence[int]:
         """Tokens in each training sequence, by index, without reading its text."""

@@ -47,8 +47,8 @@ class Start:
 
 
 def build_model(task: TrainTask) -> nn.Module:
-    """The task's model on the CPU, ready to train."""
-    model = task.build_model()
+    """The task's model where the task makes it, ready to train."""
+    model = _fits(task.build_model, "the model")
     keep_trained_in_float32(model)
     return model.train()
 

@@ -19,6 +19,9 @@ from trainfit.packing.padded import PaddedCut, choose_widths, fit_padded_parts
 
 Cut: TypeAlias = PackedCut | PaddedCut
 
+_FEW = 256
+"""Steps that the cuts to fall back on are fitted to."""
+
 
 def cut_step(
     lengths: IntArray, step: Sequence[int] | IntArray, cut: Cut, ranks: int = 1
@@ -56,14 +59,23 @@ def ladder(
     widths = choose_widths(array)
     parts = sample_parts(array, effective_batch, ranks, seed)
 
-    def below(rung: Cut | None) -> Cut:
-        if padded:
-            cap = cap_tokens if rung is None else max(rung.tokens // 2, longest)
-            return fit_padded_parts(parts, widths, cap)
-        least = at_least if rung is None else 2 * rung.micro_batches
-        return fit_packed_parts(parts, longest, cap_tokens, at_least=least)
+    few = _some(parts)
 
-    rungs = [below(None)]
+    def below(rung: Cut) -> Cut:
+        if padded:
+            return fit_padded_parts(few, widths, max(rung.tokens // 2, longest))
+        return fit_packed_parts(few, longest, cap_tokens, at_least=2 * rung.micro_batches)
+
+    rungs: list[Cut] = [
+        fit_padded_parts(parts, widths, cap_tokens)
+        if padded
+        else fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
+    ]
     while (rung := below(rungs[-1])).tokens < rungs[-1].tokens:
         rungs.append(rung)
     return tuple(rungs)
+
+
+def _some(parts: list[list[int]]) -> list[list[int]]:
+    """Parts of some steps, whole ones first: enough to fit shapes to that are rarely needed."""
+    return [*sorted(parts, key=len, reverse=True)[: _FEW - 1], min(parts, key=len)]

@@ -98,8 +98,13 @@ def fit_packed_parts(
     """Like `fit_budget`, for parts of steps that are dealt already."""
     size = max(map(len, parts))
     whole = [part for part in parts if len(part) == size]
-    count = _all_but_exceptions([len(_fewest(part, at_least, cap_tokens)) for part in whole])
-    groups = [group for part in whole for group in _split(part, count, cap_tokens)]
+    fewest = [_split(part, at_least, cap_tokens) for part in whole]
+    count = _all_but_exceptions(list(map(len, fewest)))
+    groups = [
+        group
+        for part, cut in zip(whole, fewest, strict=True)
+        for group in (cut if len(cut) >= count else _split(part, count, cap_tokens))
+    ]
     # The partial steps take what budget the whole ones need, not the other way round.
     most = max(map(sum, groups))
     roomy = math.ceil(most * (1 + _MARGIN)) if most > longest else longest

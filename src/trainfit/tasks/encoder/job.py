@@ -44,6 +44,7 @@ from trainfit.tasks.encoder.predict import pool_within, predict_within
 from trainfit.tasks.encoder.prepared import Prepared, begin
 from trainfit.tasks.encoder.scores import FoldScores, JobResult
 from trainfit.tasks.encoder.task import ClassifierTask, Probabilities
+from trainfit.tasks.placing import on_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -109,17 +110,18 @@ def comparing(
         yield train
 
 
-def _build(prepared: Prepared, plan: Plan) -> EncoderClassifier:
+def _build(prepared: Prepared, plan: Plan, device: torch.device) -> EncoderClassifier:
     """The model, with weights that are numbers: a damaged file would spoil every step."""
-    model = prepared.build(
-        prepared.config.model, weights=prepared.chosen.weights, **model_decisions(plan)
-    )
+    asked, weights = prepared.config.model, prepared.chosen.weights
+    build = partial(prepared.build, asked, weights=weights, **model_decisions(plan))
+    if weights == "random":
+        return on_device("cpu" if plan.sharding == "fsdp" else device, build)()
+    model: EncoderClassifier = build()
     for name, weight in model.named_parameters():
         # Of one pass and no copy; it finds what is not a number too.
         if not all(math.isfinite(end) for end in map(float, torch.aminmax(weight.detach()))):
             raise BadInput(
-                f"the weight {name} of {prepared.config.model.name} is not finite",
-                "get another copy of the model",
+                f"the weight {name} of {asked.name} is not finite", "get another copy of the model"
             )
     return model
 
@@ -208,7 +210,7 @@ class _Job:
             "class_weights": weights,
             "pad_id": prepared.chosen.pad_id,
         }
-        build = partial(_build, prepared, self._plan)
+        build = partial(_build, prepared, self._plan, self._device)
         if self._plan.workload.method == "frozen":
             pool = partial(self._pool, number)
             return FrozenTask(build, dataset.train, validation, pool=pool, **options)
@@ -236,7 +238,7 @@ class _Job:
         dataset = self._prepared.datasets[number]
         with applied(RuntimeSettings(seed=self._settings(number).seed)):
             # As the engine had it built: frozen weights are not saved.
-            model = _build(self._prepared, self._plan)
+            model = _build(self._prepared, self._plan, self._device)
         checkpoint.load_weights(folder, model, best=True)
         model.to(self._device).eval()
         found, size = predict_within(

@@ -44,7 +44,7 @@ class ClassifierTask:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def build_model(self) -> nn.Module:
-        """A new model with its weights, on the CPU."""
+        """A new model with its weights, on the CPU or where it will train."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:

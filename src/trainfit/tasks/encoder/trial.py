@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
-import torch
 
 from trainfit import codec
 from trainfit.conf import SCHEMAS, GptConfig
@@ -20,9 +18,9 @@ from trainfit.tasks.encoder.classifier import build_classifier
 from trainfit.tasks.encoder.looping import loop_settings, model_decisions
 from trainfit.tasks.encoder.settings import settings_from
 from trainfit.tasks.encoder.task import ClassifierTask
+from trainfit.tasks.placing import on_device
 from trainfit.tuning.trial import Setup
 
-Built = TypeVar("Built")
 _SPECIAL = 5
 """Ids below are a model's own: padding, beginning, end."""
 
@@ -68,13 +66,3 @@ def made_up(lengths: list[int], words: int) -> Tokens:
         lengths=sizes,
         labels=draws.integers(0, 2, len(sizes)),
     )
-
-
-def on_device(device: str, build: Callable[[], Built]) -> Callable[[], Built]:
-    """Build where it will train: to make up a billion weights on a CPU takes half a minute."""
-
-    def built() -> Built:
-        with torch.device(device):
-            return build()
-
-    return built

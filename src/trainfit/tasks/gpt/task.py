@@ -55,7 +55,7 @@ class GptTask:
         self._evaluated = np.sort(order[:evaluated])
 
     def build_model(self) -> nn.Module:
-        """A new model with random weights, on the CPU."""
+        """A new model with random weights."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:

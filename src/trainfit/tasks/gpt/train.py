@@ -35,6 +35,7 @@ from trainfit.tasks.gpt.prepared import prepare as prepare
 from trainfit.tasks.gpt.prepared import tuned_job as tuned_job
 from trainfit.tasks.gpt.result import GptResult, iter_line, read_meter
 from trainfit.tasks.gpt.task import METRIC, GptTask
+from trainfit.tasks.placing import on_device
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
@@ -100,11 +101,11 @@ class _Peaks:
         )
 
 
-def _task(prepared: Prepared, plan: Plan) -> GptTask:
+def _task(prepared: Prepared, plan: Plan, place: torch.device) -> GptTask:
     config = prepared.config
     batches = config.training.eval_iters
     return GptTask(
-        partial(build, config, plan),
+        on_device("cpu" if plan.sharding == "fsdp" else place, partial(build, config, plan)),
         prepared.data.train,
         prepared.data.validation,
         block_size=config.data.max_length,
@@ -131,7 +132,7 @@ def _train(
     if keep is not None:
         settings = replace(settings, keep_checkpoints=keep, profile_step=False)
     result = loop.train(
-        _task(prepared, plan),
+        _task(prepared, plan, place),
         settings,
         run,
         resume=resume,

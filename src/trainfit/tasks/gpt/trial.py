@@ -10,9 +10,10 @@ from trainfit import codec
 from trainfit.conf import SCHEMAS, GptConfig
 from trainfit.records import Plan
 from trainfit.tasks import planned
-from trainfit.tasks.encoder.trial import on_device, one_rank
+from trainfit.tasks.encoder.trial import one_rank
 from trainfit.tasks.gpt.looping import build, loop_settings, shape_of
 from trainfit.tasks.gpt.task import GptTask
+from trainfit.tasks.placing import on_device
 from trainfit.tuning.trial import Setup
 
 _STEPS = 64
