@@ -16,11 +16,9 @@ python benchmarks/hpo.py --output FILE [--trials 4] [--epochs 1] [--no-peer] [--
 from __future__ import annotations
 
 import argparse
-import cProfile
 import json
 import os
 import platform
-import pstats
 import statistics
 import subprocess
 import sys
@@ -38,7 +36,7 @@ from torch import nn
 from contenders import CUDA, GIB, Sequences, Setting, guarded, pad_to_longest
 from nli import TINY, build_config
 from trainfit.data.tokens import Dataset
-from trainfit.engine.observers import Observer
+from trainfit.engine.observers import Observer, TrainRow
 from trainfit.files import write_whole
 from trainfit.hpo.desk import Claim
 from trainfit.hpo.encoder import EncoderObjective
@@ -122,12 +120,35 @@ def open_own(sizes: Any, folder: Path) -> tuple[OpenStudy, EncoderObjective]:
     return replace(opened, setting=replace(opened.setting, hpo=hpo)), objective
 
 
+class Phases(Observer):
+    """The seconds of each fold until its first step, in steps, and in evaluations."""
+
+    def __init__(self) -> None:
+        self.folds: list[dict[str, float]] = []
+        self._last = time.perf_counter()
+
+    def _spent(self, on: str) -> None:
+        now = time.perf_counter()
+        self.folds[-1][on] = self.folds[-1].get(on, 0.0) + now - self._last
+        self._last = now
+
+    def on_start(self, _step: int, _total_steps: int) -> None:
+        self.folds.append({})
+        self._spent("beginning")
+
+    def on_log(self, _row: TrainRow) -> None:
+        self._spent("training")
+
+    def on_evaluation(self, _step: int, _metrics: Any) -> None:
+        self._spent("evaluation")
+
+
 def own_trial(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
-    start = time.perf_counter()
+    start, phases = time.perf_counter(), Phases()
     desk = opened.desk()
     claim = desk.claim()
     assert isinstance(claim, Claim)
-    outcome = run_trial(opened, objective, claim)
+    outcome = run_trial(opened, objective, claim, lambda _trial, _fold: (phases,))
     desk.tell(claim.trial, outcome)
     return {
         "seconds": time.perf_counter() - start,
@@ -135,21 +156,10 @@ def own_trial(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
         "outcome": outcome.kind,
         "reason": outcome.reason,
         "value": outcome.value,
+        "folds": phases.folds,
         **outcome.facts.get("plan", {}),
         "peak_gib": outcome.facts.get("peak_memory_gib"),
     }
-
-
-def profiled(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
-    """A trial, and in which of trainfit's functions its seconds went."""
-    profile = cProfile.Profile()
-    found = profile.runcall(own_trial, opened, objective)
-    spent = [
-        (round(cumulative, 3), calls, f"{Path(file).stem}.{name}")
-        for (file, _, name), (_, calls, _, cumulative, _) in pstats.Stats(profile).stats.items()
-        if "trainfit" in file
-    ]
-    return found | {"profile": sorted(spent, reverse=True)[:60]}
 
 
 def make_plans(opened: OpenStudy, objective: EncoderObjective, trials: int) -> list[Any]:
@@ -408,8 +418,7 @@ def compare(sizes: Any, folder: Path, record: dict[str, Any], keep: Any) -> None
         record["peer_setting"] = chosen.name
         peer = PeerStudy(sizes, folds, chosen, folder)
     for number in range(sizes.trials):
-        last = sizes.profile and number == sizes.trials - 1
-        own = (profiled if last else own_trial)(opened, objective)
+        own = own_trial(opened, objective)
         record["trainfit"].append(own)
         print(f"  trial {number}: trainfit {own['seconds']:.1f} s {own['outcome']}", flush=True)
         if peer is not None:
@@ -451,7 +460,6 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=4, help="loader processes of the peer")
     parser.add_argument("--no-peer", action="store_true")
     parser.add_argument("--peer", help="its setting, where it need not be found again")
-    parser.add_argument("--profile", action="store_true", help="where trainfit's last trial spends")
     parser.add_argument("--no-memory", action="store_true")
     parser.add_argument("--memory", choices=("fresh", "after"), help=argparse.SUPPRESS)
     parser.add_argument("--tiny", action="store_true", help="a tiny model, for the CPU")
