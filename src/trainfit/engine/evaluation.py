@@ -10,7 +10,7 @@ import torch
 
 from trainfit import codec
 from trainfit.engine.distributed import first_says
-from trainfit.engine.memory_errors import empty_cache, give_back_memory, is_out_of_memory
+from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.engine.precision import autocast
 from trainfit.engine.random_state import protected
 from trainfit.engine.recovery import Parts
@@ -37,7 +37,7 @@ def evaluate(
             if parts.sharded:
                 reshard(parts.model)
             if parts.device.type == "cuda":
-                empty_cache()
+                give_back_cache()
     text = first_says(parts.world, json.dumps(codec.encode(metrics)))
     return codec.decode(dict[str, float], json.loads(text)), batch_size
 

@@ -43,10 +43,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 def give_back_memory() -> None:
     """Free what is unreachable, and give what the allocator caches back to the device."""
     gc.collect()  # a traceback that was caught may still hold the activations, in a cycle
-    empty_cache()
+    give_back_cache()
 
 
-def empty_cache() -> None:
+def give_back_cache() -> None:
     """Give what the allocator caches back to the device."""
     with applied(RuntimeSettings(empty_cache=True)):
         pass
