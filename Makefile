@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test soak lint docs check-gpu check-hardware clean \
+.PHONY: help setup test style types tests soak lint docs check-gpu check-hardware clean \
 	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu hpo-demo gpt-train
 
 # make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
@@ -50,13 +50,20 @@ gpt-train: setup ## Pretrain a small GPT; on Python's own source without DATA_DI
 hpo-demo: setup ## A study of the small model on made-up data: 12 trials, 3 folds, 2 workers
 	@$(BIN)/trainfit hpo nli --workers 2 $(ARGS)
 
-lint: setup ## ruff, mypy --strict, import layers
+lint: style types ## ruff, import layers, mypy --strict
+
+test: style ## Lint, and every test that needs no GPU
+	@$(MAKE) --no-print-directory -j 2 types tests
+
+style: setup
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
-	$(BIN)/mypy
 	$(BIN)/lint-imports
 
-test: lint ## Lint, then every test that needs no GPU
+types: setup
+	$(BIN)/mypy
+
+tests: setup
 	$(BIN)/pytest -n 2
 
 docs: setup ## The site of the documentation, in site/

@@ -48,8 +48,9 @@ def truths() -> list[Any]:
 
 TRUTH = truths()
 FAMILIES = sorted({(row.family, row.compiled) for row in TRUTH})
+SOME = [pair for pair in FAMILIES if pair[0] in ("gpt", "t5-base") or pair[1]]
 LONG = {"gemma packed 4096 x2 full", "gemma packed 8192 lora", "gemma packed 8192 lora compiled"}
-"""Too long for every day; `make soak` compares all."""
+"""Too long for every day; `make soak` compares all, of all families eager and compiled."""
 
 
 def test_enough_was_recorded():
@@ -63,7 +64,7 @@ def test_enough_was_recorded():
     assert {row.name for row in TRUTH} >= LONG | MISSES.keys()
 
 
-@pytest.mark.parametrize(("family", "compiled"), FAMILIES)
+@pytest.mark.parametrize(("family", "compiled"), SOME)
 def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str, compiled: bool):
     rows = [
         row

@@ -56,7 +56,7 @@ def test_a_child_stays_and_its_failures_do_not(children: Children) -> None:
 
 def test_the_setting_that_sleeps_less_is_chosen(children: Children) -> None:
     """In the toy, adamw sleeps twice as long as adamw_fused; the rest of a step is nothing."""
-    task = TaskSpec(factory="tuning_toy:trial", arguments={"sleep": 0.04})
+    task = TaskSpec(factory="tuning_toy:trial", arguments={"sleep": 0.02})
     slow = Candidate(settings={}, plan=toy.plan(optimizer="adamw"), task=task)
     fast = Candidate(settings={"optimizer": "adamw_fused"}, plan=toy.plan(), task=task)
     broken = toy.candidate({"num_workers": 4}, how="error")

@@ -258,6 +258,8 @@ def test_the_trials_of_every_job_run(
     assert all(trial["samples_per_second"]["value"] > 0 for trial in ran)
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_ctrl_c_at_the_terminal_keeps_what_children_measured(tmp_path: Path) -> None:
     """For real: children in processes of their own, a signal, and no process left."""
     words = nli_words(tmp_path, EAGER, "training.batch_size=8")
