@@ -343,6 +343,8 @@ class Plan(Record):
     gradient_checkpointing: Literal["none", "selective", "full"]
     compile: bool
     compile_mode: str
+    liger: bool = False
+    """Norms and gated feed-forwards by Liger's kernels."""
     optimizer: Literal["adamw_fused", "adamw"]
     num_workers: int
     pin_memory: bool

@@ -54,6 +54,7 @@ def test_what_a_plain_step_does_is_seen():
         "flash_attention": "not_applicable",
         "compile": "off",
         "cuda_graphs": "not_applicable",
+        "liger": "not_applicable",
         "gradient_checkpointing": "off",
         "packing": "not_applicable",
         "effective_batch": "not_applicable",

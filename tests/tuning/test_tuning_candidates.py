@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from trainfit.catalogue import find
 from trainfit.hardware import as_if
+from trainfit.kernels import liger
 from trainfit.packing import cut_step, deal_steps, ladder
 from trainfit.planning.question import Pin, Question
 from trainfit.records import (
@@ -251,6 +252,20 @@ def test_a_gpt_has_a_kernel_to_choose_and_nothing_to_pack() -> None:
     found = tried(neighbours(here, here.base), here.base)
     assert {"attention_kernel": "efficient"} in found
     assert not any("packed" in one for one in found)
+
+
+@pytest.mark.parametrize(
+    ("installed", "reason", "offered"),
+    [(True, None, True), (False, None, False), (True, "", False)],
+)
+def test_liger_is_tried_where_it_is_installed_and_has_the_layers(
+    installed: bool, reason: str | None, offered: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(liger, "is_installed", lambda: installed)
+    here = space()
+    here = replace(here, question=replace(here.question, no_liger=reason))
+    found = tried(neighbours(here, here.base), here.base)
+    assert ({"liger": True} in found) == offered
 
 
 def test_a_cpu_has_fewer_axes_and_never_another_precision() -> None:

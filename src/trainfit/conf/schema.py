@@ -52,6 +52,8 @@ class Optimization:
     ]
     gradient_accumulation_steps: Positive | Auto
     """Micro-batches per optimizer step."""
+    liger: bool
+    """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

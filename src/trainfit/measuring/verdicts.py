@@ -205,6 +205,15 @@ def compiled(requested: Scalar, seen: Evidence) -> ReceiptItem:
     return judged("compile", requested, observed, evidence, right=whole, mend=mend)
 
 
+def liger(requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """By its kernels."""
+    if seen.device != "cuda":
+        return inapplicable("liger", requested, "its kernels are for GPUs")
+    evidence = f"{seen.liger} launches of its kernels in the step"
+    mend = "pip install liger-kernel; it has layers for the Gemma, Llama, Mistral and Qwen families"
+    return judged("liger", requested, seen.liger > 0, evidence, mend=mend)
+
+
 def cuda_graphs(requested: Scalar, seen: Evidence) -> ReceiptItem:
     """By their launches."""
     if seen.device != "cuda":

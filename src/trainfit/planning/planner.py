@@ -231,6 +231,7 @@ def _planned(
         ),
         cuts=_fallbacks(basis, best),
         compile_mode=question.pinned("compile_mode") or "default",
+        liger=bool(question.pinned("liger")),
         memory=memory_of(best, target, gpu, fits, compiling.choice.value),
         time=time,
         reasons=tuple(reasons),

@@ -36,6 +36,8 @@ class Question(Record):
     """Why the model cannot attend within packed rows on any GPU; None: it can."""
     packed_attention: str = "varlen"
     """The kernel that packed rows take: varlen, or disentangled for a DeBERTa."""
+    no_liger: str | None = "Liger is for transformers' models"
+    """Why Liger has no kernels for the model; None: it has."""
     causal: bool = False
     """Blocks of one length, each token predicting the next: nothing to pack, nothing to pad."""
     watts: float | None = None

@@ -87,6 +87,8 @@ def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if plan.compile:  # a mode without torch_compile would turn it on
         arguments["torch_compile_mode"] = plan.compile_mode
+    if plan.liger:
+        arguments["use_liger_kernel"] = True
     if plan.runtime.tf32 is not None:
         arguments["tf32"] = plan.runtime.tf32
     if training.eval_steps is not None:

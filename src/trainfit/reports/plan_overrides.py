@@ -52,6 +52,7 @@ def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
         "optimization.optimizer": plan.optimizer,
         "optimization.compile": plan.compile,
         "optimization.compile_mode": plan.compile_mode,
+        "optimization.liger": plan.liger or None,
         "optimization.gradient_accumulation_steps": plan.gradient_accumulation_steps,
     }
     known = keys(composed.task)

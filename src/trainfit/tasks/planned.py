@@ -20,6 +20,7 @@ from trainfit.conf import Composed, compose
 from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
+from trainfit.kernels import liger
 from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
@@ -37,6 +38,7 @@ _KEYS = {
     "optimization.optimizer": "optimizer",
     "optimization.compile": "compile",
     "optimization.compile_mode": "compile_mode",
+    "optimization.liger": "liger",
     "optimization.gradient_accumulation_steps": "gradient_accumulation_steps",
     "training.batch_size": "batch_size",
     "training.eval_batch_size": "eval_batch_size",
@@ -92,12 +94,25 @@ def answer(
     ranks: int = 1,
 ) -> Plan:
     """The planner's answer, with what was measured on this machine."""
+    if asked.pinned("liger"):
+        _check_liger(asked, profile)
     measured = None if profile.simulated else remembered(profile)
 
     def make(one: Question) -> Plan:
         return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
 
     return choose_chunk(composed, asked, make) if composed.task == "gpt" else make(asked)
+
+
+def _check_liger(asked: Question, profile: HardwareProfile) -> None:
+    reason = asked.no_liger
+    if reason is None and not profile.gpus:
+        reason = "Liger's kernels are for GPUs"
+    if reason is None and not profile.simulated and not liger.is_installed():
+        reason = "liger-kernel is not installed"
+    if reason is not None:
+        fix = "pip install liger-kernel, or " if reason.endswith("installed") else ""
+        raise BadInput(f"optimization.liger is true, and {reason}", f"{fix}leave it false")
 
 
 def plan_all(
@@ -148,6 +163,7 @@ def question(
         default_batch=_BATCHES[composed.task],
         unpackable=facts.unpackable,
         packed_attention=facts.packed_attention,
+        no_liger=facts.no_liger,
         causal=causal,
         watts=watts,
         price_per_hour=price_per_hour,
@@ -212,6 +228,7 @@ class ModelFacts:
     own_gpt: bool
     unpackable: str | None
     packed_attention: str
+    no_liger: str | None
     vocabulary: int
     """Rows of its embedding."""
 
@@ -230,6 +247,7 @@ def model_facts(name: str) -> ModelFacts:
         own_gpt=kind == OWN_GPT,
         unpackable=_unpackable(name, kind, fields),
         packed_attention=_packed_attention(kind, fields),
+        no_liger=liger.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),
     )
 

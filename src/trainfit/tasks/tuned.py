@@ -40,6 +40,7 @@ _TAKEN = (
     "gradient_checkpointing",
     "compile",
     "compile_mode",
+    "liger",
     "optimizer",
     "num_workers",
     "pin_memory",

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
+from trainfit.kernels import liger
 from trainfit.records import Plan
 from trainfit.tuning.space import KEPT, Space, changed, fits, predicted_gib, room, with_budget
 
@@ -136,6 +137,12 @@ def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:
             yield Variant(plan=changed(plan, gradient_checkpointing=mode))
 
 
+def _liger(space: Space, plan: Plan) -> Iterator[Variant]:
+    """By the memory of a plan without it, which is not less."""
+    if space.question.no_liger is None and liger.is_installed() and space.free("liger"):
+        yield Variant(plan=replace(plan, liger=not plan.liger))
+
+
 def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
     """Packed rows have a kernel of their own."""
     if space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash"):
@@ -171,6 +178,7 @@ _GPU_AXES = (
     _autotune,
     _optimizer,
     _checkpointing,
+    _liger,
     _kernel,
     _precision,
     _pinning,

@@ -7,7 +7,6 @@ together, gradients let go after a step.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -20,6 +19,7 @@ from torch.nn import functional
 
 from trainfit import codec
 from trainfit.errors import BadInput
+from trainfit.kernels.liger import use_liger
 from trainfit.packing import MicroBatch
 from trainfit.packing.lengths import IntArray
 from trainfit.packing.padded import PaddedCut
@@ -129,15 +129,10 @@ def _use_liger(model: nn.Module) -> None:
     """Exchange the layers of a transformers model inside `model`."""
     from transformers import PreTrainedModel
 
-    liger: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
-    kinds = [module.config.model_type for module in found]
-    if not found or kinds[0] not in liger.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        raise BadInput(
-            f"Liger has no layers for {kinds[0] if kinds else type(model).__name__}",
-            "it knows decoders such as Gemma, Llama and Qwen",
-        )
-    liger._apply_liger_kernel_to_instance(model=found[0])
+    if not found:
+        raise BadInput("Liger is for transformers' models", "leave its kernels out")
+    use_liger(found[0])
 
 
 def _shuffled(steps: Sequence[Sequence[int]], sequences: int) -> list[list[int]]:

@@ -5,8 +5,7 @@ Every row of the source documents' tables is among them.
 
 from __future__ import annotations
 
-import importlib.util
-
+from trainfit.kernels import liger
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tuning.ladder_records import NotApplicable
 from trainfit.tuning.ladder_rungs import FUSIBLE, NAIVE_BATCH, Rung
@@ -237,7 +236,7 @@ def _graphs(_best: Plan, profile: HardwareProfile) -> Made:
 def _liger(_best: Plan, profile: HardwareProfile) -> Made:
     if not profile.gpus:
         return _no("Liger kernels", "they are for GPUs")
-    if importlib.util.find_spec("liger_kernel") is None:
+    if not liger.is_installed():
         return _no("Liger kernels", "liger-kernel is not installed")
     what = "norms, rotations and feed-forwards of transformers' models by Liger's kernels"
     return Rung(name="Liger kernels", what=what, naive={"liger": True}, trades=True)

@@ -60,6 +60,7 @@ def settings_of(plan: Plan) -> dict[str, Scalar]:
         "attention_kernel": plan.runtime.attention,
         "compile": plan.compile,
         "compile_mode": plan.compile_mode,
+        "liger": plan.liger,
         "gradient_checkpointing": plan.gradient_checkpointing,
         "micro_batch_tokens": plan.micro_batch_tokens,
         "optimizer": plan.optimizer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -29,6 +30,7 @@ _SINGLE = ("aten::addcdiv_", "aten::addcdiv")
 _GRADIENT = 2.3
 """Products of the backward pass over those of the forward pass: two, and some of small parts."""
 _SHOWN = 12
+_LIGER = re.compile(r"_(rms_norm|geglu_tanh|swiglu)_(forward|backward)_kernel")
 
 
 def gather(
@@ -60,6 +62,7 @@ def gather(
         clipped=_clipped(trace),
         gradients=trace.calls("torch::autograd::AccumulateGrad"),
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
+        liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
     )
 

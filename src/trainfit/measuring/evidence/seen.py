@@ -135,6 +135,8 @@ class Evidence(Record):
     gradients: int = 0
     """Gradients that the backward passes added to a weight's."""
     convolutions: int = 0
+    liger: int = 0
+    """Launches of Liger's kernels."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the kernels that took longest."""
     seconds: float = 0.0

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels.layout import Layout, lay_out
+from trainfit.kernels.liger import use_liger
 from trainfit.tasks.encoder.backbone import build_encoder, encode, packed_obstacle, traits_of
 from trainfit.tasks.encoder.fake import build_anywhere
 from trainfit.tasks.encoder.methods import checkpoint_blocks, train_by
@@ -38,6 +39,8 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
     )
     checkpoint_blocks(encoder, settings.checkpointing)
     train_by(encoder, settings)
+    if settings.liger:
+        use_liger(encoder)
     return EncoderClassifier(encoder, settings)
 
 

@@ -36,6 +36,7 @@ def model_decisions(plan: Plan) -> dict[str, Any]:
         "method": plan.workload.method,
         "checkpointing": plan.gradient_checkpointing,
         "dtype": plan.weights_dtype,
+        "liger": plan.liger,
     }
     if plan.packed:  # variable-length kernels have none
         decided["attention_dropout"] = 0.0

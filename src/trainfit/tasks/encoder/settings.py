@@ -55,6 +55,8 @@ class ClassifierSettings:
     head_dropout: Probability = 0.1
     checkpointing: Checkpointing = "none"
     """selective: every second block."""
+    liger: bool = False
+    """Norms and gated feed-forwards by Liger's kernels."""
     lora_rank: Annotated[int, Range(1)] = 16
     lora_alpha: Annotated[float, Range(0)] = 32
     lora_dropout: Probability = 0.05

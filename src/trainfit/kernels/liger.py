@@ -1,0 +1,60 @@
+"""Liger's kernels in the layers of one model; nothing in transformers itself is changed.
+
+Norms and gated feed-forwards are exchanged. Attention is trainfit's own, and the loss of a
+classifier is too small for a kernel to matter.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from trainfit.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "in_place": False}
+_NORMS: dict[str, dict[str, Any]] = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""By family, how its norm is computed: Gemma's weights are stored less 1."""
+
+
+def obstacle(model_type: str) -> str | None:
+    """Why Liger has nothing for a family of models; None: it has."""
+    return None if model_type in _NORMS else f"Liger has no layers for {model_type}"
+
+
+def is_installed() -> bool:
+    """Whether liger-kernel can be found; that its kernels run is another matter."""
+    return find_spec("liger_kernel") is not None
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Have the model's norms and feed-forwards computed by Liger's kernels; the weights stay."""
+    kind = model.config.model_type
+    if reason := obstacle(kind):
+        raise BadInput(reason, "set optimization.liger to false")
+    try:
+        patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise BadInput(
+            f"liger-kernel cannot be imported ({error})",
+            "pip install liger-kernel, or set optimization.liger to false",
+        ) from error
+    for module in model.modules():
+        layer = type(module).__name__
+        if layer.endswith("RMSNorm"):
+            patches._patch_rms_norm_module(module, **_NORMS[kind])
+        elif layer.endswith("MLP") and kind.startswith("gemma"):
+            patches._patch_geglu_module(module)
+        elif layer.endswith("MLP"):
+            patches._patch_swiglu_module(module, patches.LigerSwiGLUMLP)
