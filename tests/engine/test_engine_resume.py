@@ -142,7 +142,7 @@ def kill_and_resume(folder: Path, children: ForkServerContext, wait: Callable[[]
     child.start()
     ready.recv()
     time.sleep(wait())
-    os.kill(child.pid, signal.SIGKILL)
+    child.kill()  # it may have ended by itself just now
     child.join()
     steps = sorted((run / "checkpoints").glob("step-*"))
     task = ToyTask()

@@ -162,7 +162,7 @@ def test_a_prediction_that_is_a_little_wrong_is_put_right_and_nothing_runs_out(m
     assert found.ran_out is None
     assert len(gpu.runs) <= 3
     # Where the allocator lives off its pieces, a few bytes decide: those are the wider bounds.
-    assert 0.85 * truth - 1 <= largest <= 1.07 * truth + 1
+    assert 0.85 * truth - 1 <= largest <= 1.1 * truth + 1
     assert gpu.fits(max(1, int(0.9 * largest)))
     assert all(run < max(0.97 * truth, 30) for run in gpu.runs)
 

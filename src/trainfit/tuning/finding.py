@@ -22,6 +22,8 @@ _TRUSTED = 0.1
 _ALIKE = 0.05
 """By how much two slopes may differ and still be of one line."""
 _NEAR_BEST = 0.98
+_CLEAR = 0.96
+"""The share of the memory that the last probe may take, by a line through much smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,7 +162,7 @@ def _safe(found: Search, rows: int) -> int:
     Where it has to, whether a step fits hangs on a few bytes, and that is no place for a probe.
     """
     takes = found.peak(rows).reserved + found.off(rows)
-    room = found.room() - found.pieces()
+    room = _CLEAR * (found.room() - found.pieces())
     return rows if takes <= room else max(1, int(rows * room / takes))
 
 
