@@ -20,7 +20,7 @@ setup: $(STAMP) ## Make .venv with the pinned versions (only when the pins have 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(0 if v >= (3, 11) else f"trainfit needs Python 3.11 or newer, and $(PYTHON) is {v.major}.{v.minor}; try make PYTHON=python3.11")'
 	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,docs]'
 	@touch $@
 
 check-hardware: setup ## What this machine can do, and the settings for it
