@@ -3,6 +3,8 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
+# Tests start many processes: each would compile all of the source where none may write byte code.
+export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
 .PHONY: help setup test style types tests soak lint docs check-gpu check-hardware clean \
