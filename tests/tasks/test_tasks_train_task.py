@@ -84,6 +84,23 @@ def test_an_evaluation_of_packed_rows_finds_what_one_of_padded_rows_does(
     assert max(widths) <= batch * max(lengths)  # and no more of them than the padded rows hold
 
 
+@pytest.mark.parametrize(("attention", "packs"), [("auto", True), ("masked", False)])
+def test_a_model_that_is_not_to_pack_is_evaluated_on_padded_rows(
+    attention: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As if a kernel were here: what the plan turned off stays off in an evaluation."""
+    monkeypatch.setattr(classifier, "packed_obstacle", lambda _model, _traits: None)
+    model = tiny("bert-base", attention=attention).eval()
+    seen: list[set[str]] = []
+
+    def compute(**inputs: Any) -> Tensor:
+        seen.append(set(inputs))
+        return torch.zeros(len(LENGTHS), 2)
+
+    in_batches(model, compute, tokens(), 4)
+    assert ["cu_seqlens" in names for names in seen] == [packs]
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base"])
 def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):

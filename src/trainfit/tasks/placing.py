@@ -8,10 +8,18 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from trainfit.records import Plan
+
+Device = str | torch.device
 Built = TypeVar("Built", bound=nn.Module)
 
 
-def on_device(device: str | torch.device, build: Callable[[], Built]) -> Callable[[], Built]:
+def birthplace(plan: Plan, device: Device) -> Device:
+    """The run's device; the CPU for a model that no GPU has room for."""
+    return "cpu" if plan.sharding == "fsdp" else device
+
+
+def on_device(device: Device, build: Callable[[], Built]) -> Callable[[], Built]:
     """Build where it will train: to make up a billion weights on a CPU takes half a minute."""
 
     def built() -> Built:

@@ -105,14 +105,13 @@ def answer(
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:
-    reason = asked.no_liger
+    reason, fix = asked.no_liger, "leave it false"
     if reason is None and not profile.gpus:
         reason = "Liger's kernels are for GPUs"
-    if reason is None and not profile.simulated and not liger.is_installed():
-        reason = "liger-kernel is not installed"
+    elif reason is None and not profile.simulated and not liger.is_installed():
+        reason, fix = "liger-kernel is not installed", f"pip install liger-kernel, or {fix}"
     if reason is not None:
-        fix = "pip install liger-kernel, or " if reason.endswith("installed") else ""
-        raise BadInput(f"optimization.liger is true, and {reason}", f"{fix}leave it false")
+        raise BadInput(f"optimization.liger is true, and {reason}", fix)
 
 
 def plan_all(

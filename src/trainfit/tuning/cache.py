@@ -30,7 +30,7 @@ from trainfit.tuning.records import TuneResult
 _BINS = 32
 _ALIKE = 0.15
 """Histograms that differ by less are of like data: another seed, another fold."""
-_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton")
+_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel")
 _NO_MATTER = ("seed", "eval_batch_size")
 """Pins that do not decide how fast a step is."""
 _SOURCES = ("tuning", "engine", "kernels", "packing", "runtime", "tasks", "data")

@@ -131,8 +131,9 @@ class EncoderClassifier(nn.Module):
 
     @property
     def packs_here(self) -> bool:
-        """Whether a kernel attends within packed rows on this device, in the dtype of now."""
-        return packed_obstacle(self.encoder, self.traits) is None
+        """Whether a kernel attends within packed rows, as the model is set, on this device, now."""
+        allowed = self.settings.attention != "masked"
+        return allowed and packed_obstacle(self.encoder, self.traits) is None
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Logits of pooled sequences `[sequences, width]`."""

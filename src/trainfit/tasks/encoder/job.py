@@ -44,7 +44,7 @@ from trainfit.tasks.encoder.predict import pool_within, predict_within
 from trainfit.tasks.encoder.prepared import Prepared, begin
 from trainfit.tasks.encoder.scores import FoldScores, JobResult
 from trainfit.tasks.encoder.task import ClassifierTask, Probabilities
-from trainfit.tasks.placing import on_device
+from trainfit.tasks.placing import birthplace, on_device
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,7 +115,7 @@ def _build(prepared: Prepared, plan: Plan, device: torch.device) -> EncoderClass
     asked, weights = prepared.config.model, prepared.chosen.weights
     build = partial(prepared.build, asked, weights=weights, **model_decisions(plan))
     if weights == "random":
-        return on_device("cpu" if plan.sharding == "fsdp" else device, build)()
+        return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
     for name, weight in model.named_parameters():
         # Of one pass and no copy; it finds what is not a number too.

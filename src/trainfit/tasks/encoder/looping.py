@@ -40,6 +40,8 @@ def model_decisions(plan: Plan) -> dict[str, Any]:
     }
     if plan.packed:  # variable-length kernels have none
         decided["attention_dropout"] = 0.0
+    else:  # nor does an evaluation take them
+        decided["attention"] = "masked"
     return decided
 
 

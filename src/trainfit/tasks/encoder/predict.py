@@ -54,7 +54,10 @@ def pool_within(
     """The pooled outputs of each sequence, with as many at a time as memory has room for."""
 
     def pool(size: int) -> Probabilities:
-        return in_batches(model, model.pool, tokens, size, pad_id).numpy()
+        # Each part goes to the CPU: of many sequences they are too much for a small GPU.
+        return in_batches(
+            model, lambda **rows: model.pool(**rows).cpu(), tokens, size, pad_id
+        ).numpy()
 
     return _within(batch_size, model, precision, pool)[0]
 

@@ -35,7 +35,7 @@ from trainfit.tasks.gpt.prepared import prepare as prepare
 from trainfit.tasks.gpt.prepared import tuned_job as tuned_job
 from trainfit.tasks.gpt.result import GptResult, iter_line, read_meter
 from trainfit.tasks.gpt.task import METRIC, GptTask
-from trainfit.tasks.placing import on_device
+from trainfit.tasks.placing import birthplace, on_device
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
@@ -105,7 +105,7 @@ def _task(prepared: Prepared, plan: Plan, place: torch.device) -> GptTask:
     config = prepared.config
     batches = config.training.eval_iters
     return GptTask(
-        on_device("cpu" if plan.sharding == "fsdp" else place, partial(build, config, plan)),
+        on_device(birthplace(plan, place), partial(build, config, plan)),
         prepared.data.train,
         prepared.data.validation,
         block_size=config.data.max_length,
