@@ -430,25 +430,44 @@ def compare(sizes: Any, folder: Path, record: dict[str, Any], keep: Any) -> None
 
 
 def summary(record: dict[str, Any]) -> dict[str, Any]:
-    """Trials per hour over all trials, and without the first, in which everything warms up."""
+    """Trials per hour over all trials, and without the first, in which everything warms up.
+
+    Planning is no part of a trial's seconds; two ratios count it, over the trials that there were
+    and over 50 of them, whose later ones take what the later ones took here.
+    """
     found: dict[str, Any] = {}
+    all_trials, fifty = {}, {}
     for who in ("trainfit", "peer"):
         seconds = [trial["seconds"] for trial in record[who] if "seconds" in trial]
         if seconds:
-            later = seconds[1:] or seconds
+            warm = statistics.mean(seconds[1:] or seconds)
             found[who] = {
                 "trials_per_hour": 3600 * len(seconds) / sum(seconds),
-                "trials_per_hour_warm": 3600 / statistics.mean(later),
+                "trials_per_hour_warm": 3600 / warm,
             }
+            all_trials[who], fifty[who] = sum(seconds), seconds[0] + 49 * warm
+    found["shares_of_later_trials"] = shares(record["trainfit"][1:])
     planning = sum(plan["seconds"] for plan in record["plans"])
     found["planning_seconds"] = planning
     if "peer" in found and "trainfit" in found:
         for key in ("trials_per_hour", "trials_per_hour_warm"):
             found[f"times_{key}"] = found["trainfit"][key] / found["peer"][key]
-        each = statistics.mean(trial["seconds"] for trial in record["trainfit"])
-        theirs = statistics.mean(t["seconds"] for t in record["peer"] if "seconds" in t)
-        found["times_in_50_trials_with_planning"] = 50 * theirs / (planning + 50 * each)
+        for key, took in (
+            ("times_with_planning", all_trials),
+            ("times_in_50_trials_with_planning", fifty),
+        ):
+            found[key] = took["peer"] / (planning + took["trainfit"])
     return found
+
+
+def shares(trials: list[dict[str, Any]]) -> dict[str, float]:
+    """How much of these trials' time went where; the rest is between folds and at the end."""
+    total = sum(trial["seconds"] for trial in trials)
+    spent = {
+        phase: sum(fold.get(phase, 0.0) for trial in trials for fold in trial["folds"]) / total
+        for phase in ("beginning", "training", "evaluation")
+    }
+    return {**spent, "rest": 1 - sum(spent.values())}
 
 
 def main() -> None:

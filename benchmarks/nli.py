@@ -8,6 +8,7 @@ in the same minutes. Trainer is given a fixed list of settings, and its defaults
 python benchmarks/nli.py --output FILE [--models bert-base …] [--tiny]
 python benchmarks/nli.py --output FILE --cpu        a small model on a CPU, lengths as above
 python benchmarks/nli.py --output FILE --curves     the loss over 300 steps, three seeds
+python benchmarks/nli.py --output FILE --curves --exact       without dropout and warm-up
 python benchmarks/nli.py --output FILE --warmups    compiling, cold and in a second process
 """
 
@@ -31,6 +32,7 @@ import numpy as np
 import torch
 from torch import nn
 
+import loss_curves
 from contenders import CUDA, GIB, Sequences, Setting, guarded, take_turn, trainer_round
 from trainfit import codec
 from trainfit.conf import compose
@@ -230,8 +232,7 @@ def compare(name: str, sizes: Any, record: Any, keep: Any) -> None:
     ]
     began = time.perf_counter()
     config, made = planned(name, tokens, *words)
-    title = f"BERT of {TINY['num_hidden_layers']} layers" if Path(name).is_dir() else name
-    shown = {"model": title, "plan_seconds": time.perf_counter() - began, "contenders": {}}
+    shown = {"model": title(name), "plan_seconds": time.perf_counter() - began, "contenders": {}}
     record["models"].append(shown)
     contenders = shown["contenders"]
 
@@ -268,6 +269,10 @@ def compare(name: str, sizes: Any, record: Any, keep: Any) -> None:
     }
     summarise(shown)
     keep()
+
+
+def title(name: str) -> str:
+    return f"BERT of {TINY['num_hidden_layers']} layers" if Path(name).is_dir() else name
 
 
 def vars_of(made: Plan) -> dict[str, Any]:
@@ -317,7 +322,19 @@ def variants(name: str, sizes: Any, record: Any, keep: Any) -> None:
             }
         )
         rounds = observer.results
-        record["variants"].append({"model": name, "method": method, **outcome, "rounds": rounds})
+        promised = {
+            "gib": made.memory and made.memory.peak_allocated_gib,
+            "samples_per_second": made.time and made.time.samples_per_second,
+        }
+        record["variants"].append(
+            {
+                "model": title(name),
+                "method": method,
+                "planned": promised,
+                **outcome,
+                "rounds": rounds,
+            }
+        )
         print(f"  {name} {method}: {outcome} {rounds}", flush=True)
         keep()
 
@@ -326,10 +343,13 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
     """The loss of the same classifier on the same task, by trainfit and by Trainer.
 
     Both start from the same weights and see the same sequences in each step. What is left between
-    them is dropout's luck, and how a sum is rounded.
+    them is dropout's luck, how a sum is rounded, and the warm-up: Trainer's first step has the rate
+    0, trainfit's has not. Exact curves are without dropout and warm-up, and differ by rounding.
     """
     tokens = sequences(sizes.count, sizes.longest)
     rate, batch, steps = 5e-5, 32, sizes.curve_steps
+    warm_up = 0.0 if sizes.exact else 0.1
+    plain = ("model.head_dropout=0.0", "model.feed_forward_dropout=0.0") if sizes.exact else ()
     words = [
         f"data.max_length={sizes.longest}",
         f"training.effective_batch_size={batch}",
@@ -337,8 +357,9 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
         f"training.learning_rate={rate}",
         "training.weight_decay=0.0",
         "training.scheduler=linear",
-        "training.warmup_ratio=0.1",
+        f"training.warmup_ratio={warm_up}",
         "model.attention_dropout=0.0",
+        *plain,
     ]
     config, made = planned(name, tokens, *words)
     asked = settings_from(config.model, weights="random", **model_decisions(made))
@@ -354,11 +375,12 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
         def on_log(self, row: TrainRow) -> None:
             self.found.append(row.loss)
 
+    found = []
     for seed in range(3):
         ours, theirs = Losses(), []
         run_trainfit(config, made, tokens, ours, steps, seed=seed, logging_steps=1)
         torch.manual_seed(seed)
-        setting = Setting(name="trainer, batch 32", batch=batch)
+        setting = Setting(name="trainer, batch 32", batch=batch, workers=sizes.workers)
         dealt = task_of(asked, tokens, batch, seed).steps(0)
         trainer_round(
             build,
@@ -368,14 +390,18 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
             seed=seed,
             losses=theirs,
             learning_rate=rate,
-            warmup_steps=round(0.1 * steps),
+            warmup_steps=round(warm_up * steps),
             max_grad_norm=1.0,
             train_sampling_strategy="sequential",
         )
-        record["curves"].append({"seed": seed, "trainfit": ours.found, "trainer": theirs})
-        ends = [statistics.mean(found[-30:]) for found in (ours.found, theirs)]
+        found.append({"seed": seed, "trainfit": ours.found, "trainer": theirs})
+        record["curves"].append({"model": title(name), **found[-1]})
+        ends = [statistics.mean(losses[-30:]) for losses in (ours.found, theirs)]
         print(f"  seed {seed}: the last 30 losses, trainfit {ends[0]:.4f}, Trainer {ends[1]:.4f}")
         keep()
+    record["curve_summaries"].append({"model": title(name), **loss_curves.summary(found)})
+    print(json.dumps(record["curve_summaries"][-1], indent=1), flush=True)
+    keep()
 
 
 def first_steps(name: str, sizes: Any) -> None:
@@ -429,6 +455,7 @@ def main() -> None:
     parser.add_argument("--peer-workers", type=int, help="loader processes of the peers")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--curves", action="store_true")
+    parser.add_argument("--exact", action="store_true", help="curves without dropout and warm-up")
     parser.add_argument("--warmups", action="store_true")
     parser.add_argument("--first-steps", metavar="MODEL")
     parser.add_argument("--cpu", action="store_true", help="a small model, on this CPU")
@@ -477,6 +504,7 @@ def work(sizes: Any, models: Any) -> None:
         "models": [],
         "variants": [],
         "curves": [],
+        "curve_summaries": [],
         "warmups": [],
     }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -30,6 +31,50 @@ def test_fine_tuning_beside_the_peers(tmp_path: Path):
         [only] = found["rounds"]
         assert only["steps"] == 4
         assert only["samples_per_second"] > 0
+
+
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
+def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Path):
+    output = tmp_path / "curves.json"
+    words = ["--tiny", "--curves", "--exact", "--output", output]
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks/nli.py", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
+        check=True,
+        capture_output=True,
+        timeout=600,
+    )
+    record = json.loads(output.read_text())
+    assert [curve["seed"] for curve in record["curves"]] == [0, 1, 2]
+    for curve in record["curves"]:
+        assert len(curve["trainfit"]) == 12
+        assert len(set(curve["trainfit"])) == 12
+        assert curve["trainfit"] == pytest.approx(curve["trainer"], rel=1e-6)
+    [summary] = record["curve_summaries"]
+    assert [spread["within_wider"] for spread in summary["spreads"]] == [12, 12]
+
+
+def test_curves_are_held_against_the_spread_of_their_seeds(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    loss_curves = importlib.import_module("loss_curves")
+    curves = [
+        {"trainfit": [1.0, 4.0, 2.0], "trainer": [1.0, 1.0, 8.0]},
+        {"trainfit": [3.0, 4.5, 2.0], "trainer": [3.5, 1.0, 4.0]},
+    ]
+    single = loss_curves.compare(curves, 1)
+    assert single == {
+        "window": 1,
+        "steps": 3,
+        "within_trainfit": 1,  # means 2 and 2.25, 4.25 and 1, 2 and 6; ranges 2, 0.5 and 0
+        "beyond_trainfit": {"step": 3, "by": 4.0},
+        "within_trainer": 2,  # ranges 2.5, 0 and 4
+        "beyond_trainer": {"step": 2, "by": 3.25},
+        "within_wider": 2,
+        "beyond_wider": {"step": 2, "by": 2.75},
+    }
+    assert loss_curves.smoothed([1.0, 2.0, 6.0, 1.0], 2).tolist() == [1.0, 1.5, 4.0, 3.5]
+    assert loss_curves.compare(curves, 3)["steps"] == 3
 
 
 @pytest.mark.soak

@@ -1,10 +1,12 @@
 """The commands and links that README and docs show are real."""
 
+import importlib
 import json
 import re
 import shlex
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +190,125 @@ def test_the_speeds_are_the_recorded_ones():
             assert f"| {' to '.join(own)} | {best:,.0f}" in row
             if "trainer defaults" in rates:
                 assert f"{rates['trainer defaults'][0]:.3g}" in row
+
+
+def recorded(name: str) -> dict[str, Any]:
+    path = ROOT / "benchmarks" / "results" / f"2026-11-15-{name}-h200.json"
+    found: dict[str, Any] = json.loads(path.read_text())
+    return found
+
+
+def words_of(page: str) -> str:
+    return " ".join((ROOT / page).read_text().split())
+
+
+def test_the_variants_are_the_recorded_ones():
+    by_peft, dora, frozen = recorded("nli")["variants"]
+    page = words_of("docs/speed.md")
+    for title, found in (("DoRA", dora), ("frozen encoder", frozen)):
+        assert found["method"] == title.split()[0].lower()
+        [measured], planned = found["rounds"], found["planned"]
+        rates = [each["samples_per_second"] for each in (measured, planned)]
+        gib = [measured["peak_gib"], planned["gib"]]
+        assert (
+            f"| {title} | {rates[0]:,.0f} | {rates[1]:,.0f} | {gib[0]:.1f} | {gib[1]:.1f} |" in page
+        )
+    [own] = by_peft["rounds"]
+    assert f"it made {own['samples_per_second']:.0f} in {own['peak_gib']:.1f} GiB" in page
+    more = frozen["planned"]["gib"] / frozen["rounds"][0]["peak_gib"] - 1
+    assert f"asks for {100 * more:.0f}% more memory than the run took" in page
+
+
+def test_the_loss_curves_are_judged_as_recorded(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    loss_curves = importlib.import_module("loss_curves")
+    record = recorded("curves")
+    curves, [said] = record["curves"], record["curve_summaries"]
+    assert said == {"model": "bert-base", **loss_curves.summary(curves)}
+    page = words_of("docs/speed.md")
+    single, smooth = said["spreads"]
+    for title, found in (("mean of the last ten", smooth), ("each", single)):
+        counts = " | ".join(str(found[f"within_{who}"]) for who in ("wider", "trainer", "trainfit"))
+        assert re.search(rf"\| {title} [a-z ]*\| {re.escape(counts)} \|", page)
+    beyond, worst = single["beyond_wider"], smooth["beyond_trainfit"]
+    assert "beyond_wider" not in smooth
+    assert f"leave it by {beyond['by']:.2f} at the most, at step {beyond['step']}" in page
+    assert worst["by"] > smooth["beyond_trainer"]["by"]
+    assert f"by {worst['by']:.2f} at the most, at step {worst['step']}" in page
+    ours, theirs = said["trainfit"], said["trainer"]
+    ends = [f"{min(who['last_30']):.4f} to {max(who['last_30']):.4f}" for who in (ours, theirs)]
+    assert f"{ends[0]} over the last 30 steps, Trainer {ends[1]}" in page
+    means = ["{:.3f}, {:.3f} and {:.3f}".format(*who["mean_losses"]) for who in (ours, theirs)]
+    assert f"({means[0]} against {means[1]})" in page
+    for seed in (*curves, *recorded("nli")["curves"]):
+        assert sum(seed["trainfit"]) < sum(seed["trainer"]), "the lead is in every seed"
+
+
+def test_the_picture_of_the_curves_is_drawn_from_the_record(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    loss_curves = importlib.import_module("loss_curves")
+    result = ROOT / "benchmarks/results/2026-11-15-curves-h200.json"
+    words = ["loss_curves.py", str(result), "--picture", str(tmp_path / "curves.svg")]
+    monkeypatch.setattr(sys, "argv", words)
+    loss_curves.main()
+    shown = ROOT / "docs" / "2026-11-15-curves-h200.svg"
+    assert (tmp_path / "curves.svg").read_text() == shown.read_text()
+
+
+def test_the_trials_per_hour_are_the_recorded_ones():
+    record = recorded("hpo")
+    found, page = record["summary"], words_of("docs/hpo.md")
+    ours, theirs = found["trainfit"], found["peer"]
+    for key in ("trials_per_hour", "trials_per_hour_warm"):
+        row = f"| {ours[key]:.0f} | {theirs[key]:.0f} | {found[f'times_{key}']:.2f} |"
+        assert row in page
+    readme = words_of("README.md")
+    pairs = [[f"{who[key]:.0f}" for who in (ours, theirs)] for key in ours]
+    assert f"runs {pairs[0][0]} trials per hour, and {pairs[0][1]} when" in readme
+    assert f"; {pairs[1][0]} and {pairs[1][1]} after the first trial" in readme
+    plans = [plan["seconds"] for plan in record["plans"]]
+    assert f"with {found['planning_seconds']:.0f} s of planning | | | " in page
+    assert f"the first in {plans[0]:.0f} s and the others in {plans[1]:.0f}" in page
+    assert round(plans[1]) == round(plans[2])
+    assert plans[3] < 0.1, "made before"
+    seconds = {who: [t["seconds"] for t in record[who]] for who in ("trainfit", "peer")}
+    later = {who: sum(each[1:]) / len(each[1:]) for who, each in seconds.items()}
+    four = sum(seconds["peer"]) / (sum(plans) + sum(seconds["trainfit"]))
+    fifty = (seconds["peer"][0] + 49 * later["peer"]) / (
+        sum(plans) + seconds["trainfit"][0] + 49 * later["trainfit"]
+    )
+    assert f"of planning | | | {four:.2f} |" in page
+    assert f"at the later ones' pace | | | {fifty:.2f} |" in page
+    assert (
+        f"took {seconds['trainfit'][0]:.1f} s and Trainer's {seconds['peer'][0]:.1f}; the later "
+        f"ones {later['trainfit']:.1f} and {later['peer']:.1f} on average"
+    ) in page
+
+
+def test_where_a_trials_time_and_memory_go_is_as_recorded():
+    record, page = recorded("hpo"), words_of("docs/hpo.md")
+    shares = {
+        name: f"{100 * s:.0f}%" for name, s in record["summary"]["shares_of_later_trials"].items()
+    }
+    assert f"{shares['training']} is training, {shares['evaluation']} evaluation" in page
+    assert f"and {shares['beginning']} building" in page
+    data = record["data"]
+    sizes = f"{data['train'][0]:,} pairs of {data['mean_length']:.0f} tokens on average"
+    assert f"({sizes}, evaluated on {data['validation'][0]:,})" in page
+    assert record["peer_setting"] == "grouped by length, batch 64"
+    assert all(trial["outcome"] == "complete" for trial in record["trainfit"])
+    memory = record["memory"]
+    assert memory["after"]["before"]["reason"].startswith("out of memory")
+    fresh, after = (memory[which]["at_start"] for which in ("fresh", "after"))
+    more = {name: after[name] - fresh[name] for name in fresh}
+    assert f"with {more['allocated_mib']:.0f} MiB more allocated and" in page
+    assert f"{more['reserved_mib']:.0f} MiB more reserved than one in a fresh process" in page
+    assert f"of {fresh['allocated_mib']:,.0f} and {fresh['reserved_mib']:,.0f}:" in page
+    outside = more["used_on_the_device_mib"] - more["reserved_mib"]
+    shown = f"shows {more['used_on_the_device_mib']:.0f} MiB more, so {outside:.0f} MiB are outside"
+    assert shown in page
 
 
 @pytest.mark.parametrize("model", ["gemma", "bert"])
