@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import warnings
+from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -36,7 +37,7 @@ from trainfit.tasks.batch_size import job_of
 from trainfit.tasks.gpt.model import build_gpt
 from trainfit.tasks.planned import plan
 from trainfit.tuning.finder import find
-from trainfit.tuning.finder_records import Job
+from trainfit.tuning.finder_records import BatchSizeFound, Job
 
 GIB = 1 << 30
 CUDA = torch.cuda.is_available()
@@ -166,13 +167,18 @@ def lightning_finder(mode: str) -> dict[str, Any]:
     return {"largest_rows": rows, "seconds_after_build": seconds, "version": lightning.__version__}
 
 
+def in_short(found: BatchSizeFound) -> dict[str, Any]:
+    """The finder's answer; of micro-batches that are alike, of which there may be hundreds, one."""
+    return codec.encode(found) | {"cuts": [list(cut) for cut in Counter(found.cuts).items()]}
+
+
 def one_cap(cap: float, words: tuple[str, ...], limit_gib: float | None) -> dict[str, Any]:
     """The finder and then the truth, with the memory of the GPU capped."""
     if CUDA:
         capped(cap)
     made = plan("gpt", *words, *EAGER, EFFECTIVE)
     job = job_of(made, memory_gib=limit_gib)
-    found = counted(lambda: codec.encode(find(job)))
+    found = counted(lambda: in_short(find(job)))
     reference = counted(lambda: truth(job))
     row: dict[str, Any] = {"cap_gib": cap or None, "finder": found, "truth": reference}
     if "error" not in found and reference.get("largest_rows"):

@@ -9,6 +9,7 @@ import torch
 
 import trainfit
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.workspaces import take_workspaces
 from trainfit.records import TaskSpec
 from trainfit.tasks.batch_size import job_of
 from trainfit.tasks.planned import plan
@@ -101,6 +102,19 @@ def test_nothing_is_left_behind(cap):
     trainfit.find_batch_size("gpt", *WORDS, at_most=8)
     before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
     trainfit.find_batch_size("gpt", *WORDS, at_most=8)
+    assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
+
+
+def test_workspaces_that_were_taken_are_not_taken_again():
+    with torch.device("cuda"):
+        take_workspaces()
+    give_back_memory()
+    before = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+    assert before[0] > 0
+    weight = torch.ones(512, 512, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    (weight @ weight).sum().backward()
+    del weight
+    give_back_memory()
     assert (torch.cuda.memory_allocated(), torch.cuda.memory_reserved()) == before
 
 

@@ -29,6 +29,7 @@ from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.relaunch import Launch, Otherwise, find_launch, left_over
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.sharding import shard
+from trainfit.engine.workspaces import take_workspaces
 from trainfit.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.records import Record, TrainTask
 from trainfit.runtime import compile_blocks, compile_model
@@ -57,6 +58,9 @@ def build_parts(
     task: TrainTask, settings: LoopSettings, model: nn.Module, world: World, device: torch.device
 ) -> Parts:
     """All that a step needs, on the device."""
+    if device.type == "cuda":
+        with device:
+            take_workspaces()
     sharded = settings.sharding == "fsdp" and world.size > 1
     if sharded:
         spread_weights(world, model)  # on the CPU: no GPU has room for all of it

@@ -14,6 +14,7 @@ from transformers.initialization import no_init_weights
 
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.random_state import protected
+from trainfit.engine.workspaces import take_workspaces
 from trainfit.measuring.timing import synchronize, time_work
 from trainfit.records import TaskSpec
 from trainfit.runtime.compiling import forget_compiled
@@ -97,6 +98,7 @@ class Steps:
         if arguments.get("compile"):
             forget_compiled()  # else the second shape would be compiled for all shapes
         with torch.device(self._device):
+            take_workspaces()  # as the prediction has it
             step: Step = make_step(self._model)
         return step
 

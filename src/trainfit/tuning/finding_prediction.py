@@ -9,6 +9,7 @@ from trainfit.planning.memory import Request, Room, Target, ask, told
 from trainfit.records import Gpu, TaskSpec
 from trainfit.tuning.finding import Peak, Predict
 
+_FACTORY = "trainfit.tuning.finding_workspaces:probe"  # imported by the child: it needs torch
 _SHARES = tuple(share / 100 for share in range(88, 111, 2))
 """Of the room: the memory is tried at each of these to find the least that a step runs in."""
 
@@ -25,7 +26,8 @@ def predictor(
     )
 
     def predict(rows: int) -> Peak:
-        task = TaskSpec(factory=factory, arguments=arguments(rows))
+        asked = {"factory": factory, "arguments": arguments(rows)}
+        task = TaskSpec(factory=_FACTORY, arguments=asked)
         return peak_of(told(ask([Request(task=task, targets=targets)])[0]).rooms, sizes)
 
     return predict
