@@ -36,6 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from gpt_contenders import Batch, Contender, Step, make_step
 from trainfit.catalogue import lookup
 from trainfit.files import write_whole
+from trainfit.measuring.sampling import sampled
 from trainfit.records import RuntimeSettings
 from trainfit.runtime import applied
 from trainfit.tasks.gpt.mfu import flops_per_token, parameters
@@ -51,10 +52,12 @@ SHAPES = {
 BATCHES = {"small": (12, 16, 32, 64), "medium": (8, 16, 32), "tiny": (2, 4)}
 LADDER_BATCH = {"small": 32, "medium": 16, "tiny": 4}
 CURVE_BATCH = {"small": 16, "medium": 8, "tiny": 4}
+GPU_FIGURES = ("clock_sm_mhz", "clock_sm_max_mhz", "power_w", "power_limit_w", "temperature_c")
+"""Of the last round, as the driver tells them."""
 WARM_UP = 5
 """Steps before each round: a GPU that has waited for a compiler runs faster than it can go on."""
-BEST: dict[str, Any] = {"half_stream": True, "attention": "cudnn"}
-"""What the ladder is expected to end with; --best says otherwise."""
+BEST: dict[str, Any] = {"half_stream": True, "chunk": 16384}
+"""What the product takes; --best says otherwise."""
 
 
 def peers(shape: str, best: dict[str, Any]) -> list[Contender]:
@@ -77,47 +80,40 @@ def ladder(batch: int) -> list[Contender]:
         compile="none",
         attention="math",
         optimizer="adamw",
+        gelu="torch",
     )
     flash = replace(start, name="+ flash attention", attention="flash")
     fused = replace(flash, name="+ fused AdamW", optimizer="adamw_fused")
     blocks = replace(fused, name="+ blocks compiled", compile="blocks")
-    loss = replace(blocks, name="+ loss compiled", compile="blocks+loss")
     whole = replace(fused, name="+ whole model compiled", compile="model")
-    half = replace(whole, name="+ stream between blocks in bf16", half_stream=True)
-    cudnn = replace(half, name="+ cuDNN attention", attention="cudnn")
-    return [
-        start,
-        flash,
-        fused,
-        blocks,
-        loss,
-        whole,
-        half,
-        cudnn,
-        replace(cudnn, name="+ loss by chunks of 8192", chunk=8192),
-        replace(cudnn, name="+ loss by chunks of 16384", chunk=16384),
-        replace(whole, name="cuDNN attention alone", attention="cudnn"),
-        replace(loss, name="blocks and loss compiled, bf16 stream, cuDNN", **BEST),
-        Contender(name="nanoGPT-style", kind="nanogpt", batch=batch),
-        replace(cudnn, name="bf16 weights with float32 copies", kind="masters"),
-        replace(cudnn, name="CUDA graphs", mode="reduce-overhead"),
-    ]
+    cudnn = replace(whole, name="+ cuDNN attention", attention="auto")
+    return [start, flash, fused, blocks, whole, cudnn, *combined(batch)]
 
 
 def combined(batch: int) -> list[Contender]:
-    """What the ladder found, together: candidates for trainfit's own setting."""
-    plain = Contender(name="whole model compiled", batch=batch, attention="flash")
-    half = replace(plain, name="bf16 stream", half_stream=True)
-    chunks = replace(half, name="bf16 stream, chunks of 8192", chunk=8192)
+    """From a nanoGPT-style loop to trainfit's step, and what more was tried on top of it."""
+    plain = Contender(name="whole model compiled", batch=batch, gelu="torch")
+    half = replace(plain, name="+ bf16 between blocks", half_stream=True)
+    chunks = replace(half, name="+ loss by chunks of 16384", chunk=16384)
+    best = replace(chunks, name="+ own GELU (trainfit)", gelu="own")
     return [
         Contender(name="nanoGPT-style", kind="nanogpt", batch=batch),
         plain,
         half,
         chunks,
-        replace(chunks, name="bf16 stream, chunks, cuDNN", attention="cudnn"),
-        replace(chunks, name="bf16 stream, chunks, graphs", mode="reduce-overhead"),
-        replace(chunks, name="bf16 stream, chunks, float32 copies", kind="masters"),
-        replace(chunks, name="bf16 stream, chunks, only blocks and loss", compile="blocks+loss"),
+        best,
+        replace(best, name="trainfit, 8 times the batch in 4 parts", batch=8 * batch, parts=4),
+        Contender(
+            name="nanoGPT-style, 8 times the batch in 4 parts",
+            kind="nanogpt",
+            batch=8 * batch,
+            parts=4,
+        ),
+        replace(best, name="trainfit, CUDA graphs", mode="reduce-overhead"),
+        replace(best, name="trainfit, bf16 weights with float32 copies", kind="masters"),
+        replace(best, name="trainfit, only blocks and loss compiled", compile="blocks+loss"),
+        replace(best, name="trainfit, flash attention", attention="flash"),
+        Contender(name="transformers", kind="transformers", batch=batch),
     ]
 
 
@@ -125,10 +121,8 @@ def curves(batch: int, best: dict[str, Any]) -> list[Contender]:
     """Who trains from the same weights on the same data."""
     return [
         Contender(name="TF32 reference", precision="fp32", compile="none", batch=batch),
-        Contender(name="bf16", batch=batch),
-        Contender(name="bf16, best of the ladder", batch=batch, **best),
-        Contender(name="bf16, best, loss by chunks", batch=batch, **best | {"chunk": 8192}),
-        Contender(name="bf16 weights with float32 copies", kind="masters", batch=batch, **best),
+        Contender(name="trainfit", batch=batch, **best),
+        Contender(name="nanoGPT-style", kind="nanogpt", batch=batch),
     ]
 
 
@@ -192,13 +186,14 @@ class Running:
         self.batches = make_batches(shape, who.batch, 4, device, seed=1)
         self.seconds: list[float] = []
         self.peaks: list[tuple[float, float]] = []
+        self.gpu: dict[str, Any] = {}
         started = time.perf_counter()
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.loss = float(self.step(self.batches[0]))
         self.first = time.perf_counter() - started
         self.warnings = sorted({str(w.message).splitlines()[0][:200] for w in caught})
-        for number in range(3):
+        for number in range(3 if who.parts == 1 else 1):
             self.step(self.batches[number % 4])
         sync(device)
         self.own = (torch.cuda.memory_allocated() - before) if device == "cuda" else 0
@@ -209,30 +204,36 @@ class Running:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         others = (torch.cuda.memory_allocated() if self.device == "cuda" else 0) - self.own
-        for number in range(WARM_UP):
+        fewer = max(1, self.who.parts)  # of steps that are so much longer
+        steps = max(1, steps // fewer)
+        for number in range(max(1, WARM_UP // fewer)):
             self.step(self.batches[number % 4])
         sync(self.device)
-        started = time.perf_counter()
-        for number in range(steps):
-            self.step(self.batches[number % 4])
-        sync(self.device)
-        self.seconds.append((time.perf_counter() - started) / steps)
+        with sampled() as samples:
+            started = time.perf_counter()
+            for number in range(steps):
+                self.step(self.batches[number % 4])
+            sync(self.device)
+            self.seconds.append((time.perf_counter() - started) / steps)
+        self.gpu = {name: samples.mean(name) for name in GPU_FIGURES}
+        self.gpu["notices"] = samples.notices()
         if self.device == "cuda":
             peaks = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
             self.peaks.append(tuple((peak - others) / GIB for peak in peaks))
 
     def where_time_goes(self) -> list[dict[str, Any]]:
         """The kernels of a step that take the most."""
+        from torch.autograd import DeviceType
         from torch.profiler import ProfilerActivity, profile
 
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as found:
             self.step(self.batches[0])
             sync(self.device)
-        events = [e for e in found.key_averages() if e.self_device_time_total > 0]
-        events.sort(key=lambda e: -e.self_device_time_total)
+        kernels = [e for e in found.key_averages() if e.device_type == DeviceType.CUDA]
+        kernels.sort(key=lambda e: -e.self_device_time_total)
         return [
             {"kernel": e.key[:140], "ms": e.self_device_time_total / 1e3, "count": e.count}
-            for e in events[:25]
+            for e in kernels[:80]
         ]
 
 
@@ -248,6 +249,7 @@ def figures(one: Running, shape: GptShape, peak: float | None) -> dict[str, Any]
         "mfu": None if peak is None else rate * flops_per_token(shape) / (peak * 1e12),
         "peak_allocated_gib": max((p[0] for p in one.peaks), default=None),
         "peak_reserved_gib": max((p[1] for p in one.peaks), default=None),
+        "gpu": one.gpu,
         "first_step_seconds": one.first,
         "first_loss": one.loss,
         "warnings": one.warnings,

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.compiler.config
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,6 +35,9 @@ class Contender:
 
     name: str
     batch: int
+    """Sequences of a step."""
+    parts: int = 1
+    """In how many parts they go through the model, one after the other."""
     kind: str = "trainfit"
     """trainfit, masters (its model in bf16 with float32 copies), nanogpt, transformers"""
     precision: Any = "bf16"
@@ -46,6 +50,8 @@ class Contender:
     chunk: int | None = None
     """Of the loss, in tokens."""
     half_stream: bool = False
+    gelu: str = "own"
+    """own, torch"""
 
 
 def attention(name: str) -> AbstractContextManager[Any]:
@@ -92,6 +98,8 @@ def make_step(who: Contender, shape: GptShape, device: str, *, seed: int) -> Ste
         "transformers": _transformers,
     }
     step = make[who.kind](who, shape, device, backend)
+    # What torch.compile keeps on disk is found by everything but the kernel that is preferred.
+    torch.compiler.config.cache_key_tag = who.attention
 
     def run(batch: Batch) -> Tensor:
         with attention(who.attention):
@@ -105,11 +113,31 @@ def _on(device: str, batch: Batch) -> Batch:
     return inputs, targets
 
 
+def _parts(who: Contender, device: str, batch: Batch) -> list[Batch]:
+    inputs, targets = _on(device, batch)
+    return list(zip(inputs.chunk(who.parts), targets.chunk(who.parts), strict=True))
+
+
 # ── trainfit ──────────────────────────────────────────────────────────────────────────────────
 
 
 def _model(who: Contender, shape: GptShape, device: str) -> Gpt:
-    return Gpt(shape, loss_chunk=who.chunk, half_stream=who.half_stream).to(device)
+    model = Gpt(shape, loss_chunk=who.chunk, half_stream=who.half_stream).to(device)
+    if who.gelu == "torch":
+        for block in model.blocks:
+            block.feed_forward = PlainFeedForward(block.feed_forward)
+    return model
+
+
+class PlainFeedForward(nn.Module):
+    """The same weights with torch's GELU between them."""
+
+    def __init__(self, own: Any) -> None:
+        super().__init__()
+        self.up, self.down = own.up, own.down
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.down(functional.gelu(self.up(hidden)))
 
 
 def _compile(model: Gpt, who: Contender, backend: Any) -> None:
@@ -132,8 +160,8 @@ def _trainfit(who: Contender, shape: GptShape, device: str, backend: Any) -> Ste
 
     def step(batch: Batch) -> Tensor:
         def arriving() -> Iterator[dict[str, Tensor]]:
-            inputs, targets = _on(device, batch)
-            yield {"input_ids": inputs, "targets": targets}
+            for inputs, targets in _parts(who, device, batch):
+                yield {"input_ids": inputs, "targets": targets}
 
         numbers = plain_step(
             model,
@@ -273,14 +301,16 @@ def _transformers(who: Contender, shape: GptShape, device: str, backend: Any) ->
 
 def _plain_loop(who: Contender, model: nn.Module, optimizer: Any, call: Any, device: str) -> Step:
     def step(batch: Batch) -> Tensor:
-        inputs, targets = _on(device, batch)
         half = who.precision == "bf16"
-        with torch.autocast(device, dtype=torch.bfloat16) if half else nullcontext():
-            loss = call(inputs, targets)
-        loss.backward()
+        total = torch.zeros((), device=device)
+        for inputs, targets in _parts(who, device, batch):
+            with torch.autocast(device, dtype=torch.bfloat16) if half else nullcontext():
+                loss = call(inputs, targets) / who.parts
+            loss.backward()
+            total += loss.detach()
         nn.utils.clip_grad_norm_(model.parameters(), CLIP)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        return total
 
     return step

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -76,3 +81,14 @@ def logits_and_gradients(
     functional.cross_entropy(logits, labels, reduction="sum").backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return logits.detach(), gradients
+
+
+def in_the_interpreter(script: str) -> None:
+    """Run what checks Triton kernels in Python, in a process where nobody has imported it yet."""
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    words = [sys.executable, "-c", script]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
+    if "only 0-dimensional arrays can be converted" in done.stderr:
+        pytest.skip("Triton's interpreter and this NumPy do not go together")
+    assert done.returncode == 0, done.stderr

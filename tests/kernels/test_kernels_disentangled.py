@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernels_tiny import FILLER, logits_and_gradients, packed, padded
+from kernels_tiny import FILLER, in_the_interpreter, logits_and_gradients, packed, padded
 from torch import Tensor
 
 from trainfit.errors import BadInput
@@ -117,7 +113,6 @@ def test_which_batches_it_takes() -> None:
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
 def test_the_kernels_in_the_interpreter() -> None:
     """Triton can run its kernels in Python, in a process where nobody has imported it yet."""
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
     script = """
 import torch
 from test_kernels_disentangled import inputs, plain, relative_error
@@ -132,12 +127,7 @@ out, sums = kernels.forward(*given, starts, 40, 0.2)
 found = kernels.backward(slope, *given, starts, out, sums, 40, 0.2)
 assert max(map(relative_error, (out, *found), (sure, *gradients))) < 1e-5
 """
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("Triton's interpreter and this NumPy do not go together")
-    assert done.returncode == 0, done.stderr
+    in_the_interpreter(script)
 
 
 @pytest.mark.gpu

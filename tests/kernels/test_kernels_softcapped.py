@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from importlib.util import find_spec
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from kernels_tiny import logits_and_gradients, packed, tiny
+from kernels_tiny import in_the_interpreter, logits_and_gradients, packed, tiny
 from torch import Tensor
 
 from trainfit.kernels.softcapped import softcapped_attention
@@ -66,13 +62,7 @@ out, sums = kernels.forward(*given, starts, 40, 0.5, 3.0, {window})
 found = kernels.backward(slope, *given, starts, out, sums, 40, 0.5, 3.0, {window})
 assert max(map(relative_error, (out, *found), (sure, *gradients))) < 1e-5
 """
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    words = [sys.executable, "-c", script]
-    done = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=120)
-    if "only 0-dimensional arrays can be converted" in done.stderr:
-        pytest.skip("Triton's interpreter and this NumPy do not go together")
-    assert done.returncode == 0, done.stderr
+    in_the_interpreter(script)
 
 
 @pytest.mark.gpu

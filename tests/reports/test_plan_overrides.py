@@ -55,6 +55,7 @@ def test_they_compose_back_with_the_plan_pinned(make_plan: Make, task: str, give
         "model.weights",
         "model.vocab_size",
         "model.loss_chunk",
+        "model.half_stream",
         "tune",
     }
     assert again.notes == ()  # every key is the canonical one

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -224,6 +225,28 @@ def test_attention_is_a_preference_and_every_fallback_stays(kernel: str) -> None
         assert done["attention"].after == kernel
         heads = torch.rand(1, 1, 4, 8)
         torch.nn.functional.scaled_dot_product_attention(heads, heads, heads)
+
+
+def test_what_was_compiled_for_another_kernel_is_not_taken_from_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's own key leaves the preference out: the second program would run the first's."""
+    from torch._dynamo.utils import counters
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    heads = torch.randn(1, 2, 32, 16)
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.scaled_dot_product_attention(x, x, x, is_causal=True)
+
+    def found_on_disk(kernel: str) -> int:
+        torch.compiler.reset()
+        counters.clear()
+        with applied(RuntimeSettings.from_json(f'{{"attention": "{kernel}"}}')):
+            torch.compile(attend)(heads)
+        return int(counters["aot_autograd"]["autograd_cache_hit"])
+
+    assert [found_on_disk(kernel) for kernel in ("flash", "math", "math")] == [0, 0, 1]
 
 
 def test_attention_leaves_what_the_user_disabled(observe: Observe) -> None:

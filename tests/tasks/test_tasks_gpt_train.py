@@ -30,7 +30,7 @@ from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.gpt import prepared as preparation
 from trainfit.tasks.gpt.looping import build, shape_of
 from trainfit.tasks.gpt.model import Gpt, GptShape
-from trainfit.tasks.gpt.planning import CHUNK, choose_chunk
+from trainfit.tasks.gpt.planning import CHUNK, FINE_CHUNK, decide
 from trainfit.tasks.gpt.sampling import draw, open_writer
 from trainfit.tasks.gpt.task import GptTask, collate_blocks
 from trainfit.tasks.gpt.train import train
@@ -323,7 +323,7 @@ def test_sample_refuses_what_is_no_gpt_run(tmp_path: Path, capsys: Any):
 # ── loss by chunks ────────────────────────────────────────────────────────────────────────────
 
 
-def test_chunks_are_chosen_where_logits_do_not_fit(tmp_path: Path):
+def test_chunks_are_chosen_on_a_gpu_and_where_logits_do_not_fit(tmp_path: Path):
     from dataclasses import replace
 
     from trainfit.hardware import detect
@@ -335,31 +335,75 @@ def test_chunks_are_chosen_where_logits_do_not_fit(tmp_path: Path):
     profile = detect()
     plans: dict[Any, Plan] = {}
 
-    def make(fits: bool, mode: str, chunked: str) -> Any:
+    def make(fits: bool, mode: str, finer: str) -> Any:
         def plan(one: Any) -> Plan:
             chunk = one.arguments.get("loss_chunk")
             asked.append(chunk)
             if chunk not in plans:
                 plans[chunk] = planner.plan(one, profile)
-            has = chunk is not None
-            mode_now = chunked if has else mode
-            return replace(plans[chunk], fits=fits or has, gradient_checkpointing=mode_now)
+            fine = chunk == FINE_CHUNK
+            mode_now = finer if fine else mode
+            return replace(plans[chunk], fits=fits or fine, gradient_checkpointing=mode_now)
 
         return plan
 
-    plain = choose_chunk(composed, question, make(True, "none", "none"))
+    def chosen(plan: Plan) -> tuple[Any, str]:
+        [reason] = [reason for reason in plan.reasons if reason.setting == "loss_chunk"]
+        assert reason.value == plan.task.arguments.get("loss_chunk")
+        return reason.value, reason.why
+
+    plain = decide(composed, question, make(True, "none", "none"), gpu=False)
     assert asked == [None]
-    assert plain.reasons[-1].value is None
-    tight = choose_chunk(composed, question, make(False, "full", "full"))
-    assert tight.task.arguments["loss_chunk"] == CHUNK
-    assert "does not fit" in tight.reasons[-1].why
-    twice = choose_chunk(composed, question, make(True, "full", "none"))
-    assert twice.reasons[-1].value == CHUNK
-    no_gain = choose_chunk(composed, question, make(True, "full", "full"))
-    assert no_gain.reasons[-1].value is None
+    assert chosen(plain)[0] is None
+    fast = decide(composed, question, make(True, "none", "none"), gpu=True)
+    assert asked == [None, CHUNK]
+    assert chosen(fast)[0] == CHUNK
+    for gpu in (False, True):
+        tight = decide(composed, question, make(False, "full", "full"), gpu=gpu)
+        assert chosen(tight)[0] == FINE_CHUNK
+        assert "does not fit" in chosen(tight)[1]
+        twice = decide(composed, question, make(True, "full", "none"), gpu=gpu)
+        assert chosen(twice)[0] == FINE_CHUNK
+        no_gain = decide(composed, question, make(True, "full", "full"), gpu=gpu)
+        assert chosen(no_gain)[0] == (CHUNK if gpu else None)
     pinned = compose("gpt", gpt_words(tmp_path, "model.loss_chunk=24"))
-    kept = choose_chunk(pinned, planned.question(pinned), make(True, "none", "none"))
-    assert kept.task.arguments["loss_chunk"] == 24
+    kept = decide(pinned, planned.question(pinned), make(True, "none", "none"), gpu=True)
+    assert chosen(kept) == (24, "you set it")
+
+
+@pytest.mark.parametrize(
+    ("precision", "word", "dtype"),
+    [
+        ("bf16", "auto", torch.bfloat16),
+        ("fp16", "auto", torch.float32),
+        ("fp16", "true", torch.float16),
+        ("bf16", "false", torch.float32),
+    ],
+)
+def test_what_blocks_hand_on_is_in_half_precision_with_bf16(
+    tmp_path: Path, precision: Any, word: str, dtype: torch.dtype
+):
+    """On tensors without values: not every CPU computes products in half precision."""
+    from dataclasses import replace
+
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from trainfit.tasks import planned
+    from trainfit.tasks.gpt.looping import build
+
+    composed = compose(
+        "gpt", gpt_words(tmp_path, f"model.half_stream={word}", "model.vocab_size=64")
+    )
+    plan = replace(planned.plan("gpt", *gpt_words(tmp_path)), precision=precision)
+    half = {"bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    seen = []
+    with FakeTensorMode(), torch.autocast("cpu", half):
+        model = build(composed.config, plan)
+        for block in model.blocks:
+            block.register_forward_pre_hook(lambda _block, given: seen.append(given[0].dtype))
+        ids = torch.zeros(1, composed.config.data.max_length, dtype=torch.int64)
+        model(ids, ids)
+    assert set(seen) == {dtype}
 
 
 def test_chunks_train_to_the_same_weights(tmp_path: Path):

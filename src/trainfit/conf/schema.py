@@ -157,8 +157,10 @@ class GptModel:
     loss_chunk: Positive | Auto | None
     """Compute the loss so many tokens at a time, with its gradients; null: all logits at once.
 
-    auto: at once, unless a step does not fit or must recompute its blocks otherwise.
+    auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks.
     """
+    half_stream: Switch
+    """Whether blocks hand on what they computed in half precision; auto: with bf16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -154,6 +154,12 @@ def stands_in(device: str) -> bool:
     return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATION, device.upper())
 
 
+def in_half_on_gpu(tensor: Tensor) -> bool:
+    """Whether a tensor is in half precision on a GPU, or is a fake that stands for such a one."""
+    half = tensor.dtype in (torch.bfloat16, torch.float16)
+    return half and (tensor.is_cuda or stands_in(tensor.device.type))
+
+
 def starts_of(layout: Layout) -> Tensor:
     """Where each sequence of a packed row begins; the filler is cut into some, which may be empty.
 

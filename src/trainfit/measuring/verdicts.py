@@ -121,7 +121,8 @@ def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
 # ── attention ─────────────────────────────────────────────────────────────────────────────────
 
 _SDPA = ("flash", "efficient", "cudnn", "math", "cpu")
-_FLASH = ("flash", "varlen")
+_FLASH = ("flash", "varlen", "cudnn")
+"""cuDNN's kernel is one of the kind: torch prefers it on newer GPUs."""
 _LARGEST_HEAD = 256
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
@@ -161,7 +162,6 @@ class _Fused:
     def __init__(self, graph: fx.GraphModule) -> None:
         self._module = graph
         self._nodes = list(graph.graph.nodes)
-        self._mode = detect_fake_mode([node.meta.get("val") for node in self._nodes])
         self._buffers = _buffers(self._nodes)
         self._made = self._buffers | _views_in_use(self._nodes)
         self._ends = _ends(self._nodes, self._buffers)
@@ -200,7 +200,10 @@ class _Fused:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        with _disable_current_modes(), self._mode or nullcontext():
+        """In the fakes' own mode, which is not that of the step that the graph was traced for."""
+        modes = _get_current_dispatch_mode_stack()
+        fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+        with _disable_current_modes(), fakes or nullcontext():
             yield
 
     def _fused_work(self, node: fx.Node, result: Any, values: dict[fx.Node, Any]) -> Work:

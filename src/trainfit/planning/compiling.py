@@ -73,7 +73,7 @@ def _weighed(off: Compiling, candidate: Candidate, fits: bool, steps: float) -> 
         )
     choice = Choice(
         value=True,
-        why=f"{gain:.2f} times as fast, block by block; saves {saved:,.0f} s of the run",
+        why=f"{gain:.2f} times as fast; saves {saved:,.0f} s of the run",
         alternatives=(f"false: {eager.taken.peak_allocated / GIB:.1f} GiB",),
     )
     return Compiling(choice=choice, candidate=candidate, fits=fits)

@@ -103,6 +103,8 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> int:
     """By the sum of squared lengths; a window shortens what each token sees."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
+    if "query" not in given:
+        return 0  # no attention: an activation, a loss
     query, starts = given["query"], known(given.get("starts", given.get("cu_seq_q")))
     heads, head = query.shape[-2:]
     if starts is None:

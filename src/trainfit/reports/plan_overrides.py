@@ -33,6 +33,7 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
     """The planned settings by their keys in the configuration; None where it cannot say one."""
     load, checkpointing = plan.workload, plan.gradient_checkpointing
+    reasoned = {reason.setting: reason.value for reason in plan.reasons}
     values = {
         "device.use_cuda": True if plan.gpu is not None else None,
         "device.mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
@@ -41,6 +42,7 @@ def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
         "model.freeze_encoder": load.method == "frozen",
         "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],
         "model.loss_chunk": plan.task.arguments.get("loss_chunk"),
+        "model.half_stream": reasoned.get("half_stream"),
         "data.max_length": load.max_length,
         "training.batch_size": plan.batch_size,
         "training.eval_batch_size": plan.eval_batch_size,

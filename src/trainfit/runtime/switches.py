@@ -101,6 +101,7 @@ def _reproducible_cublas(restore: ExitStack) -> str:
 def attention(kernel: str, restore: ExitStack) -> Change:
     """Try `kernel` first; the others stay enabled behind it, so that nothing loses its fallback."""
     import torch
+    import torch.compiler.config
     from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
     if kernel not in _KERNELS:
@@ -112,6 +113,9 @@ def attention(kernel: str, restore: ExitStack) -> Change:
     restore.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())
     wanted = [getattr(SDPBackend, _KERNELS[kernel]), *_cur_sdpa_kernel_backends(with_priority=True)]
     restore.enter_context(sdpa_kernel(wanted, set_priority=True))
+    # What torch.compile keeps on disk is found by everything but this preference.
+    tag = torch.compiler.config.cache_key_tag
+    _assign(torch.compiler.config, "cache_key_tag", f"{tag} attention={kernel}", restore)
     after = _attention_order()
     return Change(
         name="attention",

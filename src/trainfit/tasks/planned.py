@@ -27,7 +27,7 @@ from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.records import HardwareProfile, Plan, RuntimeSettings, Workload
 from trainfit.tasks.encoder.settings import settings_from
-from trainfit.tasks.gpt.planning import choose_chunk
+from trainfit.tasks.gpt.planning import decide
 
 _KEYS = {
     "device.tf32": "tf32",
@@ -101,7 +101,9 @@ def answer(
     def make(one: Question) -> Plan:
         return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
 
-    return choose_chunk(composed, asked, make) if composed.task == "gpt" else make(asked)
+    if composed.task == "gpt":
+        return decide(composed, asked, make, gpu=bool(profile.gpus))
+    return make(asked)
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:
@@ -180,6 +182,7 @@ def gpt_sizes(model: GptModel) -> dict[str, Any]:
     names = ("n_layer", "n_head", "n_embd", "vocab_size", "loss_chunk")
     found = {name: getattr(model, name) for name in names}
     sizes = {name: value for name, value in found.items() if value not in (None, "auto")}
+    sizes["half_stream"] = model.half_stream
     return sizes | ({"dropout": model.dropout} if model.dropout else {})
 
 

@@ -17,13 +17,15 @@ from trainfit.packing import ladder
 from trainfit.records import Plan
 from trainfit.tasks import planned
 from trainfit.tasks.gpt.model import Gpt, GptShape, gpt_shape
+from trainfit.tasks.gpt.planning import stream_is_half
 from trainfit.tasks.gpt.task import METRIC
 
 
 def shape_of(config: GptConfig) -> GptShape:
     """The model's sizes; the vocabulary is settled, and the block size is the sequence length."""
     sizes = planned.gpt_sizes(config.model)
-    sizes.pop("loss_chunk", None)
+    for not_a_size in ("loss_chunk", "half_stream"):
+        sizes.pop(not_a_size, None)
     return gpt_shape(config.model.name, block_size=config.data.max_length, **sizes)
 
 
@@ -33,6 +35,7 @@ def build(config: GptConfig, plan: Plan) -> Gpt:
         shape_of(config),
         checkpointing=plan.gradient_checkpointing,
         loss_chunk=plan.task.arguments.get("loss_chunk"),
+        half_stream=stream_is_half(config.model.half_stream, plan.precision),
     )
 
 

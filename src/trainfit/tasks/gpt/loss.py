@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-IGNORED = -100
-"""A target that counts nothing."""
+from trainfit.kernels.cross_entropy import IGNORED, loss_and_slopes
+
 _EVALUATED = 8192
 """Tokens at a time where no gradient is wanted: more would only take memory."""
 
@@ -41,7 +41,7 @@ def summed_cross_entropy(
 
     With `chunk`, the logits of only so many tokens exist at a time.
     """
-    if chunk is None or chunk >= len(targets):
+    if chunk is None:
         return _sum(functional.linear(hidden, weight), targets)
     if not torch.is_grad_enabled():
         parts = zip(torch.split(hidden, chunk), torch.split(targets, chunk), strict=True)
@@ -76,10 +76,10 @@ class _Chunked(torch.autograd.Function):
                 torch.split(hidden, chunk), torch.split(targets, chunk), strict=True
             ):
                 given = part.to(narrow)
-                loss, slope = _loss_and_slope(given @ matrix.t(), wanted)
+                loss, slopes = loss_and_slopes(given @ matrix.t(), wanted)
                 sums.append(loss)
-                of_hidden.append(slope @ matrix)
-                of_weight += slope.t() @ given
+                of_hidden.append(slopes @ matrix)
+                of_weight += slopes.t() @ given
         ctx.save_for_backward(torch.cat(of_hidden), of_weight)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack(sums).sum()
@@ -89,15 +89,3 @@ class _Chunked(torch.autograd.Function):
         of_hidden, of_weight = ctx.saved_tensors
         first, second = ctx.dtypes
         return (of_hidden * factor).to(first), (of_weight * factor).to(second), None, None
-
-
-def _loss_and_slope(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed loss of these logits, and its gradient by them, in their dtype."""
-    wide = _wide(logits)
-    counts = (targets != IGNORED)[:, None]
-    places = targets.clamp_min(0)[:, None]
-    normaliser = wide.logsumexp(-1, keepdim=True)
-    loss = ((normaliser - wide.gather(-1, places)) * counts).sum()
-    chosen = torch.arange(wide.shape[-1], device=wide.device) == places
-    slope = ((wide - normaliser).exp() - chosen.to(wide.dtype)) * counts
-    return loss, slope.to(logits.dtype)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from trainfit.catalogue.models import OWN_GPT, model_shape, model_shapes
 from trainfit.codec import Range, decode
 from trainfit.errors import BadInput
+from trainfit.kernels.gelu import gelu
 from trainfit.tasks.gpt.loss import SummedLoss
 
 Positive = Annotated[int, Range(1)]
@@ -60,11 +61,12 @@ def build_gpt(
     *,
     checkpointing: Checkpointing = "none",
     loss_chunk: int | None = None,
+    half_stream: bool = False,
     **overrides: Any,
 ) -> Gpt:
     """A GPT of the catalogue with random weights."""
     shape = gpt_shape(name, **overrides)
-    return Gpt(shape, checkpointing=checkpointing, loss_chunk=loss_chunk)
+    return Gpt(shape, checkpointing=checkpointing, loss_chunk=loss_chunk, half_stream=half_stream)
 
 
 class Gpt(nn.Module):
@@ -193,7 +195,7 @@ class FeedForward(nn.Module):
         self.dropout = nn.Dropout(shape.dropout)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        moved: Tensor = self.dropout(self.down(functional.gelu(self.up(hidden))))
+        moved: Tensor = self.dropout(self.down(gelu(self.up(hidden))))
         return moved
 
 

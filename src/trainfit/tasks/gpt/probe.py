@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,8 +14,9 @@ from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
 from trainfit.planning.compiled import simulate
 from trainfit.records import Precision
-from trainfit.runtime import compile_blocks, repeated_blocks
+from trainfit.runtime import compile_model
 from trainfit.tasks.gpt.model import build_gpt
+from trainfit.tasks.gpt.planning import stream_is_half
 
 
 def probe(
@@ -31,6 +32,7 @@ def probe(
     device: str = "cpu",
     compile: bool = False,
     loss_chunk: int | None = None,
+    half_stream: bool | Literal["auto"] = False,
     slots: None = None,
     lengths: None = None,
     **sizes: Any,
@@ -42,15 +44,21 @@ def probe(
     assert slots is None
     assert lengths is None
     changed = sizes | {"block_size": width} | ({} if depth is None else {"n_layer": depth})
-    model = build_gpt(name, checkpointing=checkpointing, loss_chunk=loss_chunk, **changed)
+    model = build_gpt(
+        name,
+        checkpointing=checkpointing,
+        loss_chunk=loss_chunk,
+        half_stream=stream_is_half(half_stream, precision),
+        **changed,
+    )
 
     def make_step(built: nn.Module) -> Callable[[], object]:
         made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
         scale = loss_scale(precision, device)
         if compile and device == "cpu":
-            simulate(repeated_blocks(built))
+            simulate([built])
         elif compile:
-            compile_blocks(built)
+            compile_model(built)
         ids = torch.full((rows, width), 5)
         batch = {"input_ids": ids, "targets": ids}
         return lambda: plain_step(

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from trainfit.data.token_files import Ids
 from trainfit.errors import BadInput
+from trainfit.kernels.cross_entropy import IGNORED
 from trainfit.runtime import eagerly
-from trainfit.tasks.gpt.loss import IGNORED
 from trainfit.tasks.gpt.model import Gpt
 
 METRIC = "val_loss"

@@ -1,0 +1,68 @@
+"""GELU that is no slower than the memory it reads, on a GPU.
+
+torch's kernels compute the error function term by term, which takes longer than reading and
+writing the numbers, and torch.compile computes the result again in the backward pass. `gelu_triton`
+has kernels with a shorter formula that is as accurate; without Triton torch's own are taken.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainfit.kernels.varlen import in_half_on_gpu, triton_exists
+
+
+def gelu(tensor: Tensor) -> Tensor:
+    """The exact GELU of any tensor, by the fastest way that it can take."""
+    if in_half_on_gpu(tensor):
+        fast: Tensor = half_gelu(tensor)
+        return fast
+    return functional.gelu(tensor)
+
+
+@torch.library.custom_op("trainfit::half_gelu", mutates_args=())
+def half_gelu(tensor: Tensor) -> Tensor:
+    """GELU in half precision on a GPU."""
+    if not triton_exists():
+        return functional.gelu(tensor)
+    from trainfit.kernels import gelu_triton
+
+    return gelu_triton.forward(tensor.contiguous())
+
+
+@torch.library.custom_op("trainfit::half_gelu_backward", mutates_args=())
+def half_gelu_backward(gradient: Tensor, tensor: Tensor) -> Tensor:
+    """The gradient of what went in."""
+    if not triton_exists():
+        into: Tensor = torch.ops.aten.gelu_backward(gradient, tensor)
+        return into
+    from trainfit.kernels import gelu_triton
+
+    return gelu_triton.backward(gradient.contiguous(), tensor.contiguous())
+
+
+@half_gelu.register_fake
+def _(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+@half_gelu_backward.register_fake
+def _(_gradient: Tensor, tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+
+
+def _remember(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:  # noqa: ARG001
+    ctx.save_for_backward(*inputs)
+
+
+def _backward(ctx: Any, gradient: Tensor) -> Tensor:
+    (tensor,) = ctx.saved_tensors
+    into: Tensor = half_gelu_backward(gradient, tensor)
+    return into
+
+
+half_gelu.register_autograd(_backward, setup_context=_remember)
