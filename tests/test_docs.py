@@ -215,8 +215,6 @@ def test_the_variants_are_the_recorded_ones():
         )
     [own] = by_peft["rounds"]
     assert f"it made {own['samples_per_second']:.0f} in {own['peak_gib']:.1f} GiB" in page
-    more = frozen["planned"]["gib"] / frozen["rounds"][0]["peak_gib"] - 1
-    assert f"asks for {100 * more:.0f}% more memory than the run took" in page
 
 
 def test_the_loss_curves_are_judged_as_recorded(monkeypatch: pytest.MonkeyPatch):

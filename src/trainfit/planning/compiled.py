@@ -1,15 +1,12 @@
 """A compiled block on fake tensors: what torch.compile would keep, allocate and run.
 
 AOTAutograd traces the block for real, here on fakes, and its partitioner decides what is kept for
-the backward pass. What Inductor then does with the two graphs is modelled: kernels of libraries
-(matrix products, attention) and reductions have buffers, as has whatever those read and whatever
-leaves the graph; all else is fused into its readers and never in memory.
+the backward pass. What Inductor then does with the two graphs is modelled by `buffers`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import operator
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -27,35 +24,19 @@ from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
 )
-from torch.utils.flop_counter import flop_registry
 
+from trainfit.planning.buffers import (
+    find_buffers,
+    is_library,
+    is_view,
+    kernel_reads,
+    last_uses,
+    overwritten,
+    views_in_use,
+)
 from trainfit.planning.recorder import Recorder
 from trainfit.planning.timing import Work
 from trainfit.planning.work import tensor_bytes
-
-aten = torch.ops.aten
-_REDUCTIONS = frozenset(
-    {
-        aten.sum,
-        aten.mean,
-        aten.amax,
-        aten.amin,
-        aten.var_mean,
-        aten.var,
-        aten.prod,
-        aten.any,
-        aten.max,
-        aten.min,
-        aten.argmax,
-        aten.index_put,
-        aten.cumsum,
-        aten.sort,
-    }
-)
-"""What ends a fused kernel, or is one of its own: its result has a buffer."""
-_VIEWS = frozenset({aten.reshape, aten._unsafe_view, aten.alias, aten.lift_fresh, aten.detach})
-_MOST_READS = 4
-"""Inductor gives a shared value a buffer rather than read so many others over again."""
 
 
 def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None:
@@ -162,10 +143,11 @@ class _Fused:
     def __init__(self, graph: fx.GraphModule) -> None:
         self._module = graph
         self._nodes = list(graph.graph.nodes)
-        self._buffers = _buffers(self._nodes)
-        self._made = self._buffers | _views_in_use(self._nodes)
-        self._ends = _ends(self._nodes, self._buffers)
-        self._reads = _reads(self._nodes, self._buffers)
+        buffers = find_buffers(self._nodes)
+        self._made = buffers | views_in_use(self._nodes)
+        self._ends = last_uses(self._nodes, buffers)
+        self._reads = kernel_reads(self._nodes, buffers)
+        self._overwritten = overwritten(self._nodes, buffers, self._ends)
 
     def __call__(self, args: list[Any]) -> Any:
         recorder = _recorder()
@@ -186,17 +168,23 @@ class _Fused:
     def _run(self, node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder | None) -> Any:
         if node.op == "get_attr":
             return getattr(self._module, str(node.target))
-        if _is_library(node) or _is_view(node):
+        if is_library(node) or is_view(node):
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            seen = recorder if _is_library(node) else None
+            seen = recorder if is_library(node) else None
             with self._unseen() if seen is None else seen.compiled():
                 return node.target(*args, **kwargs)  # type: ignore[operator]
         with self._unseen():
-            result = pytree.tree_map_only(torch.Tensor, _like, node.meta["val"])
+            result = self._write(node, values)
         if recorder is not None:
             recorder.follow(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
             recorder.note(self._fused_work(node, result, values))
         return result
+
+    def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        made = node.meta["val"]
+        if node in self._overwritten:
+            return values[self._overwritten[node]].as_strided(made.shape, made.stride())
+        return pytree.tree_map_only(torch.Tensor, _like, made)
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
@@ -231,104 +219,3 @@ def _recorder() -> Recorder | None:
     """The one that is at work, if any."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Recorder)), None)
-
-
-def _packet(node: fx.Node) -> Any:
-    return getattr(node.target, "_overloadpacket", None)
-
-
-def _is_view(node: fx.Node) -> bool:
-    target = node.target
-    return (
-        target is operator.getitem
-        or bool(getattr(target, "is_view", False))
-        or _packet(node) in _VIEWS
-    )
-
-
-def _is_library(node: fx.Node) -> bool:
-    """Whether Inductor calls a kernel that it did not make."""
-    if node.op != "call_function" or _is_view(node):
-        return False
-    namespace = getattr(node.target, "namespace", "aten")
-    return _packet(node) in flop_registry or namespace not in ("aten", "prims")
-
-
-def _base(node: fx.Node) -> fx.Node:
-    while node.op == "call_function" and _is_view(node):
-        node = node.all_input_nodes[0]
-    return node
-
-
-def _buffers(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes whose results are in memory."""
-    buffers: set[fx.Node] = set()
-    for node in nodes:
-        if _is_library(node):
-            buffers |= {node, *map(_base, node.all_input_nodes)}
-        elif _packet(node) in _REDUCTIONS:
-            buffers.add(node)
-        elif node.op == "output":
-            buffers |= set(map(_base, node.all_input_nodes))
-    for node in nodes:
-        shared = node.op == "call_function" and len(node.users) > 1 and not _is_view(node)
-        if shared and node not in buffers and len(_leaves(node, buffers)) > _MOST_READS:
-            buffers.add(node)
-    return {node for node in buffers if node.op == "call_function"}
-
-
-def _views_in_use(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The views that a library's kernel reads or that leave the graph; the others are fused."""
-    found: set[fx.Node] = set()
-    for node in reversed(nodes):
-        read = any(user.op == "output" or user in found or _is_library(user) for user in node.users)
-        if read and node.op == "call_function" and _is_view(node):
-            found.add(node)
-    return found
-
-
-def _leaves(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
-    """What is read from memory to compute a node."""
-    found: set[fx.Node] = set()
-    left = list(node.all_input_nodes)
-    seen: set[fx.Node] = set()
-    while left:
-        each = _base(left.pop())
-        if each in seen:
-            continue
-        seen.add(each)
-        if each in buffers or each.op == "placeholder":
-            found.add(each)
-        else:
-            left += each.all_input_nodes
-    return found
-
-
-def _ends(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[int, list[fx.Node]]:
-    """Where each value is needed for the last time; a fused one is needed where it is read."""
-    place = {node: at for at, node in enumerate(nodes)}
-    last: dict[fx.Node, int] = {}
-    for node in reversed(nodes):
-        reached = [
-            place[user] if user in buffers or user.op == "output" else last[user]
-            for user in node.users
-        ]
-        last[node] = max(reached, default=place[node])
-    ends: dict[int, list[fx.Node]] = {}
-    for node, at in last.items():
-        ends.setdefault(at, []).append(node)
-    return ends
-
-
-def _reads(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What a fused kernel has to read: what it has not just computed itself."""
-    phase = 0
-    phases: dict[fx.Node, int] = {}
-    reads: dict[fx.Node, list[fx.Node]] = {}
-    for node in nodes:
-        library = _is_library(node)
-        phase += library
-        phases[node] = -1 if library or node.op == "placeholder" else phase
-        if node in buffers and not library:
-            reads[node] = [leaf for leaf in _leaves(node, buffers) if phases[leaf] != phase]
-    return reads
