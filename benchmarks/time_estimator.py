@@ -24,7 +24,7 @@ from trainfit import codec
 from trainfit.catalogue import find
 from trainfit.planning.memory import Request, ask, target, told
 from trainfit.planning.timing import Calibration, Done, rates, seconds
-from truth import FILES, Truth, recorded
+from truth import FILES, PRETRAINING, Truth, recorded
 
 HOME = Path(__file__).parent.parent / "src" / "trainfit" / "planning" / "calibration.json"
 # Where the search starts, and by how much (as a logarithm) a value may reasonably differ: a family
@@ -118,7 +118,7 @@ def main() -> None:
     nine_in_ten = errors[math.ceil(0.9 * len(errors)) - 1]
     result = {
         "command": " ".join(["python", *sys.argv]),
-        "truth": list(FILES),
+        "truth": [*FILES, PRETRAINING],
         "judged": "each case by a fit that has not seen its model family",
         "within_20_percent": sum(e <= 20 for e in errors),
         "cases": len(errors),
