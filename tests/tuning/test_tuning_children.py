@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -52,6 +54,28 @@ def test_a_child_stays_and_its_failures_do_not(children: Children) -> None:
     assert time.monotonic() - began < 10
     assert run(children, toy.candidate(how="oom")).status == "oom"
     assert run(children, toy.candidate()).status == "ok"
+
+
+def test_a_trial_that_is_killed_leaves_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    folders = []
+
+    def wait_for_it() -> None:
+        while not folders:
+            folders.extend(tmp_path.glob("trainfit-trial-*"))
+            time.sleep(0.01)
+
+    with Children(["tuning_toy"]) as own:
+        assert run(own, toy.candidate()).status == "ok"
+        watch = threading.Thread(target=wait_for_it, daemon=True)
+        watch.start()
+        assert run(own, toy.candidate(how="hang"), limit=2.0).status == "hung"
+        watch.join(5.0)
+    assert folders
+    assert not list(tmp_path.glob("trainfit-trial-*"))
 
 
 def test_the_setting_that_sleeps_less_is_chosen(children: Children) -> None:

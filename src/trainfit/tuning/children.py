@@ -9,20 +9,23 @@ from __future__ import annotations
 
 import os
 import queue
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 from trainfit.errors import RunFailed
 from trainfit.records import Plan
 from trainfit.tuning.child import READY, Request
-from trainfit.tuning.records import Candidate, Status, Trial
+from trainfit.tuning.records import Candidate, Status, Trial, folder_prefix
 
 START_SECONDS = 180.0
 """What the imports of a child may take, on a slow disk."""
@@ -185,6 +188,8 @@ class _Child:
             with suppress(BrokenPipeError):
                 if pipe is not None:
                     pipe.close()
+        for left in Path(tempfile.gettempdir()).glob(folder_prefix(self._process.pid) + "*"):
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _how(code: int | None) -> str:

@@ -73,3 +73,8 @@ class TuneResult(Record):
         if self.samples_per_second is None or self.planned_samples_per_second is None:
             return None
         return self.samples_per_second.value / self.planned_samples_per_second.value
+
+
+def folder_prefix(process: int) -> str:
+    """How the folder of a trial begins: what a process that is killed leaves, another can find."""
+    return f"trainfit-trial-{process}-"

@@ -7,6 +7,7 @@ out is an outcome and not an error: a trial that had to cut its steps finer is o
 
 from __future__ import annotations
 
+import os
 import tempfile
 import time
 import warnings
@@ -24,7 +25,7 @@ from trainfit.measuring.timing import median_interval
 from trainfit.records import RuntimeSettings, TrainTask
 from trainfit.runtime import applied, forget_compiled
 from trainfit.tuning.clock import Clock, Enough
-from trainfit.tuning.records import Candidate, Trial
+from trainfit.tuning.records import Candidate, Trial, folder_prefix
 
 
 class Setup(NamedTuple):
@@ -89,7 +90,7 @@ def _outcome(candidate: Candidate, clock: Clock) -> tuple[Any, str] | None:
             profile_step=False,
         )
         with (
-            tempfile.TemporaryDirectory(prefix="trainfit-trial-") as folder,
+            tempfile.TemporaryDirectory(prefix=folder_prefix(os.getpid())) as folder,
             applied(setup.runtime),
             setup.around(),
         ):
