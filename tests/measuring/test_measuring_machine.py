@@ -26,13 +26,13 @@ def test_the_cpu_is_measured_against_an_independent_clock(
     assert len(names) == len(items)
     assert {"matmul_fp32", "copy", "disk_read"} <= set(items)
     a = torch.randn(1024, 1024)
-    for _ in range(3):
-        a @ a
-    started = time.perf_counter()
-    for _ in range(10):
-        a @ a
-    rate = 10 * 2 * 1024**3 / (time.perf_counter() - started) / 1e12
-    assert items["matmul_fp32"].value == pytest.approx(rate, rel=0.8)
+    rates = []
+    for _ in range(12):  # others may take a core at any moment
+        started = time.perf_counter()
+        for _ in range(5):
+            a @ a
+        rates.append(5 * 2 * 1024**3 / (time.perf_counter() - started) / 1e12)
+    assert 0.55 * min(rates) < items["matmul_fp32"].value < 1.8 * max(rates)
     for item in items.values():
         assert min(item.samples) <= item.value <= max(item.samples)
         assert item.datasheet is None
