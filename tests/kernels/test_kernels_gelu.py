@@ -9,6 +9,7 @@ import torch
 from kernels_tiny import in_the_interpreter
 from torch.nn import functional
 
+from trainfit.kernels import varlen
 from trainfit.kernels.gelu import gelu
 
 POINTS = torch.linspace(-12, 12, 4001)
@@ -60,3 +61,20 @@ def test_on_a_gpu_it_is_as_near_as_the_dtype_allows(dtype: torch.dtype, compiled
     torch.testing.assert_close(own.double(), slopes, rtol=near, atol=1e-6)
     # As one kernel, not as several: torch keeps what went in and what came out, and no more.
     assert found.dtype == own.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("dtype", "capability", "own"),
+    [
+        (torch.bfloat16, (8, 0), True),
+        (torch.bfloat16, (7, 5), False),
+        (torch.float16, (7, 0), True),
+        (torch.float16, (6, 1), False),
+    ],
+)
+def test_gpus_that_triton_makes_no_kernels_for_take_torchs_own(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, capability: tuple[int, int], own: bool
+) -> None:
+    monkeypatch.setattr(varlen, "triton_exists", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: capability)
+    assert varlen.triton_takes(torch.zeros(1, dtype=dtype)) is own

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trainfit.kernels.varlen import in_half_on_gpu, triton_exists
+from trainfit.kernels.varlen import in_half_on_gpu, triton_takes
 
 IGNORED = -100
 """A target that counts nothing."""
@@ -26,7 +26,7 @@ def loss_and_slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 @torch.library.custom_op("trainfit::half_losses_and_slopes", mutates_args=())
 def half_losses_and_slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     """The loss of each row in float32, and the gradient of their sum by the logits."""
-    if not triton_exists():
+    if not triton_takes(logits):
         return by_formula(logits, targets)
     from trainfit.kernels import cross_entropy_triton
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainfit.kernels.varlen import in_half_on_gpu, triton_exists
+from trainfit.kernels.varlen import in_half_on_gpu, triton_takes
 
 
 def gelu(tensor: Tensor) -> Tensor:
@@ -27,7 +27,7 @@ def gelu(tensor: Tensor) -> Tensor:
 @torch.library.custom_op("trainfit::half_gelu", mutates_args=())
 def half_gelu(tensor: Tensor) -> Tensor:
     """GELU in half precision on a GPU."""
-    if not triton_exists():
+    if not triton_takes(tensor):
         return functional.gelu(tensor)
     from trainfit.kernels import gelu_triton
 
@@ -37,7 +37,7 @@ def half_gelu(tensor: Tensor) -> Tensor:
 @torch.library.custom_op("trainfit::half_gelu_backward", mutates_args=())
 def half_gelu_backward(gradient: Tensor, tensor: Tensor) -> Tensor:
     """The gradient of what went in."""
-    if not triton_exists():
+    if not triton_takes(tensor):
         into: Tensor = torch.ops.aten.gelu_backward(gradient, tensor)
         return into
     from trainfit.kernels import gelu_triton

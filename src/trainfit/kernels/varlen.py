@@ -148,6 +148,12 @@ def triton_exists() -> bool:
     return find_spec("triton") is not None
 
 
+def triton_takes(tensor: Tensor) -> bool:
+    """Whether Triton makes kernels for a tensor on its GPU: bf16 needs Ampere, all else Volta."""
+    least = (8, 0) if tensor.dtype == torch.bfloat16 else (7, 0)
+    return triton_exists() and torch.cuda.get_device_capability(tensor.device) >= least
+
+
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def stands_in(device: str) -> bool:
     """Whether something plays CUDA's part on this kind of device, as on the planner's fakes."""
