@@ -83,10 +83,10 @@ def test_compiled_and_checkpointed_blocks_keep_less(folder: str, mode: str):
 
 def test_the_answer_does_not_depend_on_what_was_asked_before(folder: str):
     """What was traced for one question serves the next, whose tensors are others."""
-    answers = [asked(folder, compile=True, depth=depth) for depth in (2, 3, 2, 3, 2)]
-    for same in (answers[0::2], answers[1::2]):
-        assert len({one.rooms[0].peak_allocated for one in same}) == 1
-        assert len({one.rooms[0].activations for one in same}) == 1
+    answers = [asked(folder, compile=True, depth=depth) for depth in (2, 3, 2)]
+    first, _, again = (one.rooms[0] for one in answers)
+    assert first.peak_allocated == again.peak_allocated
+    assert first.activations == again.activations
 
 
 def test_a_gpt_can_be_compiled_too():
