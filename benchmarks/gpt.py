@@ -204,9 +204,8 @@ class Running:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         others = (torch.cuda.memory_allocated() if self.device == "cuda" else 0) - self.own
-        fewer = max(1, self.who.parts)  # of steps that are so much longer
-        steps = max(1, steps // fewer)
-        for number in range(max(1, WARM_UP // fewer)):
+        steps = max(1, steps // self.who.parts)  # they are so much longer
+        for number in range(max(1, WARM_UP // self.who.parts)):
             self.step(self.batches[number % 4])
         sync(self.device)
         with sampled() as samples:

@@ -45,7 +45,7 @@ class Contender:
     """none, blocks, blocks+loss, model"""
     mode: str = "default"
     attention: str = "auto"
-    """auto (torch decides), flash, cudnn, math"""
+    """auto (torch decides), flash, math"""
     optimizer: Any = "adamw_fused"
     chunk: int | None = None
     """Of the loss, in tokens."""
@@ -60,7 +60,6 @@ def attention(name: str) -> AbstractContextManager[Any]:
         return nullcontext()
     kinds = {
         "flash": [SDPBackend.FLASH_ATTENTION],
-        "cudnn": [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION],
         "math": [SDPBackend.MATH],
     }
     return sdpa_kernel(kinds[name], set_priority=True)

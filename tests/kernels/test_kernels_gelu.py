@@ -59,7 +59,6 @@ def test_on_a_gpu_it_is_as_near_as_the_dtype_allows(dtype: torch.dtype, compiled
     near = torch.finfo(dtype).eps
     torch.testing.assert_close(found.double(), values, rtol=near, atol=1e-6)
     torch.testing.assert_close(own.double(), slopes, rtol=near, atol=1e-6)
-    # As one kernel, not as several: torch keeps what went in and what came out, and no more.
     assert found.dtype == own.dtype == dtype
 
 

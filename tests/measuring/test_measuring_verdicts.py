@@ -53,7 +53,7 @@ def test_a_flash_kernel_that_is_switched_off_is_told_apart():
     assert "switch" in item.evidence
 
 
-@pytest.mark.parametrize("kernel", ["flash", "varlen"])
+@pytest.mark.parametrize("kernel", ["flash", "varlen", "cudnn"])
 def test_flash_kernels_count_as_flash(kernel: str):
     found = items(seen(attention=AttentionSeen(calls={kernel: 3})), flash_attention=True)
     assert found["flash_attention"].status == "active"

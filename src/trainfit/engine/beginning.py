@@ -60,7 +60,7 @@ def build_parts(
     """All that a step needs, on the device."""
     if device.type == "cuda":
         with device:
-            take_workspaces()
+            _fits(take_workspaces, "cuBLAS's workspace")
     sharded = settings.sharding == "fsdp" and world.size > 1
     if sharded:
         spread_weights(world, model)  # on the CPU: no GPU has room for all of it

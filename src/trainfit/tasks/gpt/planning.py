@@ -31,8 +31,10 @@ def decide(
         why = _said(composed, "model.half_stream")
     elif half:
         why = "bf16 has float32's range: half the traffic between blocks"
+    elif plan.precision == "fp16":
+        why = "fp16 would not hold every sum"
     else:
-        why = f"{plan.precision} would not hold every sum" if plan.precision == "fp16" else "fp32"
+        why = "nothing is in half precision"
     return _because(plan, "half_stream", half, why)
 
 
