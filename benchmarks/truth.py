@@ -53,7 +53,8 @@ def _pretraining() -> list[Truth]:
         (row["shape"], row["batch"]): row
         for run in runs
         for row in run["results"]
-        if row["settings"]["kind"] == "trainfit"
+        if "error" not in row
+        and row["settings"]["kind"] == "trainfit"
         and row["settings"]["gelu"] == "own"
         and row["settings"]["mode"] == "default"
     }
@@ -62,12 +63,13 @@ def _pretraining() -> list[Truth]:
 
 def _step_of(row: dict[str, Any]) -> Truth:
     name = {"small": "gpt-124m", "medium": "gpt-medium"}[row["shape"]]
+    parts = row["settings"].get("parts", 1)
     arguments = {
         "name": name,
         "vocab_size": 50304,
-        "rows": row["batch"],
+        "rows": row["batch"] // parts,
         "width": 1024,
-        "micro_batches": 1,
+        "micro_batches": parts,
         "precision": row["settings"]["precision"],
         "checkpointing": "none",
         "optimizer": row["settings"]["optimizer"],

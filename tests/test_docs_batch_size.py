@@ -6,6 +6,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 RECORD = json.loads((ROOT / "benchmarks/results/2026-11-15-finder-h200.json").read_text())
+AGAIN = json.loads((ROOT / "benchmarks/results/2026-11-15-finder-8gib-h200.json").read_text())
 PAGE = (ROOT / "docs" / "batch-size.md").read_text()
 TEXT = " ".join(PAGE.split())
 
@@ -50,3 +51,13 @@ def test_what_is_said_beside_the_tables_is_recorded():
     assert f"torch {'.'.join(RECORD['versions']['torch'].split('.')[:2])}" in TEXT
     assert f"on an {RECORD['hardware'].removeprefix('NVIDIA ')} " in TEXT
     assert RECORD["command"] in TEXT
+
+
+def test_what_was_measured_again_is_recorded():
+    [row] = AGAIN["finder"]
+    found = row["finder"]
+    assert row["cap_gib"] == 8
+    assert f"another process on {found['used_by_others_gib']:.1f} GiB" in TEXT
+    rows = f"{found['largest_rows']} rows found, {row['truth']['largest_rows']} in truth"
+    rest = f"{len(found['probes'])} probes, {found['ooms']} out of memory"
+    assert f"{rows}, {rest}, {found['seconds_after_build']:.1f} s" in TEXT

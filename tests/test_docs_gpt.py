@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
@@ -63,28 +64,60 @@ def test_where_the_time_goes() -> None:
     assert f"{total('_row'):.1f}\nthe loss" in PAGE
 
 
-def test_the_other_gpu_and_the_power_that_holds_it_back() -> None:
-    small, medium = recorded(2), recorded(3)
-    ends = [small["nanoGPT-style"], small["+ own GELU (trainfit)"]]
-    ends += [small["trainfit, twice the batch"], medium["+ own GELU (trainfit)"]]
-    ends.append(medium["nanoGPT-style"])
-    told = re.search(
-        r"nanoGPT-style loop made (.*)\n*", PAGE[PAGE.index("H200s differ") :], re.DOTALL
-    )
-    assert told is not None
-    assert re.findall(r"\d\d\.\d%", told[1])[:5] == [f"{one['mfu']:.1%}" for one in ends]
-    gpus = [one["gpu"] for one in (*small.values(), *medium.values())]
-    assert all(gpu["power_limit_w"] == 700 and 679 < gpu["power_w"] < 698 for gpu in gpus)
-    assert all(1620 < gpu["clock_sm_mhz"] < 1690 for gpu in gpus)
+LINES = {
+    "| small | 64 |": (2, "nanoGPT-style", "+ own GELU (trainfit)"),
+    "| small | 512 in 4 parts |": (
+        2,
+        "nanoGPT-style, 8 times the batch in 4 parts",
+        "trainfit, 8 times the batch in 4 parts",
+    ),
+    "| medium | 64 |": (3, "nanoGPT-style", "+ own GELU (trainfit)"),
+}
+
+
+@pytest.mark.parametrize(("begin", "who"), LINES.items())
+def test_a_line_of_the_other_gpu(begin: str, who: tuple[int, str, str]) -> None:
+    run, *names = who
+    ends = [recorded(run)[name] for name in names]
+    rates = [f"{one['tokens_per_second']:,.0f} tokens/s, {one['mfu']:.1%}" for one in ends]
+    peaks = ", ".join(f"{one['peak_allocated_gib']:.1f}" for one in ends)
+    assert f"{begin} {rates[0]} | {rates[1]} | {peaks} |" in PAGE
+    for one in ends:
+        tokens = one["settings"]["batch"] * 1024
+        assert one["tokens_per_second"] == pytest.approx(tokens / one["seconds"])
+
+
+def test_the_power_that_holds_it_back() -> None:
+    gpus = [one["gpu"] for run in (2, 3) for one in recorded(run).values() if "gpu" in one]
+    assert all(gpu["power_limit_w"] == 700 and 688 < gpu["power_w"] < 696 for gpu in gpus)
+    assert all(1587 <= gpu["clock_sm_mhz"] <= 1653 for gpu in gpus)
     for gpu in gpus:
         held, of = re.findall(r"power cap in (\d+) of (\d+)", gpu["notices"][0])[0]
         assert held == of
 
 
+def test_the_curve_is_that_of_tf32_within_noise() -> None:
+    reference, ours = RECORD["runs"][4]["curves"]
+    first, other, mine = (
+        np.convolve(losses, np.ones(10) / 10, "valid")
+        for losses in (reference["losses"], reference["other_seed"], ours["losses"])
+    )
+    apart, noise = np.abs(mine - first).max(), np.abs(other - first).max()
+    assert apart < noise
+    assert f"at most {apart:.2f} away; two seeds of the TF32 run are up\nto {noise:.2f}" in PAGE
+    low, high = np.minimum(first, other)[-80:], np.maximum(first, other)[-80:]
+    assert np.all((low < mine[-80:]) & (mine[-80:] < high))
+    ends = (ours["losses"], reference["losses"], reference["other_seed"])
+    told = "ends at {:.2f}, they at {:.2f}\nand {:.2f}"
+    assert told.format(*(losses[-1] for losses in ends)) in PAGE
+
+
 def test_the_readme() -> None:
     told = (ROOT / "README.md").read_text()
-    everyone = recorded(0) | recorded(1)
-    for name in ("+ own GELU (trainfit)", "nanoGPT-style", "transformers"):
-        one = everyone[name]
+    run, *large = LINES["| small | 512 in 4 parts |"]
+    everyone = [recorded(run)[name] for name in large]
+    everyone += [recorded(3)[name] for name in ("nanoGPT-style", "+ own GELU (trainfit)")]
+    everyone += [recorded(0)["transformers"], recorded(1)["+ own GELU (trainfit)"]]
+    for one in everyone:
         found = re.search(rf"{one['tokens_per_second']:,.0f}[^\d]*\({one['mfu']:.1%}", told)
-        assert found is not None, name
+        assert found is not None, one["name"]
