@@ -50,6 +50,13 @@ def page(text: str, ladders: dict[str, Ladder]) -> str:
 
 
 def _chapter(picture: str, ladder: Ladder) -> str:
+    left = [step.name for step in (*ladder.steps, *ladder.without) if step.status == "skipped"]
+    ladder = replace(
+        ladder,
+        steps=tuple(step for step in ladder.steps if step.status != "skipped"),
+        without=tuple(step for step in ladder.without if step.status != "skipped"),
+    )
+    late = [f"There was no time for the best without {', '.join(left)}."] if left else []
     lines = [
         f"### {ladder.title}, {ladder.device}",
         "",
@@ -59,7 +66,7 @@ def _chapter(picture: str, ladder: Ladder) -> str:
         "",
         *_table(ladder.without, "of the best", "the best without"),
         "",
-        f"torch {ladder.torch}, {ladder.taken}. {' '.join(closing_lines(ladder))}",
+        f"torch {ladder.torch}, {ladder.taken}. {' '.join((*closing_lines(ladder), *late))}",
         "",
     ]
     return "\n".join(lines)

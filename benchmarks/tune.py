@@ -33,6 +33,7 @@ from trainfit.measuring.machine import device_name
 from trainfit.records import Plan, Scalar
 from trainfit.tasks import planned, tuned
 from trainfit.tuning.children import Children
+from trainfit.tuning.ladder_records import LadderStep
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.space import Space, changed, differences, with_budget
 
@@ -196,10 +197,24 @@ def in_turns(job: tuned.Job, best: Plan, measured: list[dict[str, Any]]) -> dict
 
 
 def ladder(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> None:
+    from trainfit.reports.ladder_page import step_line
     from trainfit.tuning.ladder import climb
 
+    began = time.monotonic()
+
+    def watch(step: LadderStep) -> None:
+        print(f"  {time.monotonic() - began:5.0f} s  {step_line(step)}", flush=True)
+
     best = tuned.with_tuned(job, job.ask({}))
-    made = climb(best, tuned.trial_task(job), job.profile, title=job.composed.task, minutes=minutes)
+    made = climb(
+        best,
+        tuned.trial_task(job),
+        job.profile,
+        title=job.composed.task,
+        no_liger=job.question.no_liger,
+        minutes=minutes,
+        watch=watch,
+    )
     shown["ladder"] = codec.encode(made)
     keep()
 

@@ -7,12 +7,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from engine_toy import ToyTask, final_bits, final_weights, settings
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.engine import run_folder
@@ -290,3 +290,47 @@ def test_run_folders_are_never_shared(tmp_path: Path, monkeypatch: pytest.Monkey
     (tmp_path / "file").write_text("")
     with pytest.raises(RunFailed, match="cannot make a run folder"):
         run_folder.create(tmp_path / "file", "nli", config={}, plan=None)
+
+
+class Replayed(torch.autograd.Function):
+    """A weight whose gradient is written to the same memory each time, as a CUDA graph does."""
+
+    memory: ClassVar[dict[int, Tensor]] = {}
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        ctx.place = weight.data_ptr()
+        return weight.view_as(weight)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        memory = Replayed.memory.setdefault(ctx.place, torch.empty_like(gradient))
+        return memory.copy_(gradient).detach()
+
+
+class ReplayedLinear(nn.Linear):
+    def forward(self, values: Tensor) -> Tensor:
+        return functional.linear(values, Replayed.apply(self.weight), self.bias)
+
+
+class ReplayedTask(ToyTask):
+    def build_model(self) -> nn.Module:
+        model = super().build_model()
+        model.hidden.__class__ = ReplayedLinear
+        return model
+
+
+def test_gradients_add_up_though_a_graph_writes_to_the_same_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainfit.engine.beginning.compile_blocks", lambda model, _mode: model)
+    plain = settings(ToyTask(), cut_changes=((0, 2),))
+    train(ToyTask(), plain, tmp_path / "plain")
+    expected = final_bits(tmp_path / "plain")
+    for mode in ("reduce-overhead", "max-autotune"):
+        train(ReplayedTask(), replace(plain, compile=True, compile_mode=mode), tmp_path / mode)
+        assert final_bits(tmp_path / mode) == expected
+    # Without it the sum is twice the last micro-batch's.
+    other = replace(plain, compile=True, compile_mode="default")
+    train(ReplayedTask(), other, tmp_path / "other")
+    assert final_bits(tmp_path / "other") != expected

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_toy import ToyTask, final_bits, settings
+from engine_toy import ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 
 from trainfit.data.loading import StepLoader, to_device
@@ -165,3 +165,46 @@ def test_batches_are_pinned_where_the_plan_says_so() -> None:
         loader = StepLoader(task, options, torch.device("cuda"))
         for step in loader.steps(task.steps(0), settings(task).cuts[0]):
             assert all(batch["ids"].is_pinned() is pinned for batch in step.batches)
+
+
+class SmallTask(WideTask):
+    """Blocks that torch.compile takes, in steps of four micro-batches."""
+
+    width = 64
+
+    def build_model(self) -> nn.Module:
+        block = [nn.Sequential(nn.Linear(self.width, self.width), nn.GELU()) for _ in range(3)]
+
+        class Model(nn.Module):
+            def __init__(self) -> None:
+                super().__init__()
+                self.embedding = nn.Embedding(100, SmallTask.width)
+                self.blocks = nn.ModuleList(block)
+                self.head = nn.Linear(SmallTask.width, 2)
+
+            def forward(self, ids: Tensor) -> Tensor:
+                values = self.embedding(ids)
+                for one in self.blocks:
+                    values = one(values)
+                return self.head(values)
+
+        return Model()
+
+
+@pytest.mark.parametrize("scope", ["blocks", "model"])
+def test_gradients_add_up_in_cuda_graphs(tmp_path: Path, scope: str) -> None:
+    task = SmallTask()
+    chosen = LoopSettings(
+        epochs=2.0,
+        device="cuda",
+        cuts=ladder(task.lengths(), 256, 64 * 512, padded=True),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        eval_batch_size=256,
+        profile_step=False,
+    )
+    assert chosen.cuts[0].micro_batches == 4
+    train(task, chosen, tmp_path / "plain")
+    graphs = replace(chosen, compile=True, compile_mode="reduce-overhead", compile_scope=scope)
+    train(task, graphs, tmp_path / "graphs")
+    expected, found = final_weights(tmp_path / "plain"), final_weights(tmp_path / "graphs")
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-3)

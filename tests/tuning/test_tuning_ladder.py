@@ -426,3 +426,13 @@ def test_a_trial_that_kills_its_process_is_a_row():
     assert (steps["mixed precision"].status, steps["mixed precision"].kept) == ("crashed", False)
     assert "exit code 7" in steps["mixed precision"].note
     assert steps["fused AdamW"].status == "ok"
+
+
+def test_liger_has_no_place_where_it_has_no_layers(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("trainfit.kernels.liger.is_installed", lambda: True)
+    for obstacle in (None, "Liger has no layers for bert"):
+        found = climbed(best=BEST, rounds=1, no_liger=obstacle)
+        reasons = {one.name: one.reason for one in found.not_applicable}
+        assert reasons.get("Liger kernels") == obstacle
+        tried = [step.name for step in found.steps]
+        assert tried.count("Liger kernels") == (obstacle is None)

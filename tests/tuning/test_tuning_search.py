@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import pytest
 import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.records import Scalar
+from trainfit.records import MemoryEstimate, Scalar
 from trainfit.tuning.conclusion import RATE, conclude
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.search import Found, search
@@ -262,3 +263,41 @@ def test_the_best_plan_says_what_was_measured() -> None:
     time = told.best.time
     assert time.step_seconds == pytest.approx(toy.BATCH / item.value)
     assert time.total_seconds == pytest.approx(2 * 48 / item.value)
+
+
+def test_the_best_plan_promises_the_memory_that_was_seen() -> None:
+    told = MemoryEstimate(
+        weights_gib=1.0,
+        gradients_gib=1.0,
+        optimizer_gib=2.0,
+        activations_gib=8.0,
+        workspace_gib=0.1,
+        peak_allocated_gib=12.0,
+        peak_reserved_gib=13.0,
+        capacity_gib=24.0,
+        fits=True,
+        error_percent=3.0,
+    )
+    for seen, allocated, reserved, activations in (
+        ((14.5, 15.5), 14.5, 15.5, 10.5),
+        ((11.0, 12.5), 12.0, 13.0, 8.0),
+        ((14.5, None), 12.0, 13.0, 8.0),  # a process's own memory, where there is no GPU
+    ):
+        found = look(Machine({"optimizer": 0.8}))
+        trials = tuple(
+            replace(trial, peak_memory_gib=seen[0], peak_reserved_gib=seen[1])
+            if trial.settings
+            else replace(trial, peak_memory_gib=20.0, peak_reserved_gib=20.0)
+            for trial in found.trials
+        )
+        tried = tuple(
+            replace(
+                one, candidate=replace(one.candidate, plan=replace(one.candidate.plan, memory=told))
+            )
+            for one in found.tried
+        )
+        best = conclude(toy.plan(), replace(found, trials=trials, tried=tried), 9.0).best
+        assert best.memory is not None
+        assert best.memory.peak_allocated_gib == pytest.approx(allocated)
+        assert best.memory.peak_reserved_gib == pytest.approx(reserved)
+        assert best.memory.activations_gib == pytest.approx(activations)

@@ -121,6 +121,7 @@ def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None)
             trial_task(job),
             job.profile,
             title=f"{job.composed.task}, {job.composed.config.model.name}",
+            no_liger=job.question.no_liger,
             minutes=minutes,
             watch=lambda step: say(step_line(step)),
         )

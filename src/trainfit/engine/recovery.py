@@ -20,7 +20,7 @@ from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
 from trainfit.engine.precision import LossScale
 from trainfit.engine.settings import LoopSettings
-from trainfit.engine.step import StepNumbers, accumulate, finish
+from trainfit.engine.step import StepNumbers, accumulate, finish, out_of_graphs
 from trainfit.errors import OutOfMemory, RunFailed
 from trainfit.records import TrainTask
 
@@ -137,11 +137,12 @@ def _try(
 
     The error is dropped here: with it go the frames that hold the activations.
     """
+    there = to_device(batches, parts.device)
     try:
         loss = accumulate(
             parts.model,
             parts.task.loss,
-            to_device(batches, parts.device),
+            out_of_graphs(parts.model, there) if parts.settings.graphs else there,
             weight,
             device_type=parts.device.type,
             precision=parts.settings.precision,

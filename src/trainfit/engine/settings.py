@@ -115,6 +115,11 @@ class LoopSettings(Record):
     nonfinite_limit: Positive = 25
     """Steps skipped in a row before the run stops all the same."""
 
+    @property
+    def graphs(self) -> bool:
+        """Whether torch.compile records CUDA graphs, where there is a GPU."""
+        return self.compile and self.compile_mode in ("reduce-overhead", "max-autotune")
+
     def __post_init__(self) -> None:
         """Refuse what could not be followed."""
         if not self.cuts:

@@ -7,8 +7,8 @@ tensors. The planner runs the same code on fake tensors to know what it takes.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from trainfit.records import Precision
 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """TrainTask.loss: the summed loss of a micro-batch."""
+Batch = TypeVar("Batch")
 
 
 class StepNumbers(NamedTuple):
@@ -73,6 +74,20 @@ def accumulate(
         (share if scale is None else share * scale.factor).backward()  # type: ignore[no-untyped-call]
         total = total + share.detach().float()
     return total
+
+
+def out_of_graphs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+    """The micro-batches of a model whose backward pass is replayed as a CUDA graph.
+
+    A graph writes to the same memory each time, and the first gradient of a step is that memory
+    itself. Before the second is added to it, it gets memory of its own.
+    """
+    for number, batch in enumerate(batches):
+        if number == 1:
+            for parameter in model.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
+        yield batch
 
 
 def finish(

@@ -53,6 +53,7 @@ class Clock(Observer):
             self._sizes.append(len(step))
             self._tokens.append(sum(int(lengths[at]) for at in step))
         self._cuda = settings.device.startswith("cuda")
+        self._graphs = settings.graphs
         self._ahead = _fetched_ahead(settings.loader)
 
     def on_start(self, step: int, _total_steps: int) -> None:
@@ -93,7 +94,8 @@ class Clock(Observer):
     def _begin(self, step: int) -> None:
         synchronize()
         assert self._memory is not None
-        self._memory.reset()
+        if not self._graphs:  # what a graph takes is counted while it is recorded, and never again
+            self._memory.reset()
         self._timed_from = step
         self._timed_at = time.perf_counter()
         self._mark()

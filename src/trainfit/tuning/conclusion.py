@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from trainfit.records import Measurement, Plan, Reason, Scalar, TimeEstimate
+from trainfit.records import Measurement, MemoryEstimate, Plan, Reason, Scalar, TimeEstimate
 from trainfit.tuning.records import Interval, Trial, TuneResult
 from trainfit.tuning.search import Found, Tried
 
@@ -26,7 +26,7 @@ def conclude(base: Plan, found: Found, seconds: float, notes: Sequence[str] = ()
     if best is None:
         notes = (*notes, "nothing could be measured")
     return TuneResult(
-        best=base if best is None else _measured(base, best, _against(planned, found.trials)),
+        best=base if best is None else _measured(base, best, found.trials, planned),
         trials=found.trials,
         seconds=seconds,
         changes={} if best is None else best.candidate.settings,
@@ -44,10 +44,10 @@ def _against(planned: Tried | None, trials: Sequence[Trial]) -> str:
     return f"as planned it {_WORSE.get(own[0], 'was not tried')}" if own else "nothing else was"
 
 
-def _measured(base: Plan, best: Tried, against: str) -> Plan:
+def _measured(base: Plan, best: Tried, trials: Sequence[Trial], planned: Tried | None) -> Plan:
     rate, plan = best.rate, best.candidate.plan
     changes = best.candidate.settings
-    why = f"measured: {rate.value:,.1f} samples/s {against}"
+    why = f"measured: {rate.value:,.1f} samples/s {_against(planned, trials)}"
     if len(changes) > 1:
         why += f", with {len(changes)} settings changed"
     return replace(
@@ -57,7 +57,26 @@ def _measured(base: Plan, best: Tried, against: str) -> Plan:
             *base.measurements,
             Measurement(name=RATE, unit="samples/s", value=rate.value, samples=best.rates),
         ),
+        memory=_memory(plan, [one for one in trials if one.settings == changes]),
         time=_time(base, plan, rate),
+    )
+
+
+def _memory(plan: Plan, trials: Sequence[Trial]) -> MemoryEstimate | None:
+    """What was predicted, or what was seen where that was more."""
+    told = plan.memory
+    if told is None:
+        return None
+    allocated = [one.peak_memory_gib for one in trials if one.peak_memory_gib is not None]
+    reserved = [one.peak_reserved_gib for one in trials if one.peak_reserved_gib is not None]
+    peak = max(told.peak_allocated_gib, *allocated, 0.0)
+    if not reserved or peak == told.peak_allocated_gib:
+        return told
+    return replace(
+        told,
+        activations_gib=told.activations_gib + peak - told.peak_allocated_gib,
+        peak_allocated_gib=peak,
+        peak_reserved_gib=max(told.peak_reserved_gib, *reserved),
     )
 
 

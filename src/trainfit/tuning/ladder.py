@@ -57,6 +57,7 @@ def climb(
     profile: HardwareProfile,
     *,
     title: str = "",
+    no_liger: str | None = None,
     minutes: float = MINUTES,
     rounds: int = 3,
     steps: int = 20,
@@ -65,12 +66,12 @@ def climb(
 ) -> Ladder:
     """Measure every optimization between a naive loop and `best`, within so many minutes.
 
-    `task` is the factory of trials. `watch` is told each row after each of its trials. Ctrl-C ends
+    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. `watch` is told each row after each of its trials. Ctrl-C ends
     the climb with what was measured.
     """
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
-    rungs, unfit = rungs_for(best, profile)
+    rungs, unfit = rungs_for(best, profile, no_liger)
     with ExitStack() as stack:
         if run is None:
             modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]

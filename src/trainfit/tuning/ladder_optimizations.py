@@ -5,6 +5,8 @@ Every row of the source documents' tables is among them.
 
 from __future__ import annotations
 
+from functools import partial
+
 from trainfit.kernels import liger
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tuning.ladder_records import NotApplicable
@@ -14,9 +16,12 @@ Made = Rung | NotApplicable | None
 
 
 def rungs_for(
-    best: Plan, profile: HardwareProfile
+    best: Plan, profile: HardwareProfile, no_liger: str | None = None
 ) -> tuple[tuple[Rung, ...], tuple[NotApplicable, ...]]:
-    """The rungs from the naive baseline up to `best`, and what is not applicable here."""
+    """The rungs from the naive baseline up to `best`, and what is not applicable here.
+
+    `no_liger` is why Liger has nothing for the model, where it has nothing.
+    """
     makers = (
         _tf32,
         _precision,
@@ -35,7 +40,7 @@ def rungs_for(
         _checkpointing,
         _other_half,
         _graphs,
-        _liger,
+        partial(_liger, no_liger),
         _channels_last,
         _evaluation,
     )
@@ -233,9 +238,11 @@ def _graphs(_best: Plan, profile: HardwareProfile) -> Made:
     )
 
 
-def _liger(_best: Plan, profile: HardwareProfile) -> Made:
+def _liger(obstacle: str | None, _best: Plan, profile: HardwareProfile) -> Made:
     if not profile.gpus:
         return _no("Liger kernels", "they are for GPUs")
+    if obstacle is not None:
+        return _no("Liger kernels", obstacle)
     if not liger.is_installed():
         return _no("Liger kernels", "liger-kernel is not installed")
     what = "norms, rotations and feed-forwards of transformers' models by Liger's kernels"

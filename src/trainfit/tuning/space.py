@@ -25,7 +25,7 @@ Ask = Callable[[Mapping[str, Scalar]], Plan]
 """The planner's answer with further settings pinned."""
 KEPT = {"none": 1.0, "selective": 0.6, "full": 0.3}
 """Activations that stay, as an upper bound."""
-_EAGER = 1.7
+_EAGER = 2.2
 """Activations of a step that is not compiled, against one that is, as an upper bound."""
 
 

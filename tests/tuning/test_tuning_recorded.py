@@ -1,0 +1,73 @@
+"""What tune chose on an H200, beside the grid that was declared beforehand."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit import codec
+from trainfit.records import MemoryEstimate
+from trainfit.tuning import space
+from trainfit.tuning.records import TuneResult
+
+ROOT = Path(__file__).parent.parent.parent
+RECORD = json.loads((ROOT / "benchmarks/results/2026-11-15-tune-h200.json").read_text())
+WORK = RECORD["workloads"]
+TUNED = [name for name, work in WORK.items() if "tune" in work]
+PAGE = " ".join((ROOT / "docs" / "tune.md").read_text().split())
+
+
+def measured(name: str) -> list[dict[str, Any]]:
+    return [one for one in WORK[name]["grid"] if one["status"] == "ok"]
+
+
+@pytest.mark.parametrize("name", TUNED)
+def test_the_choice_is_within_3_percent_of_the_grids_best(name: str) -> None:
+    found = codec.decode(TuneResult, WORK[name]["tune"], "the record")
+    assert found.seconds <= 240
+    rate = found.samples_per_second
+    assert rate is not None
+    best = max(measured(name), key=lambda one: one["samples_per_second"]["value"])
+    there = best["samples_per_second"]
+    assert rate.high >= 0.97 * there["low"]
+    assert f"{there['value']:,.1f} [{there['low']:,.1f}–{there['high']:,.1f}]" in PAGE
+    assert f"{rate.value:,.1f} [{rate.low:,.1f}–{rate.high:,.1f}]" in PAGE
+    assert f"{rate.value / there['value']:.3f} | {found.seconds:.0f} s |" in PAGE
+
+
+def planned(name: str) -> tuple[dict[str, Any], MemoryEstimate]:
+    """The point that the planner would take."""
+    [point] = [
+        one
+        for one in measured(name)
+        if one["point"]["compile"] == "default"
+        and one["point"]["micro_batches"] == 1
+        and one["point"]["way"] in ("packed", "plain")
+    ]
+    return point, codec.decode(MemoryEstimate, point["plan"]["memory"], "the record")
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_the_planners_own_takes_the_memory_that_was_promised(name: str) -> None:
+    point, promised = planned(name)
+    assert promised.peak_allocated_gib == pytest.approx(point["peak_memory_gib"], rel=1e-3)
+    shown = f"{promised.peak_allocated_gib:.2f} | {point['peak_memory_gib']:.2f}"
+    assert shown in PAGE
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_an_eager_step_takes_no_more_than_the_bound_says(name: str) -> None:
+    """By what is compared with the GPU's memory before a candidate without the compiler runs."""
+    _, promised = planned(name)
+    [eager] = [
+        one
+        for one in measured(name)
+        if one["point"]["compile"] == "off"
+        and one["point"]["micro_batches"] == 1
+        and one["point"]["way"] in ("packed", "plain")
+    ]
+    bound = promised.peak_reserved_gib + promised.activations_gib * (space._EAGER - 1)
+    assert eager["peak_reserved_gib"] < bound
