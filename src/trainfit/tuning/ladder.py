@@ -66,8 +66,8 @@ def climb(
 ) -> Ladder:
     """Measure every optimization between a naive loop and `best`, within so many minutes.
 
-    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. `watch` is told each row after each of its trials. Ctrl-C ends
-    the climb with what was measured.
+    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. `watch` is
+    told each row after each of its trials. Ctrl-C ends the climb with what was measured.
     """
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")

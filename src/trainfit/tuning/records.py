@@ -33,8 +33,8 @@ class Trial(Record):
     tokens_per_second: Interval | None = None
     """Of the data, without filler and padding."""
     peak_memory_gib: float | None = None
-    """Allocated on the GPU in the timed steps (with CUDA graphs in all: they take theirs while they are
-    recorded), or held by the process where there is none."""
+    """Allocated on the GPU in the timed steps, or held by the process where there is none. CUDA
+    graphs take theirs while they are recorded, so with them it is that of all steps."""
     peak_reserved_gib: float | None = None
     step_seconds: tuple[float, ...] = ()
     """Of every timed step, in their order; none is left out."""
