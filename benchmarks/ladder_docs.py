@@ -31,13 +31,22 @@ def recorded(results: Path = ROOT / "benchmarks" / "results") -> dict[str, Ladde
     found: dict[str, Ladder] = {}
     for path in sorted(results.glob("*-h200.json")):
         if path.stem.endswith("-ladder-h200"):
-            found[f"{path.stem}.svg"] = Ladder.load(path)
+            found[f"{path.stem}.svg"] = _measured(Ladder.load(path))
             continue
         for name, work in json.loads(path.read_text()).get("workloads", {}).items():
             if "ladder" in work:
                 ladder = codec.decode(Ladder, work["ladder"], str(path))
-                found[f"{path.stem}-{name}-ladder.svg"] = replace(ladder, title=name)
+                found[f"{path.stem}-{name}-ladder.svg"] = replace(_measured(ladder), title=name)
     return found
+
+
+def _measured(ladder: Ladder) -> Ladder:
+    """Without the rows that there was no time for."""
+    steps, without = (
+        tuple(step for step in part if step.status != "skipped")
+        for part in (ladder.steps, ladder.without)
+    )
+    return replace(ladder, steps=steps, without=without)
 
 
 def page(text: str, ladders: dict[str, Ladder]) -> str:
@@ -50,13 +59,6 @@ def page(text: str, ladders: dict[str, Ladder]) -> str:
 
 
 def _chapter(picture: str, ladder: Ladder) -> str:
-    left = [step.name for step in (*ladder.steps, *ladder.without) if step.status == "skipped"]
-    ladder = replace(
-        ladder,
-        steps=tuple(step for step in ladder.steps if step.status != "skipped"),
-        without=tuple(step for step in ladder.without if step.status != "skipped"),
-    )
-    late = [f"There was no time for the best without {', '.join(left)}."] if left else []
     lines = [
         f"### {ladder.title}, {ladder.device}",
         "",
@@ -66,7 +68,7 @@ def _chapter(picture: str, ladder: Ladder) -> str:
         "",
         *_table(ladder.without, "of the best", "the best without"),
         "",
-        f"torch {ladder.torch}, {ladder.taken}. {' '.join((*closing_lines(ladder), *late))}",
+        f"torch {ladder.torch}, {ladder.taken}. {' '.join(closing_lines(ladder))}",
         "",
     ]
     return "\n".join(lines)
