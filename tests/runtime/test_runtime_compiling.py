@@ -175,3 +175,16 @@ def test_eagerly_sets_the_compiled_blocks_aside_and_brings_them_back():
     assert not shapes
     model[0](torch.zeros(2, 4))
     assert len(shapes) == 1
+
+
+def test_code_for_any_size_is_made_once() -> None:
+    model, any_size = Small(), Counting()
+    compile_model(model, dynamic=True, backend=any_size)
+    for rows in range(2, 14):
+        assert model(torch.rand(rows, 4)).shape == (rows, 2)
+    assert any_size.graphs == 1
+    for_each = Counting()
+    compile_model(model := Small(), dynamic=False, backend=for_each)
+    for rows in range(2, 6):
+        model(torch.rand(rows, 4))
+    assert for_each.graphs == 4

@@ -1,5 +1,7 @@
 """A classifier's micro-batches through the task, as the engine asks for them."""
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tasks_tiny import tiny
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from trainfit.data.tokens import Tokens
+from trainfit.engine import beginning
+from trainfit.engine.loop import train
+from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.packing import fit_padded
+from trainfit.runtime import compile_blocks
 from trainfit.tasks.encoder import classifier
 from trainfit.tasks.encoder.task import ClassifierTask, in_batches
+from trainfit.tasks.encoder.trial import made_up
 
 LENGTHS = (7, 3, 12, 5)
 
@@ -111,3 +120,38 @@ def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):
         packed = in_batches(model, model, chosen, 2)
         padded = in_batches(model, model, chosen, 2, packed=False)
     torch.testing.assert_close(packed, padded, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "gemma-3-1b-it"])
+def test_padded_rows_of_many_shapes_are_compiled_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice where layers with a window and without take turns; and again for a single row."""
+    monkeypatch.setattr(beginning, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    sizes = np.random.default_rng(0).integers(2, 31, 160)
+    sizes[::7] = 30
+    made = made_up(sizes.tolist(), 90)
+    task = ClassifierTask(lambda: tiny(name), made, made.subset(range(4)), effective_batch=20)
+    shapes = set()
+    collate = task.collate
+
+    def seen(sequences: Any, rows: int, width: int, slots: int | None) -> Any:
+        shapes.add((rows, width))
+        return collate(sequences, rows, width, slots)
+
+    monkeypatch.setattr(task, "collate", seen)
+    chosen = LoopSettings(
+        cuts=(fit_padded(made.lengths, 20, 150, multiple=2),),
+        optimizer=OptimizerSettings(learning_rate=1e-4),
+        compile=True,
+        profile_step=False,
+        keep_checkpoints=0,
+    )
+    torch.compiler.reset()
+    counters.clear()
+    train(task, chosen, tmp_path / "run")
+    assert len(shapes) > 4
+    single = any(rows == 1 for rows, _ in shapes)
+    kinds = 2 if name == "gemma-3-1b-it" else 1
+    assert counters["stats"]["unique_graphs"] <= kinds * (1 + single)
+    torch.compiler.reset()

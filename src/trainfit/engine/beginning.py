@@ -31,6 +31,7 @@ from trainfit.engine.settings import LoopSettings
 from trainfit.engine.sharding import shard
 from trainfit.engine.workspaces import take_workspaces
 from trainfit.errors import BadInput, OutOfMemory, TrainfitWarning
+from trainfit.packing import PaddedCut
 from trainfit.records import Record, TrainTask
 from trainfit.runtime import compile_blocks, compile_model
 
@@ -71,7 +72,10 @@ def build_parts(
     optimizer = _fits(lambda: build_optimizer(model, settings.optimizer), "the optimizer's state")
     if settings.compile:
         whole = settings.compile_scope == "model" and not sharded
-        (compile_model if whole else compile_blocks)(model, settings.compile_mode)
+        padded = isinstance(settings.cuts[0], PaddedCut)
+        of_any_size = True if padded and len(set(task.lengths())) > 1 else None
+        compile_ = compile_model if whole else compile_blocks
+        compile_(model, settings.compile_mode, dynamic=of_any_size)
     return Parts(
         task=task,
         settings=settings,

@@ -53,8 +53,9 @@ class MaskedAttention:
 def masked_attention(layout: Layout, window: int | None) -> MaskedAttention:
     """The masks of a batch, made once for all layers."""
     full = _visible(layout, None)
-    # A window that no sequence outgrows needs no mask of its own.
-    outgrown = window is not None and window < layout.max_seqlen
+    # A window that no sequence outgrows needs no mask; but where there is one anyway, it always has
+    # one shape, or compiled code would be compiled again and again.
+    outgrown = window is not None and (full is not None or window < layout.max_seqlen)
     return MaskedAttention(full, _visible(layout, window) if outgrown else full)
 
 

@@ -19,13 +19,19 @@ if TYPE_CHECKING:
 
 
 def compile_model(
-    model: Model, mode: str = "default", *, backend: str | Callable[..., Any] = "inductor"
+    model: Model,
+    mode: str = "default",
+    *,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
 ) -> Model:
     """Compile `model` in place and return it; its state dict keeps its keys.
 
     torch compiles at the first call, so that is where the compiler fails, if it does. The model
     then warns once and runs eagerly from there on. An error in the model's own forward is raised
-    as it is. `mode` is one of torch.compile's; `backend` is for another compiler than Inductor.
+    as it is. `mode` is one of torch.compile's. With `dynamic` code is made for inputs of any size
+    at once; None leaves that to torch, which compiles for the first sizes and again for others, and
+    after eight times no more. `backend` is for another compiler than Inductor.
     """
     import torch
     from torch._inductor import list_mode_options
@@ -40,13 +46,17 @@ def compile_model(
     # This is nn.Module.compile with a frame of ours in between. Without it the tracer passes over
     # the call itself, as it does over all of torch.nn: a bare nn.Sequential is not compiled then,
     # and a hook cuts the graph.
-    compiled = torch.compile(forward, mode=mode, backend=backend)
+    compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
     model._compiled_call_impl = _guarded(model, eager, compiled)
     return model
 
 
 def compile_blocks(
-    model: Model, mode: str = "default", *, backend: str | Callable[..., Any] = "inductor"
+    model: Model,
+    mode: str = "default",
+    *,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
 ) -> Model:
     """Compile each of the model's repeated blocks, whose code is the same and is compiled once.
 
@@ -54,7 +64,7 @@ def compile_blocks(
     compiled as a whole.
     """
     for block in repeated_blocks(model) or [model]:
-        compile_model(block, mode, backend=backend)
+        compile_model(block, mode, dynamic=dynamic, backend=backend)
     return model
 
 
