@@ -206,3 +206,18 @@ def test_what_is_done_is_not_advised_again(tmp_path: Path):
     assert mfu.next_steps(done) == []
     old = circumstances(tmp_path, "t4", "optimization.compile=true", "data.max_length=1024")
     assert mfu.next_steps(old) == []  # a T4 has no TF32 to turn on
+
+
+def test_a_plan_counts_the_operations_that_a_run_does():
+    """Each once: not the scores that attention's backward pass computes again."""
+    words = ["model.name=gpt-small", "data.max_length=512", "training.effective_batch_size=8"]
+    composed = compose("gpt", [*words, "model.n_layer=3", "optimization.compile=false"])
+    made = planned.answer(composed, planned.question(composed), as_if(find("h200")))
+    time = made.time
+    assert time is not None
+    assert time.mfu is not None
+    assert time.tokens_per_second is not None
+    shape = replace(gpt_shape("gpt-small"), n_layer=3, block_size=512)
+    per_token = time.mfu * find("h200").peak_tflops("bf16") * 1e12 / time.tokens_per_second
+    # The run counts the norms' weights as if they were matrices.
+    assert per_token == pytest.approx(mfu.flops_per_token(shape), rel=1e-3)

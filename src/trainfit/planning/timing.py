@@ -28,6 +28,8 @@ class Work(Record):
     flops: int
     skipped: int
     """Of the operations, those that the kernel leaves out because they are masked."""
+    again: int = 0
+    """Of the operations, those that were done before: a backward pass makes its scores anew."""
     nbytes: int
     half: bool
     """Whether its products run on the half-precision matrix units."""
@@ -209,11 +211,11 @@ def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:
 
 
 def count_flops(done: Iterable[Done]) -> int:
-    """The floating-point operations of matrix products and attention.
+    """The floating-point operations of matrix products and attention, each counted once.
 
     Those of a step without checkpointing are the ones that it must do.
     """
-    return sum(item.work.flops * item.times for item in done)
+    return sum((item.work.flops - item.work.again) * item.times for item in done)
 
 
 @cache

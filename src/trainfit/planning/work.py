@@ -37,6 +37,8 @@ _PRODUCTS_OF = {
     "softcapped_attention_backward": 7,
 }
 """Matrix products of a tile of scores, where they are not two, and five in the backward pass."""
+_BACKWARD = 5
+"""Two for each of the forward pass's, and the scores once more."""
 _SLOW = frozenset(
     {
         aten.sum,
@@ -65,11 +67,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)] or _written(func, args)
     if not outputs:
         return None
-    flops, skipped = _flops(func, args, kwargs, out)
+    flops, skipped, again = _flops(func, args, kwargs, out)
     return Work(
         kind=_kind(packet, flops),
         flops=flops,
         skipped=skipped,
+        again=again,
         nbytes=sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
         half=outputs[0].dtype in (torch.bfloat16, torch.float16),
         aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
@@ -86,37 +89,44 @@ def _kind(packet: Any, flops: int) -> Any:
     return "slow" if packet in _SLOW else "copy"
 
 
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int]:
-    """Operations by the formula, and how many of them a kernel skips since they are masked."""
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, int]:
+    """Operations by the formula; those a kernel skips since they are masked; those it repeats."""
     packet = func._overloadpacket
     if func.namespace in ("torch_attn", "trainfit"):
-        return _packed_flops(func, args, kwargs), 0
+        return _packed_flops(func, args, kwargs)
     if packet not in flop_registry:
-        return 0, 0
+        return 0, 0, 0
     flops = int(flop_registry[packet](*args, **kwargs, out_val=out))
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
-    return flops, flops // 2 if given.get("is_causal") else 0
+    again = flops // _BACKWARD if "attention_backward" in func.__name__ else 0
+    return flops, flops // 2 if given.get("is_causal") else 0, again
 
 
-def _packed_flops(func: Any, args: Any, kwargs: Any) -> int:
+def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
     """By the sum of squared lengths; a window shortens what each token sees."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if "query" not in given:
-        return 0  # no attention: an activation, a loss
+        return 0, 0, 0  # no attention: an activation, a loss
     query, starts = given["query"], known(given.get("starts", given.get("cu_seq_q")))
     heads, head = query.shape[-2:]
     if starts is None:
-        return 0
+        return 0, 0, 0
     reach = given["window"] - 1 if "window" in given else (given.get("window_size") or [-1])[0]
     with _disable_current_modes():  # these are values, and no mode is to make fakes of them
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
     name = func.__name__.removesuffix(".default")
-    products = _PRODUCTS_OF.get(name, 5 if "backward" in name else 2)
-    return int(2 * products * heads * head * pairs)
+    forward = _PRODUCTS_OF.get(name.removesuffix("_backward"), 2)
+    if "backward" not in name:
+        products, repeated = forward, 0
+    else:
+        products = _PRODUCTS_OF.get(name, _BACKWARD)
+        repeated = products - 2 * forward
+    each = 2 * heads * head * pairs
+    return int(products * each), 0, int(repeated * each)
 
 
 def _written(func: Any, args: Any) -> list[torch.Tensor]:
