@@ -121,3 +121,13 @@ def test_the_readme() -> None:
     for one in everyone:
         found = re.search(rf"{one['tokens_per_second']:,.0f}[^\d]*\({one['mfu']:.1%}", told)
         assert found is not None, one["name"]
+
+
+def test_what_comes_before_is_on_the_ladder() -> None:
+    path = ROOT / "benchmarks/results/2026-11-15-tune-h200.json"
+    steps = json.loads(path.read_text())["workloads"]["gpt"]["ladder"]["steps"]
+    gains = {step["name"]: f"{step['gain']['value']:.2f}×" for step in steps[1:]}
+    names = ("TF32", "mixed precision", "fused AdamW", "attention kernel", "batch size")
+    told = PAGE[PAGE.index("What comes before a nanoGPT-style loop") :]
+    shown = re.findall(r"\d\.\d\d×", told)[:6]
+    assert shown == [gains[name] for name in (*names, "torch.compile")]
