@@ -14,6 +14,8 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_fine_tuning_beside_the_peers(tmp_path: Path):
     output = tmp_path / "nli.json"
     subprocess.run(

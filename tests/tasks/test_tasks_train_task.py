@@ -127,7 +127,7 @@ def test_padded_rows_of_many_shapes_are_compiled_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Twice where layers with a window and without take turns; and again for a single row."""
-    monkeypatch.setattr(beginning, "compile_blocks", partial(compile_blocks, backend="aot_eager"))
+    monkeypatch.setattr(beginning, "compile_blocks", partial(compile_blocks, backend="eager"))
     sizes = np.random.default_rng(0).integers(2, 31, 160)
     sizes[::7] = 30
     made = made_up(sizes.tolist(), 90)

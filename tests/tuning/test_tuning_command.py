@@ -234,7 +234,15 @@ def test_a_frozen_encoder_has_nothing_to_tune(tmp_path: Path, capsys: Any) -> No
     assert "a frozen encoder runs once" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("task", ["nli", "textclass", "gpt"])
+SOAK = (
+    pytest.mark.soak,
+    pytest.mark.skipif(
+        not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak"
+    ),
+)
+
+
+@pytest.mark.parametrize("task", ["nli", pytest.param("textclass", marks=SOAK), "gpt"])
 def test_the_trials_of_every_job_run(
     task: str, tmp_path: Path, capsys: Any, here: type[Here], monkeypatch: pytest.MonkeyPatch
 ) -> None:
