@@ -127,11 +127,13 @@ def _guarded(
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch import config
 
+    # Left to itself torch compiles the backward pass in the first backward(), outside the call,
+    # where nothing could fall back any more. Made once: to make it takes longer than to use it.
+    both_passes = config.patch(force_non_lazy_backward_lowering=True)
+
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            # Left to itself torch compiles the backward pass in the first backward(), outside
-            # this call, where nothing could fall back any more.
-            with config.patch(force_non_lazy_backward_lowering=True):
+            with both_passes:
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # the base of Inductor's errors too
             cause = _in_one_line(error)
