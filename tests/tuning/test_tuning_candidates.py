@@ -143,6 +143,18 @@ def test_fp32_never_wins_where_there_is_bf16() -> None:
     assert "half precision" in skipped.skipped
 
 
+def test_tf32_is_tried_where_it_is_off_and_never_taken_away() -> None:
+    here = space()
+    for on in (True, False):
+        plan = replace(here.base, runtime=replace(here.base.runtime, tf32=on))
+        found = [v for v in neighbours(here, plan) if set(differences(plan, v.plan)) == {"tf32"}]
+        assert [bool(v.skipped) for v in found] == [on]
+    old = space(gpu="t4")
+    others = [differences(old.base, v.plan) for v in neighbours(old, old.base)]
+    assert others
+    assert {"tf32"} not in [set(one) for one in others]
+
+
 @pytest.mark.parametrize(
     ("pin", "gone"),
     [
@@ -250,7 +262,13 @@ def test_cuda_graphs_need_one_shape() -> None:
 def test_a_gpt_has_a_kernel_to_choose_and_nothing_to_pack() -> None:
     here = space(causal=True)
     found = tried(neighbours(here, here.base), here.base)
-    assert {"attention_kernel": "efficient"} in found
+    kernels = [one["attention_kernel"] for one in found if set(one) == {"attention_kernel"}]
+    assert kernels == ["flash", "efficient"]
+    masked = space(packed=False, attention="sdpa")
+    found_masked = tried(neighbours(masked, masked.base), masked.base)
+    assert [one["attention_kernel"] for one in found_masked if "attention_kernel" in one] == [
+        "efficient"
+    ]
     assert not any("packed" in one for one in found)
 
 

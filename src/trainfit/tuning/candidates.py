@@ -144,10 +144,20 @@ def _liger(space: Space, plan: Plan) -> Iterator[Variant]:
 
 
 def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
-    """Packed rows have a kernel of their own."""
-    if space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash"):
-        other = replace(plan.runtime, attention=None if plan.runtime.attention else "efficient")
-        yield Variant(plan=replace(plan, runtime=other))
+    """Packed rows have a kernel of their own; flash takes no mask, which padded rows have."""
+    if not (space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash")):
+        return
+    for kernel in (None, "flash", "efficient") if space.question.causal else (None, "efficient"):
+        if kernel != plan.runtime.attention:
+            yield Variant(plan=replace(plan, runtime=replace(plan.runtime, attention=kernel)))
+
+
+def _tf32(space: Space, plan: Plan) -> Iterator[Variant]:
+    """Products that are left in fp32, by the matrix units or without them."""
+    if space.on_gpu and space.profile.gpus[0].tf32 and space.free("tf32"):
+        other = replace(plan.runtime, tf32=not plan.runtime.tf32)
+        why = "no product is faster without the matrix units" if plan.runtime.tf32 else ""
+        yield Variant(plan=replace(plan, runtime=other), skipped=why)
 
 
 def _precision(space: Space, plan: Plan) -> Iterator[Variant]:
@@ -181,6 +191,7 @@ _GPU_AXES = (
     _liger,
     _kernel,
     _precision,
+    _tf32,
     _pinning,
 )
 _CPU_AXES = (_budget, _workers, _optimizer, _checkpointing, _compile)
