@@ -1,5 +1,6 @@
 """Compiled blocks on fakes against what the compiler's own partitioner and arithmetic say."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,7 @@ def test_compiled_and_checkpointed_blocks_keep_less(folder: str, mode: str):
 
 
 def test_the_answer_does_not_depend_on_what_was_asked_before(folder: str):
-    """What was traced for one question serves the next, whose tensors are others."""
+    """Each has its own trace; what an earlier one left behind would show."""
     answers = [asked(folder, compile=True, depth=depth) for depth in (2, 3, 2)]
     first, _, again = (one.rooms[0] for one in answers)
     assert first.peak_allocated == again.peak_allocated
@@ -125,3 +126,38 @@ def test_a_process_that_asks_is_not_changed_by_it(folder: str):
         [sys.executable, "-c", code, here, folder], capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
+
+
+def test_a_gpt_that_is_compiled_whole_keeps_what_its_checkpoints_keep():
+    """Against an H200; both are asked of one process, where each has a graph of its own."""
+    record = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-tune-h200.json"
+    work = json.loads(record.read_text())["workloads"]["gpt"]
+    point = {"compile": "default", "micro_batches": 1, "way": "selective"}
+    [selective] = [one for one in work["grid"] if one["point"] == point]
+    [full] = [one for one in work["ladder"]["steps"] if one["name"] == "gradient checkpointing"]
+    arguments = {
+        "name": "gpt-124m",
+        "rows": 64,
+        "width": 1024,
+        "micro_batches": 1,
+        "precision": "bf16",
+        "optimizer": "adamw_fused",
+        "loss_chunk": 16384,
+        "half_stream": True,
+        "compile": True,
+    }
+    hopper = Target(sm_count=132, compute_capability="9.0", capacity=1 << 40)
+    requests = [
+        Request(
+            task=TaskSpec(
+                factory="trainfit.tasks.gpt.probe:probe",
+                arguments=arguments | {"checkpointing": mode},
+            ),
+            targets=(hopper,),
+        )
+        for mode in ("selective", "full")
+    ]
+    for answer, measured in zip(ask(requests), (selective, full), strict=True):
+        assert answer.error is None
+        predicted = answer.rooms[0].peak_allocated / 2**30
+        assert predicted == pytest.approx(measured["peak_memory_gib"], rel=0.015)

@@ -10,7 +10,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from functools import cache
+from itertools import count
 from typing import Any
 
 import torch
@@ -18,8 +18,10 @@ from torch import fx, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import traceback
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
 from torch.utils._python_dispatch import (
     _disable_current_modes,
     _get_current_dispatch_mode_stack,
@@ -48,8 +50,9 @@ def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None
         _register(kind)
     # The backward graph is copied before it is handed over, and fake constants cannot be.
     setattr(fx.GraphModule, "__deepcopy__", lambda graph, _memo: graph)  # noqa: B010
+    traced: dict[Any, Callable[..., Any]] = {}
     for block in blocks:
-        block._compiled_call_impl = _call(block)
+        block._compiled_call_impl = _call(block, traced)
 
 
 def _register(kind: type) -> None:
@@ -63,14 +66,12 @@ def _register(kind: type) -> None:
     )
 
 
-@cache
-def _traced() -> dict[Any, Callable[..., Any]]:
-    """What was traced in this process, by what decides the graph."""
-    return {}
+def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    """The block as compiled code would run; `traced` has the blocks of this model before it.
 
-
-def _call(block: nn.Module) -> Callable[..., Any]:
-    traced = _traced()
+    Blocks of one model differ by their weights alone. Those of another may differ by how they
+    were made, in dropout or checkpointing, which no tensor shows.
+    """
     parameters = dict(block.named_parameters())
     names, weights = list(parameters), list(parameters.values())
 
@@ -112,7 +113,6 @@ def _trace(
     block: nn.Module, names: list[str], constants: list[Any], places: list[int], spec: Any
 ) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_function
-    from torch._functorch.partitioners import min_cut_rematerialization_partition
     from torch._inductor.decomposition import select_decomp_table
 
     def plain(weights: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
@@ -120,16 +120,63 @@ def _trace(
         for at, tensor in zip(places, tensors, strict=True):
             flat[at] = tensor
         args, kwargs = pytree.tree_unflatten(flat, spec)
-        with stateless._reparametrize_module(block, dict(zip(names, weights, strict=True))):
+        named = dict(zip(names, weights, strict=True))
+        with stateless._reparametrize_module(block, named), _marking_checkpoints():
             return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
 
     return aot_function(
         plain,
         fw_compiler=lambda graph, _inputs: _Fused(graph),
         bw_compiler=lambda graph, _inputs: _Fused(graph),
-        partition_fn=min_cut_rematerialization_partition,
+        partition_fn=_partition,
         decompositions=select_decomp_table(),
     )
+
+
+@contextmanager
+def _marking_checkpoints() -> Iterator[None]:
+    """Mark what is checkpointed inside a block for the partitioner, as torch.compile does.
+
+    Traced as it is, a checkpoint would compute everything twice in one graph, and what is there
+    twice is taken for one.
+    """
+    numbers = count()
+
+    def marked(*_arguments: Any, **_named: Any) -> Iterator[None]:
+        with traceback.preserve_node_meta():
+            before = dict(traceback.current_meta)
+            traceback.current_meta["recompute"] = checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+            traceback.current_meta["ac_graph_id"] = next(numbers)
+            try:
+                yield
+            finally:
+                traceback.current_meta.clear()
+                traceback.current_meta.update(before)
+
+    with _exchanged(checkpoint, "_checkpoint_without_reentrant_generator", marked):
+        yield
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """The two graphs, by torch's own partitioner."""
+    from torch._functorch import partitioners
+
+    def unchanged(_joint: Any, forward: Any, backward: Any, *_rest: Any) -> tuple[Any, Any]:
+        return forward, backward
+
+    # On a GPU the random state of what is computed again is a generator's, and no tensor.
+    with _exchanged(partitioners, "functionalize_rng_ops", unchanged):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+@contextmanager
+def _exchanged(module: Any, name: str, other: Any) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, other)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
 
 
 class _Fused:
