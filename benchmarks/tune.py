@@ -9,6 +9,7 @@ python benchmarks/tune.py --output FILE --workload nli-gemma --stage grid     go
 python benchmarks/tune.py --output FILE --workload nli-gemma --stage tune
 python benchmarks/tune.py --output FILE --workload gpt --stage ladder
 python benchmarks/tune.py --output FILE --workload gpt --stage finder
+python benchmarks/tune.py --output FILE --gpu h200 --stage predicted    its memory, on a CPU
 python benchmarks/tune.py --output FILE --tiny                                 on a CPU, all stages
 """
 
@@ -26,10 +27,12 @@ from typing import Any
 import numpy as np
 
 from trainfit import codec
+from trainfit.catalogue import find
 from trainfit.conf import compose
 from trainfit.errors import TrainfitError
 from trainfit.files import write_whole
 from trainfit.measuring.machine import device_name
+from trainfit.planning.memory import GIB, Request, ask, target, told
 from trainfit.records import Plan, Scalar
 from trainfit.tasks import planned, tuned
 from trainfit.tuning.children import Children
@@ -37,7 +40,7 @@ from trainfit.tuning.ladder_records import LadderStep
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.space import Space, changed, differences, with_budget
 
-STAGES = ("grid", "tune", "ladder", "finder")
+STAGES = ("grid", "tune", "ladder", "finder", "predicted")
 STEPS, WARM_UP, SECONDS, LIMIT = 20, 4, 4.0, 150.0
 
 
@@ -117,15 +120,15 @@ def points(workload: Workload) -> list[dict[str, Scalar]]:
     return found
 
 
-def job_of(workload: Workload) -> tuned.Job:
-    """The job on sequences of the documents' lengths."""
+def job_of(workload: Workload, gpu: str | None = None) -> tuned.Job:
+    """The job on sequences of the documents' lengths, here or on a GPU of the catalogue."""
     composed = compose(workload.task, workload.words)
     longest = composed.config.data.max_length
     lengths = planned.assumed_lengths(workload.task, longest)
     if workload.sequences is not None:
         lengths = np.random.default_rng(0).permutation(lengths)[: workload.sequences]
     question = planned.question(composed, lengths.tolist())
-    return tuned.Job(composed=composed, question=question, profile=planned.machine(None, composed))
+    return tuned.Job(composed=composed, question=question, profile=planned.machine(gpu, composed))
 
 
 def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
@@ -219,6 +222,22 @@ def ladder(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> 
     keep()
 
 
+def predicted(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
+    """The memory of each measured step of one shape, by the estimator, which needs no GPU."""
+    space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
+    for one in shown.get("grid", []):
+        graphs = one["point"]["compile"] == "reduce-overhead"
+        if one["status"] != "ok" or graphs or one["point"]["way"] == "padded":
+            continue
+        gpu = target(find(job.profile.gpus[0].slug or ""), job.profile.gpus[0].memory_gib)
+        request = Request(task=plan_of(space, one["point"]).task, targets=(gpu,))
+        room = told(ask([request])[0]).rooms[0]
+        one["predicted_gib"] = room.peak_allocated / GIB
+        off = one["predicted_gib"] / one["peak_memory_gib"] - 1
+        print(f"  {one['point']}: {one['predicted_gib']:.2f} GiB ({off:+.2%})", flush=True)
+        keep()
+
+
 def finder(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
     from trainfit.tasks.batch_size import job_of as step_of
     from trainfit.tuning.finder import find
@@ -269,6 +288,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--workload", nargs="*", choices=sorted(WORKLOADS), default=None)
     parser.add_argument("--stage", nargs="*", choices=STAGES, default=None)
+    parser.add_argument("--gpu", help="of the catalogue, for what is predicted")
     parser.add_argument("--minutes", type=float, default=3.5, help="of tune and of the ladder")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     asked = parser.parse_args()
@@ -280,10 +300,11 @@ def main() -> None:
 
     for name in names:
         workload = WORKLOADS[name]
-        job = job_of(workload)
-        record["hardware"] = device_name(job.profile).split(" GPU-")[0]
+        job = job_of(workload, asked.gpu)
+        if asked.gpu is None:
+            record["hardware"] = device_name(job.profile).split(" GPU-")[0]
         shown = record["workloads"].setdefault(name, {"words": workload.words})
-        for stage in asked.stage or STAGES:
+        for stage in asked.stage or STAGES[:-1]:
             print(f"{name}, {stage}", flush=True)
             try:
                 _stage(stage, job, workload, asked.minutes, shown, keep)
@@ -302,6 +323,8 @@ def _stage(
         tune(job, minutes, shown, keep)
     elif stage == "ladder":
         ladder(job, minutes, shown, keep)
+    elif stage == "predicted":
+        predicted(job, shown, keep)
     else:
         finder(job, shown, keep)
 

@@ -71,3 +71,18 @@ def test_an_eager_step_takes_no_more_than_the_bound_says(name: str) -> None:
     ]
     bound = promised.peak_reserved_gib + promised.activations_gib * (space._EAGER - 1)
     assert eager["peak_reserved_gib"] < bound
+
+
+def test_steps_were_predicted_without_a_gpu() -> None:
+    both = [
+        (one["predicted_gib"], one["peak_memory_gib"])
+        for work in WORK.values()
+        for one in work["grid"]
+        if "predicted_gib" in one
+    ]
+    errors = [abs(told / seen - 1) for told, seen in both]
+    sizes = sorted(seen for _, seen in both)
+    assert f"Of the {len(both)} steps" in PAGE
+    assert f"from {sizes[0]:.1f} to {sizes[-1]:.1f} GiB" in PAGE
+    assert max(errors) < 0.007
+    assert f"{sum(error < 1e-3 for error in errors)} within 0.1%" in PAGE
