@@ -26,8 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from trainfit import codec
-from trainfit.catalogue import find
+from trainfit import catalogue, codec
 from trainfit.conf import compose
 from trainfit.errors import TrainfitError
 from trainfit.files import write_whole
@@ -225,11 +224,12 @@ def ladder(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> 
 def predicted(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
     """The memory of each measured step of one shape, by the estimator, which needs no GPU."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
+    here = job.profile.gpus[0]
+    gpu = target(catalogue.find(here.slug or ""), here.memory_gib)
     for one in shown.get("grid", []):
         graphs = one["point"]["compile"] == "reduce-overhead"
         if one["status"] != "ok" or graphs or one["point"]["way"] == "padded":
             continue
-        gpu = target(find(job.profile.gpus[0].slug or ""), job.profile.gpus[0].memory_gib)
         request = Request(task=plan_of(space, one["point"]).task, targets=(gpu,))
         room = told(ask([request])[0]).rooms[0]
         one["predicted_gib"] = room.peak_allocated / GIB

@@ -20,7 +20,6 @@ from trainfit.planning.question import Pin, Question
 from trainfit.records import (
     CompileSupport,
     HardwareProfile,
-    MemoryEstimate,
     Plan,
     Scalar,
     TimeEstimate,
@@ -30,18 +29,6 @@ from trainfit.tuning.candidates import Variant, neighbours, promising
 from trainfit.tuning.space import Space, differences, predicted_gib, with_budget
 
 LENGTHS = tuple(int(n) for n in np.random.default_rng(0).integers(20, 512, 192))
-MEMORY = MemoryEstimate(
-    weights_gib=1.0,
-    gradients_gib=1.0,
-    optimizer_gib=2.0,
-    activations_gib=8.0,
-    workspace_gib=0.1,
-    peak_allocated_gib=12.0,
-    peak_reserved_gib=13.0,
-    capacity_gib=24.0,
-    fits=True,
-    error_percent=3.0,
-)
 TIME = TimeEstimate(
     tokens_per_second=None,
     samples_per_second=None,
@@ -80,7 +67,7 @@ def space(
         batch_size=-(-cuts[0].tokens // 512),
         gradient_accumulation_steps=cuts[0].micro_batches,
         cuts=tuple(cut.micro_batches for cut in cuts),
-        memory=replace(MEMORY, capacity_gib=capacity),
+        memory=replace(toy.MEMORY, capacity_gib=capacity),
         time=TIME,
         compile=gpu is not None,
         num_workers=0 if gpu is None else 6,

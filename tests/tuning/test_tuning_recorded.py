@@ -38,21 +38,21 @@ def test_the_choice_is_within_3_percent_of_the_grids_best(name: str) -> None:
     assert f"{rate.value / there['value']:.3f} | {found.seconds:.0f} s |" in PAGE
 
 
-def planned(name: str) -> tuple[dict[str, Any], MemoryEstimate]:
-    """The point that the planner would take."""
-    [point] = [
-        one
-        for one in measured(name)
-        if one["point"]["compile"] == "default"
-        and one["point"]["micro_batches"] == 1
-        and one["point"]["way"] in ("packed", "plain")
-    ]
-    return point, codec.decode(MemoryEstimate, point["plan"]["memory"], "the record")
+def step_at_once(name: str, compiled: str) -> dict[str, Any]:
+    """The point whose steps are not cut; compiled, it is the one that the planner takes."""
+    points = [{"compile": compiled, "micro_batches": 1, "way": way} for way in ("packed", "plain")]
+    [found] = [one for one in measured(name) if one["point"] in points]
+    return found
+
+
+def promise(point: dict[str, Any]) -> MemoryEstimate:
+    return codec.decode(MemoryEstimate, point["plan"]["memory"], "the record")
 
 
 @pytest.mark.parametrize("name", WORK)
 def test_the_planners_own_takes_the_memory_that_was_promised(name: str) -> None:
-    point, promised = planned(name)
+    point = step_at_once(name, "default")
+    promised = promise(point)
     assert promised.peak_allocated_gib == pytest.approx(point["peak_memory_gib"], rel=1e-3)
     shown = f"{promised.peak_allocated_gib:.2f} | {point['peak_memory_gib']:.2f}"
     assert shown in PAGE
@@ -61,14 +61,7 @@ def test_the_planners_own_takes_the_memory_that_was_promised(name: str) -> None:
 @pytest.mark.parametrize("name", WORK)
 def test_an_eager_step_takes_no_more_than_the_bound_says(name: str) -> None:
     """By what is compared with the GPU's memory before a candidate without the compiler runs."""
-    _, promised = planned(name)
-    [eager] = [
-        one
-        for one in measured(name)
-        if one["point"]["compile"] == "off"
-        and one["point"]["micro_batches"] == 1
-        and one["point"]["way"] in ("packed", "plain")
-    ]
+    promised, eager = promise(step_at_once(name, "default")), step_at_once(name, "off")
     bound = promised.peak_reserved_gib + promised.activations_gib * (space._EAGER - 1)
     assert eager["peak_reserved_gib"] < bound
 

@@ -11,7 +11,7 @@ import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.records import MemoryEstimate, Scalar
+from trainfit.records import Scalar
 from trainfit.tuning.conclusion import RATE, conclude
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.search import Found, search
@@ -266,18 +266,6 @@ def test_the_best_plan_says_what_was_measured() -> None:
 
 
 def test_the_best_plan_promises_the_memory_that_was_seen() -> None:
-    told = MemoryEstimate(
-        weights_gib=1.0,
-        gradients_gib=1.0,
-        optimizer_gib=2.0,
-        activations_gib=8.0,
-        workspace_gib=0.1,
-        peak_allocated_gib=12.0,
-        peak_reserved_gib=13.0,
-        capacity_gib=24.0,
-        fits=True,
-        error_percent=3.0,
-    )
     for seen, allocated, reserved, activations in (
         ((14.5, 15.5), 14.5, 15.5, 10.5),
         ((11.0, 12.5), 12.0, 13.0, 8.0),
@@ -292,7 +280,10 @@ def test_the_best_plan_promises_the_memory_that_was_seen() -> None:
         )
         tried = tuple(
             replace(
-                one, candidate=replace(one.candidate, plan=replace(one.candidate.plan, memory=told))
+                one,
+                candidate=replace(
+                    one.candidate, plan=replace(one.candidate.plan, memory=toy.MEMORY)
+                ),
             )
             for one in found.tried
         )

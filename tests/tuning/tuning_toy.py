@@ -12,11 +12,23 @@ from torch import Tensor, nn
 
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.packing import fit_padded
-from trainfit.records import Plan, RuntimeSettings, Scalar, TaskSpec, Workload
+from trainfit.records import MemoryEstimate, Plan, RuntimeSettings, Scalar, TaskSpec, Workload
 from trainfit.tuning.records import Candidate
 from trainfit.tuning.trial import Setup
 
 BATCH, LENGTH, STEPS = 4, 8, 12
+MEMORY = MemoryEstimate(
+    weights_gib=1.0,
+    gradients_gib=1.0,
+    optimizer_gib=2.0,
+    activations_gib=8.0,
+    workspace_gib=0.1,
+    peak_allocated_gib=12.0,
+    peak_reserved_gib=13.0,
+    capacity_gib=24.0,
+    fits=True,
+    error_percent=3.0,
+)
 
 
 class ToyTask:

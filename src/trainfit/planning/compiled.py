@@ -143,15 +143,10 @@ def _marking_checkpoints() -> Iterator[None]:
     numbers = count()
 
     def marked(*_arguments: Any, **_named: Any) -> Iterator[None]:
-        with traceback.preserve_node_meta():
-            before = dict(traceback.current_meta)
+        with traceback.preserve_node_meta():  # and they are put back after it
             traceback.current_meta["recompute"] = checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
             traceback.current_meta["ac_graph_id"] = next(numbers)
-            try:
-                yield
-            finally:
-                traceback.current_meta.clear()
-                traceback.current_meta.update(before)
+            yield
 
     with _exchanged(checkpoint, "_checkpoint_without_reentrant_generator", marked):
         yield

@@ -67,16 +67,17 @@ def _memory(plan: Plan, trials: Sequence[Trial]) -> MemoryEstimate | None:
     told = plan.memory
     if told is None:
         return None
-    allocated = [one.peak_memory_gib for one in trials if one.peak_memory_gib is not None]
-    reserved = [one.peak_reserved_gib for one in trials if one.peak_reserved_gib is not None]
-    peak = max(told.peak_allocated_gib, *allocated, 0.0)
-    if not reserved or peak == told.peak_allocated_gib:
-        return told
+    seen = [
+        (one.peak_memory_gib, one.peak_reserved_gib)
+        for one in trials
+        if one.peak_memory_gib is not None and one.peak_reserved_gib is not None
+    ]
+    allocated = max([told.peak_allocated_gib, *(one for one, _ in seen)])
     return replace(
         told,
-        activations_gib=told.activations_gib + peak - told.peak_allocated_gib,
-        peak_allocated_gib=peak,
-        peak_reserved_gib=max(told.peak_reserved_gib, *reserved),
+        activations_gib=told.activations_gib + allocated - told.peak_allocated_gib,
+        peak_allocated_gib=allocated,
+        peak_reserved_gib=max([told.peak_reserved_gib, *(one for _, one in seen)]),
     )
 
 
