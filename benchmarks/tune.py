@@ -8,6 +8,7 @@ and tune's choice are timed again in turns, so that both see the same GPU in the
 python benchmarks/tune.py --output FILE --workload nli-gemma --stage grid     goes on where it was
 python benchmarks/tune.py --output FILE --workload nli-gemma --stage tune
 python benchmarks/tune.py --output FILE --workload gpt --stage ladder
+python benchmarks/tune.py --output FILE --workload gpt --stage removals     its second half alone
 python benchmarks/tune.py --output FILE --workload gpt --stage finder
 python benchmarks/tune.py --output FILE --gpu h200 --stage predicted    its memory, on a CPU
 python benchmarks/tune.py --output FILE --tiny                                 on a CPU, all stages
@@ -39,7 +40,7 @@ from trainfit.tuning.ladder_records import LadderStep
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.space import Space, changed, differences, with_budget
 
-STAGES = ("grid", "tune", "ladder", "finder", "predicted")
+STAGES = ("grid", "tune", "ladder", "finder", "removals", "predicted")
 STEPS, WARM_UP, SECONDS, LIMIT = 20, 4, 4.0, 150.0
 
 
@@ -198,26 +199,33 @@ def in_turns(job: tuned.Job, best: Plan, measured: list[dict[str, Any]]) -> dict
     return {"rounds": rounds, "verdict": verdict}
 
 
-def ladder(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> None:
+def ladder(
+    job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any, *, removals_only: bool
+) -> None:
     from trainfit.reports.ladder_page import step_line
     from trainfit.tuning.ladder import climb
+    from trainfit.tuning.ladder_rows import NAIVE_FACTORY
 
     began = time.monotonic()
 
     def watch(step: LadderStep) -> None:
         print(f"  {time.monotonic() - began:5.0f} s  {step_line(step)}", flush=True)
 
-    best = tuned.with_tuned(job, job.ask({}))
-    made = climb(
-        best,
-        tuned.trial_task(job),
-        job.profile,
-        title=job.composed.task,
-        no_liger=job.question.no_liger,
-        minutes=minutes,
-        watch=watch,
-    )
-    shown["ladder"] = codec.encode(made)
+    with _children(job, NAIVE_FACTORY, at_most=3) as children:
+        children.start(["eager", "default", "reduce-overhead"])  # they import while this plans
+        best = tuned.with_tuned(job, job.ask({}))
+        made = climb(
+            best,
+            tuned.trial_task(job),
+            job.profile,
+            title=job.composed.task,
+            no_liger=job.question.no_liger,
+            removals_only=removals_only,
+            minutes=minutes - (time.monotonic() - began) / 60,
+            run=children.run,
+            watch=watch,
+        )
+    shown["removals" if removals_only else "ladder"] = codec.encode(made)
     keep()
 
 
@@ -246,8 +254,9 @@ def finder(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
     keep()
 
 
-def _children(job: tuned.Job) -> Children:
-    return Children([tuned.FACTORIES[job.composed.task].partition(":")[0]], at_most=2)
+def _children(job: tuned.Job, *more: str, at_most: int = 2) -> Children:
+    factories = (tuned.FACTORIES[job.composed.task], *more)
+    return Children([factory.partition(":")[0] for factory in factories], at_most=at_most)
 
 
 def _try(children: Children, job: tuned.Job, base: Plan, plan: Plan) -> Trial:
@@ -304,7 +313,7 @@ def main() -> None:
         if asked.gpu is None:
             record["hardware"] = device_name(job.profile).split(" GPU-")[0]
         shown = record["workloads"].setdefault(name, {"words": workload.words})
-        for stage in asked.stage or STAGES[:-1]:
+        for stage in asked.stage or STAGES[:-2]:
             print(f"{name}, {stage}", flush=True)
             try:
                 _stage(stage, job, workload, asked.minutes, shown, keep)
@@ -322,7 +331,9 @@ def _stage(
     elif stage == "tune":
         tune(job, minutes, shown, keep)
     elif stage == "ladder":
-        ladder(job, minutes, shown, keep)
+        ladder(job, minutes, shown, keep, removals_only=False)
+    elif stage == "removals":
+        ladder(job, minutes, shown, keep, removals_only=True)
     elif stage == "predicted":
         predicted(job, shown, keep)
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -18,6 +19,7 @@ from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.sharded_step import MustRestart
 from trainfit.engine.sharding import reshard
 from trainfit.errors import BadInput, OutOfMemory, did_you_mean
+from trainfit.runtime import eagerly
 
 
 def evaluate(
@@ -28,7 +30,7 @@ def evaluate(
     Every rank evaluates everything, and the first one's numbers count for all: a rank that only
     waited would win no time, and might wait longer than a collective may.
     """
-    with protected(parts.device):
+    with protected(parts.device), _without_graphs(parts):
         parts.model.eval()
         try:
             metrics, batch_size = _halving(parts, batch_size, tell)
@@ -40,6 +42,11 @@ def evaluate(
                 give_back_cache()
     text = first_says(parts.world, json.dumps(codec.encode(metrics)))
     return codec.decode(dict[str, float], json.loads(text)), batch_size
+
+
+def _without_graphs(parts: Parts) -> AbstractContextManager[None]:
+    """A CUDA graph overwrites its last output, and an evaluation may hold on to all of them."""
+    return eagerly(parts.model) if parts.settings.graphs else nullcontext()
 
 
 def _halving(

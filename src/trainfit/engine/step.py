@@ -77,16 +77,19 @@ def accumulate(
 
 
 def out_of_graphs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The micro-batches of a model whose backward pass is replayed as a CUDA graph.
+    """The micro-batches of a model whose passes are replayed as CUDA graphs.
 
     A graph writes to the same memory each time, and the first gradient of a step is that memory
-    itself. Before the second is added to it, it gets memory of its own.
+    itself. Before the second is added to it, it gets memory of its own. Each micro-batch is marked
+    as a new beginning: else torch takes every compiled block for one, and replays none of them
+    straight away.
     """
     for number, batch in enumerate(batches):
         if number == 1:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()
+        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
         yield batch
 
 

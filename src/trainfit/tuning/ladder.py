@@ -32,6 +32,8 @@ _TRIAL_SECONDS = 2.0
 """Of timed steps in a trial: the rounds bring more of them."""
 _WARM_UP = {False: 2, True: 4}
 """Steps before the clock, eager and compiled: CUDA graphs are recorded in the third."""
+_MANY_PARTS = 8
+"""Micro-batches of an eager step that is warm-up enough by itself."""
 _LIMIT = 180.0
 """Seconds after which a trial is killed: the slowest setting of a large model, compiled."""
 
@@ -58,6 +60,7 @@ def climb(
     *,
     title: str = "",
     no_liger: str | None = None,
+    removals_only: bool = False,
     minutes: float = MINUTES,
     rounds: int = 3,
     steps: int = 20,
@@ -66,8 +69,9 @@ def climb(
 ) -> Ladder:
     """Measure every optimization between a naive loop and `best`, within so many minutes.
 
-    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. `watch` is
-    told each row after each of its trials. Ctrl-C ends the climb with what was measured.
+    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. With
+    `removals_only` it starts at the top: the best, and the best without each of its optimizations.
+    `watch` is told each row after each of its trials. Ctrl-C ends it with what was measured.
     """
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
@@ -75,13 +79,15 @@ def climb(
     with ExitStack() as stack:
         if run is None:
             modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]
-            run = stack.enter_context(Children(modules)).run
+            children = stack.enter_context(Children(modules))
+            children.start(modes_of(best, rungs))
+            run = children.run
 
         def one_trial(row: Row, left: float) -> Trial:
             return run(
                 row.candidate(task, best),
                 steps=steps,
-                warm_up=_WARM_UP[row.plan.compile],
+                warm_up=_warm_up(row.plan),
                 limit=min(left, _LIMIT),
                 most_seconds=_TRIAL_SECONDS,
             )
@@ -97,7 +103,7 @@ def climb(
             not_applicable=unfit,
         )
         try:
-            ascent.first_round(rungs)
+            ascent.first_round(rungs, removals_only)
             for _ in range(rounds - 1):
                 ascent.another_round()
         except KeyboardInterrupt:
@@ -117,17 +123,29 @@ class _Ascent:
     rows: list[Row] = field(default_factory=list)
     without: list[Row] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
-    """Seconds of the last trial, by how it was compiled."""
+    """Seconds of the shortest trial, by how it was compiled."""
     rounds: int = 0
     ended: Literal["finished", "time is up", "interrupted"] = "finished"
 
-    def first_round(self, rungs: Sequence[Rung]) -> None:
-        """Climb, leaving out what is slower, and remove each optimization from the best."""
+    def first_round(self, rungs: Sequence[Rung], removals_only: bool) -> None:
+        """Climb to the plan, and remove each optimization from the best."""
         self.rounds += 1
+        if removals_only:
+            kept = [rung for rung in rungs if not rung.trades]
+            top = self.row("the best", "with all of them", kept)
+            self.rows.append(top)
+            self.measure(top)
+        else:
+            kept, top = self.climb(rungs)
+        self.remove_each(kept, top)
+        self.measure(self.rows[0])
+
+    def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], Row]:
+        """From the baseline up; the rungs that were kept, and the last row built on them."""
         described = describe(*setting(self.best, ()))
-        baseline = top = self.row(BASELINE, described, ())
-        self.rows.append(baseline)
-        self.measure(baseline)
+        top = self.row(BASELINE, described, ())
+        self.rows.append(top)
+        self.measure(top)
         kept: list[Rung] = []
         for rung in rungs:
             row = self.row(rung.name, rung.what, (*kept, rung), top, rung)
@@ -137,14 +155,24 @@ class _Ascent:
                 row.kept, row.note = False, f"it needs {' and '.join(sorted(missing))}"
                 continue
             self.measure(row)
-            if not rung.trades and _is_slower(row):  # once more: was something else at work?
+            planned = rung.is_in(self.best)
+            if not planned and not rung.trades and _is_slower(row):  # once more: by accident?
                 self.measure(top)
                 self.measure(row)
-            row.kept, row.note = _verdict(rung, row)
+            row.kept, row.note = _verdict(rung, row, planned)
             if row.kept:
                 kept.append(rung)
                 top = row
-        for rung in kept:
+        return kept, top
+
+    def remove_each(self, kept: Sequence[Rung], top: Row) -> None:
+        """The best without each of its rungs, first those that gave most: time may run out."""
+        gains = {row.name: gain.value for row in self.rows if (gain := row.gain()) is not None}
+
+        def gave(rung: Rung) -> tuple[float, int]:
+            return gains.get(rung.name, 1.0), kept.index(rung)
+
+        for rung in sorted(kept, key=gave, reverse=True):
             if any(rung.name in one.replaces for one in kept):
                 continue
             gone = [one for one in kept if one is rung or rung.name in one.needs]
@@ -152,7 +180,6 @@ class _Ascent:
             names = " and ".join(one.name for one in gone)
             self.without.append(self.row(rung.name, f"without {names}", left, top, rung))
             self.measure(self.without[-1])
-        self.measure(baseline)
 
     def another_round(self) -> None:
         """All that went through, again."""
@@ -184,7 +211,7 @@ class _Ascent:
             note = "there was no time left for it"
             trial = Trial(settings={}, status="skipped", note=note, seconds=spent)
         elif trial.status == "ok":
-            self.costs[mode] = spent
+            self.costs[mode] = min(spent, self.costs.get(mode, spent))
         row.trials.append(trial)
         return True
 
@@ -225,7 +252,19 @@ class _Ascent:
         )
 
 
-def _verdict(rung: Rung, row: Row) -> tuple[bool, str]:
+def modes_of(best: Plan, rungs: Sequence[Rung]) -> list[str]:
+    """How the rows are compiled, each once: their processes can start at the same time."""
+    alone = [mode_of(setting(best, (rung,))[0]) for rung in rungs]
+    return list(dict.fromkeys([mode_of(setting(best, ())[0]), *alone]))
+
+
+def _warm_up(plan: Plan) -> int:
+    if not plan.compile and plan.gradient_accumulation_steps >= _MANY_PARTS:
+        return 1
+    return _WARM_UP[plan.compile]
+
+
+def _verdict(rung: Rung, row: Row, planned: bool) -> tuple[bool, str]:
     """Whether the next rows build on it, and what to say where they do not."""
     if rung.trades:
         return False, "nothing is built on it"
@@ -234,9 +273,11 @@ def _verdict(rung: Rung, row: Row) -> tuple[bool, str]:
     if not row.good:
         # Where nothing has run yet, the rest may be what makes it run.
         return row.before is not None and not row.before.good, ""
-    if _is_slower(row):
-        return False, "slower here, so it is left out of what follows"
-    return True, ""
+    if not _is_slower(row):
+        return True, ""
+    if planned:  # others may need it: half precision is slower alone than packing is with it
+        return True, "slower on its own, but the plan has it, so what follows builds on it"
+    return False, "slower here, so it is left out of what follows"
 
 
 def _is_slower(row: Row) -> bool:

@@ -57,6 +57,11 @@ class Rung:
     between_epochs: bool = False
     """It changes nothing but the start of an epoch."""
 
+    def is_in(self, plan: Plan) -> bool:
+        """Whether the plan has it."""
+        wanted = ((plan, self.plan), (plan.runtime, self.runtime))
+        return all(getattr(has, name) == value for has, it in wanted for name, value in it.items())
+
 
 def naive_plan(best: Plan) -> Plan:
     """The baseline: the same job as `best`, without a thought."""
