@@ -7,11 +7,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+import tune
+from trainfit.packing import ladder
+from trainfit.planning.fitting import look_at
 from trainfit.records import TaskSpec
+from trainfit.tasks.tuned import Job
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("2026-11-15-estimator-h200.json", "2026-11-15-jobs-h200.json")
 PRETRAINING = "2026-11-15-gpt-h200.json"
+GRIDS = "2026-11-15-tune-h200.json"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,6 +34,11 @@ class Truth:
     peak_reserved: int | None
     """None where others were in the process's memory as well."""
     seconds: float
+    computed: float = 1.0
+    started: float = 1.0
+    """How many times the tokens, and the micro-batches, of the step that the estimator runs."""
+    elsewhere: bool = False
+    """Whether another machine launched it than the one of the other steps."""
 
 
 def recorded(files: tuple[str, ...] = FILES) -> list[Truth]:
@@ -111,6 +123,53 @@ def _truth(row: dict[str, Any]) -> Truth:
         peak_allocated=row["peak_allocated"],
         peak_reserved=row["peak_reserved"],
         seconds=row["median_step_seconds"],
+    )
+
+
+def measured_by_tune() -> list[Truth]:
+    """The points of tune.py's grids, steps of several micro-batches among them, for their time.
+
+    They ran on another machine, whose CPU is not as fast.
+    """
+    found = json.loads((RESULTS / GRIDS).read_text())["workloads"]
+    return [
+        _point(name, job, one)
+        for name, work in found.items()
+        for job in [tune.job_of(tune.WORKLOADS[name], "h200")]
+        for one in work["grid"]
+        if one["status"] == "ok" and not _left_out(one["plan"])
+    ]
+
+
+def _left_out(plan: dict[str, Any]) -> bool:
+    """CUDA graphs are not predicted; padded rows were compiled anew for each width, and no more."""
+    padded = not plan["packed"] and plan["gradient_accumulation_steps"] > 2
+    return bool(plan["compile_mode"] != "default" or (plan["compile"] and padded))
+
+
+def _point(name: str, job: Job, one: dict[str, Any]) -> Truth:
+    plan, lengths = one["plan"], np.asarray(job.question.workload.lengths)
+    alike = job.ask({} if plan["packed"] or job.question.causal else {"flash": False})
+    batch, count = plan["effective_batch_size"], plan["gradient_accumulation_steps"]
+    cuts = ladder(
+        lengths, batch, plan["micro_batch_tokens"], padded=not plan["packed"], at_least=count
+    )
+    cutting = look_at(lengths, cuts[0], batch, 1, 0)
+    assert cutting.cut.micro_batches == count, (name, one["point"])
+    chosen = {"checkpointing": plan["gradient_checkpointing"], "compile": plan["compile"]}
+    arguments = alike.task.arguments | cutting.shape | chosen
+    return Truth(
+        name=f"{name} {' '.join(map(str, one['point'].values()))}",
+        family={"nli-gemma": "gemma-3-1b-it", "nli-deberta": "deberta-v3-base"}.get(name, name),
+        compiled=plan["compile"],
+        precision=plan["precision"],
+        task=TaskSpec(factory=alike.task.factory, arguments=arguments),
+        peak_allocated=round(one["peak_memory_gib"] * 2**30),
+        peak_reserved=None,
+        seconds=batch / one["samples_per_second"]["value"],
+        elsewhere=True,
+        computed=cutting.computed / (cutting.probed * cutting.rows * cutting.width),
+        started=count / cutting.probed,
     )
 
 

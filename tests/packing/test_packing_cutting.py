@@ -17,6 +17,7 @@ from trainfit.packing import (
     MicroBatch,
     PackedCut,
     PaddedCut,
+    coarser_cuts,
     cut_step,
     deal_steps,
     fit_budget,
@@ -100,6 +101,18 @@ def test_the_fewest_micro_batches_are_close_to_brute_force(lengths: list[int], c
     assert len(cut_step(array, np.arange(array.size), cut)[0]) == cut.micro_batches
 
 
+def padded_sizes(lengths: list[int], cap: int) -> list[list[int]]:
+    """The micro-batches' tokens by every cut of a step that the cap allows."""
+    ordered = sorted(lengths, reverse=True)
+    inner = range(1, len(ordered))
+    found = []
+    for mask in range(0, 2 ** len(ordered), 2):
+        ends = [i for i in inner if mask >> i & 1]
+        runs = [ordered[a:b] for a, b in zip((0, *ends), (*ends, len(ordered)), strict=True)]
+        found.append([len(run) * run[0] for run in runs])
+    return [sizes for sizes in found if max(sizes) <= cap]
+
+
 @settings(deadline=None, max_examples=40)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9))
 def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
@@ -107,16 +120,40 @@ def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
     cap = 2 * max(lengths)
     cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9)
     batches = cut_step(array, np.arange(array.size), cut)[0]
-    ordered = sorted(lengths, reverse=True)
+    best = min(sum(sizes) + 256 * len(sizes) for sizes in padded_sizes(lengths, cap))
+    assert sum(b.rows * b.width + 256 for b in batches) == best
 
-    def cost(ends: tuple[int, ...]) -> float:
-        runs = [ordered[a:b] for a, b in zip((0, *ends), (*ends, len(ordered)), strict=True)]
-        sizes = [len(run) * run[0] for run in runs]
-        return sum(sizes) + 256 * len(runs) if max(sizes) <= cap else np.inf
 
-    inner = range(1, len(ordered))
-    cuts = [tuple(i for i in inner if mask >> i & 1) for mask in range(0, 2 ** len(ordered), 2)]
-    assert sum(b.rows * b.width + 256 for b in batches) == min(map(cost, cuts))
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 4))
+def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
+    lengths: list[int], at_most: int, longest: int
+) -> None:
+    array, cap = np.array(lengths), longest * max(lengths)
+    free = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9)
+    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9, at_most=at_most)
+    if free.micro_batches <= at_most:
+        assert cut == free
+        return
+    allowed = padded_sizes(lengths, cap)
+    count = max(at_most, min(map(len, allowed)))
+    batches = cut_step(array, np.arange(array.size), cut)[0]
+    assert len(batches) <= count
+    best = min(sum(sizes) for sizes in allowed if len(sizes) <= count)
+    assert sum(b.rows * b.width for b in batches) == best
+
+
+def test_coarser_cuts_start_fewer_and_pad_more() -> None:
+    lengths = redsm5_lengths()
+    plain = ladder(lengths, 64, 64 * 512, padded=True)[0]
+    coarser = coarser_cuts(lengths, 64, 64 * 512)
+    assert [cut.micro_batches for cut in coarser] == list(range(1, plain.micro_batches))
+    fills = [measure_fill(flat(cut_epoch(lengths, 64, cut))).fill for cut in (*coarser, plain)]
+    assert fills == sorted(fills)
+    assert coarser[0].rows == (64,)
+    # Bounded by the cap: two halves need not fit.
+    assert coarser_cuts(lengths, 64, 16 * 512)[0].micro_batches > 2
+    assert coarser_cuts([100] * 64, 64, 6400) == ()
 
 
 # ── fill and shapes on lengths like ReDSM5's ──────────────────────────────────────────────────

@@ -3,9 +3,11 @@
 import json
 import math
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,8 +18,11 @@ from trainfit.catalogue.models import model_shape
 from trainfit.conf import compose
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if
+from trainfit.packing import coarser_cuts, ladder
 from trainfit.planning import decisions, planner, probing
+from trainfit.planning.fitting import Speed, look_at
 from trainfit.planning.memory import CONTEXT_GIB, GIB, MARGIN, target
+from trainfit.planning.probing import Taken
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.timing import Done, Work, rates, seconds
 from trainfit.records import Measurement, Measurements, Plan, Workload
@@ -290,6 +295,57 @@ def test_a_gpu_that_was_measured_is_as_fast_as_it_was_measured_to_be():
 
 def test_a_gpu_without_a_peak_for_the_precision_has_no_time():
     assert rates(find("t4"), "bf16") is None
+
+
+def test_few_padded_micro_batches_where_a_gpu_waits_for_them(folder: str):
+    """A small model on a large GPU: launching its kernels takes longer than all the padding."""
+    words = ("model.use_flash_attention=false", "training.effective_batch_size=64")
+    eager = (*words, "optimization.compile=false")
+    lengths = [16, 32, 64, 128] * 64
+    large = small(folder, *eager, gpu="h200", lengths=lengths)
+    assert not large.packed
+    assert large.gradient_accumulation_steps == 1
+    assert large.micro_batch_tokens == 64 * 128
+    # Where a step is nothing but arithmetic, padding is what costs.
+    plain = ladder(lengths, 64, 64 * 128, padded=True)[0].micro_batches
+    assert small(folder, *eager, lengths=lengths).gradient_accumulation_steps == plain > 1
+    # By hand it is as it was asked for.
+    assert small(folder, *eager, "training.batch_size=16", gpu="h200").batch_size == 16
+
+
+def test_cuts_are_timed_by_their_tokens_and_their_number():
+    """As many times the work as there are tokens, or as many launches as there are parts."""
+    product = Work(
+        kind="product",
+        flops=10**13,
+        skipped=0,
+        nbytes=10**6,
+        half=True,
+        aligned=True,
+        backward=False,
+        update=False,
+    )
+    lengths = np.array([16, 32, 64, 128] * 64)
+    cuts = (*coarser_cuts(lengths, 64, 64 * 128), *ladder(lengths, 64, 64 * 128, padded=True)[:1])
+    cuttings = [look_at(lengths, cut, 64, 1, 0) for cut in cuts]
+    speed = Speed(gpu=find("h200"), precision="bf16", tf32=True)
+
+    def times(done: Done) -> list[float]:
+        nothing = dict.fromkeys(("weights", "gradients", "optimizer", "activations"), 0.0)
+        memory = nothing | dict.fromkeys(("workspace", "peak_allocated", "peak_reserved"), 0.0)
+        taken = Taken(**memory, fits=True, done=((1.0, (done,)),))
+        found = [speed.step_seconds(taken, cutting, cuttings[-1]) for cutting in cuttings]
+        return [one for one in found if one is not None]
+
+    bound = times(Done(work=product, times=1))
+    assert bound == pytest.approx(
+        [c.computed / cuttings[-1].computed * bound[-1] for c in cuttings]
+    )
+    waiting = times(Done(work=replace(product, kind="copy", flops=0, nbytes=8), times=1000))
+    parts = [cutting.cut.micro_batches for cutting in cuttings]
+    assert waiting == pytest.approx([n / parts[-1] * waiting[-1] for n in parts], rel=0.01)
+    assert min(bound) == bound[-1]
+    assert min(waiting) == waiting[0]
 
 
 @pytest.mark.parametrize(

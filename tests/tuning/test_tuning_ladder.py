@@ -252,10 +252,16 @@ def test_what_the_plan_has_is_built_on_though_it_is_slower_alone():
     steps = named(found.steps)
     assert steps["mixed precision"].gain.high < 1
     assert steps["mixed precision"].kept
-    assert "slower on its own" in steps["mixed precision"].note
+    assert steps["mixed precision"].note == ""  # a single trial may be an accident
     assert len(steps["mixed precision"].step_seconds) == 1
     assert holds(steps["torch.compile"].samples_per_second, 64 / SECONDS["torch.compile"])
     assert found.best.name == "torch.compile"
+
+
+def test_what_is_slower_in_every_round_is_said_to_be():
+    found = named(climbed(Slower("num_workers", 4)).steps)["loader workers"]
+    assert found.kept
+    assert "slower on its own" in found.note
 
 
 def test_what_the_plan_has_not_is_left_out_where_it_is_slower():
@@ -278,6 +284,7 @@ def test_the_removals_can_be_measured_alone():
     machine = Machine()
     found = climbed(machine, removals_only=True, rounds=1)
     assert [step.name for step in found.steps] == ["the best"]
+    assert all(step.speedup is None for step in found.without)
     assert holds(found.steps[0].samples_per_second, 64 / 0.10)
     assert {step.name for step in found.without} == set(WITHOUT)
     for step in found.without:

@@ -5,7 +5,7 @@ cuts = ladder(lengths, effective_batch, cap_tokens)         # cuts[0], then for 
 for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
 """
 
-from trainfit.packing.cutting import Cut, cut_step, ladder
+from trainfit.packing.cutting import Cut, coarser_cuts, cut_step, ladder
 from trainfit.packing.dealing import deal_steps, share_step
 from trainfit.packing.microbatch import Fill, MicroBatch, measure_fill
 from trainfit.packing.packed import PackedCut, fit_budget
@@ -18,6 +18,7 @@ __all__ = [
     "MicroBatch",
     "PackedCut",
     "PaddedCut",
+    "coarser_cuts",
     "cut_step",
     "deal_steps",
     "fit_budget",

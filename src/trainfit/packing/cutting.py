@@ -46,12 +46,14 @@ def ladder(
     ranks: int = 1,
     seed: int = 0,
     at_least: int = 1,
+    at_most: int | None = None,
 ) -> tuple[Cut, ...]:
     """The cut to start with, then those to go down when memory runs out, each smaller.
 
     Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
     more than the longest sequence in a micro-batch. `at_least` so many packed micro-batches make
-    up a step; padded ones are bounded by the cap alone.
+    up a step. Padded ones are as many as pad the least, or `at_most` so many to begin with, as far
+    as the cap allows.
     """
     array = check_lengths(lengths)
     longest = int(array.max())
@@ -67,13 +69,29 @@ def ladder(
         return fit_packed_parts(few, longest, cap_tokens, at_least=2 * rung.micro_batches)
 
     rungs: list[Cut] = [
-        fit_padded_parts(parts, widths, cap_tokens)
+        fit_padded_parts(parts, widths, cap_tokens, at_most)
         if padded
         else fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
     ]
     while (rung := below(rungs[-1])).tokens < rungs[-1].tokens:
         rungs.append(rung)
     return tuple(rungs)
+
+
+def coarser_cuts(
+    lengths: Lengths, effective_batch: int, cap_tokens: int, *, ranks: int = 1, seed: int = 0
+) -> tuple[PaddedCut, ...]:
+    """Padded cuts into fewer micro-batches than those that pad the least, the fewest first.
+
+    For a device that takes longer to start a micro-batch than to compute some padding.
+    """
+    array = check_lengths(lengths)
+    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
+    widths = choose_widths(array)
+    parts = sample_parts(array, effective_batch, ranks, seed)
+    most = fit_padded_parts(parts, widths, cap_tokens).micro_batches
+    found = [fit_padded_parts(parts, widths, cap_tokens, count) for count in range(1, most)]
+    return tuple({cut.micro_batches: cut for cut in found if cut.micro_batches < most}.values())
 
 
 def _some(parts: list[list[int]]) -> list[list[int]]:

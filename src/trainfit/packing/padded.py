@@ -21,6 +21,8 @@ from trainfit.records import Record
 
 # What starting a micro-batch costs, in tokens: cutting finer must save more padding than that.
 _START_COST = 256
+# More than any cut costs, with room to add to it.
+_NEVER = 1 << 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +52,9 @@ class PaddedCut(Record):
         values = lengths[part]
         check_fits(int(values[0]), self.widths[-1])
         widths = _pad(values, self.widths)
-        rows = self.rows if sum(self.rows) == part.size else _best_rows(widths[None], self.tokens)
+        rows = self.rows
+        if sum(rows) != part.size:
+            rows = _best_rows(widths[None], self.tokens, self.micro_batches)
         batches = []
         start = 0
         for end in _ends(rows, widths.tolist(), self.tokens):
@@ -75,24 +79,29 @@ def fit_padded(
     seed: int = 0,
     multiple: int = 32,
     most_widths: int = 8,
+    at_most: int | None = None,
 ) -> PaddedCut:
     """The widths to pad to, and the rows per micro-batch that pad the least.
 
     A micro-batch has at most `cap_tokens` tokens, padding included. Dealt steps have nearly the
-    same lengths, so the same rows suit them all, and the shapes stay few.
+    same lengths, so the same rows suit them all, and the shapes stay few. A step has `at_most` so
+    many micro-batches, or as few as the cap allows.
     """
     array = check_lengths(lengths)
     check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
     check_whole("the multiple of a width", multiple)
     widths = choose_widths(array, check_whole("the number of widths", most_widths), multiple)
-    return fit_padded_parts(sample_parts(array, effective_batch, ranks, seed), widths, cap_tokens)
+    parts = sample_parts(array, effective_batch, ranks, seed)
+    return fit_padded_parts(parts, widths, cap_tokens, at_most)
 
 
-def fit_padded_parts(parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int) -> PaddedCut:
+def fit_padded_parts(
+    parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int, at_most: int | None = None
+) -> PaddedCut:
     """Like `fit_padded`, for parts of steps that are dealt already."""
     whole = max(map(len, parts))
     profile = _pad(np.array([part for part in parts if len(part) == whole]), widths)
-    rows = _best_rows(profile, cap_tokens)
+    rows = _best_rows(profile, cap_tokens, at_most)
     firsts = np.cumsum((0, *rows[:-1]))
     largest = int((profile.max(axis=0)[firsts] * rows).max())
     return PaddedCut(tokens=max(largest, widths[-1]), widths=widths, rows=rows)
@@ -115,26 +124,58 @@ def _pad(values: IntArray, widths: tuple[int, ...]) -> IntArray:
     return np.array(widths)[np.searchsorted(widths, values)]
 
 
-def _best_rows(profile: IntArray, cap: int) -> tuple[int, ...]:
+def _best_rows(profile: IntArray, cap: int, at_most: int | None = None) -> tuple[int, ...]:
     """How many rows, from the longest on, each micro-batch has so that all steps pad the least.
 
     `profile` has the widths of a step in each row, the longest first: a run of sequences costs as
     many times the width of its first.
     """
     steps, size = profile.shape
-    total, most = profile.sum(axis=0), profile.max(axis=0)
     cost = np.zeros(size + 1, dtype=np.int64)
     first = np.zeros(size + 1, dtype=np.int64)
+    runs = _Runs(profile.sum(axis=0), profile.max(axis=0), cap)
     for end in range(1, size + 1):
-        rows = end - np.arange(end)
-        options = cost[:end] + rows * total[:end] + steps * _START_COST
-        options[rows * most[:end] > cap] = np.iinfo(np.int64).max
-        first[end] = options.argmin()
-        cost[end] = options[first[end]]
+        first[end], cost[end] = runs.last(cost, end, steps * _START_COST)
     ends = [size]
     while ends[-1]:
         ends.append(int(first[ends[-1]]))
+    if at_most is not None and len(ends) - 1 > at_most:
+        ends = _few_ends(runs, at_most)
     return tuple(np.diff(ends[::-1]).tolist())
+
+
+def _few_ends(runs: _Runs, at_most: int) -> list[int]:
+    """Where micro-batches end that pad the least, the last first; as few as the cap allows."""
+    size = runs.total.size
+    cost = np.full(size + 1, _NEVER)
+    cost[0] = 0
+    firsts: list[IntArray] = []
+    while len(firsts) < at_most or cost[size] >= _NEVER:
+        found = [(0, _NEVER), *(runs.last(cost, end) for end in range(1, size + 1))]
+        first, cost = np.array(found, dtype=np.int64).T
+        firsts.append(first)
+    ends = [size]
+    for first in reversed(firsts):
+        ends.append(int(first[ends[-1]]))
+    return ends
+
+
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """What micro-batches cost: as many times the width of their first sequence as they have."""
+
+    total: IntArray
+    """The width of each sequence, over all steps."""
+    most: IntArray
+    cap: int
+
+    def last(self, cost: IntArray, end: int, start: int = 0) -> tuple[int, int]:
+        """Where the micro-batch that ends here begins, and what all up to it then cost."""
+        rows = end - np.arange(end)
+        options = cost[:end] + rows * self.total[:end] + start
+        options[rows * self.most[:end] > self.cap] = _NEVER
+        first = int(options.argmin())
+        return first, min(int(options[first]), _NEVER)
 
 
 def _ends(rows: tuple[int, ...], widths: list[int], cap: int) -> Iterator[int]:

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from trainfit.errors import BadInput
-from trainfit.packing import ladder
+from trainfit.packing import coarser_cuts, ladder
 from trainfit.planning import decisions
 from trainfit.planning.fitting import Cutting, look_at
 from trainfit.planning.memory import CONTEXT_GIB, GIB, Target
@@ -30,6 +30,9 @@ class Basis:
     effective: Choice
     checkpointing: Choice | None
     cuttings: tuple[Cutting, ...]
+    """The largest micro-batches first."""
+    plain: int
+    """Which of them pads the least; those before it start fewer micro-batches."""
     arguments: dict[str, Any]
 
     @property
@@ -46,6 +49,10 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
     effective = decisions.effective_batch(question, ranks)
     cap = decisions.cap_tokens(question, effective.value, ranks)
     attention = decisions.attention(question, packed.value, gpu)
+    cuttings = _cuttings(question, packed.value, effective.value, cap, ranks)
+    coarser: tuple[Cutting, ...] = ()
+    if gpu is not None and gpu.slug is not None and not packed.value and not _cut_by_hand(question):
+        coarser = _coarser(question.workload.lengths, effective.value, cap, ranks)
     arguments = question.arguments | {
         "precision": precise.value,
         "optimizer": decisions.optimizer(question).value,
@@ -61,7 +68,8 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
         attention=attention,
         effective=effective,
         checkpointing=decisions.pinned(question, "gradient_checkpointing"),
-        cuttings=_cuttings(question, packed.value, effective.value, cap, ranks),
+        cuttings=(*coarser, *cuttings),
+        plain=len(coarser),
         arguments=arguments,
     )
 
@@ -80,6 +88,19 @@ def _cuttings(
             f"leave gradient_accumulation_steps to the plan, or set it to {most}",
         )
     return cuttings
+
+
+def _cut_by_hand(question: Question) -> bool:
+    names = ("batch_size", "gradient_accumulation_steps")
+    return any(question.pinned(name) is not None for name in names)
+
+
+@lru_cache(maxsize=16)
+def _coarser(lengths: tuple[int, ...], effective: int, cap: int, ranks: int) -> tuple[Cutting, ...]:
+    """Padded cuts into fewer micro-batches: a GPU may wait longer for them than it computes."""
+    array = np.asarray(lengths, dtype=np.int64)
+    found = coarser_cuts(array, effective, cap, ranks=ranks)
+    return tuple(look_at(array, cut, effective, ranks, 0) for cut in found)
 
 
 @lru_cache(maxsize=16)

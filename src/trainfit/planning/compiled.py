@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import fx, nn
@@ -193,6 +193,8 @@ class _Fused:
 
     def __call__(self, args: list[Any]) -> Any:
         recorder = _recorder()
+        if recorder is not None:
+            recorder.note(_work("call", 0))
         values: dict[fx.Node, Any] = {}
         inputs = deque(args)
         args.clear()
@@ -240,17 +242,21 @@ class _Fused:
         outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
         leaves = [values.get(leaf) for leaf in self._reads[node]]
         read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return Work(
-            kind="copy",
-            flops=0,
-            skipped=0,
-            nbytes=sum(map(tensor_bytes, outputs)) + sum(map(tensor_bytes, read)),
-            half=True,
-            aligned=True,
-            backward=torch._C._current_graph_task_id() != -1,
-            update=False,
-            compiled=True,
-        )
+        return _work("copy", sum(map(tensor_bytes, outputs)) + sum(map(tensor_bytes, read)))
+
+
+def _work(kind: Literal["copy", "call"], nbytes: int) -> Work:
+    return Work(
+        kind=kind,
+        flops=0,
+        skipped=0,
+        nbytes=nbytes,
+        half=True,
+        aligned=True,
+        backward=torch._C._current_graph_task_id() != -1,
+        update=False,
+        compiled=True,
+    )
 
 
 def _like(value: torch.Tensor) -> torch.Tensor:

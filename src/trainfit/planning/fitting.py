@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -20,6 +21,8 @@ Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _LOOKED_AT = 64
 """Steps of an epoch whose micro-batches are cut to know their shapes."""
+_WORTH_IT = 0.95
+"""Of the time: what a cut into fewer micro-batches, which pads more, has to promise."""
 _PROBED = 2
 """Micro-batches in a probe: from the second on, gradients are there beside the activations."""
 
@@ -67,8 +70,13 @@ class Speed:
     measured: Measurements | None = None
     """What `check --measure` found on this machine."""
 
-    def step_seconds(self, taken: Taken, cutting: Cutting) -> float | None:
-        """The time of a step, or None where there is no peak to reckon with."""
+    def step_seconds(
+        self, taken: Taken, cutting: Cutting, probed: Cutting | None = None
+    ) -> float | None:
+        """The time of a step, or None where there is no peak to reckon with.
+
+        What it takes may have been found by a step that was cut otherwise, as `probed` was.
+        """
         if self.gpu is None:
             return None
         found = rates(self.gpu, self.precision, self.tf32, self.measured)
@@ -77,8 +85,9 @@ class Speed:
         total = Seconds()
         for weight, done in taken.done:
             total = total.plus(seconds(done, found), weight)
-        probed = cutting.probed * cutting.rows * cutting.width
-        return total.step(cutting.computed / probed, cutting.cut.micro_batches / cutting.probed)
+        probed = probed or cutting
+        tokens = probed.probed * probed.rows * probed.width
+        return total.step(cutting.computed / tokens, cutting.cut.micro_batches / probed.probed)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,9 +137,10 @@ class Fitter:
         layers: int,
         cuttings: Sequence[Cutting],
         targets: tuple[Target, ...],
+        plain: int = 0,
     ) -> None:
-        """Weigh these cuts of a job's steps on all `targets`."""
-        self.cuttings = cuttings
+        """Weigh these cuts of a job's steps on all `targets`; that at `plain` pads the least."""
+        self.cuttings, self._plain = cuttings, plain
         self._factory, self._arguments, self._layers = factory, arguments, layers
         self._targets = targets
         self._known: dict[tuple[Checkpointing, int], list[Taken]] = {}
@@ -153,15 +163,32 @@ class Fitter:
             key=lambda c: (c.seconds or 0.0, MODES.index(c.checkpointing), -c.cutting.cut.tokens),
         )
 
-    def largest(self, target: Target, speed: Speed, compile: bool) -> tuple[Candidate, Candidate]:
-        """The one that computes the least, nothing twice and the step cut the least.
+    def quickest(self, target: Target, speed: Speed, compile: bool) -> tuple[Candidate, Candidate]:
+        """The one that computes nothing twice, with as few micro-batches as make it the fastest.
 
         By small depths, and run with all its layers, compiled or not.
         """
-        shape, whole = (self._shape("none", self.cuttings[0], on) for on in (False, compile))
+        by_depths, ran = self._both(self._plain, target, speed, compile)
+        at = self._fewer(ran, speed)
+        return (by_depths, ran) if at is None else self._both(at, target, speed, compile)
+
+    def _fewer(self, ran: Candidate, speed: Speed) -> int | None:
+        """Which of the cuts into fewer micro-batches is faster than the one that was run."""
+        times = [
+            speed.step_seconds(ran.taken, cutting, ran.cutting) or math.inf
+            for cutting in self.cuttings[: self._plain]
+        ]
+        if not times or ran.seconds is None or min(times) > _WORTH_IT * ran.seconds:
+            return None
+        return times.index(min(times))
+
+    def _both(
+        self, rung: int, target: Target, speed: Speed, compile: bool
+    ) -> tuple[Candidate, Candidate]:
+        shape, whole = (self._shape("none", self.cuttings[rung], on) for on in (False, compile))
         told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
-        self._known["none", 0] = told
-        by_depths = self._candidate("none", 0, 0, speed)
+        self._known["none", rung] = told
+        by_depths = self._candidate("none", rung, 0, speed)
         return by_depths, _run(by_depths, taken, speed)
 
     def exact(
@@ -173,10 +200,11 @@ class Fitter:
         return _run(candidate, taken, speed)
 
     def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> Candidate:
-        cutting, plain = self.cuttings[rung], self.cuttings[0]
+        cutting, plain = self.cuttings[rung], self.cuttings[self._plain]
         taken = self._taken(mode, rung, at)
         # What a step must do is what it does without checkpointing.
-        must = _flops(self._taken("none", 0, at)) / (plain.probed * plain.rows * plain.width)
+        done = _flops(self._taken("none", self._plain, at))
+        must = done / (plain.probed * plain.rows * plain.width)
         return Candidate(
             checkpointing=mode,
             cutting=cutting,
@@ -190,7 +218,7 @@ class Fitter:
             return _between(self._taken("none", rung, at), self._taken("full", rung, at), 0.5)
         if (mode, rung) not in self._known and rung in self._ends:
             self._ask([(kind, end) for kind in ("none", mode) for end in self._ends])
-        if rung in self._ends:
+        if (mode, rung) in self._known:
             return self._known[mode, rung][at]
         low, high = self._ends[-2:]
         sizes = [self.cuttings[end].rows * self.cuttings[end].width for end in (low, rung, high)]

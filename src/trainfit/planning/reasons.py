@@ -74,7 +74,11 @@ def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Targ
         for c in sorted(fewer, key=lambda c: -c.cutting.cut.micro_batches)[:2]
     )
     tight = fewer and min(c.taken.peak_allocated for c in fewer) > held.capacity
-    limit = "fewer do not fit" if tight else "which pads the least"
+    plain = basis.cuttings[basis.plain].cut.micro_batches
+    if count < plain:
+        limit = f"since {plain}, which pad less, take the GPU longer to be given"
+    else:
+        limit = "fewer do not fit" if tight else "which pads the least"
     return Choice(
         value=count,
         why=f"{total} sequences cut into {count} micro-batches, {limit}",

@@ -24,7 +24,8 @@ from trainfit.records import Measurements, Precision, Record
 class Work(Record):
     """The least that one kernel has to do."""
 
-    kind: Literal["product", "attention", "slow", "copy"]
+    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call"]
+    """A call is no kernel: compiled code is entered, which takes the CPU a while."""
     flops: int
     skipped: int
     """Of the operations, those that the kernel leaves out because they are masked."""
@@ -64,6 +65,8 @@ class Calibration(Record):
     unaligned: float
     """What is left of a half-precision product's share when a dimension is no multiple of 8."""
     attention: float
+    own_attention: float
+    """Of trainfit's own kernels, which add a DeBERTa's positions or cap the scores."""
     copy: float
     slow: float
     cached: float
@@ -75,6 +78,8 @@ class Calibration(Record):
     """What the CPU takes per operation."""
     compiled_launch_seconds: float
     """The same in compiled code."""
+    compiled_call_seconds: float
+    """What the CPU takes to enter compiled code: its guards are checked, its inputs sorted."""
 
 
 @cache
@@ -185,6 +190,8 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
 
 
 def _launch_seconds(work: Work, rates: Rates, fitted: Calibration) -> float:
+    if work.kind == "call":
+        return fitted.compiled_call_seconds * rates.forward_launch
     if work.compiled:
         return fitted.compiled_launch_seconds * rates.forward_launch
     if work.backward:
@@ -193,6 +200,8 @@ def _launch_seconds(work: Work, rates: Rates, fitted: Calibration) -> float:
 
 
 def _kernel_seconds(work: Work, peak: float, bandwidth: float, fitted: Calibration) -> float:
+    if work.kind == "call":
+        return 0.0
     flops = work.flops - work.skipped
     arithmetic = flops / (peak * _share_of_peak(work, flops, fitted)) if flops else 0.0
     share = fitted.slow if work.kind == "slow" else fitted.copy
@@ -204,6 +213,8 @@ def _kernel_seconds(work: Work, peak: float, bandwidth: float, fitted: Calibrati
 def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:
     if work.kind == "attention":
         return fitted.attention
+    if work.kind == "own_attention":
+        return fitted.own_attention
     if not work.half:
         return fitted.product_full * flops / (flops + fitted.full_scale)
     share = fitted.product_half * flops / (flops + fitted.product_scale)

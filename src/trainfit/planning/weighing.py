@@ -23,7 +23,9 @@ def fitter_for(question: Question, basis: Basis, targets: tuple[Target, ...]) ->
     if question.pinned("batch_size") is not None:
         cuttings = cuttings[:1]  # pinned: the rest of the ladder is for running out of memory
     held = tuple(held_back(target, basis) for target in targets)
-    return Fitter(question.factory, basis.arguments, question.layers, cuttings, held)
+    return Fitter(
+        question.factory, basis.arguments, question.layers, cuttings, held, plain=basis.plain
+    )
 
 
 def held_back(target: Target, basis: Basis) -> Target:
@@ -63,7 +65,7 @@ def weigh(
     With `later` a clear winner is not run: it is about to be run compiled.
     """
     if "none" in modes and exact:
-        told, ran = fitter.largest(held, speed, compile=later)
+        told, ran = fitter.quickest(held, speed, compile=later)
         clear = told.taken.peak_reserved <= _CLEAR * held.capacity
         if later and clear:
             return Weighed(best=told, fits=True, candidates=[told])

@@ -69,7 +69,7 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         return None
     flops, skipped, again = _flops(func, args, kwargs, out)
     return Work(
-        kind=_kind(packet, flops),
+        kind=_kind(func, flops),
         flops=flops,
         skipped=skipped,
         again=again,
@@ -81,11 +81,12 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     )
 
 
-def _kind(packet: Any, flops: int) -> Any:
+def _kind(func: Any, flops: int) -> Any:
+    packet = func._overloadpacket
     if packet in _PRODUCTS:
         return "product"
     if flops:
-        return "attention"
+        return "own_attention" if func.namespace == "trainfit" else "attention"
     return "slow" if packet in _SLOW else "copy"
 
 

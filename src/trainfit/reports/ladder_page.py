@@ -41,7 +41,9 @@ def step_line(step: LadderStep) -> str:
     """A row in one line, for whoever waits."""
     if step.samples_per_second is None:
         return f"{step.name}: {step.status}" + (f" ({step.note})" if step.note else "")
-    return f"{step.name}: {rate(step)} samples/s, {times(step.speedup)} the baseline"
+    against, base = (step.speedup, "the baseline") if step.speedup else (step.gain, "the best")
+    compared = f", {times(against)} {base}" if against else ""
+    return f"{step.name}: {rate(step)} samples/s{compared}"
 
 
 def closing_lines(ladder: Ladder) -> list[str]:
@@ -51,6 +53,8 @@ def closing_lines(ladder: Ladder) -> list[str]:
         f"{'round' if ladder.rounds == 1 else 'rounds'} in {ladder.seconds:.0f} s, "
         f"{ladder.samples_per_step} sequences a step in every row."
     ]
+    if ladder.rounds == 1:
+        lines.append("After one round they do not show how a trial differs from the next.")
     if ladder.drift is not None:
         lines.append(f"The baseline at the end was {times(ladder.drift)} as fast as at first.")
     if ladder.ended != "finished":

@@ -236,11 +236,16 @@ class _Ascent:
 
     def baseline(self) -> list[list[float]]:
         """The rates that all are compared with: of the first row that could be measured."""
+        if self.rows[0].name != BASELINE:
+            return []
         return next((found for row in self.rows if (found := row.rates())), [])
 
     def fill(self, facts: Ladder) -> Ladder:
         """What was measured so far."""
         rates = self.baseline()
+        for row in self.rows:
+            if row.kept and len(row.good) > 1 and _is_slower(row):  # once may be by accident
+                row.note = "slower on its own; the plan has it, and what follows builds on it"
         return replace(
             facts,
             steps=tuple(row.step(rates, self.best) for row in self.rows),
@@ -273,10 +278,9 @@ def _verdict(rung: Rung, row: Row, planned: bool) -> tuple[bool, str]:
     if not row.good:
         # Where nothing has run yet, the rest may be what makes it run.
         return row.before is not None and not row.before.good, ""
-    if not _is_slower(row):
+    # What is slower alone may be what others need: packing needs half precision.
+    if planned or not _is_slower(row):
         return True, ""
-    if planned:  # others may need it: half precision is slower alone than packing is with it
-        return True, "slower on its own, but the plan has it, so what follows builds on it"
     return False, "slower here, so it is left out of what follows"
 
 

@@ -91,13 +91,11 @@ def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
     longest, share = max(workload.lengths), math.ceil(plan.effective_batch_size / plan.ranks)
     rows = share if space.free("batch_size") else space.base.batch_size
     most = max(longest, rows * workload.max_length)
-    if plan.packed:
-        count, cap = max(1, round(plan.gradient_accumulation_steps / factor)), most
-    else:
-        count, cap = 1, min(most, max(longest, round(plan.micro_batch_tokens * factor)))
-    at_least = min(count, share)
+    if not plan.packed:
+        most = min(most, max(longest, round(plan.micro_batch_tokens * factor)))
+    count = min(max(1, round(plan.gradient_accumulation_steps / factor)), share)
     batch, ranks = plan.effective_batch_size, plan.ranks
-    rungs, shape = _cut(workload.lengths, plan.packed, batch, cap, ranks, at_least)
+    rungs, shape = _cut(workload.lengths, plan.packed, batch, most, ranks, count)
     cut = rungs[0]
     return replace(
         plan,
@@ -113,11 +111,16 @@ def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
 
 @lru_cache(maxsize=32)
 def _cut(
-    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, at_least: int
+    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, count: int
 ) -> tuple[tuple[Cut, ...], dict[str, Any]]:
-    """The ladder of cuts, and the shape of the first; it takes a while, and is asked for again."""
+    """The ladder of cuts, and the shape of the first; it takes a while, and is asked for again.
+
+    Packed micro-batches are at least so many, padded ones at most.
+    """
     array = np.asarray(lengths, dtype=np.int64)
-    rungs = ladder(array, effective, cap, padded=not packed, ranks=ranks, at_least=at_least)
+    rungs = ladder(
+        array, effective, cap, padded=not packed, ranks=ranks, at_least=count, at_most=count
+    )
     return rungs, look_at(array, rungs[0], effective, ranks, 0).shape
 
 

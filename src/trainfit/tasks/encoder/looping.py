@@ -69,7 +69,8 @@ def loop_settings(
             padded=not plan.packed,
             ranks=ranks,
             seed=seed,
-            at_least=plan.gradient_accumulation_steps if plan.packed else 1,
+            at_least=plan.gradient_accumulation_steps,
+            at_most=plan.gradient_accumulation_steps,
         ),
         optimizer=OptimizerSettings(
             kind=plan.optimizer,
