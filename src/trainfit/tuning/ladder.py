@@ -27,7 +27,8 @@ from trainfit.tuning.records import Candidate, Interval, Trial
 
 __all__ = ["BASELINE", "MINUTES", "Ladder", "LadderStep", "NotApplicable", "climb"]
 
-MINUTES = 5.0
+MINUTES = 10.0
+"""A round takes an H200 seven for a base model or a small GPT."""
 _TRIAL_SECONDS = 2.0
 """Of timed steps in a trial: the rounds bring more of them."""
 _WARM_UP = {False: 2, True: 4}

@@ -1,0 +1,130 @@
+"""What the receipt costs: the same run with and without its profiled step, in turns.
+
+A run has one such step. Its cost is the difference of the times of two runs, from the third step
+on, and is told as a share of a run of a thousand steps.
+
+python benchmarks/receipt.py --output FILE --workload nli-deberta gpt
+python benchmarks/receipt.py --output FILE --tiny                        on a CPU
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from trainfit.engine.loop import train
+from trainfit.engine.observers import Observer
+from trainfit.files import write_whole
+from trainfit.measuring.machine import device_name
+from trainfit.measuring.timing import synchronize
+from trainfit.runtime import applied, forget_compiled
+from trainfit.tasks import tuned
+from trainfit.tuning.records import Candidate
+from trainfit.tuning.trial import build
+from tune import WORKLOADS, job_of
+
+FIRST = 2
+"""Steps in which the compiler works."""
+LONG_RUN = 1000
+
+
+class Span(Observer):
+    """Times the steps after the first ones as a whole, and each by itself, without waiting."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps, self.marks = steps, list[float]()
+        self.seconds = 0.0
+
+    def on_step(self, step: int) -> None:
+        """Wait for the device at both ends alone."""
+        if step in (FIRST, self.steps):
+            synchronize()
+        if step >= FIRST:
+            self.marks.append(time.perf_counter())
+        if step == self.steps:
+            self.seconds = self.marks[-1] - self.marks[0]
+
+
+def run(candidate: Candidate, steps: int, profiled: bool) -> tuple[Span, bool]:
+    """Train so many steps; the clock, and whether there is evidence of one."""
+    setup, span = build(candidate), Span(steps)
+    never = 2**31
+    settings = replace(
+        setup.settings,
+        max_steps=steps,
+        logging_steps=never,
+        checkpoint_steps=never,
+        eval_steps=never,
+        keep_checkpoints=0,
+        profile_step=profiled,
+    )
+    with tempfile.TemporaryDirectory() as folder, applied(setup.runtime), setup.around():
+        place = Path(folder) / "run"
+        train(setup.task, settings, place, observers=[span])
+        seen = (place / "evidence.json").exists()
+    forget_compiled()
+    return span, seen
+
+
+def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
+    job = job_of(WORKLOADS[name])
+    plan = tuned.with_tuned(job, job.ask({}))
+    candidate = Candidate(settings={}, plan=plan, task=tuned.trial_task(job))
+    run(candidate, FIRST + 1, profiled=False)  # what a process meets for the first time
+    found: dict[bool, list[float]] = {True: [], False: []}
+    usual: list[float] = []
+    for _ in range(rounds):
+        for profiled in (True, False):
+            span, seen = run(candidate, steps, profiled)
+            assert seen == profiled
+            found[profiled].append(span.seconds)
+            if not profiled:
+                usual.append(span.seconds / (steps - FIRST))
+    extra = [on - off for on, off in zip(found[True], found[False], strict=True)]
+    step = statistics.median(usual)
+    share = statistics.median(extra) / (LONG_RUN * step)
+    print(f"{name}: {extra} s on steps of {step:.4f} s, {share:.2%} of {LONG_RUN}", flush=True)
+    return {
+        "steps": steps,
+        "with_seconds": found[True],
+        "without_seconds": found[False],
+        "extra_seconds": extra,
+        "step_seconds": step,
+        "share_of_1000_steps": share,
+        "device": device_name(job.profile).split(" GPU-")[0],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--workload", nargs="*", choices=sorted(WORKLOADS), default=None)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
+    asked = parser.parse_args()
+    names = ["tiny"] if asked.tiny else asked.workload or [n for n in WORKLOADS if n != "tiny"]
+    record: dict[str, Any] = {
+        "command": "python benchmarks/receipt.py --output FILE "
+        + ("--tiny" if asked.tiny else f"--workload {' '.join(names)}")
+        + f" --steps {asked.steps} --rounds {asked.rounds}",
+        "date": time.strftime("%Y-%m-%d"),
+        "versions": {name: version(name) for name in ("torch", "transformers")}
+        | {"python": platform.python_version()},
+        "results": {},
+    }
+    for name in names:
+        record["results"][name] = measure(name, asked.steps, asked.rounds)
+        write_whole(asked.output, json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
