@@ -158,6 +158,9 @@ class Fitter:
             for mode in modes
             for rung in range(len(self.cuttings))
         ]
+        if made[0].seconds is None:  # nothing speaks for more padding
+            plain = self.cuttings[self._plain :]
+            made = [candidate for candidate in made if candidate.cutting in plain]
         return sorted(
             made,
             key=lambda c: (c.seconds or 0.0, MODES.index(c.checkpointing), -c.cutting.cut.tokens),

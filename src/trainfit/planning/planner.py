@@ -242,5 +242,6 @@ def _planned(
 
 
 def _fallbacks(basis: Basis, best: Candidate) -> tuple[int, ...]:
-    counts = [c.cut.micro_batches for c in basis.cuttings]
-    return tuple(c for c in counts if c >= best.cutting.cut.micro_batches)
+    count = best.cutting.cut.micro_batches
+    plain = [c.cut.micro_batches for c in basis.cuttings[basis.plain :]]
+    return (count, *(c for c in plain if c > count))
