@@ -37,24 +37,26 @@ LONG_RUN = 1000
 
 
 class Span(Observer):
-    """Times the steps after the first ones as a whole, and each by itself, without waiting."""
+    """Times the steps after the first ones as a whole: the device is waited for at both ends."""
 
     def __init__(self, steps: int) -> None:
-        self.steps, self.marks = steps, list[float]()
-        self.seconds = 0.0
+        self.ends, self.marks = (FIRST, steps), list[float]()
 
     def on_step(self, step: int) -> None:
-        """Wait for the device at both ends alone."""
-        if step in (FIRST, self.steps):
+        """Mark an end."""
+        if step in self.ends:
             synchronize()
-        if step >= FIRST:
             self.marks.append(time.perf_counter())
-        if step == self.steps:
-            self.seconds = self.marks[-1] - self.marks[0]
+
+    @property
+    def seconds(self) -> float:
+        """Between the two."""
+        began, ended = self.marks
+        return ended - began
 
 
-def run(candidate: Candidate, steps: int, profiled: bool) -> tuple[Span, bool]:
-    """Train so many steps; the clock, and whether there is evidence of one."""
+def run(candidate: Candidate, steps: int, profiled: bool) -> float:
+    """Train so many steps; the seconds that they took."""
     setup, span = build(candidate), Span(steps)
     never = 2**31
     settings = replace(
@@ -69,9 +71,9 @@ def run(candidate: Candidate, steps: int, profiled: bool) -> tuple[Span, bool]:
     with tempfile.TemporaryDirectory() as folder, applied(setup.runtime), setup.around():
         place = Path(folder) / "run"
         train(setup.task, settings, place, observers=[span])
-        seen = (place / "evidence.json").exists()
+        assert (place / "evidence.json").exists() == profiled
     forget_compiled()
-    return span, seen
+    return span.seconds
 
 
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
@@ -80,16 +82,11 @@ def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     candidate = Candidate(settings={}, plan=plan, task=tuned.trial_task(job))
     run(candidate, FIRST + 1, profiled=False)  # what a process meets for the first time
     found: dict[bool, list[float]] = {True: [], False: []}
-    usual: list[float] = []
     for _ in range(rounds):
-        for profiled in (True, False):
-            span, seen = run(candidate, steps, profiled)
-            assert seen == profiled
-            found[profiled].append(span.seconds)
-            if not profiled:
-                usual.append(span.seconds / (steps - FIRST))
+        for profiled, spent in found.items():
+            spent.append(run(candidate, steps, profiled))
     extra = [on - off for on, off in zip(found[True], found[False], strict=True)]
-    step = statistics.median(usual)
+    step = statistics.median(found[False]) / (steps - FIRST)
     share = statistics.median(extra) / (LONG_RUN * step)
     print(f"{name}: {extra} s on steps of {step:.4f} s, {share:.2%} of {LONG_RUN}", flush=True)
     return {

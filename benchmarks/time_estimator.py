@@ -60,8 +60,7 @@ def operations(rows: list[Truth]) -> list[tuple[Done, ...]]:
 
 
 def calibrated(values: np.ndarray) -> Calibration:
-    found = dict(zip(START, np.exp(values).tolist(), strict=True))
-    return Calibration(**found, **FIXED)
+    return Calibration(**dict(zip(START, np.exp(values).tolist(), strict=True)), **FIXED)
 
 
 def predict(

@@ -137,14 +137,14 @@ def measured_by_tune() -> list[Truth]:
         for name, work in found.items()
         for job in [tune.job_of(tune.WORKLOADS[name], "h200")]
         for one in work["grid"]
-        if one["status"] == "ok" and not _left_out(one["plan"])
+        if one["status"] == "ok" and not _left_out(one["point"])
     ]
 
 
-def _left_out(plan: dict[str, Any]) -> bool:
-    """CUDA graphs are not predicted; padded rows were compiled anew for each width, and no more."""
-    padded = not plan["packed"] and plan["gradient_accumulation_steps"] > 2
-    return bool(plan["compile_mode"] != "default" or (plan["compile"] and padded))
+def _left_out(point: dict[str, Any]) -> bool:
+    """CUDA graphs are not predicted; padded rows were compiled for some of their widths alone."""
+    mode = point["compile"]
+    return mode == "reduce-overhead" or (mode == "default" and point["way"] == "padded")
 
 
 def _point(name: str, job: Job, one: dict[str, Any]) -> Truth:

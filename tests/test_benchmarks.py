@@ -57,6 +57,23 @@ def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Pat
     assert [spread["within_wider"] for spread in summary["spreads"]] == [12, 12]
 
 
+@pytest.mark.soak
+@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
+def test_what_the_receipt_costs(tmp_path: Path):
+    output = tmp_path / "receipt.json"
+    words = ["--tiny", "--steps", "25", "--rounds", "2", "--output", output]
+    subprocess.run(
+        [sys.executable, ROOT / "benchmarks/receipt.py", *words],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    found = json.loads(output.read_text())["results"]["tiny"]
+    assert [len(found[name]) for name in ("with_seconds", "without_seconds")] == [2, 2]
+    assert all(seconds > 0 for seconds in found["with_seconds"] + found["without_seconds"])
+
+
 def test_curves_are_held_against_the_spread_of_their_seeds(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     loss_curves = importlib.import_module("loss_curves")

@@ -15,7 +15,12 @@ from trainfit.packing.dealing import sample_parts, share_step
 from trainfit.packing.lengths import IntArray, Lengths, check_fits, check_lengths, check_whole
 from trainfit.packing.microbatch import MicroBatch
 from trainfit.packing.packed import PackedCut, fit_packed_parts
-from trainfit.packing.padded import PaddedCut, choose_widths, fit_padded_parts
+from trainfit.packing.padded import (
+    PaddedCut,
+    choose_widths,
+    fit_coarser_parts,
+    fit_padded_parts,
+)
 
 Cut: TypeAlias = PackedCut | PaddedCut
 
@@ -87,11 +92,8 @@ def coarser_cuts(
     """
     array = check_lengths(lengths)
     check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
-    widths = choose_widths(array)
     parts = sample_parts(array, effective_batch, ranks, seed)
-    most = fit_padded_parts(parts, widths, cap_tokens).micro_batches
-    found = [fit_padded_parts(parts, widths, cap_tokens, count) for count in range(1, most)]
-    return tuple({cut.micro_batches: cut for cut in found if cut.micro_batches < most}.values())
+    return tuple(fit_coarser_parts(parts, choose_widths(array), cap_tokens))
 
 
 def _some(parts: list[list[int]]) -> list[list[int]]:

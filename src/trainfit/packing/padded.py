@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import takewhile
+from typing import Self
 
 import numpy as np
 
@@ -99,9 +101,27 @@ def fit_padded_parts(
     parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int, at_most: int | None = None
 ) -> PaddedCut:
     """Like `fit_padded`, for parts of steps that are dealt already."""
+    profile = _profile(parts, widths)
+    return _cut_of(profile, widths, _best_rows(profile, cap_tokens, at_most))
+
+
+def fit_coarser_parts(
+    parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int
+) -> list[PaddedCut]:
+    """The cuts into fewer micro-batches than that of `fit_padded_parts`, the fewest first."""
+    profile = _profile(parts, widths)
+    most = len(_best_rows(profile, cap_tokens))
+    fewer = takewhile(lambda rows: len(rows) < most, _rows_by_count(_Runs.of(profile, cap_tokens)))
+    return [_cut_of(profile, widths, rows) for rows in fewer]
+
+
+def _profile(parts: list[list[int]], widths: tuple[int, ...]) -> IntArray:
+    """The widths of the sequences of each whole step, the longest first."""
     whole = max(map(len, parts))
-    profile = _pad(np.array([part for part in parts if len(part) == whole]), widths)
-    rows = _best_rows(profile, cap_tokens, at_most)
+    return _pad(np.array([part for part in parts if len(part) == whole]), widths)
+
+
+def _cut_of(profile: IntArray, widths: tuple[int, ...], rows: tuple[int, ...]) -> PaddedCut:
     firsts = np.cumsum((0, *rows[:-1]))
     largest = int((profile.max(axis=0)[firsts] * rows).max())
     return PaddedCut(tokens=max(largest, widths[-1]), widths=widths, rows=rows)
@@ -133,31 +153,33 @@ def _best_rows(profile: IntArray, cap: int, at_most: int | None = None) -> tuple
     steps, size = profile.shape
     cost = np.zeros(size + 1, dtype=np.int64)
     first = np.zeros(size + 1, dtype=np.int64)
-    runs = _Runs(profile.sum(axis=0), profile.max(axis=0), cap)
+    runs = _Runs.of(profile, cap)
     for end in range(1, size + 1):
         first[end], cost[end] = runs.last(cost, end, steps * _START_COST)
     ends = [size]
     while ends[-1]:
         ends.append(int(first[ends[-1]]))
-    if at_most is not None and len(ends) - 1 > at_most:
-        ends = _few_ends(runs, at_most)
-    return tuple(np.diff(ends[::-1]).tolist())
+    rows = tuple(np.diff(ends[::-1]).tolist())
+    if at_most is None or len(rows) <= at_most:
+        return rows
+    return next(rows for rows in _rows_by_count(runs) if len(rows) >= at_most)
 
 
-def _few_ends(runs: _Runs, at_most: int) -> list[int]:
-    """Where micro-batches end that pad the least, the last first; as few as the cap allows."""
+def _rows_by_count(runs: _Runs) -> Iterator[tuple[int, ...]]:
+    """The rows that pad the least, for each number of micro-batches that the cap allows."""
     size = runs.total.size
     cost = np.full(size + 1, _NEVER)
     cost[0] = 0
     firsts: list[IntArray] = []
-    while len(firsts) < at_most or cost[size] >= _NEVER:
+    while True:
         found = [(0, _NEVER), *(runs.last(cost, end) for end in range(1, size + 1))]
         first, cost = np.array(found, dtype=np.int64).T
         firsts.append(first)
-    ends = [size]
-    for first in reversed(firsts):
-        ends.append(int(first[ends[-1]]))
-    return ends
+        if cost[size] < _NEVER:
+            ends = [size]
+            for first in reversed(firsts):
+                ends.append(int(first[ends[-1]]))
+            yield tuple(np.diff(ends[::-1]).tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +190,11 @@ class _Runs:
     """The width of each sequence, over all steps."""
     most: IntArray
     cap: int
+
+    @classmethod
+    def of(cls, profile: IntArray, cap: int) -> Self:
+        """The runs of steps with these widths."""
+        return cls(profile.sum(axis=0), profile.max(axis=0), cap)
 
     def last(self, cost: IntArray, end: int, start: int = 0) -> tuple[int, int]:
         """Where the micro-batch that ends here begins, and what all up to it then cost."""

@@ -81,7 +81,7 @@ def climb(
         if run is None:
             modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]
             children = stack.enter_context(Children(modules))
-            children.start(modes_of(best, rungs))
+            children.start(_modes(best, rungs))
             run = children.run
 
         def one_trial(row: Row, left: float) -> Trial:
@@ -246,7 +246,7 @@ class _Ascent:
         rates = self.baseline()
         for row in self.rows:
             if row.kept and len(row.good) > 1 and _is_slower(row):  # once may be by accident
-                row.note = "slower on its own; the plan has it, and what follows builds on it"
+                row.note = "slower on its own, and what follows builds on it"
         return replace(
             facts,
             steps=tuple(row.step(rates, self.best) for row in self.rows),
@@ -258,7 +258,7 @@ class _Ascent:
         )
 
 
-def modes_of(best: Plan, rungs: Sequence[Rung]) -> list[str]:
+def _modes(best: Plan, rungs: Sequence[Rung]) -> list[str]:
     """How the rows are compiled, each once: their processes can start at the same time."""
     alone = [mode_of(setting(best, (rung,))[0]) for rung in rungs]
     return list(dict.fromkeys([mode_of(setting(best, ())[0]), *alone]))
