@@ -332,7 +332,7 @@ class Plan(Record):
     packed: bool
     """Sequences end to end in rows of a fixed number of tokens; else padded ones of like length."""
     attention: str
-    """The attention path: varlen, disentangled, flex, sdpa, or the model's own."""
+    """The attention path: varlen, disentangled, softcapped, sdpa, or the model's own."""
     batch_size: int
     micro_batch_tokens: int
     """The most tokens of a micro-batch, filler and padding included: it sets the memory."""

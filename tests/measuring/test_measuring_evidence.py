@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +13,10 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
+from trainfit import kernels
 from trainfit.errors import TrainfitWarning
+from trainfit.kernels.disentangled import disentangled_attention
+from trainfit.kernels.softcapped import softcapped_attention
 from trainfit.measuring.evidence import traced
 from trainfit.runtime import compile_blocks
 
@@ -235,6 +240,25 @@ def test_the_attention_kernel_that_ran_is_named(dropout: float, kernel: str):
     assert seen.attention.masked
     assert (seen.attention.head, seen.attention.dtype) == (4, "fp32")
     assert items(seen, attention="sdpa")["attention"].status == "active"
+    assert items(seen, attention="varlen")["attention"].status == "not_active"
+
+
+@pytest.mark.parametrize(
+    ("operator", "more"),
+    [(softcapped_attention, (6, 0.5, 5.0, 8)), (disentangled_attention, (6, 0.5))],
+)
+def test_trainfits_own_attention_is_named_as_plans_name_it(
+    operator: Any, more: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+):
+    """The operator is the one of a GPU; only the Triton kernel in it does nothing here."""
+    name = operator._name.removeprefix("trainfit::").removesuffix("_attention")
+    row = torch.zeros(6, 2, 16)
+    nothing = SimpleNamespace(forward=lambda *_given: (row.clone(), row.new_zeros(2, 6)))
+    monkeypatch.setattr(kernels, f"{name}_triton", nothing, raising=False)
+    positions = [torch.zeros(2, 12, 2, 16)] * (name == "disentangled")
+    seen = evidence(lambda: operator(row, row, row, *positions, torch.tensor([0, 6]), *more))
+    assert seen.attention.calls == {name: 1}
+    assert items(seen, attention=name)["attention"].status == "active"
     assert items(seen, attention="varlen")["attention"].status == "not_active"
 
 

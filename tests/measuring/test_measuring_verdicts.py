@@ -33,6 +33,7 @@ def seen(**changes: Any) -> Evidence:
     ("found", "cause"),
     [
         (AttentionSeen(calls={"efficient": 12}, masked=True, dtype="bf16", head=64), "a mask"),
+        (AttentionSeen(calls={"cudnn": 12}, masked=True, dtype="bf16", head=64), "a mask"),
         (AttentionSeen(calls={"efficient": 12}, dtype="fp32", head=64), "given fp32"),
         (AttentionSeen(calls={"math": 12}, dtype="bf16", head=320), "heads of 320"),
     ],
@@ -57,6 +58,13 @@ def test_a_flash_kernel_that_is_switched_off_is_told_apart():
 def test_flash_kernels_count_as_flash(kernel: str):
     found = items(seen(attention=AttentionSeen(calls={kernel: 3})), flash_attention=True)
     assert found["flash_attention"].status == "active"
+
+
+@pytest.mark.parametrize("kernel", ["disentangled", "softcapped"])
+def test_flash_is_no_question_where_the_model_needs_a_kernel_of_its_own(kernel: str):
+    found = items(seen(attention=AttentionSeen(calls={kernel: 3})), attention=kernel)
+    assert found["attention"].status == "active"
+    assert found["flash_attention"].status == "not_applicable"
 
 
 def test_tf32_is_judged_by_kernels_before_switches():

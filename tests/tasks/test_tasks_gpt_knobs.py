@@ -390,11 +390,14 @@ def test_a_run_on_a_known_gpu_has_an_mfu_and_pins_its_batches(tmp_path: Path, mo
 
 @pytest.mark.gpu
 def test_the_cache_is_freed_after_an_evaluation(tmp_path: Path):
-    reserved: list[tuple[int, int]] = []
+    unused: list[int] = []
 
     class Watch(Observer):
         def on_evaluation(self, step: int, metrics: Any) -> None:
-            reserved.append((torch.cuda.memory_allocated(), torch.cuda.memory_reserved()))
+            unused.append(torch.cuda.memory_reserved() - torch.cuda.memory_allocated())
 
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()  # by others: CUDA graphs
     go(tmp_path, "training.eval_batch_size=512", watch=Watch())
-    assert all(held - used < 64 << 20 for used, held in reserved)
+    assert unused
+    assert max(unused) - before < 64 << 20

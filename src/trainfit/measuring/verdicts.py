@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from trainfit.measuring.evidence import Evidence
+from trainfit.measuring.evidence import AttentionSeen, Evidence
 from trainfit.records import ReceiptItem, Scalar
 
 Verdict = Callable[[Scalar, Evidence], ReceiptItem]
@@ -121,8 +121,10 @@ def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
 # ── attention ─────────────────────────────────────────────────────────────────────────────────
 
 _SDPA = ("flash", "efficient", "cudnn", "math", "cpu")
-_FLASH = ("flash", "varlen", "cudnn")
-"""cuDNN's kernel is one of the kind: torch prefers it on newer GPUs."""
+_OWN = {
+    "disentangled": "the model has attention of its own",
+    "softcapped": "the model caps its logits, which the flash kernel does not do",
+}
 _LARGEST_HEAD = 256
 
 
@@ -136,7 +138,7 @@ def attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
     evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
     if found.masked:
         evidence += ", with a mask"
-    right = {"sdpa": observed in _SDPA, "own": True, "flash": observed in _FLASH}.get(
+    right = {"sdpa": observed in _SDPA, "own": True, "flash": _is_flash(found)}.get(
         str(requested), requested == observed
     )
     mend = "see flash_attention" if requested == "flash" else _path_mend(str(requested))
@@ -148,6 +150,7 @@ def _path_mend(requested: str) -> str:
         "sdpa": "build the model with attn_implementation='sdpa'",
         "varlen": "packed rows in half precision on compute capability 8.0 or newer, no dropout",
         "disentangled": "packed rows on a GPU with Triton, no attention dropout",
+        "softcapped": "packed rows on a GPU with Triton, no attention dropout",
     }.get(requested, f"build the model with attn_implementation={requested!r}")
 
 
@@ -156,13 +159,18 @@ def flash_attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
     found = seen.attention
     if seen.device != "cuda":
         return inapplicable("flash_attention", requested, "its kernel is for GPUs")
-    if found.kernel is None or found.kernel == "disentangled":
-        why = "the model has attention of its own" if found.kernel else "no attention kernel ran"
+    if found.kernel is None or found.kernel in _OWN:
+        why = _OWN.get(found.kernel or "", "no attention kernel ran")
         return inapplicable("flash_attention", requested, why)
-    observed = found.kernel in _FLASH
+    observed = _is_flash(found)
     cause, mend = _no_flash(seen)
     evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
     return judged("flash_attention", requested, observed, evidence, mend=mend)
+
+
+def _is_flash(found: AttentionSeen) -> bool:
+    """Or cuDNN's, which torch prefers on newer GPUs: with a mask, that one reads it all."""
+    return found.kernel in ("flash", "varlen") or (found.kernel == "cudnn" and not found.masked)
 
 
 def _no_flash(seen: Evidence) -> tuple[str, str]:

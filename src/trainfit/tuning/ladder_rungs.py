@@ -15,7 +15,7 @@ from trainfit.records import Plan, Record
 
 NAIVE_BATCH = 8
 """Sequences at a time where nobody has thought about it: Trainer's default."""
-FUSIBLE = ("sdpa", "varlen", "flex")
+FUSIBLE = ("sdpa", "varlen")
 """Attention paths that begin as scaled_dot_product_attention on padded rows."""
 
 

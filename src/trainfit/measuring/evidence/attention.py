@@ -16,6 +16,7 @@ _KERNELS = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": "cpu",
     "torch_attn::_varlen_attn": "varlen",
     "trainfit::disentangled_attention": "disentangled",
+    "trainfit::softcapped_attention": "softcapped",
     "flash_attn::_flash_attn_forward": "flash",
     "flash_attn::_flash_attn_varlen_forward": "varlen",
     "flex_attention": "flex",

@@ -32,7 +32,8 @@ class AttentionSeen(Record):
     """How attention was computed."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """Forward calls by kernel: flash, varlen, efficient, cudnn, math, disentangled, flex, cpu."""
+    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and trainfit's own,
+    disentangled and softcapped."""
     masked: bool = False
     """Whether scaled_dot_product_attention was given a mask."""
     dtype: str | None = None
