@@ -11,15 +11,18 @@ files say.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 from trainfit import codec
 from trainfit.files import write_whole
+from trainfit.measuring.timing import ratio_interval
 from trainfit.reports.ladder_page import closing_lines, rate, times
 from trainfit.reports.ladder_plot import ladder_plot
 from trainfit.reports.numbers import shown
 from trainfit.tuning.ladder_records import Ladder, LadderStep
+from trainfit.tuning.records import Interval
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "ladder.md"
@@ -34,13 +37,48 @@ def recorded(results: Path = ROOT / "benchmarks" / "results") -> dict[str, Ladde
             found[f"{path.stem}.svg"] = _measured(Ladder.load(path))
             continue
         for name, work in json.loads(path.read_text()).get("workloads", {}).items():
-            if "ladder" in work:
-                ladder = codec.decode(Ladder, work["ladder"], str(path))
-                if "removals" in work:  # measured by themselves, and so more of them
-                    removals = codec.decode(Ladder, work["removals"], str(path))
-                    ladder = replace(ladder, without=removals.without)
-                found[f"{path.stem}-{name}-ladder.svg"] = replace(_measured(ladder), title=name)
+            parts = {
+                part: _measured(codec.decode(Ladder, work[part], str(path)))
+                for part in ("ladder", "rows", "removals")
+                if part in work
+            }
+            if "ladder" in parts:
+                found[f"{path.stem}-{name}-ladder.svg"] = replace(_joined(**parts), title=name)
     return found
+
+
+def _joined(ladder: Ladder, rows: Ladder | None = None, removals: Ladder | None = None) -> Ladder:
+    """With the rows that were measured again, and what was removed from the best by itself."""
+    if rows is not None:
+        ladder = replace(ladder, steps=tuple(_again(ladder, rows)))
+    if removals is not None:
+        later = {step.name for step in removals.without}
+        earlier = [step for step in ladder.without if step.name not in later]
+        ladder = replace(ladder, without=(*removals.without, *earlier))
+    lost = sorted(ladder.without, key=lambda step: step.gain.value if step.gain else 0.0)
+    return replace(ladder, without=tuple(lost))
+
+
+def _again(ladder: Ladder, rows: Ladder) -> Iterator[LadderStep]:
+    """The steps, with those that `rows` compares with the one before as they are there."""
+    later = {step.name: step for step in rows.steps if step.gain is not None}
+    known = {step.name for step in ladder.steps}
+    last: LadderStep | None = None
+    for step in (*ladder.steps, *(later[name] for name in later if name not in known)):
+        again = later.get(step.name)
+        if again is not None:
+            note = "; ".join(filter(None, (again.note, "measured later")))
+            speedup = _over(again, ladder.steps[0])
+            step = replace(again, speedup=speedup, note=note)
+        elif last is not None and last.name in later and last.kept:
+            step = replace(step, gain=_over(step, last))
+        yield step
+        last = step
+
+
+def _over(step: LadderStep, other: LadderStep) -> Interval:
+    rates = ([[1 / each for each in found] for found in one.step_seconds] for one in (step, other))
+    return ratio_interval(*rates)
 
 
 def _measured(ladder: Ladder) -> Ladder:
@@ -83,19 +121,17 @@ _NOT_REMOVED = "There was no time to remove them from the best again."
 def _table(steps: tuple[LadderStep, ...], against: str, first: str = "optimization") -> list[str]:
     if not steps:
         return []
-    heads = (first, "samples/s", "speed-up", against, "peak memory", "")
-    rows = [
-        (
-            step.name,
-            rate(step),
-            times(step.speedup),
-            times(step.gain),
-            shown(step.peak_memory_gib, "gib"),
-            step.note,
-        )
-        for step in steps
-    ]
-    return ["| " + " | ".join(row).rstrip() + " |" for row in (heads, ("---",) * 6, *rows)]
+    whole = all(step.speedup for step in steps)  # not where the baseline was not measured
+    columns = {
+        first: [step.name for step in steps],
+        "samples/s": [rate(step) for step in steps],
+        **({"speed-up": [times(step.speedup) for step in steps]} if whole else {}),
+        against: [times(step.gain) for step in steps],
+        "peak memory": [shown(step.peak_memory_gib, "gib") for step in steps],
+        "": [step.note for step in steps],
+    }
+    rows = [columns, ["---"] * len(columns), *zip(*columns.values(), strict=True)]
+    return ["| " + " | ".join(row).rstrip() + " |" for row in rows]
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ python benchmarks/tune.py --output FILE --workload nli-gemma --stage grid     go
 python benchmarks/tune.py --output FILE --workload nli-gemma --stage tune
 python benchmarks/tune.py --output FILE --workload gpt --stage ladder
 python benchmarks/tune.py --output FILE --workload gpt --stage removals     its second half alone
+python benchmarks/tune.py --output FILE --workload gpt --stage rows --rows "batch size" TF32
 python benchmarks/tune.py --output FILE --workload gpt --stage finder
 python benchmarks/tune.py --output FILE --gpu h200 --stage predicted    its memory, on a CPU
 python benchmarks/tune.py --output FILE --tiny                                 on a CPU, all stages
@@ -20,6 +21,7 @@ import argparse
 import json
 import platform
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -40,7 +42,7 @@ from trainfit.tuning.ladder_records import LadderStep
 from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.space import Space, changed, differences, with_budget
 
-STAGES = ("grid", "tune", "ladder", "finder", "removals", "predicted")
+STAGES = ("grid", "tune", "ladder", "finder", "removals", "rows", "predicted")
 STEPS, WARM_UP, SECONDS, LIMIT = 20, 4, 4.0, 150.0
 
 
@@ -200,7 +202,12 @@ def in_turns(job: tuned.Job, best: Plan, measured: list[dict[str, Any]]) -> dict
 
 
 def ladder(
-    job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any, *, removals_only: bool
+    stage: str,
+    job: tuned.Job,
+    minutes: float,
+    rows: Sequence[str],
+    shown: dict[str, Any],
+    keep: Any,
 ) -> None:
     from trainfit.reports.ladder_page import step_line
     from trainfit.tuning.ladder import climb
@@ -220,12 +227,13 @@ def ladder(
             job.profile,
             title=job.composed.task,
             no_liger=job.question.no_liger,
-            removals_only=removals_only,
+            removals_only=stage == "removals",
+            only=rows if stage == "rows" else (),
             minutes=minutes - (time.monotonic() - began) / 60,
             run=children.run,
             watch=watch,
         )
-    shown["removals" if removals_only else "ladder"] = codec.encode(made)
+    shown[stage] = codec.encode(made)
     keep()
 
 
@@ -299,6 +307,7 @@ def main() -> None:
     parser.add_argument("--stage", nargs="*", choices=STAGES, default=None)
     parser.add_argument("--gpu", help="of the catalogue, for what is predicted")
     parser.add_argument("--minutes", type=float, default=3.5, help="of tune and of the ladder")
+    parser.add_argument("--rows", nargs="*", default=[], help="of the ladder, for the stage rows")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on a CPU")
     asked = parser.parse_args()
     names = ["tiny"] if asked.tiny else asked.workload or [n for n in WORKLOADS if n != "tiny"]
@@ -313,10 +322,10 @@ def main() -> None:
         if asked.gpu is None:
             record["hardware"] = device_name(job.profile).split(" GPU-")[0]
         shown = record["workloads"].setdefault(name, {"words": workload.words})
-        for stage in asked.stage or STAGES[:-2]:
+        for stage in asked.stage or STAGES[:4]:
             print(f"{name}, {stage}", flush=True)
             try:
-                _stage(stage, job, workload, asked.minutes, shown, keep)
+                _stage(stage, job, workload, asked, shown, keep)
             except TrainfitError as error:  # the other stages can still say something
                 shown[f"{stage}_error"] = str(error)
                 print(f"  {error}", flush=True)
@@ -324,16 +333,14 @@ def main() -> None:
 
 
 def _stage(
-    stage: str, job: tuned.Job, workload: Workload, minutes: float, shown: Any, keep: Any
+    stage: str, job: tuned.Job, workload: Workload, asked: Any, shown: Any, keep: Any
 ) -> None:
     if stage == "grid":
         grid(job, workload, shown, keep)
     elif stage == "tune":
-        tune(job, minutes, shown, keep)
-    elif stage == "ladder":
-        ladder(job, minutes, shown, keep, removals_only=False)
-    elif stage == "removals":
-        ladder(job, minutes, shown, keep, removals_only=True)
+        tune(job, asked.minutes, shown, keep)
+    elif stage in ("ladder", "removals", "rows"):
+        ladder(stage, job, asked.minutes, asked.rows, shown, keep)
     elif stage == "predicted":
         predicted(job, shown, keep)
     else:

@@ -61,20 +61,70 @@ def test_points_of_the_grids() -> None:
     deberta = [rate("nli-deberta", "default", parts, "packed") for parts in (1, 4)]
     graphs = [rate("gpt", "reduce-overhead", 1, "plain")]
     graphs.append(rate("nli-deberta", "reduce-overhead", 1, "packed"))
-    padded = [
-        max(rate(work, "default", parts, "padded") for parts in (1, 4))
-        for work in ("nli-deberta", "nli-gemma")
-    ]
     some = rate("gpt", "default", 1, "selective") / gpt[0]
     kept = point("gpt", "default", 1, "selective")["peak_memory_gib"]
     for sentence in (
         f"GPT-2 124M {graphs[0]:.1f} samples/s against {gpt[0]:.1f}",
         f"DeBERTa-v3-base {graphs[1]:,.0f} against {deberta[0]:,.0f}",
-        f"DeBERTa-v3-base {deberta[0]:,.0f} samples/s against {padded[0]:.0f}",
-        f"Gemma-3-1B {gemma[0]:.0f} against {padded[1]:.0f}",
         f"{gpt[0]:.0f} samples/s in one and {gpt[1]:.0f} in two",
         f"{gemma[0]:.0f} in one and {gemma[1]:.0f} in four",
         f"{deberta[0]:,.0f} in one and {deberta[1]:.0f} in four",
         f"{1 - some:.0%} and {kept:.2f} GiB with `selective`",
     ):
         assert sentence in PAGE, sentence
+
+
+def measured_again(work: str, part: str) -> dict[str, dict[str, Any]]:
+    return {step["name"]: step for step in WORK[work][part]["steps"] + WORK[work][part]["without"]}
+
+
+def test_what_was_measured_apart_from_the_climb() -> None:
+    """Packing against padding, and Liger's kernels against the compiler's."""
+    deberta, gemma = (
+        [found[name]["samples_per_second"]["value"] for name in ("the best", "packing")]
+        for found in (measured_again(work, "removals") for work in ("nli-deberta", "nli-gemma"))
+    )
+    rows = measured_again("nli-gemma", "rows")
+    pair = [rows[name] for name in ("Liger kernels", "torch.compile")]
+    liger = [step["samples_per_second"]["value"] for step in pair]
+    for sentence in (
+        "DeBERTa-v3-base {:,.0f} samples/s against {:.0f}".format(*deberta),
+        "Gemma-3-1B {:.0f} against {:.0f}".format(*gemma),
+        "made {:.0f} samples/s with them and {:.0f} without".format(*liger),
+        "took {:.1f} GiB for {:.1f}".format(*(step["peak_memory_gib"] for step in pair)),
+    ):
+        assert sentence in PAGE, sentence
+
+
+def test_what_the_ladders_teach() -> None:
+    page = " ".join((ROOT / "docs" / "ladder.md").read_text().split())
+
+    def losses(name: str) -> list[float]:
+        found = [measured_again(work, "removals").get(name) for work in WORK]
+        return sorted(step["gain"]["value"] for step in found if step and step["gain"])
+
+    assert max(losses("mixed precision")) < 0.34
+    assert "keeps less than a third of its speed, or a third" in page
+    for name, words in (
+        ("batch size", "{:.2f}× to {:.2f}×"),
+        ("packing", "({:.2f}× and {:.2f}× without)"),
+        ("attention kernel", "no scores in memory ({:.2f}×)"),
+        ("torch.compile", "the compiler ({:.2f}× to {:.2f}×)"),
+        ("fused AdamW", "fused AdamW ({:.2f}× to {:.2f}×)"),
+    ):
+        found = losses(name)
+        assert words.format(*dict.fromkeys((found[0], found[-1]))) in page, name
+    little = ("TF32", "pinned memory", "loader workers", "cuDNN benchmark")
+    assert all(abs(loss - 1) < 0.015 for name in little for loss in losses(name))
+    small = [loss for name in ("set_to_none", "persistent workers") for loss in losses(name)]
+    assert min(small) > 0.975
+    for work in ("nli-deberta", "nli-gemma"):
+        climb = {step["name"]: step for step in WORK[work]["ladder"]["steps"]}
+        assert climb["mixed precision"]["gain"]["high"] < 1
+        assert climb["grouping by length"]["gain"]["high"] < 1
+        rows = measured_again(work, "rows")
+        assert rows["grouping by length"]["gain"]["low"] > 1
+        for name in ("batch size", "torch.compile"):
+            if name in rows:
+                pair = [one[name]["samples_per_second"]["value"] for one in (rows, climb)]
+                assert abs(pair[0] / pair[1] - 1) < 0.02

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from trainfit.errors import BadInput
 from trainfit.measuring.timing import median_interval, ratio_interval, rounds_interval
 from trainfit.records import Plan
 from trainfit.reports.ladder_page import ladder_page, write_ladder
@@ -293,6 +294,29 @@ def test_the_removals_can_be_measured_alone():
         if step.name != "persistent workers":
             assert holds(step.gain, 0.10 / WITHOUT[step.name]), step.name
     assert not any(one.plan.precision == "fp16" for one in machine.ran)
+
+
+def test_some_rows_can_be_measured_alone_where_they_stand():
+    chosen = ("batch size", "grouping by length", "torch.compile", "gradient checkpointing")
+    found = climbed(only=chosen, rounds=1)
+    assert tuple(step.name for step in found.steps) == chosen
+    assert not found.without
+    steps = named(found.steps)
+    for name, step in steps.items():
+        assert step.speedup is None
+        assert holds(step.samples_per_second, 64 / SECONDS[name]), name
+    assert steps["batch size"].gain is None
+    grouped = SECONDS["batch size"] / SECONDS["grouping by length"]
+    assert holds(steps["grouping by length"].gain, grouped)
+    assert steps["torch.compile"].gain is None  # packing, before it, was not asked for
+    again = SECONDS["torch.compile"] / SECONDS["gradient checkpointing"]
+    assert holds(steps["gradient checkpointing"].gain, again)
+    assert [step.kept for step in found.steps] == [True, True, True, False]
+
+
+def test_a_row_that_does_not_exist_is_told():
+    with pytest.raises(BadInput, match=r"no row 'grouping'.*grouping by length"):
+        climbed(only=["grouping"])
 
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch):

@@ -16,7 +16,7 @@ from trainfit.conf import compose
 from trainfit.records import Plan
 from trainfit.tasks import planned, tuned
 from trainfit.tuning.children import Children
-from trainfit.tuning.records import Candidate, Trial
+from trainfit.tuning.records import Candidate
 from trainfit.tuning.space import changed
 from trainfit.tuning.trial import run_trial
 
@@ -84,15 +84,17 @@ def test_a_second_compiled_trial_is_compiled_too(job: tuned.Job, base: Plan) -> 
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_children_agree_with_a_trial_in_this_process(job: tuned.Job, base: Plan) -> None:
+def test_a_child_measures_what_this_process_does(job: tuned.Job, base: Plan) -> None:
+    """It may be quicker: steps this short wait for Python, and a process of tests is full."""
     here = run_trial(candidate(job, base), steps=20, warm_up=4)
     with Children(["trainfit.tasks.encoder.trial"]) as children:
         there = children.run(candidate(job, base), steps=20, warm_up=4, limit=120)
-    rates: list[Trial] = [here, there]
-    first, second = (one.samples_per_second for one in rates)
+    first, second = here.samples_per_second, there.samples_per_second
     assert first is not None
     assert second is not None
-    assert second.value == pytest.approx(first.value, rel=0.1)
+    assert second.value > 0.9 * first.value
+    assert there.step_samples == here.step_samples
+    assert there.peak_memory_gib == pytest.approx(here.peak_memory_gib, rel=0.05)
 
 
 def test_tune_keeps_its_time_and_its_choice_is_no_slower_than_the_plan(

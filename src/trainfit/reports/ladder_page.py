@@ -41,7 +41,7 @@ def step_line(step: LadderStep) -> str:
     """A row in one line, for whoever waits."""
     if step.samples_per_second is None:
         return f"{step.name}: {step.status}" + (f" ({step.note})" if step.note else "")
-    against, base = (step.speedup, "the baseline") if step.speedup else (step.gain, "the best")
+    against, base = (step.speedup, "the baseline") if step.speedup else (step.gain, "the last")
     compared = f", {times(against)} {base}" if against else ""
     return f"{step.name}: {rate(step)} samples/s{compared}"
 

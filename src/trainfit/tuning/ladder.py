@@ -15,7 +15,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, did_you_mean
 from trainfit.measuring.timing import ratio_interval
 from trainfit.records import HardwareProfile, Plan, TaskSpec
 from trainfit.tuning.children import Children, mode_of
@@ -62,6 +62,7 @@ def climb(
     title: str = "",
     no_liger: str | None = None,
     removals_only: bool = False,
+    only: Sequence[str] = (),
     minutes: float = MINUTES,
     rounds: int = 3,
     steps: int = 20,
@@ -72,11 +73,16 @@ def climb(
 
     `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. With
     `removals_only` it starts at the top: the best, and the best without each of its optimizations.
+    With `only` it measures the rows of these names alone, each on all the plan has before it.
     `watch` is told each row after each of its trials. Ctrl-C ends it with what was measured.
     """
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
     rungs, unfit = rungs_for(best, profile, no_liger)
+    for name in only:
+        if name not in (names := [rung.name for rung in rungs]):
+            known = f"use one of {', '.join(names)}"
+            raise BadInput(f"the ladder has no row {name!r} here", did_you_mean(name, names, known))
     with ExitStack() as stack:
         if run is None:
             modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]
@@ -104,7 +110,7 @@ def climb(
             not_applicable=unfit,
         )
         try:
-            ascent.first_round(rungs, removals_only)
+            ascent.first_round(rungs, removals_only, only)
             for _ in range(rounds - 1):
                 ascent.another_round()
         except KeyboardInterrupt:
@@ -128,9 +134,12 @@ class _Ascent:
     rounds: int = 0
     ended: Literal["finished", "time is up", "interrupted"] = "finished"
 
-    def first_round(self, rungs: Sequence[Rung], removals_only: bool) -> None:
-        """Climb to the plan, and remove each optimization from the best."""
+    def first_round(self, rungs: Sequence[Rung], removals_only: bool, only: Sequence[str]) -> None:
+        """Climb to the plan, and remove each optimization from the best; or a part of that."""
         self.rounds += 1
+        if only:
+            self.pick(rungs, only)
+            return
         if removals_only:
             kept = [rung for rung in rungs if not rung.trades]
             top = self.row("the best", "with all of them", kept)
@@ -140,6 +149,20 @@ class _Ascent:
             kept, top = self.climb(rungs)
         self.remove_each(kept, top)
         self.measure(self.rows[0])
+
+    def pick(self, rungs: Sequence[Rung], only: Sequence[str]) -> None:
+        """These rows alone. One is compared with the row before it, if that is measured too."""
+        kept: list[Rung] = []
+        top: Row | None = None
+        for rung in rungs:
+            row = self.row(rung.name, rung.what, (*kept, rung), top, rung)
+            if rung.name in only:
+                self.rows.append(row)
+                self.measure(row)
+                row.kept, row.note = _verdict(rung, row, planned=True)
+            if not rung.trades:
+                kept.append(rung)
+                top = row if rung.name in only else None
 
     def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], Row]:
         """From the baseline up; the rungs that were kept, and the last row built on them."""

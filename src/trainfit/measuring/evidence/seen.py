@@ -32,8 +32,8 @@ class AttentionSeen(Record):
     """How attention was computed."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and trainfit's own,
-    disentangled and softcapped."""
+    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and two of
+    trainfit's own, disentangled and softcapped."""
     masked: bool = False
     """Whether scaled_dot_product_attention was given a mask."""
     dtype: str | None = None
