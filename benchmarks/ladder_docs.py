@@ -54,7 +54,8 @@ def _joined(ladder: Ladder, rows: Ladder | None = None, removals: Ladder | None 
     if removals is not None:
         later = {step.name for step in removals.without}
         earlier = [step for step in ladder.without if step.name not in later]
-        ladder = replace(ladder, without=(*removals.without, *earlier))
+        lost = [replace(step, speedup=_share(step, ladder.best)) for step in removals.without]
+        ladder = replace(ladder, without=(*lost, *earlier))
     lost = sorted(ladder.without, key=lambda step: step.gain.value if step.gain else 0.0)
     return replace(ladder, without=tuple(lost))
 
@@ -74,6 +75,16 @@ def _again(ladder: Ladder, rows: Ladder) -> Iterator[LadderStep]:
             step = replace(step, gain=_over(step, last))
         yield step
         last = step
+
+
+def _share(step: LadderStep, best: LadderStep) -> Interval | None:
+    """The speed-up of the best, as far as this has it: the baseline was not measured beside it."""
+    if step.gain is None or best.speedup is None:
+        return None
+    low, value, high = (
+        best.speedup.value * each for each in (step.gain.low, step.gain.value, step.gain.high)
+    )
+    return Interval(value=value, low=low, high=high)
 
 
 def _over(step: LadderStep, other: LadderStep) -> Interval:
@@ -121,17 +132,19 @@ _NOT_REMOVED = "There was no time to remove them from the best again."
 def _table(steps: tuple[LadderStep, ...], against: str, first: str = "optimization") -> list[str]:
     if not steps:
         return []
-    whole = all(step.speedup for step in steps)  # not where the baseline was not measured
-    columns = {
-        first: [step.name for step in steps],
-        "samples/s": [rate(step) for step in steps],
-        **({"speed-up": [times(step.speedup) for step in steps]} if whole else {}),
-        against: [times(step.gain) for step in steps],
-        "peak memory": [shown(step.peak_memory_gib, "gib") for step in steps],
-        "": [step.note for step in steps],
-    }
-    rows = [columns, ["---"] * len(columns), *zip(*columns.values(), strict=True)]
-    return ["| " + " | ".join(row).rstrip() + " |" for row in rows]
+    heads = (first, "samples/s", "speed-up", against, "peak memory", "")
+    rows = [
+        (
+            step.name,
+            rate(step),
+            times(step.speedup),
+            times(step.gain),
+            shown(step.peak_memory_gib, "gib"),
+            step.note,
+        )
+        for step in steps
+    ]
+    return ["| " + " | ".join(row).rstrip() + " |" for row in (heads, ("---",) * 6, *rows)]
 
 
 def main() -> None:
