@@ -6,9 +6,10 @@ in attention. trainfit runs its engine by its own plan; a round of each peer com
 its rounds, so that all see the same machine in the same minutes. The figure is the median of the
 rounds, with their range beside it.
 
-    python benchmarks/peers.py --output FILE --workload nli [--model deberta-v3-base]
-    python benchmarks/peers.py --output FILE --workload gpt
-    python benchmarks/peers.py --output FILE --tiny             both, of a tiny shape, on this CPU
+    python benchmarks/peers.py                               both; without a GPU, tiny shapes
+    python benchmarks/peers.py --workload nli [--model deberta-v3-base] [--output FILE]
+    python benchmarks/peers.py --workload gpt
+    python benchmarks/peers.py --tiny                        to see that it runs
 
 nli.py and gpt.py hold the longer comparisons: more models, more settings, the curves of the loss.
 """
@@ -207,7 +208,7 @@ def table(shown: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--output", type=Path, help="runs/peers-TIME.json, if none is named")
     parser.add_argument("--workload", choices=WORKLOADS, help="both, if none is named")
     parser.add_argument("--model", help="of the catalogue; with --workload")
     parser.add_argument("--rounds", type=int, help="3, or 2 of a tiny shape")
@@ -216,6 +217,11 @@ def main() -> None:
     options = parser.parse_args()
     if options.model and not options.workload:
         parser.error("--model needs --workload")
+    if not CUDA and not options.tiny and not options.model:
+        options.tiny = True
+        print("there is no GPU: tiny shapes; a --model is raced as it is", flush=True)
+    options.output = options.output or Path("runs", f"peers-{time.strftime('%Y%m%d-%H%M%S')}.json")
+    options.output.parent.mkdir(parents=True, exist_ok=True)
     options.rounds = options.rounds or (2 if options.tiny else 3)
     options.steps = options.steps or (4 if options.tiny else 50)
     import lightning
@@ -246,6 +252,7 @@ def main() -> None:
             print(f"{workload}, {work.name}", flush=True)
             race(work, options, shown, keep)
         print(table(shown), flush=True)
+    print(f"Written: {options.output}")
 
 
 if __name__ == "__main__":
