@@ -28,7 +28,7 @@ from trainfit.measuring.timing import synchronize
 from trainfit.runtime import applied, forget_compiled
 from trainfit.tasks import tuned
 from trainfit.tuning.records import Candidate
-from trainfit.tuning.trial import build
+from trainfit.tuning.trial import build, steps_alone
 from tune import WORKLOADS, job_of
 
 FIRST = 2
@@ -58,16 +58,7 @@ class Span(Observer):
 def run(candidate: Candidate, steps: int, profiled: bool) -> float:
     """Train so many steps; the seconds that they took."""
     setup, span = build(candidate), Span(steps)
-    never = 2**31
-    settings = replace(
-        setup.settings,
-        max_steps=steps,
-        logging_steps=never,
-        checkpoint_steps=never,
-        eval_steps=never,
-        keep_checkpoints=0,
-        profile_step=profiled,
-    )
+    settings = replace(steps_alone(setup.settings), max_steps=steps, profile_step=profiled)
     with tempfile.TemporaryDirectory() as folder, applied(setup.runtime), setup.around():
         place = Path(folder) / "run"
         train(setup.task, settings, place, observers=[span])

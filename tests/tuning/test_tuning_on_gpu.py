@@ -60,8 +60,8 @@ def test_times_are_the_clocks_and_peaks_are_the_allocators(job: tuned.Job, base:
     assert found.peak_reserved_gib >= found.peak_memory_gib
     assert base.memory is not None
     assert found.peak_memory_gib == pytest.approx(base.memory.peak_allocated_gib, rel=0.15)
-    # Nothing is left for the next one but cuBLAS's workspaces, of this thread and the backward's.
-    assert torch.cuda.memory_allocated() < 2**27
+    torch._C._cuda_clearCublasWorkspaces()  # of this thread and the backward's: they stay
+    assert torch.cuda.memory_allocated() < 2**26  # nothing else is left for the next one
 
 
 def test_memory_that_really_runs_out_is_an_outcome(job: tuned.Job, base: Plan) -> None:

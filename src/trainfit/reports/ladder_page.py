@@ -41,8 +41,9 @@ def step_line(step: LadderStep) -> str:
     """A row in one line, for whoever waits."""
     if step.samples_per_second is None:
         return f"{step.name}: {step.status}" + (f" ({step.note})" if step.note else "")
-    against, base = (step.speedup, "the baseline") if step.speedup else (step.gain, "the last")
-    compared = f", {times(against)} {base}" if against else ""
+    compared = f", {times(step.gain)} what it is compared with" if step.gain else ""
+    if step.speedup:
+        compared = f", {times(step.speedup)} the baseline"
     return f"{step.name}: {rate(step)} samples/s{compared}"
 
 

@@ -79,10 +79,10 @@ def climb(
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
     rungs, unfit = rungs_for(best, profile, no_liger)
-    for name in only:
-        if name not in (names := [rung.name for rung in rungs]):
-            known = f"use one of {', '.join(names)}"
-            raise BadInput(f"the ladder has no row {name!r} here", did_you_mean(name, names, known))
+    names = [rung.name for rung in rungs]
+    for name in set(only) - set(names):
+        known = f"use one of {', '.join(names)}"
+        raise BadInput(f"the ladder has no row {name!r} here", did_you_mean(name, names, known))
     with ExitStack() as stack:
         if run is None:
             modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]

@@ -27,6 +27,9 @@ from trainfit.runtime import applied, forget_compiled
 from trainfit.tuning.clock import Clock, Enough
 from trainfit.tuning.records import Candidate, Trial, folder_prefix
 
+_NEVER = 2**31
+"""A number of steps that no trial reaches."""
+
 
 class Setup(NamedTuple):
     """What a factory makes of a candidate: all that the engine needs."""
@@ -79,16 +82,8 @@ def _outcome(candidate: Candidate, clock: Clock) -> tuple[Any, str] | None:
     try:
         setup = build(candidate)
         clock.prepare(setup.task, setup.settings)
-        settings = replace(
-            setup.settings,
-            # The clock ends the run, before an evaluation or a checkpoint could be due.
-            max_steps=2**31,
-            eval_steps=2**31,
-            logging_steps=2**31,
-            checkpoint_steps=2**31,
-            keep_checkpoints=0,
-            profile_step=False,
-        )
+        # The clock ends the run.
+        settings = replace(steps_alone(setup.settings), max_steps=_NEVER, profile_step=False)
         with (
             tempfile.TemporaryDirectory(prefix=folder_prefix(os.getpid())) as folder,
             applied(setup.runtime),
@@ -102,6 +97,17 @@ def _outcome(candidate: Candidate, clock: Clock) -> tuple[Any, str] | None:
             return "oom", _in_one_line(error)
         return "failed", _in_one_line(error)
     return "failed", "it was asked to stop"
+
+
+def steps_alone(settings: LoopSettings) -> LoopSettings:
+    """The same without evaluations, logs and checkpoints: none is due before a trial is over."""
+    return replace(
+        settings,
+        eval_steps=_NEVER,
+        logging_steps=_NEVER,
+        checkpoint_steps=_NEVER,
+        keep_checkpoints=0,
+    )
 
 
 def build(candidate: Candidate) -> Setup:
