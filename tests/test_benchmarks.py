@@ -14,17 +14,25 @@ import pytest
 ROOT = Path(__file__).parent.parent
 
 
+def run(script: str, folder: Path, *words: str | Path) -> str:
+    """What the script prints, in this folder, on one core and without a GPU."""
+    here = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *words],
+        cwd=folder,
+        env=os.environ | here | {"TRAINFIT_CACHE": str(folder / "cache")},
+        check=True,
+        capture_output=True,
+        text=True,
+        timeout=600,
+    ).stdout
+
+
 @pytest.mark.soak
 @pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_fine_tuning_beside_the_peers(tmp_path: Path):
     output = tmp_path / "nli.json"
-    subprocess.run(
-        [sys.executable, ROOT / "benchmarks/nli.py", "--tiny", "--output", output],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
+    run("nli.py", tmp_path, "--tiny", "--output", output)
     contenders = json.loads(output.read_text())["models"][0]["contenders"]
     assert {"trainfit", "trainer defaults", "lightning, batch 32"} <= contenders.keys()
     for name, found in contenders.items():
@@ -39,14 +47,7 @@ def test_fine_tuning_beside_the_peers(tmp_path: Path):
 @pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Path):
     output = tmp_path / "curves.json"
-    words = ["--tiny", "--curves", "--exact", "--output", output]
-    subprocess.run(
-        [sys.executable, ROOT / "benchmarks/nli.py", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
-        check=True,
-        capture_output=True,
-        timeout=600,
-    )
+    run("nli.py", tmp_path, "--tiny", "--curves", "--exact", "--output", output)
     record = json.loads(output.read_text())
     assert [curve["seed"] for curve in record["curves"]] == [0, 1, 2]
     for curve in record["curves"]:
@@ -61,14 +62,8 @@ def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Pat
 @pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_what_the_receipt_costs(tmp_path: Path):
     output = tmp_path / "receipt.json"
-    words = ["--tiny", "--steps", "25", "--rounds", "2", "--output", output]
-    subprocess.run(
-        [sys.executable, ROOT / "benchmarks/receipt.py", *words],
-        env=os.environ | {"OMP_NUM_THREADS": "1", "TRAINFIT_CACHE": str(tmp_path / "cache")},
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    words = ("--tiny", "--steps", "25", "--rounds", "2", "--output", output)
+    run("receipt.py", tmp_path, *words)
     found = json.loads(output.read_text())["results"]["tiny"]
     assert [len(found[name]) for name in ("with_seconds", "without_seconds")] == [2, 2]
     assert all(seconds > 0 for seconds in found["with_seconds"] + found["without_seconds"])
@@ -100,16 +95,7 @@ def test_curves_are_held_against_the_spread_of_their_seeds(monkeypatch: pytest.M
 @pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_everyone_on_the_same_work(tmp_path: Path):
     """In one command without a word behind it; where there is no GPU, of tiny shapes."""
-    hidden = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, ROOT / "benchmarks/peers.py"],
-        cwd=tmp_path,
-        env=os.environ | hidden | {"TRAINFIT_CACHE": str(tmp_path / "cache")},
-        check=True,
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
+    printed = run("peers.py", tmp_path)
     [output] = (tmp_path / "runs").glob("peers-*.json")
     models = json.loads(output.read_text())["models"]
     assert [model["workload"] for model in models] == ["nli", "gpt"]
@@ -121,4 +107,4 @@ def test_everyone_on_the_same_work(tmp_path: Path):
             rates = [each["samples_per_second"] for each in found["rounds"]]
             assert len(rates) == 2, name
             assert found["range"] == [min(rates), max(rates)]
-            assert f"\n{name} " in done.stdout
+            assert f"\n{name} " in printed
