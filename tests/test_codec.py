@@ -106,3 +106,35 @@ def test_non_finite_numbers_survive_in_strict_json(number: float, anything: Any)
     assert repr(back.number) == repr(value.number)
     assert repr(back.anything) == repr(value.anything)
     assert math.isnan(back.number) == math.isnan(number)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        "[" * 300 + "]" * 300,
+        '{"a":' * 300 + "1" + "}" * 300,
+        "NaN",
+        "[-Infinity]",
+        "1" * 5000,
+        str(2**64),
+        str(-(2**63) - 1),
+        "",
+        "{",
+    ],
+)
+def test_json_out_of_all_bounds_is_a_value_error(text: str):
+    with pytest.raises(ValueError, match=r"."):
+        codec.parse(text)
+    with pytest.raises(BadInput):
+        codec.loads(float, text)
+
+
+def test_the_largest_whole_numbers_pass():
+    assert codec.parse(f"[{2**64 - 1}, {-(2**63)}, 0.1234567890123456789]") == [
+        2**64 - 1,
+        -(2**63),
+        0.1234567890123456789,
+    ]
+    with pytest.raises(BadInput):
+        codec.decode(float, 10**400)

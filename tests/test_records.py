@@ -39,7 +39,7 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         return st.builds(kind, **{name: strategy(hint) for name, hint in hints(kind).items()})
     scalars = {
         bool: st.booleans(),
-        int: st.integers(),
+        int: st.integers(-(2**63), 2**64 - 1),  # all that any reader takes
         float: st.floats(),
         str: st.text(max_size=8),
         type(None): st.none(),

@@ -9,17 +9,25 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
+from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainfit.errors import BadConfig, BadInput, did_you_mean
+from trainfit.files import read_text
 
 T = TypeVar("T")
 
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FLOAT = "$float"  # strict JSON has no NaN: {"$float": "nan"} stands for it
+_DEEPEST = 100
+"""Levels of lists and objects in each other; ours have about ten."""
+_SHOWN = 200
+"""Characters of a wrong value that an error shows."""
+_LONG_NUMBER = re.compile(r"\d{19}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,13 +77,68 @@ def dumps(value: Any, indent: int | None = 2) -> str:
 def loads(kind: type[T], text: str, source: str = "") -> T:
     """Build a `kind` from JSON text."""
     try:
-        data = json.loads(text)
+        data = parse(text)
     except ValueError as error:
         where = source or f"this {kind.__name__}"
         raise BadInput(
             f"{where} is not JSON ({error})", "use the file as trainfit wrote it"
         ) from None
     return decode(kind, data, source)
+
+
+def parse(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+    """Plain data of strict JSON text; ValueError for all else, and for what is out of all bounds.
+
+    Refuses NaN and Infinity, whole numbers over 64 bits and deep nesting, each of which is legal
+    somewhere and breaks whoever computes with it. `pairs` builds the objects, as in json.loads.
+    """
+    integers = _integer if _LONG_NUMBER.search(text) else None
+    try:
+        data = json.loads(
+            text, parse_constant=_constant, parse_int=integers, object_pairs_hook=pairs
+        )
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+    if text.count("[") + text.count("{") > _DEEPEST:
+        _check_depth(data)
+    return data
+
+
+def read_json(path: Path) -> Any:
+    """Plain data of a JSON file; OSError or ValueError where it cannot be read."""
+    return parse(read_text(path))
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; OSError or ValueError where there is none."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise ValueError("it is not an object")
+    return data
+
+
+def _constant(name: str) -> Any:
+    raise ValueError(f"{name} is not JSON")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20 or not -(2**63) <= (number := int(digits)) < 2**64:
+        raise ValueError("a whole number has more than 64 bits")
+    return number
+
+
+def _check_depth(data: Any) -> None:
+    level = [data]
+    for _ in range(_DEEPEST):
+        level = [
+            item
+            for value in level
+            if isinstance(value, (dict, list))
+            for item in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise ValueError("it is nested too deeply")
 
 
 @cache
@@ -141,24 +204,32 @@ def _read_scalar(kind: Any, data: Any) -> Any:
         same = [v for v in get_args(kind) if v == data and type(v) is type(data)]
         return same[0] if same else _WRONG
     if kind is float:
-        number = _revive(data)
-        return float(number) if type(number) in (int, float) else _WRONG
+        return _float(_revive(data))
     if kind is type(None):
         return None if data is None else _WRONG
     return data if type(data) is kind else _WRONG
 
 
+def _float(number: Any) -> Any:
+    try:
+        return float(number) if type(number) in (int, float) else _WRONG
+    except OverflowError:
+        return _WRONG
+
+
 def _revive(data: Any) -> Any:
     """Undo `encode` where no type says what to expect."""
     if isinstance(data, Mapping):
-        if list(data) == [_FLOAT] and data[_FLOAT] in _NON_FINITE:
-            return _NON_FINITE[data[_FLOAT]]
+        if list(data) == [_FLOAT] and str(data[_FLOAT]) in _NON_FINITE:
+            return _NON_FINITE[str(data[_FLOAT])]
         return {key: _revive(item) for key, item in data.items()}
     return [_revive(item) for item in data] if isinstance(data, (list, tuple)) else data
 
 
 def _mismatch(kind: Any, data: Any, path: str) -> BadInput:
-    what = f"{path or 'value'} is {json.dumps(encode(data), default=str)}"
+    shown = json.dumps(encode(data), default=str)
+    shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
+    what = f"{path or 'value'} is {shown}"
     hint = ""
     if isinstance(data, str):
         words = [v for k in (kind, *get_args(kind)) for v in get_args(k) if isinstance(v, str)]

@@ -54,6 +54,12 @@ class BadConfig(BadInput):
         return type(self), (self.problems,)
 
 
+def reason(error: BaseException) -> str:
+    """Why something failed, in one short line; an OSError's without the path."""
+    said = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
+    return said[0][:200] if said else type(error).__name__
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """The `choices` that look most like `word`, best first, and none that look much less so."""
     folded = word.lower()

@@ -1,10 +1,70 @@
-"""Files are written whole or not at all."""
+"""Files are written whole or not at all, and only regular files are read."""
 
 from __future__ import annotations
 
+import errno
 import os
+import stat
 import tempfile
 from pathlib import Path
+from typing import BinaryIO
+
+from trainfit.errors import BadInput, reason
+
+LARGEST_TEXT = 256 << 20
+"""Bytes of a file that is read at once: more than any record of a run or a cache has."""
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_KERNEL = (Path("/proc"), Path("/sys"))
+"""Their files are made up as they are read: no size, and some never end."""
+
+
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file, or a link to one; OSError for anything else, which might never end."""
+    _check_kind(path, path.stat())
+    # Between the two calls another process may put a pipe there: it must not block.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    try:
+        _check_kind(path, os.fstat(handle))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
+    """Text of a regular file of at most so many bytes; OSError or ValueError where it has none."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"over {most >> 20} MiB", str(path))
+    return data.decode()
+
+
+def check_regular(path: Path, fix: str = "give a regular file") -> Path:
+    """The path of a file that can be read, or BadInput that names what is in its place."""
+    try:
+        open_regular(path).close()
+    except FileNotFoundError:
+        raise BadInput(f"no file {path}", fix) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"cannot read {str(path)!r} ({reason(error)})", fix) from None
+    return path
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    for is_kind, name in _KINDS:
+        if is_kind(found.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a regular file", str(path))
+    for folder in _KERNEL:
+        if folder.is_dir() and folder.stat().st_dev == found.st_dev:
+            raise OSError(errno.EINVAL, f"it is a file of {folder}, not a regular file", str(path))
 
 
 def write_whole(path: Path, content: str | bytes) -> None:

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from trainfit import codec
-from trainfit.errors import BadInput
-from trainfit.files import write_whole
+from trainfit.errors import BadInput, reason
+from trainfit.files import read_text, write_whole
 from trainfit.notebook import html_table
 
 if TYPE_CHECKING:
@@ -50,9 +50,11 @@ class Record:
     def load(cls, path: Path) -> Self:
         """Read a record that `save` wrote."""
         try:
-            text = path.read_text()
-        except (OSError, UnicodeDecodeError) as error:
-            raise BadInput(f"cannot read {path} ({error})", "give a file trainfit wrote") from None
+            text = read_text(path)
+        except (OSError, ValueError) as error:
+            raise BadInput(
+                f"cannot read {path} ({reason(error)})", "give a file trainfit wrote"
+            ) from None
         return cls.from_json(text, str(path))
 
 
