@@ -261,6 +261,16 @@ INFO if you see "CUDA out of memory", lower the batch size
 INFO training stops if loss is nan, or when loss is NaN twice
 INFO see the docs about NCCL timeouts and DataLoader workers
 """,
+    "out of memory, spoken of": """\
+INFO on_cuda_out_of_memory: halve; retry_on: CUDA out of memory errors
+INFO a step that runs into CUDA out of memory is cut finer
+INFO "CUDA out of memory" → reduce batch_size or max_length
+    except torch.cuda.OutOfMemoryError:
+    raise torch.OutOfMemoryError(reason) from None
+def halve(error: torch.OutOfMemoryError) -> None:
+INFO PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True avoids CUDA out of memory
+INFO out_of_memory: CUDA out of memory is handled, MPS backend out of memory is not
+""",
     "nan inside words": """\
 INFO loading nanoGPT with the tokenizer of banana-7b
 INFO dataset finance: 1,204 rows, loss nanoseconds per token 14

@@ -58,6 +58,25 @@ def test_an_ill_log_ends_with_one(name: str, tmp_path: Path, capsys: pytest.Capt
     assert "zyxquabberword" not in page
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "RuntimeError: CUDA out of memory",
+        "CUDA out of memory",
+        "torch.cuda.OutOfMemoryError: CUDA out of memory.",
+    ],
+)
+def test_out_of_memory_as_the_guides_write_it(
+    line: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    log = tmp_path / "train.log"
+    log.write_text(line)
+    assert run(["doctor", "--log", str(log)]) == 1
+    page = capsys.readouterr().out
+    assert "training.batch_size" in page
+    assert "Something is wrong." in page
+
+
 @pytest.mark.parametrize("name", HARMLESS)
 def test_a_harmless_log_ends_with_nothing(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -135,6 +135,54 @@ def test_what_is_called_fragmented_could_have_held_the_request(
     assert (finding.id == "cuda_oom_fragmented") == fragmented
 
 
+WITHOUT_NUMBERS = """
+RuntimeError: CUDA out of memory
+CUDA out of memory
+cuda out of memory
+CUDA OUT OF MEMORY!
+"CUDA out of memory"
+2026-03-04 11:02:57 ERROR CUDA out of memory
+[rank0]: RuntimeError: CUDA out of memory.
+Trial 7 failed with RuntimeError('CUDA out of memory')
+torch.cuda.OutOfMemoryError: CUDA out of memory.
+torch.cuda.OutOfMemoryError
+torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GB
+torch.OutOfMemoryError: Allocation on device 0 would exceed allowed memory. (out of memory)
+torch.OutOfMemoryError: words of another allocator
+torch.AcceleratorError: CUDA error: out of memory
+RuntimeError: CUDA driver error: out of memory
+RuntimeError: cuda runtime error (2) : out of memory at THC/generic/THCStorage.cu:58
+RuntimeError: Triton Error [CUDA]: out of memory
+RuntimeError: HIP out of memory
+RuntimeError: HIP error: out of memory
+RuntimeError: XPU out of memory.
+"""
+
+
+@pytest.mark.parametrize("line", WITHOUT_NUMBERS.strip().splitlines())
+def test_every_spelling_of_out_of_memory_is_known_and_counted_once(line: str):
+    for text in (line, ill(line)):
+        [finding] = diagnose_text(text)
+        assert finding.id == "cuda_oom"
+        assert "times" not in finding.evidence
+        assert "training.batch_size" in finding.mend.splitlines()[0]
+
+
+@pytest.mark.parametrize(
+    "line", ["RuntimeError: MPS backend out of memory", "mps backend OUT OF MEMORY"]
+)
+def test_the_apple_gpu_without_numbers(line: str):
+    assert of(diagnose_text(ill(line))) == {"mps_oom"}
+
+
+def test_numbers_decide_over_words_without_them():
+    text = ILL["torch 2.4, much reserved but unallocated"][1]
+    for shown in (text, text.lower()):
+        assert of(diagnose_text(f"{shown}\nRuntimeError: CUDA out of memory")) == {
+            "cuda_oom_fragmented"
+        }
+
+
 def test_how_often_is_counted():
     text = ILL["torch 2.0, plain"][1]
     [finding] = diagnose_text("\n".join([text] * 7))

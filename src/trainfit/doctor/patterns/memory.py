@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from trainfit.doctor.finding import Fault
-from trainfit.doctor.patterns.out_of_memory import LESS_MEMORY
+from trainfit.doctor.patterns.out_of_memory import LESS_MEMORY, stated
 from trainfit.doctor.patterns.pattern import Pattern
 
 _FEWER_WORKERS = "Fewer loader workers: training.num_workers=2, then training.num_workers=0."
@@ -38,7 +38,10 @@ PATTERNS = (
             mend=LESS_MEMORY[:3],
         ),
         like="MPS backend out of memory (MPS allocated: 17.95 GB, …",
-        signs=(r"MPS backend out of memory \(MPS allocated: [\d.]+ [KMG]i?B",),
+        signs=(
+            r"MPS backend out of memory \(MPS allocated: [\d.]+ [KMG]i?B",
+            f"(?i:{stated('MPS backend out of memory')})",
+        ),
     ),
     Pattern(
         fault=Fault(

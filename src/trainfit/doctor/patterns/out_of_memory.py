@@ -2,6 +2,9 @@
 
 Tried to allocate 2.00 GiB (GPU 0; 23.69 GiB total capacity; 18.37 GiB already allocated; …
 Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.75 GiB of which 17 MiB is free. …
+
+Without numbers the words alone count, where a line states them as what happened. A line that only
+speaks of the error (advice, a setting, an `except` clause of a traceback) does not.
 """
 
 from __future__ import annotations
@@ -13,7 +16,7 @@ from dataclasses import dataclass
 from trainfit.doctor.finding import Fault, Seen
 from trainfit.doctor.patterns.pattern import Context, Pattern, Sign, quote
 
-_UNITS = {"bytes": 1 / 2**30, "KiB": 1 / 2**20, "MiB": 1 / 2**10, "GiB": 1.0, "TiB": 2.0**10}
+_UNITS = {"bytes": 1 / 2**30, "kib": 1 / 2**20, "mib": 1 / 2**10, "gib": 1.0, "tib": 2.0**10}
 _SIZE = r"[\d.]+ (?:bytes|[KMGT]iB)"
 _MUCH = 0.05
 """The share of a GPU from which on fragmentation or others are the cause, and not the batch."""
@@ -28,8 +31,8 @@ _FIELDS = {
     "unallocated": rf"({_SIZE}) is reserved by PyTorch but unallocated",
     "reserved": rf"({_SIZE}) reserved in total by PyTorch",
 }
-_FIELD_REGEX = {name: re.compile(text) for name, text in _FIELDS.items()}
-_PROCESS = re.compile(rf"Process (\d+) has ({_SIZE}) memory in use")
+_FIELD_REGEX = {name: re.compile(text, re.IGNORECASE) for name, text in _FIELDS.items()}
+_PROCESS = re.compile(rf"Process (\d+) has ({_SIZE}) memory in use", re.IGNORECASE)
 
 # Only what torch itself writes can follow, so that no other text of the line is taken along.
 _PARTS = (
@@ -42,10 +45,34 @@ _PARTS = (
     rf"with {_SIZE} allocated in private pools \(e\.g\., CUDA Graphs\),",
     rf"and {_SIZE} is reserved by PyTorch but unallocated\.",
 )
-_MESSAGE = (
-    rf"(?:CUDA|HIP|XPU) out of memory\. Tried to allocate {_SIZE}\.?"
-    rf"(?:\s*(?:{'|'.join(_PARTS)}))*"
+_WORDS = r"(?:CUDA|HIP|XPU) out of memory"
+_MESSAGE = rf"{_WORDS}\. Tried to allocate {_SIZE}\.?(?:\s*(?:{'|'.join(_PARTS)}))*"
+_OTHER = (
+    r"(?:CUDA|HIP|XPU|CUDA driver) error: out of memory",
+    r"cuda runtime error \(2\) ?: out of memory",
+    r"Triton Error \[(?:CUDA|HIP)\]: out of memory",
+    r"Allocation on device (?:\d+ )?would exceed allowed memory",
+    r"\bCUDA_ERROR_OUT_OF_MEMORY\b",
 )
+_BEFORE = (
+    *(": ", "] ", "- ", "> ", "| ", "Error('", 'Error("'),
+    *("ERROR ", "CRITICAL ", "FATAL ", "EXCEPTION ", "WARNING "),
+    *("failed with ", "raised ", "got ", "hit ", "due to ", "because of "),
+)
+"""Words after which a line states what happened, besides its own beginning."""
+
+
+_HERE = rf"(?:^[ \t]*[\"'`]?|{'|'.join(f'(?<={re.escape(text)})' for text in _BEFORE)})"
+
+
+def stated(words: str) -> str:
+    """The expression for `words` where a line states them and says no more of them."""
+    return rf"{_HERE}(?:{words})(?=[.!]|['\"]\)|[\"'`]?[ \t]*$)"
+
+
+_NAMED = f"(?:{'|'.join((_MESSAGE, _WORDS, *_OTHER))})"
+_CLASS = rf"{_HERE}torch\.(?:cuda\.)?OutOfMemoryError(?:: {_NAMED}|(?=: |:?[ \t]*$))"
+_SIGN = f"(?i:{'|'.join((_MESSAGE, stated(_WORDS), _CLASS, *_OTHER))})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,7 +113,7 @@ def read_numbers(message: str) -> Numbers:
 def gib(size: str) -> float:
     """A size as torch writes it, such as 20.00 MiB."""
     number, unit = size.split(" ")
-    return float(number) * _UNITS[unit]
+    return float(number) * _UNITS[unit.lower()]
 
 
 def _first(regex: re.Pattern[str], message: str) -> float | None:
@@ -147,6 +174,8 @@ def kind_of(numbers: Numbers) -> str:
 def _explain(kind: str, signs: Sequence[Sign]) -> Seen | None:
     """The finding, if some of the messages are of this kind: by the one that asked for most."""
     known = [(read_numbers(sign.words), sign) for sign in signs]
+    # Words without numbers say nothing new about what a message with numbers explains.
+    known = [pair for pair in known if pair[0].tried is not None] or known
     fitting = [(numbers, sign) for numbers, sign in known if kind_of(numbers) == kind]
     if not fitting:
         return None
@@ -205,7 +234,7 @@ def _pattern(id: str, title: str, why: str) -> Pattern:
         return _explain(id, signs)
 
     fault = Fault(id=id, severity="error", title=title, why=why, mend=_STEPS[id](Numbers()))
-    return Pattern(fault=fault, like=_LIKE[id], signs=_SIGNS[id], explain=explain)
+    return Pattern(fault=fault, like=_LIKE[id], signs=(_SIGN,), explain=explain)
 
 
 _LIKE = {
@@ -216,11 +245,6 @@ _LIKE = {
     "unallocated.",
     "cuda_oom_shared": "CUDA out of memory. Tried to allocate 128.00 MiB. Process 5142 has 61.30 "
     "GiB memory in use. Including non-PyTorch memory, this process has 17.75 GiB memory in use.",
-}
-_SIGNS = {
-    "cuda_oom": (_MESSAGE, r"(?:CUDA|HIP|CUDA driver) error: out of memory"),
-    "cuda_oom_fragmented": (_MESSAGE,),
-    "cuda_oom_shared": (_MESSAGE,),
 }
 PATTERNS = (
     _pattern(
