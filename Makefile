@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test style types tests soak lint docs check-gpu check-hardware clean \
+.PHONY: help setup test style types tests test-gpu soak lint docs check-gpu check-hardware clean \
 	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu hpo-demo gpt-train
 
 # make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
@@ -66,14 +66,24 @@ types: setup
 	$(BIN)/mypy
 
 tests: setup
-	$(BIN)/pytest -n 2 --dist worksteal
+	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 docs: setup ## The site of the documentation, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo site/index.html
 
-soak: setup ## The tests with many repetitions
-	TRAINFIT_SOAK=1 $(BIN)/pytest -m soak
+# On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3 (with the packages of the tests).
+GPU_PYTHON ?= $(BIN)/python
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that need a GPU; the record goes to runs/
+	@mkdir -p runs
+	PYTHONPATH=src:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -m gpu --durations=20 --junitxml=runs/test-gpu.xml $(ARGS)
+
+# All of them, or those that can end within MINUTES, in an order that changes with the commit.
+MINUTES ?=
+SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
+soak: setup ## The long tests; MINUTES=20 runs a part that changes with the commit
+	TRAINFIT_SOAK=1 TRAINFIT_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -m soak -n 2 --dist worksteal \
+		-p randomly --randomly-seed=$(SEED) -o faulthandler_timeout=660 $(ARGS)
 
 clean: ## Remove .venv and caches
 	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

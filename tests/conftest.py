@@ -1,8 +1,19 @@
-"""What every test may rely on: no GPU test runs by accident, and no cache of the user's is read."""
+"""Rules for every test: a limit, no GPU or soak test by accident, no cache of the user's.
 
+A test that hangs fails after its limit with a stack, and a process that cannot even be interrupted
+is ended by faulthandler (see pyproject.toml). Soak tests have a longer limit; with
+TRAINFIT_SOAK_MINUTES none is started that could end after that many minutes.
+"""
+
+import os
+import time
 from pathlib import Path
 
 import pytest
+
+SOAK_LIMIT = 300.0
+"""Seconds for a soak test without a limit of its own."""
+_STARTED = time.monotonic()
 
 
 def _cuda() -> bool:
@@ -16,6 +27,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and not _cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    for item in items:
+        if item.get_closest_marker("soak"):
+            if not os.environ.get("TRAINFIT_SOAK"):
+                item.add_marker(pytest.mark.skip(reason="set TRAINFIT_SOAK=1, or make soak"))
+            elif not item.get_closest_marker("timeout"):
+                item.add_marker(pytest.mark.timeout(SOAK_LIMIT))
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes = os.environ.get("TRAINFIT_SOAK_MINUTES")
+    limit = item.get_closest_marker("timeout")
+    if minutes and limit and item.get_closest_marker("soak"):
+        ends = time.monotonic() - _STARTED + float(limit.args[0])
+        if ends > 60 * float(minutes):
+            pytest.skip("no time left in this part of the soak tests")
 
 
 @pytest.fixture(autouse=True)

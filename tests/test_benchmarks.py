@@ -29,7 +29,6 @@ def run(script: str, folder: Path, *words: str | Path) -> str:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_fine_tuning_beside_the_peers(tmp_path: Path):
     output = tmp_path / "nli.json"
     run("nli.py", tmp_path, "--tiny", "--output", output)
@@ -44,7 +43,6 @@ def test_fine_tuning_beside_the_peers(tmp_path: Path):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Path):
     output = tmp_path / "curves.json"
     run("nli.py", tmp_path, "--tiny", "--curves", "--exact", "--output", output)
@@ -59,7 +57,6 @@ def test_losses_are_those_of_trainer_where_nothing_is_left_to_luck(tmp_path: Pat
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_what_the_receipt_costs(tmp_path: Path):
     output = tmp_path / "receipt.json"
     words = ("--tiny", "--steps", "25", "--rounds", "2", "--output", output)
@@ -92,7 +89,6 @@ def test_curves_are_held_against_the_spread_of_their_seeds(monkeypatch: pytest.M
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_everyone_on_the_same_work(tmp_path: Path):
     """In one command without a word behind it; where there is no GPU, of tiny shapes."""
     printed = run("peers.py", tmp_path)

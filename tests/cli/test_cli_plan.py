@@ -1,7 +1,6 @@
 """`trainfit plan` as a program and as a person sees it."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +91,6 @@ def test_a_picture_is_drawn(words: list[str], tmp_path: Path):
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_all_gpus_are_compared_in_one_table(words: list[str], capsys: pytest.CaptureFixture[str]):
     assert run([*words, "--gpu", "all", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)

@@ -1,7 +1,6 @@
 """Tiny models on one thread, and the long runs only when asked for."""
 
 import gc
-import os
 from collections.abc import Iterator
 
 import pytest
@@ -15,10 +14,3 @@ def _one_thread() -> Iterator[None]:
     gc.freeze()  # what is imported stays: to collect after a planted fault is then quick
     yield
     torch.set_num_threads(before)
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    if not os.environ.get("TRAINFIT_SOAK"):
-        for item in items:
-            if item.get_closest_marker("soak"):
-                item.add_marker(pytest.mark.skip(reason="set TRAINFIT_SOAK=1, or make soak"))

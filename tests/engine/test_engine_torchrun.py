@@ -81,7 +81,6 @@ def one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_a_job_on_two_ranks_goes_on_after_one_is_killed_and_ends_as_on_one(one: Path) -> None:
     command = torchrun("--standalone", "--max-restarts", "1", str(JOB), "--kill", "9")
     code, said = ended(start(command + job(one, "two")))

@@ -38,11 +38,27 @@ def cpu(cpuinfo: str = "", sysctl: dict[str, str] | None = None, **given: int | 
     )
 
 
+@pytest.fixture(autouse=True)
+def _no_cap(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+
+
 @pytest.mark.parametrize(
     ("cpuinfo", "bf16"), [(XEON, True), (SKYLAKE, False), (GRAVITON3, True), (GRAVITON2, False)]
 )
 def test_native_bf16_of_processors(cpuinfo: str, bf16: bool) -> None:
     assert cpu(cpuinfo).native_bf16 is bf16
+
+
+@pytest.mark.parametrize(
+    ("cap", "bf16"),
+    [("AVX2", False), ("avx512_core", False), ("AVX512_CORE_BF16", True), ("DEFAULT", True)],
+)
+def test_onednn_capped_below_bf16_does_not_multiply_it_natively(
+    cap: str, bf16: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", cap)
+    assert cpu(XEON).native_bf16 is bf16
 
 
 def test_names() -> None:

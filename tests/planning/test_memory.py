@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,7 +73,6 @@ def test_predicted_on_a_cpu_against_measured_on_the_gpu(family: str, compiled: b
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 @pytest.mark.parametrize(("family", "compiled"), FAMILIES)
 def test_predicted_against_measured_for_all_that_was_recorded(family: str, compiled: bool):
     _compare([row for row in TRUTH if (row.family, row.compiled) == (family, compiled)], compiled)

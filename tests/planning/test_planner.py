@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -196,7 +195,6 @@ def test_the_same_question_is_not_run_twice(folder: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_many_gpus_at_once_agree_with_one_at_a_time(folder: str):
     words = [f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128"]
     some = [find(slug) for slug in ("h200", "t4", "4090")]
@@ -428,7 +426,6 @@ def test_accumulation_that_cannot_hold_the_batch_is_refused():
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_what_one_gpu_cannot_hold_is_spread_over_two(folder: str):
     words = (f"model.name={json.dumps(folder)}", "model.method=full", "data.max_length=128")
     h200, asked_of = as_if(find("h200")), question(compose("nli", words))

@@ -45,7 +45,6 @@ def test_the_workloads_are_those_of_the_documents(benchmark: ModuleType, name: s
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_a_tiny_grid_runs_and_is_not_run_twice(tmp_path: Path) -> None:
     output = tmp_path / "tune.json"
     command = [sys.executable, str(SCRIPT), "--tiny", "--stage", "grid", "--output", str(output)]

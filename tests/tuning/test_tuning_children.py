@@ -79,7 +79,6 @@ def test_a_trial_that_is_killed_leaves_no_folder(
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_the_setting_that_sleeps_less_is_chosen(children: Children) -> None:
     """In the toy, adamw sleeps twice as long as adamw_fused; the rest of a step is nothing."""
     task = TaskSpec(factory="tuning_toy:trial", arguments={"sleep": 0.02})

@@ -234,15 +234,7 @@ def test_a_frozen_encoder_has_nothing_to_tune(tmp_path: Path, capsys: Any) -> No
     assert "a frozen encoder runs once" in capsys.readouterr().err
 
 
-SOAK = (
-    pytest.mark.soak,
-    pytest.mark.skipif(
-        not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak"
-    ),
-)
-
-
-@pytest.mark.parametrize("task", ["nli", pytest.param("textclass", marks=SOAK), "gpt"])
+@pytest.mark.parametrize("task", ["nli", pytest.param("textclass", marks=pytest.mark.soak), "gpt"])
 def test_the_trials_of_every_job_run(
     task: str, tmp_path: Path, capsys: Any, here: type[Here], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -267,7 +259,6 @@ def test_the_trials_of_every_job_run(
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_ctrl_c_at_the_terminal_keeps_what_children_measured(tmp_path: Path) -> None:
     """For real: children in processes of their own, a signal, and no process left."""
     words = nli_words(tmp_path, EAGER, "training.batch_size=8")

@@ -12,7 +12,6 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.soak
-@pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
 def test_the_finder_beside_the_truth(tmp_path: Path):
     output = tmp_path / "finder.json"
     subprocess.run(

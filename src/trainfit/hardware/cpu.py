@@ -13,6 +13,10 @@ from trainfit.records import Cpu
 
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """The x86 flags and the Arm feature of native bfloat16 products."""
+_BELOW_BF16 = frozenset(
+    {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
+)
+"""Values of oneDNN's ONEDNN_MAX_CPU_ISA that keep it from native bfloat16 products."""
 
 Sysctl = Callable[[str], str | None]
 
@@ -25,6 +29,7 @@ def probe_cpu(
     name = fields.get("model name") or sysctl("machdep.cpu.brand_string")
     flags = f"{fields.get('flags', '')} {fields.get('features', '')}".split()
     bf16 = bool(_BF16_FLAGS.intersection(flags)) or sysctl("hw.optional.arm.FEAT_BF16") == "1"
+    bf16 = bf16 and os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() not in _BELOW_BF16
     cores = min(affinity, quota or affinity)
     return Cpu(
         name=name or platform.processor() or platform.machine(),
