@@ -143,6 +143,50 @@ def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
     assert sum(b.rows * b.width for b in batches) == best
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 4))
+def test_a_number_of_micro_batches_is_kept_with_the_least_padding(
+    lengths: list[int], wanted: int, rows: int
+) -> None:
+    array, cap = np.array(lengths), rows * max(lengths)
+    count = {"at_least": wanted, "at_most": wanted}
+    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9, **count)
+    allowed = padded_sizes(lengths, cap)
+    exactly = max(min(wanted, len(lengths)), min(map(len, allowed)))
+    assert cut.micro_batches == exactly
+    batches = cut_step(array, np.arange(array.size), cut)[0]
+    best = min(sum(sizes) for sizes in allowed if len(sizes) == exactly)
+    assert sum(b.rows * b.width for b in batches) == best
+
+
+def test_micro_batches_that_pad_the_same_are_even() -> None:
+    for count in (2, 4, 8):
+        cut = ladder([20] * 64, 32, 32 * 192, padded=True, at_least=count, at_most=count)[0]
+        assert isinstance(cut, PaddedCut)
+        assert cut.rows == (32 // count,) * count
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    lengths=LENGTHS,
+    batch=st.integers(1, 12),
+    steps=st.integers(1, 6),
+    ranks=st.integers(1, 3),
+    padded=st.booleans(),
+)
+def test_batch_times_accumulation_is_always_cut_into_so_many(
+    lengths: list[int], batch: int, steps: int, ranks: int, padded: bool
+) -> None:
+    """Micro-batches of `batch` rows of the longest length hold any step of as many sequences."""
+    effective = batch * steps * ranks
+    counted = {"at_least": steps, "at_most": steps}
+    cap = batch * max(lengths)
+    cut = ladder(lengths, effective, cap, padded=padded, ranks=ranks, **counted)[0]
+    share = -(-min(len(lengths), effective) // ranks)
+    assert cut.micro_batches == min(steps, share)
+    assert cut.tokens <= cap
+
+
 def test_coarser_cuts_start_fewer_and_pad_more() -> None:
     lengths = redsm5_lengths()
     plain = ladder(lengths, 64, 64 * 512, padded=True)[0]

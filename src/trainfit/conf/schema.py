@@ -51,7 +51,7 @@ class Optimization:
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ]
     gradient_accumulation_steps: Positive | Auto
-    """Micro-batches per optimizer step."""
+    """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
 

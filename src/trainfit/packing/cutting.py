@@ -56,9 +56,9 @@ def ladder(
     """The cut to start with, then those to go down when memory runs out, each smaller.
 
     Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
-    more than the longest sequence in a micro-batch. `at_least` so many packed micro-batches make
-    up a step. Padded ones are as many as pad the least, or `at_most` so many to begin with, as far
-    as the cap allows.
+    more than the longest sequence in a micro-batch. To begin with, `at_least` so many micro-batches
+    make up a step. Packed ones are as few as the cap allows; padded ones as many as pad the least,
+    but `at_most` so many, as far as the cap allows.
     """
     array = check_lengths(lengths)
     longest = int(array.max())
@@ -74,7 +74,7 @@ def ladder(
         return fit_packed_parts(few, longest, cap_tokens, at_least=2 * rung.micro_batches)
 
     rungs: list[Cut] = [
-        fit_padded_parts(parts, widths, cap_tokens, at_most)
+        fit_padded_parts(parts, widths, cap_tokens, at_least, at_most)
         if padded
         else fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
     ]

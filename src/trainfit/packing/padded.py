@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from typing import Self
 
@@ -56,7 +56,7 @@ class PaddedCut(Record):
         widths = _pad(values, self.widths)
         rows = self.rows
         if sum(rows) != part.size:
-            rows = _best_rows(widths[None], self.tokens, self.micro_batches)
+            rows = _best_rows(widths[None], self.tokens, at_most=self.micro_batches)
         batches = []
         start = 0
         for end in _ends(rows, widths.tolist(), self.tokens):
@@ -81,28 +81,33 @@ def fit_padded(
     seed: int = 0,
     multiple: int = 32,
     most_widths: int = 8,
+    at_least: int = 1,
     at_most: int | None = None,
 ) -> PaddedCut:
     """The widths to pad to, and the rows per micro-batch that pad the least.
 
     A micro-batch has at most `cap_tokens` tokens, padding included. Dealt steps have nearly the
-    same lengths, so the same rows suit them all, and the shapes stay few. A step has `at_most` so
-    many micro-batches, or as few as the cap allows.
+    same lengths, so the same rows suit them all, and the shapes stay few. A step has `at_least` so
+    many micro-batches and `at_most` so many, or as few as the cap allows.
     """
     array = check_lengths(lengths)
     check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
     check_whole("the multiple of a width", multiple)
     widths = choose_widths(array, check_whole("the number of widths", most_widths), multiple)
     parts = sample_parts(array, effective_batch, ranks, seed)
-    return fit_padded_parts(parts, widths, cap_tokens, at_most)
+    return fit_padded_parts(parts, widths, cap_tokens, at_least, at_most)
 
 
 def fit_padded_parts(
-    parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int, at_most: int | None = None
+    parts: list[list[int]],
+    widths: tuple[int, ...],
+    cap_tokens: int,
+    at_least: int = 1,
+    at_most: int | None = None,
 ) -> PaddedCut:
     """Like `fit_padded`, for parts of steps that are dealt already."""
     profile = _profile(parts, widths)
-    return _cut_of(profile, widths, _best_rows(profile, cap_tokens, at_most))
+    return _cut_of(profile, widths, _best_rows(profile, cap_tokens, at_least, at_most))
 
 
 def fit_coarser_parts(
@@ -144,7 +149,9 @@ def _pad(values: IntArray, widths: tuple[int, ...]) -> IntArray:
     return np.array(widths)[np.searchsorted(widths, values)]
 
 
-def _best_rows(profile: IntArray, cap: int, at_most: int | None = None) -> tuple[int, ...]:
+def _best_rows(
+    profile: IntArray, cap: int, at_least: int = 1, at_most: int | None = None
+) -> tuple[int, ...]:
     """How many rows, from the longest on, each micro-batch has so that all steps pad the least.
 
     `profile` has the widths of a step in each row, the longest first: a run of sequences costs as
@@ -160,18 +167,24 @@ def _best_rows(profile: IntArray, cap: int, at_most: int | None = None) -> tuple
     while ends[-1]:
         ends.append(int(first[ends[-1]]))
     rows = tuple(np.diff(ends[::-1]).tolist())
-    if at_most is None or len(rows) <= at_most:
+    wanted = min(max(len(rows) if at_most is None else min(len(rows), at_most), at_least), size)
+    if len(rows) == wanted:
         return rows
-    return next(rows for rows in _rows_by_count(runs) if len(rows) >= at_most)
+    return next(rows for rows in _rows_by_count(runs) if len(rows) >= wanted)
 
 
 def _rows_by_count(runs: _Runs) -> Iterator[tuple[int, ...]]:
-    """The rows that pad the least, for each number of micro-batches that the cap allows."""
+    """The rows that pad the least, for each number of micro-batches that the cap allows.
+
+    Of those that pad the same, the most even: they take the least memory.
+    """
     size = runs.total.size
+    scale = min(size**2 + 1, _NEVER // (4 * size * int(runs.total.max())))
+    runs = replace(runs, total=runs.total * scale, uneven=1)
     cost = np.full(size + 1, _NEVER)
     cost[0] = 0
     firsts: list[IntArray] = []
-    while True:
+    for _ in range(size):
         found = [(0, _NEVER), *(runs.last(cost, end) for end in range(1, size + 1))]
         first, cost = np.array(found, dtype=np.int64).T
         firsts.append(first)
@@ -190,6 +203,8 @@ class _Runs:
     """The width of each sequence, over all steps."""
     most: IntArray
     cap: int
+    uneven: int = 0
+    """Cost of a micro-batch besides, for the square of its rows."""
 
     @classmethod
     def of(cls, profile: IntArray, cap: int) -> Self:
@@ -199,7 +214,7 @@ class _Runs:
     def last(self, cost: IntArray, end: int, start: int = 0) -> tuple[int, int]:
         """Where the micro-batch that ends here begins, and what all up to it then cost."""
         rows = end - np.arange(end)
-        options = cost[:end] + rows * self.total[:end] + start
+        options = cost[:end] + rows * (self.total[:end] + self.uneven * rows) + start
         options[rows * self.most[:end] > self.cap] = _NEVER
         first = int(options.argmin())
         return first, min(int(options[first]), _NEVER)

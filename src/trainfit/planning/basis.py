@@ -77,15 +77,15 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
 def _cuttings(
     question: Question, packed: bool, effective: int, cap: int, ranks: int
 ) -> tuple[Cutting, ...]:
+    """The ladder, which begins with as many micro-batches as were asked for."""
     steps = question.pinned("gradient_accumulation_steps")
-    least = min(steps or 1, effective)
-    cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, least)
-    most, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
-    if batch is not None and steps is not None and most > steps:
+    cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, steps)
+    count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
+    if batch is not None and steps is not None and count > steps:
         raise BadInput(
             f"{effective} sequences do not fit {steps} micro-batches of "
             f"{batch} × {question.workload.max_length} tokens",
-            f"leave gradient_accumulation_steps to the plan, or set it to {most}",
+            f"leave gradient_accumulation_steps to the plan, or set it to {count}",
         )
     return cuttings
 
@@ -105,11 +105,19 @@ def _coarser(lengths: tuple[int, ...], effective: int, cap: int, ranks: int) -> 
 
 @lru_cache(maxsize=16)
 def _cut(
-    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, at_least: int
+    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, steps: int | None
 ) -> tuple[Cutting, ...]:
     """The ladder, with what its steps are like; the same for all GPUs that are compared."""
     array = np.asarray(lengths, dtype=np.int64)
-    rungs = ladder(array, effective, cap, padded=not packed, ranks=ranks, at_least=at_least)
+    rungs = ladder(
+        array,
+        effective,
+        cap,
+        padded=not packed,
+        ranks=ranks,
+        at_least=steps or 1,
+        at_most=steps,
+    )
     return tuple(look_at(array, rung, effective, ranks, 0) for rung in rungs)
 
 

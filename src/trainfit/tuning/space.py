@@ -118,8 +118,9 @@ def _cut(
     Packed micro-batches are at least so many, padded ones at most.
     """
     array = np.asarray(lengths, dtype=np.int64)
+    least = count if packed else 1
     rungs = ladder(
-        array, effective, cap, padded=not packed, ranks=ranks, at_least=count, at_most=count
+        array, effective, cap, padded=not packed, ranks=ranks, at_least=least, at_most=count
     )
     return rungs, look_at(array, rungs[0], effective, ranks, 0).shape
 

@@ -130,6 +130,12 @@ def _attention(parts: Parts) -> str | None:
 
 
 def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:
-    """The most tokens of a micro-batch: what was planned, and never over what was asked for."""
+    """The most tokens of a micro-batch: what was planned, and never over what was asked for.
+
+    Where both batch_size and gradient_accumulation_steps are set, another fold keeps to both.
+    """
     asked = plan.batch_size * config.data.max_length
+    by_hand = (config.training.batch_size, config.optimization.gradient_accumulation_steps)
+    if "auto" not in by_hand:
+        return max(longest, asked)
     return max(longest, min(asked, math.ceil(plan.micro_batch_tokens * _SLACK)))

@@ -57,6 +57,8 @@ def loop_settings(config: GptConfig, plan: Plan, *, device: str, ranks: int) -> 
             padded=True,
             ranks=ranks,
             seed=config.seed,
+            at_least=plan.gradient_accumulation_steps,
+            at_most=plan.gradient_accumulation_steps,
         ),
         optimizer=OptimizerSettings(
             kind=plan.optimizer,
