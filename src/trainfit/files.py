@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import stat
 import tempfile
+from io import BufferedReader
 from pathlib import Path
-from typing import BinaryIO
 
 from trainfit.errors import BadInput, reason
 
@@ -24,7 +25,7 @@ _KERNEL = (Path("/proc"), Path("/sys"))
 """Their files are made up as they are read: no size, and some never end."""
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path) -> BufferedReader:
     """Open a regular file, or a link to one; OSError for anything else, which might never end."""
     _check_kind(path, path.stat())
     # Between the two calls another process may put a pipe there: it must not block.
@@ -45,6 +46,12 @@ def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
     if len(data) > most:
         raise OSError(errno.EFBIG, f"over {most >> 20} MiB", str(path))
     return data.decode()
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def check_regular(path: Path, fix: str = "give a regular file") -> Path:

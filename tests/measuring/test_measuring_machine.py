@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, TrainfitWarning
 from trainfit.hardware import detect
 from trainfit.measuring import machine, measure, remember, remembered
 from trainfit.records import HardwareProfile
@@ -50,7 +50,8 @@ def test_measurements_are_kept_per_device(cpu: HardwareProfile, tmp_path: Path):
     assert remembered(cpu) == taken
     assert remembered(replace(cpu, cpu=replace(cpu.cpu, name="another"))) is None
     path.write_text("{")
-    assert remembered(cpu) is None
+    with pytest.warns(TrainfitWarning, match="damaged"):
+        assert remembered(cpu) is None
 
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):

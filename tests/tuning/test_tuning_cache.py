@@ -120,14 +120,15 @@ def test_and_a_model_folder_that_was_changed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"identity": 3}', "\xff\x00"])
-def test_a_damaged_file_is_ignored_with_a_line(content: str) -> None:
+def test_a_damaged_file_is_thrown_away_with_a_line(content: str) -> None:
     path = cache.write(question(), machine(), RESULT)
     assert path is not None
     path.write_text(content)
-    with pytest.warns(TrainfitWarning, match="is damaged and was ignored") as caught:
+    with pytest.warns(TrainfitWarning, match="is damaged and made anew") as caught:
         assert cache.read(question(), machine()) is None
     assert len(caught) == 1
     assert len(str(caught[0].message).splitlines()) == 1
+    assert not path.exists()
 
 
 def test_a_file_that_was_swapped_is_stale() -> None:
@@ -176,7 +177,7 @@ def test_a_distance_is_a_share(lengths: list[int]) -> None:
 def test_lengths_are_kept_as_shares_alone() -> None:
     path = cache.write(question(), machine(), RESULT)
     assert path is not None
-    kept = json.loads(path.read_text())["lengths"]
+    kept = json.loads(path.read_text())["content"]["lengths"]
     assert len(kept) == 32
     assert sum(kept) == pytest.approx(1.0)
     assert kept[0] == 0.75  # three of four below 16

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trainfit.data.corpus import END_OF_TEXT
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
+from trainfit.files import checksum, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -45,17 +45,20 @@ def load_bpe(path: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     try:
-        return Tokenizer.from_str(path.read_text(encoding="utf-8"))
+        return Tokenizer.from_str(read_text(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
     except OSError as error:
-        raise BadInput(f"cannot read {path} ({error.strerror})", "give a tokenizer.json") from None
-    except Exception as error:  # noqa: BLE001  the library raises nothing more particular
-        reason = str(error).splitlines()[0]
-        raise BadInput(f"{path} is no tokenizer ({reason})", "give a tokenizer.json") from None
+        raise BadInput(f"cannot read {path} ({reason(error)})", "give a tokenizer.json") from None
+    except BaseException as error:  # noqa: BLE001  a panic of the library is no Exception
+        raise BadInput(
+            f"{path} is no tokenizer ({reason(error)})", "give a tokenizer.json"
+        ) from None
 
 
 def file_hash(path: Path) -> str:
     """SHA-256 of a tokenizer's file: tokens belong to it and to no other."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+    return checksum(path)
 
 
 def end_of_text(tokenizer: Tokenizer) -> int | None:

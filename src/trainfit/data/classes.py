@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -20,6 +21,11 @@ def class_order(names: Iterable[str]) -> list[str]:
     return distinct
 
 
+def shown(name: str) -> str:
+    """A label for an error: itself where it can only be a name, never where it may be a text."""
+    return name if re.fullmatch(r"[\w.+:/-]{1,40}", name) else "(a label of several words)"
+
+
 def count_classes(labels: IntArray, classes: int) -> list[int]:
     """How many items each class has."""
     counted: list[int] = np.bincount(labels, minlength=classes).tolist()
@@ -32,6 +38,6 @@ def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
     for name, count in zip(names, counted, strict=True):
         if not count:
             raise BadInput(
-                f"class {name} has no training example", "add some, or leave the class out"
+                f"class {shown(name)} has no training example", "add some, or leave the class out"
             )
     return [len(labels) / (len(names) * count) for count in counted]

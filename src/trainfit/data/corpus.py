@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trainfit.data.text_files import read_texts
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
+from trainfit.files import check_regular, open_regular
 
 END_OF_TEXT = "<|endoftext|>"
 _TABLES = (".csv", ".jsonl", ".parquet")
@@ -52,23 +53,38 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     """The files named, and all text files in the folders named, hidden ones left out."""
     found: dict[Path, None] = {}
     for given in inputs:
-        if not given.exists():
-            raise BadInput(f"no file or folder {given}", "check --input")
-        inside = sorted(given.rglob("*")) if given.is_dir() else [given]
-        for path in inside:
-            hidden = any(part.startswith(".") for part in path.relative_to(given).parts)
-            if path.is_file() and not hidden and (path == given or _is_text(path)):
-                found[path] = None
+        try:
+            given.stat()
+            found |= dict.fromkeys(_inside(given) if given.is_dir() else [_named(given)])
+        except FileNotFoundError:
+            raise BadInput(f"no file or folder {given}", "check --input") from None
+        except OSError as error:
+            named = f"{str(error.filename or given)!r:.200}"
+            raise BadInput(f"cannot read {named} ({reason(error)})", "check --input") from None
     if not found:
         named = ", ".join(map(str, inputs))
         raise BadInput(f"there is no text file in {named}", "give files or folders with text")
     return list(found)
 
 
+def _named(path: Path) -> Path:
+    """A file that was named itself: it must be there, and text."""
+    if not _is_text(check_regular(path, "check --input")):
+        raise BadInput(f"{path} is binary, or not UTF-8: it has NUL bytes", "save it as UTF-8 text")
+    return path
+
+
+def _inside(folder: Path) -> Iterator[Path]:
+    for path in sorted(folder.rglob("*")):
+        hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
+        if path.is_file() and not hidden and _is_text(path):
+            yield path
+
+
 def _is_text(path: Path) -> bool:
     if path.suffix.lower() in _TABLES:
         return True
-    with path.open("rb") as file:
+    with open_regular(path) as file:
         return b"\0" not in file.read(8192)
 
 
@@ -117,11 +133,11 @@ def _blocks(path: Path) -> Iterator[str]:
     """The text as UTF-8; bytes that are not are replaced by a mark, and not fatal."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             while block := file.read(_BLOCK):
                 yield decoder.decode(block)
     except OSError as error:
-        raise BadInput(f"cannot read {path} ({error.strerror})", "make it readable") from None
+        raise BadInput(f"cannot read {path} ({reason(error)})", "make it readable") from None
     yield decoder.decode(b"", final=True)
 
 

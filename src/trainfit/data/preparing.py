@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit import cached
 from trainfit.codec import Range
 from trainfit.data.bpe import end_of_text, file_hash, learn_bpe, load_bpe
 from trainfit.data.corpus import END_OF_TEXT, Piece, find_files, read_pieces, standard_library
@@ -33,7 +34,7 @@ from trainfit.data.token_files import (
     Header,
     Part,
     dtype_for,
-    read_header,
+    open_tokens,
 )
 from trainfit.errors import BadInput, RunFailed
 from trainfit.files import cache_folder
@@ -100,9 +101,10 @@ def embedded_tokens(how: Preparation, progress: Progress | None = None) -> Path:
         digest.update(path.read_bytes())
     folder = cache_folder() / "corpora" / f"python-{digest.hexdigest()[:32]}"
     try:
-        read_header(folder)
-    except BadInput:
-        shutil.rmtree(folder, ignore_errors=True)
+        open_tokens(folder)
+    except BadInput as error:
+        if folder.exists():
+            cached.throw_away(folder, error.what)
         _prepare(files, folder, how, None, None, progress or (lambda *_: None))
     return folder
 

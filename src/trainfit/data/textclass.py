@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from trainfit.data.classes import balanced_weights, count_classes
+from trainfit.data.classes import balanced_weights, count_classes, shown
 from trainfit.data.folds import check_apart, hold_out, make_folds
 from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
@@ -77,7 +77,7 @@ def text_datasets(
     """Datasets of tokenised texts; the held-out test is taken first, unless one is given."""
     if len(classes) < 2:
         raise BadInput(
-            f"the training data has one class only, {classes[0]}", "give examples of another"
+            f"the training data has one class only, {shown(classes[0])}", "give examples of another"
         )
     if validation is not None and folds is not None:
         raise BadInput(
@@ -103,8 +103,9 @@ def _same_classes(read: LabelledTokens, classes: list[str], path: Path | str) ->
     unknown = [name for name in read.classes if name not in classes]
     if unknown:
         raise BadInput(
-            f"{path} has {len(unknown)} labels that the training data has not ({unknown[0]:.40})",
-            f"use {', '.join(classes[:10])}",
+            f"{path} has {len(unknown)} labels that the training data has not "
+            f"({shown(unknown[0])})",
+            f"use {', '.join(map(shown, classes[:10]))}",
         )
     numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
     return replace(read.tokens, labels=numbers[read.tokens.labels])

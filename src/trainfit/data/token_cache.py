@@ -6,6 +6,7 @@ tokenizer, the length, the columns), so that a change of any of them never meets
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -22,12 +23,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit import cached
 from trainfit.data.classes import class_order
 from trainfit.data.text_files import Chunk, Columns, check_file, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
 from trainfit.data.tokens import Tokens, encode_texts
-from trainfit.errors import BadInput
-from trainfit.files import cache_folder, write_whole
+from trainfit.errors import BadInput, RunFailed, reason
+from trainfit.files import cache_folder, checksum
 from trainfit.hardware.cpu import allowed_by_affinity
 
 if TYPE_CHECKING:
@@ -35,7 +37,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 1
+_FORMAT = 2
+_FILES = ("tokens", "lengths", "labels", "groups")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
 """Bytes of a file from which on several processes pay for their start."""
@@ -50,6 +53,16 @@ class LabelledTokens:
 
     tokens: Tokens
     classes: list[str]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Meta:
+    """What the folder of a file's tokens says of itself."""
+
+    sequences: int
+    tokens: int
+    labels: tuple[str, ...]
+    checksums: dict[str, str]
 
 
 def tokenize_file(
@@ -71,11 +84,15 @@ def tokenize_file(
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "tokens" / key[:32]
-    if not _whole(folder):
+    found = _open(folder)
+    if found is None:
         chunks = read_chunks(path, columns)
         count = _processes(path) if processes is None else processes
         _make(folder, path, _encode(chunks, tokenizer, max_length, count), progress)
-    return _open(folder)
+        found = _open(folder)
+    if found is None:
+        raise RunFailed(f"{folder} was changed as it was written", "try again")
+    return found
 
 
 def _processes(path: Path) -> int:
@@ -125,27 +142,31 @@ def _make(
     progress: Progress | None,
 ) -> None:
     """Write everything beside the folder, then give it its name: it is whole or not there."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
     try:
-        meta = _write(building, encoded, progress)
-        if not meta["sequences"]:
-            raise BadInput(f"{source} has no rows", "give a file with a text per row")
-        if len(meta["labels"]) > _MOST_CLASSES:
-            raise BadInput(
-                f"{source} has {len(meta['labels'])} different labels",
-                "name the right column (data.label_column)",
-            )
-        write_whole(building / "meta.json", json.dumps(meta))
-        shutil.rmtree(folder, ignore_errors=True)
-        building.rename(folder)
-    finally:
-        shutil.rmtree(building, ignore_errors=True)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+        try:
+            meta = _write(building, source, encoded, progress)
+            if not meta.sequences:
+                raise BadInput(f"{source} has no rows", "give a file with a text per row")
+            cached.write(building / "meta.json", meta)
+            cached.discard(folder)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        raise RunFailed(
+            f"cannot write {folder} ({reason(error)})",
+            "free some space, or set TRAINFIT_CACHE to a folder of yours",
+        ) from error
 
 
 def _write(
-    building: Path, encoded: Iterator[tuple[Chunk, _Encoded]], progress: Progress | None
-) -> dict[str, Any]:
+    building: Path,
+    source: Path,
+    encoded: Iterator[tuple[Chunk, _Encoded]],
+    progress: Progress | None,
+) -> _Meta:
     labels: dict[str, int] = {}
     sequences = tokens = 0
     with (
@@ -158,6 +179,11 @@ def _write(
             ids.write(flat.tobytes())
             lengths.write(sizes.tobytes())
             numbers = [labels.setdefault(name, len(labels)) for name in chunk.labels]
+            if len(labels) > _MOST_CLASSES:
+                raise BadInput(
+                    f"{source} has more than {_MOST_CLASSES:,} different labels",
+                    "name the right column (data.label_column)",
+                )
             classes.write(np.array(numbers, dtype=np.int32).tobytes())
             groups.write(b"".join(_group(name) for name in chunk.groups))
             sequences += sizes.size
@@ -167,7 +193,13 @@ def _write(
         for file in (ids, lengths, classes, groups):
             file.flush()
             os.fsync(file.fileno())
-    return {"sequences": sequences, "tokens": tokens, "labels": list(labels)}
+    return _Meta(
+        sequences=sequences, tokens=tokens, labels=tuple(labels), checksums=_checksums(building)
+    )
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return {name: checksum(folder / name) for name in _FILES}
 
 
 def _group(name: str) -> bytes:
@@ -175,27 +207,20 @@ def _group(name: str) -> bytes:
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
-def _whole(folder: Path) -> bool:
-    """Whether the folder has all that its meta file promises."""
+def _open(folder: Path) -> LabelledTokens | None:
+    """The tokens in a folder; None where there are none, or none that are whole."""
+    meta = cached.read(_Meta, folder / "meta.json") if folder.exists() else None
     try:
-        meta = json.loads((folder / "meta.json").read_text())
-        sizes = {name: (folder / name).stat().st_size for name in ("tokens", "lengths", "labels")}
-    except (OSError, ValueError):
-        return False
-    sequences = meta["sequences"]
-    return sizes == {
-        "tokens": 4 * meta["tokens"],
-        "lengths": 4 * sequences,
-        "labels": 4 * sequences,
-    }
-
-
-def _open(folder: Path) -> LabelledTokens:
-    meta = json.loads((folder / "meta.json").read_text())
+        if meta is None or _checksums(folder) != meta.checksums:
+            raise OSError(errno.EIO, "a file does not match its checksum")
+    except OSError as error:
+        if folder.exists():
+            cached.throw_away(folder, reason(error))
+        return None
     lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
     groups = np.fromfile(folder / "groups", dtype=np.int64)
-    classes = class_order(meta["labels"])
-    numbers = np.array([classes.index(name) for name in meta["labels"]], dtype=np.int64)
+    classes = class_order(meta.labels)
+    numbers = np.array([classes.index(name) for name in meta.labels], dtype=np.int64)
     tokens = Tokens(
         ids=np.memmap(folder / "tokens", dtype=np.int32, mode="r"),
         starts=np.cumsum(lengths) - lengths,

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from trainfit import codec
 from trainfit.codec import Range
 from trainfit.data.bpe import file_hash
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
 from trainfit.records import Record
 
 FORMAT = "trainfit tokens 1"
@@ -51,7 +51,8 @@ class Header(Record):
 
     format: str = FORMAT
     dtype: Dtype
-    vocab_size: Annotated[int, Range(1)]
+    vocab_size: Annotated[int, Range(1, 1 << 24)]
+    """At most many times the largest there is: a count of each is kept in memory."""
     train: Part
     validation: Part
     tokenizer: str | None = None
@@ -119,10 +120,10 @@ def read_header(folder: Path) -> Header:
     if not path.is_file():
         raise BadInput(*_no_header(folder))
     try:
-        data = json.loads(path.read_text())
+        data = codec.read_object(path)
     except (OSError, ValueError) as error:
-        raise BadInput(f"cannot read {path} ({error})", "prepare the data again") from None
-    if not isinstance(data, dict) or "vocab_size" not in data:
+        raise BadInput(f"cannot read {path} ({reason(error)})", "prepare the data again") from None
+    if "vocab_size" not in data:
         raise BadInput(f"{path} has no vocab_size", f'write {{"vocab_size": N}} to {META}')
     for file in FILES.values():
         if not (folder / file).is_file():
@@ -150,7 +151,7 @@ def _no_header(folder: Path) -> tuple[str, str]:
 
 def _own(path: Path, data: dict[str, Any]) -> Header:
     if data["format"] != FORMAT:
-        raise BadInput(f"{path} has the format {data['format']!r}", f"this reads {FORMAT!r}")
+        raise BadInput(f"{path} has the format {data['format']!r:.80}", f"this reads {FORMAT!r}")
     return codec.decode(Header, data, str(path))
 
 
@@ -158,7 +159,7 @@ def _foreign(folder: Path, data: dict[str, Any]) -> Header:
     """A header for files of others, from the little that is said about them."""
     dtype = data.get("dtype", "uint16")
     sizes = {name: (folder / file).stat().st_size for name, file in FILES.items()}
-    width = np.dtype(dtype).itemsize if dtype in ("uint16", "uint32") else 1
+    width = {"uint16": 2, "uint32": 4}.get(str(dtype), 1)
     known = {
         "dtype": dtype,
         "vocab_size": data["vocab_size"],

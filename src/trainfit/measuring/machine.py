@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainfit import cached
 from trainfit.catalogue import GpuSpec, find
 from trainfit.errors import BadInput
 from trainfit.files import cache_folder
@@ -63,19 +64,13 @@ def device_name(profile: HardwareProfile) -> str:
 def remember(measurements: Measurements) -> Path:
     """Keep measurements for the planner; returns the file."""
     path = _file(measurements.device)
-    measurements.save(path)
+    cached.write(path, measurements)
     return path
 
 
 def remembered(profile: HardwareProfile) -> Measurements | None:
-    """The measurements kept for this device, or None; a damaged file counts as none."""
-    path = _file(device_name(profile))
-    if not path.exists():
-        return None
-    try:
-        return Measurements.load(path)
-    except BadInput:
-        return None
+    """The measurements kept for this device, or None; a damaged file is thrown away."""
+    return cached.read(Measurements, _file(device_name(profile)))
 
 
 def _file(device: str) -> Path:

@@ -6,13 +6,9 @@ import hashlib
 from functools import cache
 from importlib.metadata import version
 from pathlib import Path
-from typing import TypeVar
 
-from trainfit import codec
-from trainfit.errors import TrainfitError
-from trainfit.files import cache_folder, write_whole
+from trainfit.files import cache_folder
 
-T = TypeVar("T")
 _SOURCES = ("planning", "kernels", "engine", "tasks", "catalogue", "packing")
 """The packages that decide what a step takes."""
 
@@ -21,23 +17,6 @@ def place(folder: str, *parts: str) -> Path:
     """Where the answer to a question is kept; it changes with the libraries and our own code."""
     digest = hashlib.sha256("\n".join([*parts, _versions()]).encode()).hexdigest()
     return cache_folder() / folder / f"{digest[:40]}.json"
-
-
-def read(kind: type[T], path: Path) -> T | None:
-    """What was kept, or None: never asked, or written by another version."""
-    try:
-        return codec.loads(kind, path.read_text(), str(path))
-    except (OSError, TrainfitError):
-        return None
-
-
-def write(path: Path, record: object) -> None:
-    """Keep it; a cache that cannot be written costs seconds, not the plan."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, codec.dumps(record, indent=None))
-    except OSError:
-        return
 
 
 @cache

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from trainfit import codec
+from trainfit import cached, codec
 from trainfit.catalogue import GpuSpec, find
 from trainfit.hardware import as_if
 from trainfit.hardware.gpus import catalogue_gpu
@@ -58,7 +58,7 @@ def plan(
     gpu = profile.gpus[0] if profile.gpus else None
     target = target_for(profile, gpu, memory_gib)
     place = kept.place("plans", *_asked(question, profile, target, ranks, measured))
-    found = kept.read(Plan, place)
+    found = cached.read(Plan, place)
     if found is not None:
         return found
     start(2)
@@ -71,7 +71,7 @@ def plan(
         fitter = fitter_for(question, basis, (roomy,))
         shared = _planned(question, profile, basis, fitter, 0, roomy, ranks, measured, exact=True)
         made = spread(shared, gained) if shared.fits else made
-    kept.write(place, made)
+    cached.write(place, made)
     return made
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trainfit import codec
+from trainfit import cached, codec
 from trainfit.errors import BadInput
 from trainfit.planning import kept
 from trainfit.planning.memory import Answer, Request, Target, ask, told
@@ -148,11 +148,11 @@ def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> 
         )
         for request in requests
     ]
-    answers = [kept.read(Answer, place) for place in places]
+    answers = [cached.read(Answer, place) for place in places]
     missing = [at for at, answer in enumerate(answers) if answer is None]
     for at, answer in zip(missing, _ask_all([requests[at] for at in missing]), strict=True):
         answers[at] = told(answer)
-        kept.write(places[at], answer)
+        cached.write(places[at], answer)
     return [answer for answer in answers if answer is not None]
 
 

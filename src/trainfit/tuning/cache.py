@@ -1,7 +1,7 @@
 """What was found before, by everything that it depends on.
 
 A file holds the key in full beside the result: a result of another driver, another model or another
-trainfit is stale, and a file that cannot be read is damaged; both are left alone with a line.
+trainfit is stale and left alone with a line; a file that is damaged is removed with one.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from typing import Any
 
 import numpy as np
 
-from trainfit import codec
-from trainfit.errors import TrainfitError, TrainfitWarning
-from trainfit.files import cache_folder, write_whole
+from trainfit import cached, codec
+from trainfit.errors import TrainfitWarning
+from trainfit.files import cache_folder
 from trainfit.measuring.machine import device_name
 from trainfit.planning.probing import folder_content
 from trainfit.planning.question import Question
@@ -101,10 +101,8 @@ def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneRe
     named = _plain(identity(question, profile, ranks))
     lengths = _histogram(question)
     for path in sorted(_folder().glob(f"{_digest(named)}-*.json")):
-        try:
-            kept = Kept.load(path)
-        except TrainfitError as error:
-            _warn(f"{path} is damaged and was ignored ({_first_line(error)})")
+        kept = cached.read(Kept, path)
+        if kept is None:
             continue
         if distance(kept.lengths, lengths) > _ALIKE:
             continue  # other data
@@ -128,12 +126,7 @@ def write(
         result=result,
     )
     path = place(kept.identity, kept.lengths)
-    try:
-        write_whole(path, kept.to_json() + "\n")
-    except OSError as error:
-        _warn(f"the result is not kept ({error}); set TRAINFIT_CACHE to a folder of yours")
-        return None
-    return path
+    return path if cached.write(path, kept) else None
 
 
 def place(named: dict[str, Any], lengths: Sequence[float]) -> Path:
@@ -161,10 +154,6 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
 
 def _warn(text: str) -> None:
     warnings.warn(text, TrainfitWarning, stacklevel=3)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [type(error).__name__])[0][:200]
 
 
 def _version(name: str) -> str | None:
