@@ -1,0 +1,162 @@
+"""Model folders with hostile configs and tokenizers."""
+
+from __future__ import annotations
+
+import json
+import random
+from typing import Any
+
+from fuzz_case import FIFO, FOLDER, LOOP, ZERO, Case, Edit, kind
+from fuzz_damage import DAMAGES
+from fuzz_templates import TINY
+from fuzz_values import JSON_VALUES
+
+_BERT: dict[str, Any] = {
+    "model_type": "bert",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+    "hidden_act": "gelu",
+}
+_GEMMA: dict[str, Any] = {
+    "model_type": "gemma3_text",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "query_pre_attn_scalar": 8,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "max_position_embeddings": 96,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "pad_token_id": 0,
+}
+_DEBERTA = _BERT | {
+    "model_type": "deberta-v2",
+    "relative_attention": True,
+    "position_buckets": 8,
+    "pos_att_type": ["p2c", "c2p"],
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
+_GPT2: dict[str, Any] = {
+    "model_type": "gpt2",
+    "vocab_size": 400,
+    "n_embd": 32,
+    "n_head": 4,
+    "n_layer": 1,
+    "n_positions": 96,
+}
+_NESTED = {"model_type": "gemma3", "text_config": _GEMMA}
+_BASES = [_BERT, _BERT, _GEMMA, _DEBERTA, _GPT2, _NESTED]
+
+_SIZES = ("vocab_size", "hidden_size", "num_attention_heads", "num_hidden_layers")
+_ABSURD: list[Any] = [-1, 0, 10**9, 2 * 10**9, 10**30, 1.5, "x", None, [], True, float("nan")]
+_REFUSED: list[dict[str, Any]] = [
+    *({name: value} for name in _SIZES for value in _ABSURD),
+    *({"intermediate_size": value} for value in (-1, 10**9, "x", 10**30)),
+    *({"max_position_embeddings": value} for value in (-1, 0, 3 * 10**9, "x")),
+    {"num_attention_heads": 5},
+    {"hidden_size": 33},
+    {"hidden_act": "nowhere"},
+    {"hidden_act": 3},
+    {"model_type": "nowhere"},
+    {"model_type": None},
+    {"model_type": 3},
+    {"model_type": ["bert"]},
+    {"model_type": "x" * 5000},
+    {"pad_token_id": -7},
+    {"pad_token_id": 10**9},
+    {"hidden_dropout_prob": float("nan")},
+    {"hidden_dropout_prob": 2},
+    {"hidden_dropout_prob": -1},
+    {"initializer_range": -1},
+    {"initializer_range": "x"},
+    {"layer_norm_eps": "x"},
+    {"type_vocab_size": -2},
+    {"type_vocab_size": 10**10},
+]
+_COMMANDS = [
+    ["train", "textclass", "--dry-run", "runs_dir=runs"],
+    ["plan", "textclass"],
+    ["plan", "textclass", "--gpu", "t4"],
+]
+
+
+def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
+    words = [w for w in TINY["textclass"] if not w.startswith("model.weights")]
+    text = config if isinstance(config, str) else json.dumps(config)
+    command = chosen.choice(_COMMANDS)
+    real = chosen.random() < 0.3
+    given = {"files": {"model/config.json": text}, "template": "textclass", **more}
+    weights = chosen.choice([[], ["model.weights=random"]])
+    return Case([*command, *words, *weights], expect=expect, real_plan=real, **given)
+
+
+@kind(10)
+def absurd_models(chosen: random.Random) -> Case:
+    return _case(chosen, _BERT | chosen.choice(_REFUSED), "refused")
+
+
+@kind(14)
+def changed_models(chosen: random.Random) -> Case:
+    """Any field of a config replaced by any value."""
+    config = dict(chosen.choice(_BASES))
+    fields = config
+    if "text_config" in config and chosen.random() < 0.8:
+        fields = config["text_config"] = dict(config["text_config"])
+    key = chosen.choice(sorted({*fields, "dtype", "rope_scaling", "auto_map", "architectures"}))
+    if chosen.random() < 0.2:
+        fields.pop(key, None)
+    else:
+        fields[key] = chosen.choice(JSON_VALUES)
+    return _case(chosen, config, "any")
+
+
+_TEXTS = [
+    "",
+    "{",
+    "[]",
+    "null",
+    "3",
+    '"x"',
+    "[" * 100000,
+    '{"a":' * 5000 + "1" + "}" * 5000,
+    '{"model_type": "bert", "model_type": "gpt2"}',
+    "\ufeff{}",
+    "{}",
+    '{"model_type": "bert"',
+    '{"vocab_size": ' + "9" * 5000 + "}",
+    "\ud800",
+    "x" * (1 << 20),
+]
+
+
+@kind(4)
+def broken_configs(chosen: random.Random) -> Case:
+    if chosen.random() < 0.7:
+        return _case(chosen, chosen.choice(_TEXTS), "refused")
+    content = chosen.choice([FIFO, FOLDER, LOOP, ZERO])
+    return _case(chosen, {}, "refused", files={"model/config.json": content})
+
+
+@kind(10)
+def damaged_models(chosen: random.Random) -> Case:
+    """Weights and tokenizer files that were whole."""
+    words = [w for w in TINY["textclass"] if not w.startswith("model.weights")]
+    dry = chosen.choice([["--dry-run"], []])
+    among = chosen.choice(["*.json", "*.safetensors", "tokenizer*.json", "tokenizer.json"])
+    how = chosen.choice(["json", "json", "json", *DAMAGES])
+    if among != "*.safetensors" and chosen.random() < 0.5:
+        how = "json"
+    edit = Edit(how, chosen.randrange(2**32), among)
+    return Case(
+        ["train", "textclass", *dry, "runs_dir=runs", *words], template="model", edits=(edit,)
+    )
