@@ -44,10 +44,13 @@ def command(
     """
     from trainfit.cli.main import INTERRUPTED
     from trainfit.conf.user_file import with_file
-    from trainfit.reports import training
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
+    from trainfit.reports import training  # torch, which a wrong word should not wait for
+
+    for note in composed.notes if training.is_first_rank() else ():
+        click.echo(f"trainfit: note: {note}", err=True)
     job = job_module(task)
     if dry_run:
         _dry_run(job, composed, as_json)
@@ -81,14 +84,10 @@ def _composed(
     """The configuration of a new run, or that of the run to go on with."""
     from trainfit.engine import run_folder
     from trainfit.errors import BadInput
-    from trainfit.reports import training
     from trainfit.tasks.encoder.choosing import configure, configured_by
 
     if resume is None:
-        composed = configure(task, overrides)
-        for note in composed.notes if training.is_first_rank() else ():
-            click.echo(f"trainfit: note: {note}", err=True)
-        return composed, None
+        return configure(task, overrides), None
     if overrides:
         raise BadInput(
             f"--resume with {overrides[0]}",

@@ -5,33 +5,87 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from trainfit.errors import BadInput
+from trainfit.files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     Tokenizer: TypeAlias = PreTrainedTokenizerBase
 
+NO_TOKENIZER_FIX = (
+    "add its files (such as tokenizer.json), or set model.weights=random to learn one from the data"
+)
+_FILES = ["tokenizer*", "vocab*", "merges.txt", "*.model", "*.codes", "*.tiktoken", "tekken.json"]
+"""What tokenizers are made of; in a folder with none of these there is no tokenizer."""
+_CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "bpe.codes": "PhobertTokenizer"}
+"""Classes of files that say what they are, also beside a config that names another class."""
+_FEWEST = 10
+"""Tokens beside the special ones, from which on there is a vocabulary."""
 _SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 
 
-def load_tokenizer(place: str) -> Tokenizer:
-    """The tokenizer of a hub id or a local folder."""
-    from transformers import AutoTokenizer
+def has_tokenizer(folder: Path) -> bool:
+    """Look for a tokenizer's files in a folder, without loading anything."""
+    return any(next(folder.glob(pattern), None) for pattern in _FILES)
 
+
+def load_tokenizer(place: str) -> Tokenizer:
+    """Load the tokenizer of a hub id or a local folder: whatever AutoTokenizer makes of it.
+
+    AutoTokenizer goes by the config. Where that leads to no vocabulary, or to a class that takes a
+    file for what it is not, the files themselves say what they are.
+    """
+    import transformers
+
+    by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
+    reasons = []
+    for kind in ("AutoTokenizer", *by_file):
+        try:
+            with quiet_transformers():
+                tokenizer: Tokenizer = getattr(transformers, kind).from_pretrained(place)
+        except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
+            reasons += (str(error).strip().splitlines() or [type(error).__name__])[:1]
+            continue
+        # For a folder without its files transformers makes a tokenizer of special tokens alone.
+        if len(tokenizer) - len(set(tokenizer.all_special_ids)) < _FEWEST:
+            reasons.append("no file with its vocabulary")
+        elif kind not in by_file and _misread(tokenizer, Path(place) / "tokenizer.json"):
+            reasons.append("tokenizer.json is of another kind than the config says")
+        else:
+            return tokenizer
+    raise BadInput(f"no tokenizer in {place}: {reasons[0]}", NO_TOKENIZER_FIX)
+
+
+def _misread(tokenizer: Tokenizer, path: Path) -> bool:
+    """Find a BPE read as WordPiece, for instance: it would make unknown tokens of everything."""
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None or not path.is_file():
+        return False
     try:
-        tokenizer: Tokenizer = AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, ImportError, KeyError) as error:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise BadInput(
-            f"no tokenizer in {place}: {reason}",
-            "give a folder of the model, or set model.weights=random to learn one from the data",
-        ) from None
-    return tokenizer
+        kind = json.loads(read_text(path))["model"]["type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False
+    return bool(kind != type(backend.model).__name__)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence transformers' warnings: what matters of them is in our own errors."""
+    from transformers.utils import logging
+
+    before = logging.get_verbosity()
+    logging.set_verbosity(ERROR)
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
 
 
 def learn_tokenizer(

@@ -12,7 +12,9 @@ from trainfit import codec
 from trainfit.catalogue.models import model_shape
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
 from trainfit.conf.schema import EncoderModel
+from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.errors import BadInput
+from trainfit.files import read_text
 from trainfit.hardware import detect
 from trainfit.records import HardwareProfile
 from trainfit.tasks.encoder.settings import Weights
@@ -23,12 +25,36 @@ if TYPE_CHECKING:
 EncoderConfig = NliConfig | TextclassConfig
 _FREEZE = "model.freeze_encoder"
 """Presets and experiments freeze a pretrained encoder; a random one is worth nothing frozen."""
+_OF_CHARACTERS = ("canine", "perceiver")
+"""Model types whose tokenizer needs no file."""
 _MOST_WORDS = 8192
 """The largest vocabulary to learn; a model may have room for more."""
 
 
 def configure(task: str, overrides: Sequence[str]) -> Composed:
     """The job's configuration; where neither data nor a model is named, that of the small one."""
+    composed = _filled(task, overrides)
+    model = composed.config.model
+    if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
+        return composed
+    if model.weights != "random":
+        raise BadInput(f"no tokenizer in {model.name}", NO_TOKENIZER_FIX)
+    note = f"no tokenizer in {model.name}: one is learned from the data (model.weights=random)"
+    return replace(composed, notes=(*composed.notes, note))
+
+
+def _lacks_tokenizer(folder: Path) -> bool:
+    """Tell from a folder's files alone, before anything is loaded."""
+    if not folder.is_dir() or has_tokenizer(folder):
+        return False
+    try:
+        kind = json.loads(read_text(folder / "config.json"))["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # whoever loads it says more
+    return kind not in _OF_CHARACTERS
+
+
+def _filled(task: str, overrides: Sequence[str]) -> Composed:
     composed = compose(task, overrides)
     if not made_up(composed) or composed.origins["model.name"] != "default":
         return composed
@@ -139,9 +165,9 @@ def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
     """Random or pretrained, and where the tokenizer is; None: it is learned."""
     folder = Path(model.name)
     if folder.is_dir():
-        weights: Weights = "random" if model.weights == "random" else "pretrained"
-        named = any((folder / name).is_file() for name in ("tokenizer.json", "spiece.model"))
-        return weights, model.name if named else None
+        if model.weights != "random":
+            return "pretrained", model.name
+        return "random", None if _lacks_tokenizer(folder) else model.name
     try:
         hub = model_shape(model.name).hub
     except BadInput:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,10 +111,10 @@ def exports_of(run: Path) -> list[Path]:
 
 def load_export(folder: Path, device: str = "cpu") -> Exported:
     """What `export.write` wrote."""
-    from trainfit.data.tokenizers import load_tokenizer
+    from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
 
     facts = json.loads((folder / "head.json").read_text())
-    with _without_reports():
+    with quiet_transformers():  # it reports a pooler that BERT has and the classifier has not
         encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])
     if (folder / "adapter").is_dir():
         _load_adapter(encoder, folder / "adapter")
@@ -138,19 +136,6 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
         tokenizer=load_tokenizer(str(folder)),
         facts=facts,
     )
-
-
-@contextmanager
-def _without_reports() -> Iterator[None]:
-    """Without transformers' report of a pooler that BERT's class has and the classifier has not."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity(ERROR)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
 
 
 def _load_adapter(encoder: PreTrainedModel, folder: Path) -> None:

@@ -1,0 +1,139 @@
+"""A model folder's own tokenizer is used, whatever its files; each against what its maker says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sentencepiece import SentencePieceProcessor
+from tokenizers import ByteLevelBPETokenizer
+from tokenizers import Tokenizer as Backend
+
+from tokenizer_folders import KINDS, WORDS, tokenizer_folder
+from trainfit.data import load_tokenizer
+from trainfit.data.tokenizers import pad_id, tokenizer_hash
+from trainfit.data.tokens import encode_texts, tokenize_pairs
+from trainfit.errors import BadInput
+
+TEXT = "the quiet river and a zebra zoo"
+POSTS = (" ".join(WORDS), "happy town", "bread " * 200)
+CRITERIA = ("sad at night", "alone without much rest")
+
+Encode = Callable[[Path, str], list[int]]
+
+
+def by_words(folder: Path, text: str) -> list[int]:
+    """WordPiece by hand: whole words, and else letters."""
+    lines = (folder / "vocab.txt").read_text().split("\n")
+    known = {word: number for number, word in enumerate(lines)}
+    ids = []
+    for word in text.split():
+        spelled = [word[0], *(f"##{letter}" for letter in word[1:])]
+        ids += [known[piece] for piece in ([word] if word in known else spelled)]
+    return ids
+
+
+def by_codes(folder: Path, text: str) -> list[int]:
+    """PhoBERT's BPE by hand: letters, with "qu" and the word "zoo" as the only merges."""
+    lines = (folder / "vocab.txt").read_text().split("\n")
+    known = {line.split(" ")[0]: number for number, line in enumerate(lines, 4)}
+    ids = []
+    for word in text.split():
+        pieces = ["zoo"] if word == "zoo" else re.findall("qu|.", word)
+        ids += [known[f"{piece}@@"] for piece in pieces[:-1]] + [known[pieces[-1]]]
+    return ids
+
+
+def by_bytes(folder: Path, text: str) -> list[int]:
+    files = [str(folder / name) for name in ("vocab.json", "merges.txt")]
+    found: list[int] = ByteLevelBPETokenizer.from_file(*files).encode(text).ids
+    return found
+
+
+def by_json(folder: Path, text: str) -> list[int]:
+    found: list[int] = Backend.from_file(str(folder / "tokenizer.json")).encode(text).ids
+    return found
+
+
+def by_pieces(folder: Path, text: str) -> list[int]:
+    [path] = folder.glob("*.model")
+    found: list[int] = SentencePieceProcessor(model_file=str(path)).encode(text)
+    return found
+
+
+REFERENCES: dict[str, Encode] = {
+    "wordpiece": by_words,
+    "byte_level": by_bytes,
+    "json_alone": by_json,
+    "phobert": by_codes,
+    "phobert_unnamed": by_codes,
+    "deberta_v3": by_pieces,
+    "gemma": by_pieces,
+    "t5": by_pieces,
+}
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    base = tmp_path_factory.mktemp("folders")
+    return {kind: tokenizer_folder(base / kind, kind) for kind in KINDS}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_tokens_are_those_of_the_files(kind: str, folders: dict[str, Path]):
+    tokenizer = load_tokenizer(str(folders[kind]))
+    expected = REFERENCES[kind](folders[kind], TEXT)
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    [ids] = encode_texts(tokenizer, [TEXT], 100)
+    assert [token for token in ids if token not in special] == expected
+    assert 0 <= pad_id(tokenizer) < len(tokenizer)
+    again = load_tokenizer(str(folders[kind]))
+    assert tokenizer_hash(again) == tokenizer_hash(tokenizer)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_pair_that_is_too_long_loses_the_end_of_its_post(kind: str, folders: dict[str, Path]):
+    tokenizer = load_tokenizer(str(folders[kind]))
+    pairs = np.array([0, 1, 2, 0, 1, 2]), np.array([0, 0, 0, 1, 1, 1])
+    tokens = tokenize_pairs(tokenizer, POSTS, CRITERIA, *pairs, [0] * 6, max_length=48)
+    special = set(tokenizer.all_special_ids) - {tokenizer.unk_token_id}
+    for number, (post, criterion) in enumerate(zip(*pairs, strict=True)):
+        ids = tokens.sequence(number).tolist()
+        plain = [token for token in ids if token not in special]
+        # A tokenizer that puts nothing between two texts gets a new line there.
+        apart = "\n" if kind == "json_alone" else ""
+        second = REFERENCES[kind](folders[kind], apart + CRITERIA[criterion])
+        first = REFERENCES[kind](folders[kind], POSTS[post])
+        assert plain[-len(second) :] == second
+        kept = plain[: -len(second)]
+        assert kept
+        assert kept == first[: len(kept)]
+        assert len(ids) == 48 or kept == first
+        assert len(ids) <= 48
+
+
+@pytest.mark.parametrize("files", [[], ["tokenizer_config.json"], ["vocab.json", "merges.txt"]])
+def test_a_folder_without_a_vocabulary_is_refused(files: list[str], tmp_path: Path):
+    folder = tokenizer_folder(tmp_path, None)
+    for name in files:
+        (folder / name).write_text("{}")
+    with pytest.raises(BadInput, match="no tokenizer in") as caught:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("kind", "name"), [("deberta_v3", "spm.model"), ("json_alone", "tokenizer.json")]
+)
+def test_a_damaged_file_is_one_line(
+    kind: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder = tokenizer_folder(tmp_path, kind)
+    (folder / name).write_bytes(b"\x00nothing of the kind")
+    with pytest.raises(BadInput, match="no tokenizer in") as caught:
+        load_tokenizer(str(folder))
+    assert "\n" not in str(caught.value)
+    assert capsys.readouterr().err == ""
