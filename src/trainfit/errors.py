@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from trainfit.redaction import redact
+
 
 class TrainfitWarning(UserWarning):
     """Something a person should know about, and trainfit goes on."""
@@ -17,7 +19,8 @@ class TrainfitError(Exception):
     exit_code = 1
 
     def __init__(self, what: str, fix: str) -> None:
-        """Say `what` was wrong, naming the value, and the `fix`."""
+        """Say `what` was wrong, naming the value, and the `fix`; secrets are left out."""
+        what, fix = redact(what), redact(fix)
         super().__init__(f"{what}; {fix}" if fix else what)
         self.what = what
         self.fix = fix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
+import re
 import stat
 import tempfile
 from io import BufferedReader
@@ -23,6 +24,10 @@ _KINDS = (
 )
 _KERNEL = (Path("/proc"), Path("/sys"))
 """Their files are made up as they are read: no size, and some never end."""
+_NAME = re.compile(r"\w(?:[\w .,+=@-]*[\w+=@-])?")
+_LONGEST = 100
+"""Bytes of a name, of the 255 that file systems take: endings and numbers are added to it."""
+_LONGEST_PART = 255
 
 
 def open_regular(path: Path) -> BufferedReader:
@@ -89,6 +94,27 @@ def write_whole(path: Path, content: str | bytes) -> None:
         Path(temporary).unlink(missing_ok=True)
         raise
     _sync_folder(path.parent)
+
+
+def check_name(name: str, key: str) -> str:
+    """Return a name that is one plain part of a path, or refuse it; `key` is where it was given."""
+    if _NAME.fullmatch(name) and len(name.encode()) <= _LONGEST:
+        return name
+    shown = name if len(name) <= 40 else f"{name[:40]}…"
+    raise BadInput(
+        f"{key} is {shown!r}, which cannot name a folder",
+        f"use letters, digits, spaces and .,+=@_- in {_LONGEST} bytes at most",
+    )
+
+
+def check_path(path: str | Path, key: str) -> Path:
+    """Return the path of a folder, or refuse one that no file system takes."""
+    text = str(path)
+    longest = max(len(os.fsencode(part)) for part in re.split(r"[\\/]", text))
+    if not text or "\0" in text or longest > _LONGEST_PART:
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        raise BadInput(f"{key} is {shown!r}, which is no path", "give the path of a folder")
+    return Path(path)
 
 
 def _sync_folder(folder: Path) -> None:

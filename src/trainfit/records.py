@@ -9,9 +9,9 @@ A stage takes the records before it and returns its own; none reaches back. `Non
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, Literal, Protocol, Self, TypeVar
 
 from trainfit import codec
 from trainfit.errors import BadInput, reason
@@ -55,7 +55,22 @@ class Record:
             raise BadInput(
                 f"cannot read {path} ({reason(error)})", "give a file trainfit wrote"
             ) from None
-        return cls.from_json(text, str(path))
+        return _from_file(cls.from_json(text, str(path)))
+
+
+_T = TypeVar("_T")
+
+
+def _from_file(value: _T) -> _T:
+    """Mark every task in a record: its words are a file's, and not the user's."""
+    if isinstance(value, TaskSpec):
+        return replace(value, from_file=True)
+    if isinstance(value, tuple):
+        return tuple(map(_from_file, value))  # type: ignore[return-value]
+    if is_dataclass(value) and not isinstance(value, type):
+        parts = {each.name: getattr(value, each.name) for each in fields(value)}
+        return replace(value, **{name: _from_file(part) for name, part in parts.items()})
+    return value
 
 
 # ── detect ────────────────────────────────────────────────────────────────────────────────────
@@ -239,6 +254,15 @@ class Workload(Record):
     method: Literal["full", "lora", "dora", "frozen"] = "full"
 
 
+OWN_FACTORIES = (
+    "trainfit.tasks.encoder.probe:probe",
+    "trainfit.tasks.encoder.trial:trial",
+    "trainfit.tasks.gpt.probe:probe",
+    "trainfit.tasks.gpt.trial:trial",
+)
+"""Factories that a file may name: they build a model and a step, and take no further name."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec(Record):
     """How a child process builds the task: an import path and its JSON arguments."""
@@ -246,11 +270,23 @@ class TaskSpec(Record):
     factory: str
     """module:callable"""
     arguments: dict[str, Any]
+    from_file: bool = field(default=False, compare=False)
+    """Read from a file, which may come from anyone: only trainfit's own factories are imported."""
+
+    def check(self) -> Self:
+        """Return the task, or refuse the factory of one that a file named."""
+        if self.from_file and self.factory not in OWN_FACTORIES:
+            raise BadInput(
+                f"{self.factory!r} was read from a file, and is not imported",
+                "name it yourself: TaskSpec(factory=..., arguments=plan.task.arguments)",
+            )
+        return self
 
     def function(self) -> Callable[..., Any]:
         """The factory, imported."""
         from importlib import import_module
 
+        self.check()
         module, _, name = self.factory.partition(":")
         try:
             found: Callable[..., Any] = getattr(import_module(module), name)

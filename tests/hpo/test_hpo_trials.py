@@ -509,7 +509,7 @@ def test_a_study_of_something_else_is_refused(words: tuple[str, ...], message: s
     ("url", "message"),
     [
         ("sqlite:////nowhere/at/all/hpo.db", "cannot be reached"),
-        ("postgresql://me:secret@127.0.0.1:9/db", r"me:\*\*\*@127.0.0.1:9/db cannot be reached"),
+        ("postgresql://me:secret@127.0.0.1:9/db", r"//\*\*\*@127.0.0.1:9/db cannot be reached"),
         ("mysql://me@there/db", "is on mysql"),
         ("sqlite://", "in memory"),
         ("nonsense", "is no URL"),

@@ -68,7 +68,7 @@ def _search(
         return _work(opened, objectives, worker, share)
     for note in opened.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    ended = _run(opened, objectives, [task, *overrides], workers)
+    ended = _run(opened, objectives, workers)
     best = finish(opened, objectives.get) if ended == "done" else None
     result = summarise(opened, best, time.perf_counter() - begun)
     if as_json:
@@ -99,7 +99,7 @@ class _Objectives:
         return self._made[share]
 
 
-def _run(opened: OpenStudy, objectives: _Objectives, words: list[str], workers: int) -> str:
+def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
     """The trials, in this process or in several."""
     import os
 
@@ -117,7 +117,7 @@ def _run(opened: OpenStudy, objectives: _Objectives, words: list[str], workers: 
         return work(opened.desk(), run, tell=lambda *_: board.show(status_of(opened)))
     taken = seats(workers, _gpus(opened), os.environ)
     check_room(opened, objectives.get, taken)
-    return run_fleet(words, taken, opened.setting.folder, lambda: board.show(status_of(opened)))
+    return run_fleet(opened.setting, taken, lambda: board.show(status_of(opened)))
 
 
 def _gpus(opened: OpenStudy) -> int:
@@ -218,13 +218,16 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
 
 
 def _default_storage() -> str:
+    import os
     from pathlib import Path
 
     from trainfit.errors import BadInput
-    from trainfit.hpo.setting import default_storage
+    from trainfit.hpo.setting import STORAGE, default_storage
 
-    if not Path("runs/hpo.db").is_file():
-        raise BadInput("there is no study in runs/hpo.db", "give the storage with --storage")
+    if not os.environ.get(STORAGE) and not Path("runs/hpo.db").is_file():
+        raise BadInput(
+            "there is no study in runs/hpo.db", f"give the storage with --storage or {STORAGE}"
+        )
     return default_storage(Path("runs"))
 
 

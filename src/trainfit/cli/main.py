@@ -6,13 +6,16 @@ import importlib
 import io
 import os
 import sys
+import traceback
 import warnings
+from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
 import click
 
 from trainfit import __version__
 from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
+from trainfit.redaction import redact
 
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
@@ -71,6 +74,7 @@ def main() -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
+    sys.excepthook = _show_traceback
     sys.exit(run(sys.argv[1:]))
 
 
@@ -104,9 +108,15 @@ def run(arguments: list[str]) -> int:
 
 
 def _fail(message: str, code: int) -> int:
-    for line in message.splitlines():
+    for line in redact(message).splitlines():
         print(f"trainfit: {line}", file=sys.stderr)
     return code
+
+
+def _show_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    sys.stderr.write(redact("".join(traceback.format_exception(kind, error, trace))))
 
 
 def _show_warning(
@@ -119,7 +129,7 @@ def _show_warning(
 ) -> None:
     """Our own warnings as one line; those of libraries as Python prints them."""
     if issubclass(category, TrainfitWarning):
-        text: Any = f"trainfit: note: {message}\n"
+        text: Any = f"trainfit: note: {redact(str(message))}\n"
     else:
-        text = warnings.formatwarning(message, category, filename, lineno, line)
+        text = redact(warnings.formatwarning(message, category, filename, lineno, line))
     (file or sys.stderr).write(text)

@@ -16,6 +16,7 @@ from trainfit import codec
 from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.errors import BadConfig, BadInput, did_you_mean
+from trainfit.redaction import redact_word
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -136,7 +137,8 @@ def parse_word(word: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    wrong = BadInput(f"cannot read the override {word!r}", "write it as key=value")
+    shown = redact_word(word)
+    wrong = BadInput(f"cannot read the override {shown!r}", "write it as key=value")
     if "=" not in word:
         raise wrong
     try:

@@ -20,6 +20,7 @@ from trainfit.conf.aliases import canonical_key
 from trainfit.conf.composition import keys, parse_word, schema_of, task_folder
 from trainfit.conf.schema import Count, Positive, Share
 from trainfit.errors import BadConfig, BadInput, did_you_mean
+from trainfit.files import check_name
 
 Kind = Literal["log", "uniform", "int", "categorical"]
 
@@ -73,6 +74,11 @@ class HpoConfig:
     """Keys of the job that a study sets, unless the command does."""
     space: dict[str, Dimension]
     """By key of the job's configuration."""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that would lead out of runs_dir: a folder is named after the study."""
+        if self.study is not None:
+            check_name(self.study, "hpo.study")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

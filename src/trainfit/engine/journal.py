@@ -15,6 +15,7 @@ from typing import Any, TextIO
 from trainfit import codec
 from trainfit.errors import RunFailed
 from trainfit.files import write_whole
+from trainfit.redaction import redact
 
 Tracker = Callable[[Mapping[str, Any]], None]
 """Takes each row of metrics.jsonl as it is written."""
@@ -41,7 +42,7 @@ class Journal:
     def line(self, text: str) -> None:
         """A line for people, with the time."""
         if self._log is not None:
-            _write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}")
+            _write(self._log, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {redact(text)}")
 
     def close(self) -> None:
         """Close the files."""

@@ -17,6 +17,7 @@ from typing import Any
 import psutil
 
 from trainfit import codec
+from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, gather
 from trainfit.errors import BadInput
 from trainfit.records import Record
@@ -66,7 +67,7 @@ class Launch(Record):
 
     def find_run(self, root: Path, config: Any) -> Path | None:
         """The newest run under `root` with this configuration that is to be gone on with."""
-        wanted = codec.dumps(config) + "\n"
+        wanted = run_folder.written_config(config)
         found = [
             path.parent
             for path in root.glob(f"*/{_LAUNCH}")

@@ -15,8 +15,9 @@ from typing import Any
 
 from trainfit import codec
 from trainfit.errors import BadInput, RunFailed, did_you_mean
-from trainfit.files import write_whole
+from trainfit.files import check_path, write_whole
 from trainfit.records import Plan
+from trainfit.redaction import redact_values, redact_words
 
 _IDENTITY = "run.json"
 _PACKAGES = ("trainfit", "torch", "transformers", "peft", "numpy", "safetensors")
@@ -27,11 +28,12 @@ def create(root: Path, task: str, *, config: Any, plan: Plan | None) -> Path:
 
     Two runs of the same second get different numbers: to make a folder is to own it.
     """
+    check_path(root, "runs_dir")
     stamp = time.strftime("%Y%m%d-%H%M%S")
     try:
         root.mkdir(parents=True, exist_ok=True)
         run = next(made for n in count(1) if (made := _make(root / f"{task}-{stamp}-{n}")))
-        write_whole(run / "config.json", codec.dumps(config) + "\n")
+        write_whole(run / "config.json", written_config(config))
         write_whole(run / "environment.json", codec.dumps(environment()) + "\n")
         if plan is not None:
             plan.save(run / "plan.json")
@@ -40,6 +42,11 @@ def create(root: Path, task: str, *, config: Any, plan: Plan | None) -> Path:
         what = f"cannot make a run folder in {root} ({error.strerror or error})"
         raise RunFailed(what, "choose a folder that can be written, with some space") from error
     return run
+
+
+def written_config(config: Any) -> str:
+    """The text of config.json."""
+    return codec.dumps(redact_values(codec.encode(config))) + "\n"
 
 
 def _make(folder: Path) -> Path | None:
@@ -79,7 +86,7 @@ def environment() -> Mapping[str, Any]:
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "command": sys.argv,
+        "command": redact_words(sys.argv),
         "packages": {name: version for name, version in found.items() if version},
     }
 

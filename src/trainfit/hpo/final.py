@@ -30,6 +30,7 @@ from trainfit.hpo.status import best_of, count_states
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.workers import beating, is_gone, this_worker
 from trainfit.records import Record
+from trainfit.redaction import redact_values, redact_words
 
 _FINAL, _CLAIM = "final", "final_claim"
 
@@ -109,8 +110,8 @@ def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -
     setting = open_study.setting
     command = ["trainfit", "train", setting.task, *setting.job_words, *as_words(best.params)]
     head = f"# @package _global_\n# Trial {best.number} of {setting.name}: {best.value}\n"
-    head += f"# {' '.join(command)}\n"
-    data = codec.encode(composed.config)
+    head += f"# {' '.join(redact_words(command))}\n"
+    data = redact_values(codec.encode(composed.config))
     path = setting.folder / "best.yaml"
     write_whole(path, head + yaml.safe_dump(data, sort_keys=False))
     return path

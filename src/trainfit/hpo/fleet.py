@@ -20,6 +20,7 @@ from trainfit.engine.signals import stop_on_signals
 from trainfit.errors import BadInput, RunFailed
 from trainfit.hardware.cpu import allowed_by_affinity
 from trainfit.hpo.objective import Objective
+from trainfit.hpo.setting import STORAGE, Setting
 from trainfit.hpo.studies import OpenStudy
 
 COMMAND = (sys.executable, "-m", "trainfit")
@@ -75,19 +76,20 @@ def check_room(
 
 
 def run_fleet(
-    words: Sequence[str], taken: Sequence[Seat], folder: Path, look: Callable[[], None]
+    setting: Setting, taken: Sequence[Seat], look: Callable[[], None]
 ) -> Literal["done", "stopped"]:
     """Start the workers and wait for them; `look` is called every now and then.
 
+    They are told the database by the environment: anyone on the machine can read a process's words.
     A worker that dies leaves its trial to the others.
     """
-    logs = folder / "workers"
+    logs = setting.folder / "workers"
     logs.mkdir(parents=True, exist_ok=True)
     with ExitStack() as stack, stop_on_signals() as request:
         workers = []
         for seat in taken:
             log = stack.enter_context((logs / f"worker-{seat.number}.log").open("a"))
-            workers.append(_start(words, seat, log.fileno()))
+            workers.append(_start(setting, seat, log.fileno()))
             stack.callback(_end, workers[-1])
         while request.name is None and any(worker.poll() is None for worker in workers):
             look()
@@ -100,14 +102,14 @@ def run_fleet(
     return _verdict([worker.returncode for worker in workers], request.name is not None, logs)
 
 
-def _start(words: Sequence[str], seat: Seat, log: int) -> subprocess.Popen[bytes]:
+def _start(setting: Setting, seat: Seat, log: int) -> subprocess.Popen[bytes]:
     options = ["--worker", str(os.getpid()), "--share", str(seat.share)]
     return subprocess.Popen(
-        [*COMMAND, "hpo", *words, *options],
+        [*COMMAND, "hpo", setting.task, *setting.words, *options],
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=log,
-        env={**os.environ, **seat.variables},
+        env={**os.environ, STORAGE: setting.storage, **seat.variables},
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,9 +12,12 @@ from typing import Any
 
 from trainfit import codec
 from trainfit.conf import Composed
+from trainfit.conf.composition import parse_word
 from trainfit.conf.hpo import HpoConfig, compose_study
 from trainfit.hpo.space import BATCH, as_words
 
+STORAGE = "TRAINFIT_HPO_STORAGE"
+"""Environment variable with the URL of the database, which keeps a password out of `ps`."""
 _MACHINE = (
     "runs_dir",
     "tracking",
@@ -41,7 +45,7 @@ class Setting:
 
     task: str
     words: tuple[str, ...]
-    """As they were typed, but for the storage, whose password is nobody's business."""
+    """As they were typed, but for the storage: they are written down, and it may hold a secret."""
     job_words: tuple[str, ...]
     hpo: HpoConfig
     composed: Composed
@@ -86,8 +90,8 @@ class Setting:
 
 
 def default_storage(runs: Path) -> str:
-    """Where studies are where nobody says so."""
-    return f"sqlite:///{runs.absolute() / 'hpo.db'}"
+    """Database of the environment variable, or a file in the folder of the runs."""
+    return os.environ.get(STORAGE) or f"sqlite:///{runs.absolute() / 'hpo.db'}"
 
 
 def read_setting(task: str, words: Sequence[str]) -> Setting:
@@ -97,7 +101,7 @@ def read_setting(task: str, words: Sequence[str]) -> Setting:
     if composed.origins["model.name"] == f"experiment {task}_embedded":
         asked = compose_study(task, words, "embedded")
         composed = configure(task, asked.job)
-    typed = tuple(word for word in words if not word.startswith("hpo.storage="))
+    typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")
     return Setting(
         task=task,
         words=typed,

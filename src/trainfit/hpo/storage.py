@@ -31,6 +31,7 @@ from sqlalchemy.exc import (
 )
 
 from trainfit.errors import BadInput, RunFailed
+from trainfit.redaction import redact_word
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120
@@ -48,8 +49,8 @@ class Database:
 
     @property
     def shown(self) -> str:
-        """The URL without its password."""
-        return self.url.render_as_string(hide_password=True)
+        """The URL without its credentials."""
+        return redact_word(self.url.render_as_string(hide_password=False))
 
     @contextmanager
     def locked(self, study: str) -> Iterator[None]:
@@ -87,7 +88,7 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
     """Connect, and make Optuna's tables where there are none."""
     parsed = _parsed(url)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    shown = parsed.render_as_string(hide_password=True)
+    shown = redact_word(parsed.render_as_string(hide_password=False))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)

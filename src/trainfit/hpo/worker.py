@@ -10,6 +10,7 @@ from typing import Any, Literal
 from trainfit.engine.signals import StopRequest, stop_on_signals
 from trainfit.hpo.desk import Claim, Desk, Outcome
 from trainfit.hpo.workers import beating
+from trainfit.redaction import redact
 
 _POLL = 1.0
 """Seconds between two looks for a trial that a dead worker left."""
@@ -68,7 +69,7 @@ def _work_on(
         if _is_asked(request):  # a Ctrl-C reaches helper processes too, which die of it
             desk.tell(claim.trial, Outcome(kind="stopped"))
             return "stopped"
-        reason = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
+        reason = f"{type(error).__name__}: {(redact(str(error)).splitlines() or [''])[0]}"
         desk.tell(claim.trial, Outcome(kind="failed", reason=reason))
         raise
     if not desk.tell(claim.trial, outcome):

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed
 from trainfit.engine.journal import Tracker
 from trainfit.errors import BadInput
+from trainfit.redaction import redact_values, redact_words
 
 _MODULES = {
     "tensorboard": "torch.utils.tensorboard",
@@ -28,7 +31,19 @@ def open_trackers(kind: str, run: Path, composed: Composed) -> Sequence[Tracker]
         "mlflow": _mlflow,
         "wandb": _wandb,
     }
-    return (openers[kind](check_installed(kind), run, composed.values()),)
+    with _redacted_command():
+        return (openers[kind](check_installed(kind), run, redact_values(composed.values())),)
+
+
+@contextmanager
+def _redacted_command() -> Iterator[None]:
+    """Hide secrets of the command line from trackers, which send it along."""
+    typed = sys.argv
+    sys.argv = redact_words(typed)
+    try:
+        yield
+    finally:
+        sys.argv = typed
 
 
 def check_installed(kind: str) -> Any:

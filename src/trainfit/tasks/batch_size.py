@@ -60,6 +60,7 @@ def find_batch_size(
     if callable(task):
         return find(Job(make=task, **limits))
     spec = TaskSpec(factory=task, arguments={}) if isinstance(task, str) else task
+    spec.check()
     given = spec.arguments
     return find(Job(factory=spec.factory, arguments=lambda rows: given | {"rows": rows}, **limits))
 
@@ -88,7 +89,7 @@ def job_of(plan: Plan, **limits: Any) -> Job:
         return settled | _shape(rows, width, plan.packed) | {"micro_batches": micro_batches(rows)}
 
     return Job(
-        factory=plan.task.factory,
+        factory=plan.task.check().factory,
         arguments=arguments,
         micro_batches=micro_batches,
         width=width,

@@ -85,7 +85,9 @@ def climb(
         raise BadInput(f"the ladder has no row {name!r} here", did_you_mean(name, names, known))
     with ExitStack() as stack:
         if run is None:
-            modules = [factory.partition(":")[0] for factory in (task.factory, NAIVE_FACTORY)]
+            modules = [
+                factory.partition(":")[0] for factory in (task.check().factory, NAIVE_FACTORY)
+            ]
             children = stack.enter_context(Children(modules))
             children.start(_modes(best, rungs))
             run = children.run

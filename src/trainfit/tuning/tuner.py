@@ -89,7 +89,7 @@ def _candidate(base: Plan, task: TaskSpec, variant: Variant) -> Candidate | Tria
 
 def _children(profile: HardwareProfile, task: TaskSpec) -> Children:
     """Processes on their way: they import while the planner plans."""
-    children = Children([task.factory.partition(":")[0]])
+    children = Children([task.check().factory.partition(":")[0]])
     compiles = bool(profile.gpus) and not profile.compile.missing(gpu=True)
     children.start(["eager", *(["default"] if compiles else [])])
     return children

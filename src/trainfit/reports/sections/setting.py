@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.records import HardwareProfile
+from trainfit.redaction import redact_words
 from trainfit.reports.figures import Block, Facts, Remark, Section, Table
 from trainfit.reports.numbers import cell
 from trainfit.reports.run_data import Run
@@ -60,7 +61,7 @@ def _job(run: Run) -> Iterator[tuple[str, str]]:
     if run.plan is not None and run.plan.ranks > 1:
         yield "ranks", str(run.plan.ranks)
     if command := run.environment.get("command"):
-        first, *rest = map(str, command)
+        first, *rest = redact_words(map(str, command))  # older runs hold it as typed
         yield "command", " ".join([Path(first).name, *rest])
     yield "folder", str(run.folder)
 
