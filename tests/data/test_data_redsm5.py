@@ -5,16 +5,18 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from torch.utils.data import DataLoader
 
+from job_tiny import write_redsm5
 from trainfit.data.criteria import CRITERIA
 from trainfit.data.nli import (
-    load_redsm5_nli,
     nli_dataset,
     sample_negatives,
     split_corpus,
     tokenize_corpus,
 )
 from trainfit.data.redsm5 import ANNOTATIONS, POSTS, read_redsm5
+from trainfit.data.redsm5_nli_dataset import load_redsm5_nli
 from trainfit.data.synthetic import make_corpus, write_files
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.errors import BadInput
@@ -214,10 +216,34 @@ def test_the_real_data_is_never_cached(tmp_path: Path, monkeypatch: pytest.Monke
     write_files(tmp_path / "data", "small", 1)
     before = sorted(p for p in tmp_path.rglob("*") if p.is_file())
     tokenizer = learn_tokenizer(["mi tu"])
-    dataset = load_redsm5_nli(tmp_path / "data", tokenizer, max_length=64, seed=5)
-    assert len(dataset.train) + len(dataset.validation) + len(dataset.test) == 9000
+    *parts, _ = load_redsm5_nli(tmp_path / "data", tokenizer, max_length=64, seed=5)
+    assert sum(map(len, parts)) == 9000
     assert sorted(p for p in tmp_path.rglob("*") if p.is_file()) == before
     assert not cache.exists()
+
+
+@pytest.mark.parametrize("types", [True, False])
+def test_torch_collates_the_datasets_as_they_are(tmp_path: Path, types: bool):
+    write_redsm5(tmp_path, posts=40)
+    tokenizer = learn_tokenizer(["alder birch cedar"])
+    if not types:
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
+    *parts, metadata = load_redsm5_nli(tmp_path, tokenizer, max_length=96, seed=1)
+    names = {"input_ids", "attention_mask", "labels"} | ({"token_type_ids"} if types else set())
+    posts: list[set[str]] = []
+    for part, name in zip(parts, ("train", "validation", "test"), strict=True):
+        [batch] = DataLoader(part, batch_size=len(part))
+        assert set(batch) == names
+        assert batch["input_ids"].shape == batch["attention_mask"].shape == (len(part), 96)
+        assert batch["labels"].sum() == metadata[name]["positives"]
+        padding = batch["attention_mask"] == 0
+        assert padding.any()
+        assert (batch["input_ids"][padding] == tokenizer.pad_token_id).all()
+        assert (batch["attention_mask"].diff() <= 0).all()  # ones, then zeros
+        texts = tokenizer.batch_decode(batch["input_ids"])
+        posts.append({text.split("[SEP]")[0] for text in texts})
+    assert sum(map(len, parts)) == 40 * 9
+    assert not posts[0] & posts[1] | posts[0] & posts[2] | posts[1] & posts[2]
 
 
 def test_too_few_posts_for_a_split_are_an_error_and_no_empty_validation(tmp_path: Path):

@@ -11,12 +11,12 @@ if TYPE_CHECKING:
     from trainfit.data.collate import collate_packed as collate_packed
     from trainfit.data.collate import collate_padded as collate_padded
     from trainfit.data.folds import split as split
-    from trainfit.data.nli import load_redsm5_nli as load_redsm5_nli
     from trainfit.data.nli import nli_dataset as nli_dataset
     from trainfit.data.nli import split_corpus as split_corpus
     from trainfit.data.nli import tokenize_corpus as tokenize_corpus
     from trainfit.data.redsm5 import Corpus as Corpus
     from trainfit.data.redsm5 import read_redsm5 as read_redsm5
+    from trainfit.data.redsm5_nli_dataset import load_redsm5_nli as load_redsm5_nli
     from trainfit.data.synthetic import make_corpus as make_corpus
     from trainfit.data.synthetic_texts import make_texts as make_texts
     from trainfit.data.text_files import Columns as Columns
@@ -36,7 +36,7 @@ _HOMES = {
     "collate_packed": "collate",
     "collate_padded": "collate",
     "learn_tokenizer": "tokenizers",
-    "load_redsm5_nli": "nli",
+    "load_redsm5_nli": "redsm5_nli_dataset",
     "load_text_files": "textclass",
     "load_tokenizer": "tokenizers",
     "make_corpus": "synthetic",

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainfit.data.classes import balanced_weights
-from trainfit.data.criteria import CRITERIA, Wording
+from trainfit.data.criteria import CRITERIA
 from trainfit.data.folds import Fold, Folds, split
-from trainfit.data.redsm5 import Corpus, read_redsm5
+from trainfit.data.redsm5 import Corpus
 from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
 from trainfit.errors import BadInput
 
@@ -18,26 +17,6 @@ if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
 CLASSES = ("no evidence", "evidence")
-
-
-def load_redsm5_nli(
-    data_dir: Path | str,
-    tokenizer: Tokenizer,
-    *,
-    max_length: int,
-    wording: Wording = "short",
-    negative_ratio: float | None = None,
-    test_share: float = 0.2,
-    validation_share: float = 0.2,
-    seed: int = 0,
-) -> Dataset:
-    """The real files as one split. For folds, or made-up data, see `split_corpus`."""
-    corpus = read_redsm5(data_dir, wording)
-    folds = split_corpus(
-        corpus, test_share=test_share, validation_share=validation_share, seed=seed
-    )
-    tokens = tokenize_corpus(corpus, tokenizer, max_length)
-    return nli_dataset(tokens, folds, 0, negative_ratio=negative_ratio, seed=seed)
 
 
 def split_corpus(
