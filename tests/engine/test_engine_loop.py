@@ -16,7 +16,7 @@ from engine_toy import ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.engine import run_folder
+from trainfit.engine import checkpoint, run_folder
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.engine.settings import LoaderSettings, LoopSettings, ScheduleSettings
@@ -333,3 +333,25 @@ def test_gradients_add_up_though_a_graph_writes_to_the_same_memory(
     other = replace(plain, compile=True, compile_mode="default")
     train(ReplayedTask(), other, tmp_path / "other")
     assert final_bits(tmp_path / "other") != expected
+
+
+def test_weights_that_are_not_finite_end_the_run_and_get_no_checkpoint(tmp_path: Path) -> None:
+    task = ToyTask()
+    huge = {"learning_rate": 1e39}  # no float32 holds it
+    with pytest.raises(RunFailed, match=r"the weight \S+ is not finite after step \d+; lower"):
+        train(task, settings(task, optimizer=huge), tmp_path / "run")
+    assert checkpoint.listed(tmp_path / "run") == []
+    saved = RunResult.load(tmp_path / "run" / "result.json")
+    assert (saved.status, saved.events[-1].kind) == ("failed", "failed")
+
+
+def test_a_run_that_learned_nothing_finite_is_no_success(tmp_path: Path) -> None:
+    task = spoiled(*range(100))
+    with pytest.raises(RunFailed, match=r"none of \d+ steps had a finite loss"):
+        train(task, settings(task, keep_checkpoints=0), tmp_path / "run")
+    task = ToyTask()
+    task.evaluate = lambda model, size: {"f1": 0.5, "loss": math.nan}  # type: ignore[method-assign]
+    options = settings(task, metric="f1", greater_is_better=True)
+    with pytest.raises(RunFailed, match="loss is nan in the evaluation after step"):
+        train(task, options, tmp_path / "other")
+    assert RunResult.load(tmp_path / "other" / "result.json").best_step is None

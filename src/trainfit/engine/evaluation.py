@@ -87,3 +87,10 @@ def is_better(
     if math.isnan(value) or name not in best:
         return not math.isnan(value)
     return value > best[name] if greater else value < best[name]
+
+
+def lost(metrics: Mapping[str, float]) -> str | None:
+    """Name of a loss among the metrics that is not finite; None where there is none."""
+    return next(
+        (n for n, v in metrics.items() if n.endswith("loss") and not math.isfinite(v)), None
+    )

@@ -19,7 +19,7 @@ from trainfit.engine.journal import Journal, Tracker
 from trainfit.engine.named_tensors import frozen_checksum
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.opening import opening_lines
-from trainfit.engine.recovery import CannotGoOn, Parts, take_step
+from trainfit.engine.recovery import CannotGoOn, NotFinite, Parts, take_step
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.sharded_step import MustRestart, take_sharded_step
@@ -99,19 +99,27 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
             if _train_epoch(session, request):
                 session.tell("stopped", f"by {request.name or 'another rank'}, after its step")
                 break
+        session.check_losses()
         if session.saved_step != session.progress.step:
             session.save()
         session.background.wait()
     except RunFailed as error:
-        with suppress(RunFailed, OSError):  # where the disk is what failed, this will too
-            if isinstance(error, MustRestart):
-                session.leave(error.change)
-            if isinstance(error, CannotGoOn) and session.saved_step != session.progress.step:
-                session.save()
-            session.tell("failed", str(error))
-            session.finish("failed")
+        _fail(session, error)
         raise
     return session.finish("finished" if _is_over(session) else "stopped")
+
+
+def _fail(session: Session, error: RunFailed) -> None:
+    """Leave what the next start can use; where the disk is what failed, nothing can be."""
+    whole = isinstance(error, CannotGoOn) and not isinstance(error, NotFinite)
+    with suppress(RunFailed, OSError):
+        if isinstance(error, MustRestart):
+            session.leave(error.change)
+        if whole and session.saved_step != session.progress.step:
+            session.save()
+    with suppress(RunFailed, OSError):
+        session.tell("failed", str(error))
+        session.finish("failed")
 
 
 def _is_over(session: Session) -> bool:
@@ -180,6 +188,7 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
 def _evaluate(session: Session) -> bool:
     """Evaluate; returns whether it is the best so far."""
     session.pause()
+    session.check_weights()
     started = time.perf_counter()
     metrics, session.progress.eval_batch_size = evaluate(
         session.parts,

@@ -6,11 +6,13 @@ Names carry no prefix of a wrapper, and weights that are tied appear once.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
 
+from trainfit.engine.sharding import local
 from trainfit.errors import BadInput
 
 
@@ -38,6 +40,21 @@ def frozen_checksum(model: nn.Module) -> str | None:
         data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
         digest.update(data.numpy().data)
     return digest.hexdigest()
+
+
+@torch.no_grad()
+def find_nonfinite(model: nn.Module) -> str | None:
+    """Name of a weight or buffer with a value that is not finite; None where all are.
+
+    The largest size of all of them says it, in one pass and with one wait for the device.
+    """
+    named = [*model.named_parameters(), *model.named_buffers()]
+    floats = {name: local(t.detach()) for name, t in named if t.is_floating_point() and t.numel()}
+    floats = {name: tensor for name, tensor in floats.items() if tensor.numel()}
+    if not floats or nn.utils.get_total_norm(floats.values(), math.inf).isfinite():
+        return None
+    bad = (name for name, tensor in floats.items() if not tensor.abs().max().isfinite())
+    return plain_name(next(bad, "of a buffer"))
 
 
 @torch.no_grad()
@@ -74,4 +91,10 @@ def load_optimizer(
 ) -> None:
     """Put saved state into the optimizer's own."""
     for name, tensor in optimizer_tensors(model, optimizer).items():
-        tensor.copy_(tensors[name])
+        saved = tensors.get(name)
+        if saved is None or saved.shape != tensor.shape:
+            raise BadInput(
+                f"the checkpoint's state of the optimizer does not fit, in {name}",
+                "use the configuration of the run",
+            )
+        tensor.copy_(saved)

@@ -29,6 +29,14 @@ class CannotGoOn(RunFailed):
     """All ranks stand at the same step, whole, and there is no way forward."""
 
 
+class NotFinite(CannotGoOn):
+    """The model is spoiled: what it computes is not finite, and it is not worth a checkpoint."""
+
+
+STEADIER = "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16"
+"""What to do about numbers that are not finite."""
+
+
 class NoFinerCut(CannotGoOn, OutOfMemory):
     """Memory ran out with the last cut of the ladder."""
 

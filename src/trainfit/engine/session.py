@@ -14,14 +14,14 @@ from trainfit.data.loading import LoadedStep
 from trainfit.engine import checkpoint, random_state
 from trainfit.engine.background import Background, on_host
 from trainfit.engine.distributed import first_writes, gather
-from trainfit.engine.evaluation import is_better
+from trainfit.engine.evaluation import is_better, lost
 from trainfit.engine.journal import Journal
 from trainfit.engine.memory_errors import retried
-from trainfit.engine.named_tensors import model_tensors, optimizer_tensors
+from trainfit.engine.named_tensors import find_nonfinite, model_tensors, optimizer_tensors
 from trainfit.engine.observers import Observer, TrainRow, as_scalars, make_row
 from trainfit.engine.progress import Progress, Window
 from trainfit.engine.readings import Reading, Readings
-from trainfit.engine.recovery import CannotGoOn, Parts, Taken
+from trainfit.engine.recovery import STEADIER, CannotGoOn, NotFinite, Parts, Taken
 from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.schedule import rate_factor
 from trainfit.engine.waits import Waits
@@ -60,6 +60,7 @@ class Session:
         self.waits = Waits(self.parts.device)
         self.earlier_seconds = self.progress.seconds
         self.first_step, self.most_sequences, self.looked = self.progress.step, 0, False
+        self.checked_step, self.lost_steps = -1, 0
 
     @property
     def total_steps(self) -> int:
@@ -127,14 +128,34 @@ class Session:
         overflow = self.parts.scale is not None and math.isfinite(reading.loss)
         what = f"loss {reading.loss:g}, gradient norm {reading.grad_norm:g}"
         self.progress.skipped_in_row += 1
+        self.lost_steps += not overflow
         self.tell("overflow" if overflow else "skipped", f"step {reading.step}: {what}; no update")
         in_row = self.progress.skipped_in_row
         if in_row >= settings.nonfinite_limit or (settings.nonfinite == "stop" and not overflow):
             self.progress.skipped_in_row = 0  # whoever goes on from here means to try again
             raise CannotGoOn(
-                f"step {reading.step} is not finite ({what}), {in_row} in a row",
-                "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16",
+                f"step {reading.step} is not finite ({what}), {in_row} in a row", STEADIER
             )
+
+    def check_weights(self) -> None:
+        """Raise where a weight is not finite, on all ranks together; no checkpoint gets such."""
+        if self.checked_step == self.progress.step:
+            return
+        found = gather(self.parts.world, find_nonfinite(self.parts.model) or "")
+        if name := next(filter(None, found), None):
+            what = f"the weight {name} is not finite after step {self.progress.step}"
+            raise NotFinite(what, STEADIER)
+        self.checked_step = self.progress.step
+
+    def check_losses(self) -> None:
+        """Raise where no step, or the evaluation that counts, had a finite loss."""
+        self.read(wait=True)
+        progress = self.progress
+        if self.lost_steps and self.lost_steps == progress.step - self.first_step:
+            raise NotFinite(f"none of {self.lost_steps} steps had a finite loss", STEADIER)
+        if progress.best_step is None and (name := lost(progress.metrics)) is not None:
+            at, value = progress.evaluated_step, progress.metrics[name]
+            raise NotFinite(f"{name} is {value:g} in the evaluation after step {at}", STEADIER)
 
     def log(self) -> None:
         """Write a line about the window, and begin a new one."""
@@ -239,6 +260,7 @@ class Session:
         better = settings.metric is not None and is_better(
             metrics, progress.best_metrics, settings.metric, settings.greater_is_better
         )
+        better = better and lost(metrics) is None  # its other figures are of a spoiled model
         progress.evaluations_without_better += 1
         if better:
             progress.best_step, progress.best_metrics = progress.step, dict(metrics)
@@ -255,6 +277,7 @@ class Session:
 
     def save(self) -> None:
         """Write a checkpoint with every rank's random state; the first rank does where it can."""
+        self.check_weights()
         if not self.parts.settings.keep_checkpoints:
             self.saved_step = self.progress.step
             return

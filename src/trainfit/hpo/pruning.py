@@ -78,7 +78,7 @@ class Reporter(Observer):
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Take in a score."""
         value = metrics[self._metric]
-        if not math.isnan(value):
+        if math.isfinite(value):
             better = max if self._greater else min
             self._best = value if self._best is None else better(self._best, value)
         place = math.ceil(self._steps * step / self._total) - 1

@@ -88,8 +88,8 @@ def _run(
         if result.status == "stopped":
             return Outcome(kind="stopped", facts=facts)
         value = result.metrics.get(metric, math.nan)
-        if math.isnan(value):
-            return Outcome(kind="pruned", reason=f"{metric} is not a number", facts=facts)
+        if not math.isfinite(value):
+            return Outcome(kind="pruned", reason=f"{metric} is not finite", facts=facts)
         reporter.ended(value)
         values.append(value)
         trial.set_user_attr(FOLDS, values)

@@ -12,7 +12,6 @@ done when its scores are written, so a job that was killed goes on where it was.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
@@ -28,6 +27,7 @@ from trainfit.data.tokens import Tokens
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, joined
 from trainfit.engine.journal import Journal, Tracker
+from trainfit.engine.named_tensors import find_nonfinite
 from trainfit.engine.observers import Observer
 from trainfit.engine.settings import LoopSettings
 from trainfit.errors import BadInput
@@ -117,12 +117,10 @@ def _build(prepared: Prepared, plan: Plan, device: torch.device) -> EncoderClass
     if weights == "random":
         return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
-    for name, weight in model.named_parameters():
-        # Of one pass and no copy; it finds what is not a number too.
-        if not all(math.isfinite(end) for end in map(float, torch.aminmax(weight.detach()))):
-            raise BadInput(
-                f"the weight {name} of {asked.name} is not finite", "get another copy of the model"
-            )
+    if name := find_nonfinite(model):
+        raise BadInput(
+            f"the weight {name} of {asked.name} is not finite", "get another copy of the model"
+        )
     return model
 
 

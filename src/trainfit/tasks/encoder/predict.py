@@ -16,7 +16,7 @@ from torch import nn
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.precision import autocast
-from trainfit.errors import BadInput, OutOfMemory
+from trainfit.errors import BadInput, OutOfMemory, RunFailed
 from trainfit.records import Precision
 from trainfit.tasks.encoder.backbone import build_encoder
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -71,7 +71,7 @@ def _within(
     while True:
         try:
             with autocast(device, precision):
-                return compute(batch_size), batch_size
+                return _finite(compute(batch_size)), batch_size
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -82,6 +82,14 @@ def _within(
                 ) from None
         batch_size //= 2
         give_back_memory()
+
+
+def _finite(found: Probabilities) -> Probabilities:
+    if not np.isfinite(found).all():
+        raise RunFailed(
+            "the model's outputs are not finite", "train it again with a lower learning rate"
+        )
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)
