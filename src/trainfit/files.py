@@ -79,10 +79,15 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
             raise OSError(errno.EINVAL, f"it is a file of {folder}, not a regular file", str(path))
 
 
-def write_whole(path: Path, content: str | bytes) -> None:
-    """Write `content` to `path` so that a reader, or a crash, never sees half of it."""
+def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> None:
+    """Write `content` to `path` so that a reader, or a crash, never sees half of it.
+
+    Without `parents`, a folder that is not there is an error and not made: what someone removed
+    must not come back half.
+    """
     data = content.encode() if isinstance(content, str) else content
-    path.parent.mkdir(parents=True, exist_ok=True)
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
     try:
         with os.fdopen(handle, "wb") as file:

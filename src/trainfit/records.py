@@ -38,9 +38,9 @@ class Record:
         """The record that `text` holds; `source` is named in an error."""
         return codec.loads(cls, text, source)
 
-    def save(self, path: Path) -> None:
-        """Write the record whole or not at all."""
-        write_whole(path, self.to_json() + "\n")
+    def save(self, path: Path, *, parents: bool = True) -> None:
+        """Write the record whole or not at all; `parents` makes its folder where there is none."""
+        write_whole(path, self.to_json() + "\n", parents=parents)
 
     def _repr_html_(self) -> str:
         """The record as a table, where a notebook shows it."""

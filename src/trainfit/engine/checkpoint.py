@@ -16,8 +16,6 @@ of them tells whether they are the same. Names carry no prefix of a wrapper.
 
 from __future__ import annotations
 
-import errno
-import hashlib
 import json
 import os
 import shutil
@@ -32,11 +30,14 @@ import safetensors
 import safetensors.torch
 from torch import Tensor, nn
 
+from trainfit import codec
 from trainfit.engine import sharded_files
 from trainfit.engine.distributed import World, first_writes, gather
-from trainfit.engine.named_tensors import load_model
+from trainfit.engine.named_tensors import load_model, read_tensors
 from trainfit.engine.run_folder import identity
-from trainfit.errors import BadInput, RunFailed, TrainfitWarning
+from trainfit.engine.run_lock import disk_fix
+from trainfit.errors import BadInput, RunFailed, TrainfitWarning, reason
+from trainfit.files import checksum
 
 _FOLDER = "checkpoints"
 _NAME = "step-{:08d}"
@@ -106,12 +107,13 @@ def _telling(run: Path, folder: Path) -> Iterator[None]:
     except (OSError, safetensors.SafetensorError) as error:
         shutil.rmtree(folder, ignore_errors=True)
         place = folder.with_name(folder.name.removeprefix(_UNFINISHED))
-        raise RunFailed(f"cannot write {place} ({_reason(error)})", _fix(error, run)) from error
+        raise RunFailed(f"cannot write {place} ({reason(error)})", disk_fix(error, run)) from error
 
 
 def _begin(folder: Path) -> None:
     _discard(folder)
-    folder.mkdir(parents=True)
+    folder.parent.mkdir(exist_ok=True)  # the run's own folder is not made again
+    folder.mkdir()
 
 
 def _complete(run: Path, folder: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> Path:
@@ -177,16 +179,6 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-def _reason(error: Exception) -> str:
-    return (error.strerror if isinstance(error, OSError) else None) or str(error)
-
-
-def _fix(error: Exception, run: Path) -> str:
-    full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in str(error)
-    cure = "free some space" if full else "make the folder writable"
-    return f"{cure} and go on with --resume {run}; the checkpoints before it are as they were"
-
-
 # ── reading ───────────────────────────────────────────────────────────────────────────────────
 
 
@@ -209,18 +201,32 @@ def latest_good(run: Path) -> tuple[Path | None, tuple[str, ...]]:
 def find_fault(folder: Path, run: str) -> str | None:
     """Why this is no whole checkpoint of that run, or None."""
     try:
-        manifest = json.loads((folder / "manifest.json").read_text())
+        manifest = codec.read_object(folder / "manifest.json")
         files: dict[str, str] = manifest["files"]
         if manifest["format"] != _FORMAT:
-            return f"its format is {manifest['format']!r}, not {_FORMAT!r}"
+            return f"its format is {manifest['format']!r:.80}, not {_FORMAT!r}"
         if manifest["run"] != run:
-            return f"it belongs to the run {manifest['run']}"
+            return f"it belongs to the run {manifest['run']!s:.80}"
+        if "state.json" not in files or any(Path(name).name != name for name in files):
+            return "its manifest does not list its files"
         for name, expected in files.items():
             if checksum(folder / name) != expected:
                 return f"{name} does not match its checksum"
+        _check_state(codec.read_object(folder / "state.json"))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its manifest or a file cannot be read ({type(error).__name__}: {error})"
+        return f"its manifest or a file cannot be read ({type(error).__name__}: {reason(error)})"
     return None
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    """Raise where a key is missing or of another type: whoever wrote it, it was not this code."""
+    for name, kind in (("step", int), ("progress", dict), ("random", list)):
+        if not isinstance(state[name], kind):
+            raise TypeError(f"{name} is no {kind.__name__}")
+    scale = [0.0, 0.0] if state["scale"] is None else state["scale"]
+    if len(scale) != 2 or not all(isinstance(number, int | float) for number in scale):
+        raise TypeError("scale is no pair of numbers")
+    state["frozen"]
 
 
 def read(folder: Path) -> Contents:
@@ -232,26 +238,19 @@ def read(folder: Path) -> Contents:
         model = {n: t for n, t in tensors.items() if n not in optimizer}
         return Contents(model, optimizer, state)
     return Contents(
-        model=safetensors.torch.load_file(folder / "model.safetensors"),
-        optimizer=safetensors.torch.load_file(folder / "optimizer.safetensors"),
+        model=read_tensors(folder / "model.safetensors"),
+        optimizer=read_tensors(folder / "optimizer.safetensors"),
         state=state,
     )
 
 
 def read_state(folder: Path) -> dict[str, Any]:
     """Everything but the tensors."""
-    state: dict[str, Any] = json.loads((folder / "state.json").read_text())
-    return state
+    return codec.read_object(folder / "state.json")
 
 
 def _checksums(paths: Iterable[Path]) -> dict[str, str]:
     return {path.name: checksum(path) for path in sorted(paths)}
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from trainfit import codec
-from trainfit.errors import RunFailed
-from trainfit.files import write_whole
+from trainfit.errors import RunFailed, reason
+from trainfit.files import open_regular, write_whole
 from trainfit.redaction import redact
 
 Tracker = Callable[[Mapping[str, Any]], None]
@@ -56,22 +56,26 @@ def forget_after(run: Path, step: int) -> None:
     path = run / "metrics.jsonl"
     if not path.exists():
         return
-    kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
-    write_whole(path, "".join(f"{line}\n" for line in kept))
+    with open_regular(path) as file:
+        lines = file.read().decode(errors="replace").splitlines()
+    kept = [line for line in lines if _step_of(line) <= step]
+    write_whole(path, "".join(f"{line}\n" for line in kept), parents=False)
 
 
 def _step_of(line: str) -> float:
     try:
-        return float(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
+        return float(codec.parse(line)["step"])
+    except (ValueError, KeyError, TypeError, IndexError):
         return float("inf")
 
 
 def _append_to(path: Path) -> TextIO:
     try:
-        return path.open("a")
+        if path.exists():
+            open_regular(path).close()  # a pipe would wait for a reader
+        return path.open("a", encoding="utf-8")
     except OSError as error:
-        raise RunFailed(f"cannot write {path} ({error.strerror})", "make it writable") from error
+        raise RunFailed(f"cannot write {path} ({reason(error)})", "make it writable") from error
 
 
 def _write(file: TextIO, line: str) -> None:

@@ -20,6 +20,7 @@ from trainfit.engine.named_tensors import frozen_checksum
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.opening import opening_lines
 from trainfit.engine.recovery import CannotGoOn, NotFinite, Parts, take_step
+from trainfit.engine.run_lock import writing
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.sharded_step import MustRestart, take_sharded_step
@@ -53,6 +54,7 @@ def train(
     """
     with ExitStack() as stack:
         world, device = stack.enter_context(joined(settings.device))
+        stack.enter_context(writing(run, world))
         request = stack.enter_context(stop_on_signals())
         stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))
         model = beginning.build_model(task)
@@ -103,13 +105,13 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
         if session.saved_step != session.progress.step:
             session.save()
         session.background.wait()
-    except RunFailed as error:
+    except (RunFailed, OSError) as error:
         _fail(session, error)
         raise
     return session.finish("finished" if _is_over(session) else "stopped")
 
 
-def _fail(session: Session, error: RunFailed) -> None:
+def _fail(session: Session, error: RunFailed | OSError) -> None:
     """Leave what the next start can use; where the disk is what failed, nothing can be."""
     whole = isinstance(error, CannotGoOn) and not isinstance(error, NotFinite)
     with suppress(RunFailed, OSError):

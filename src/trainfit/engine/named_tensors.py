@@ -8,12 +8,15 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from pathlib import Path
 
+import safetensors.torch
 import torch
 from torch import Tensor, nn
 
 from trainfit.engine.sharding import local
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
+from trainfit.files import check_regular
 
 
 def model_tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -27,6 +30,16 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 def plain_name(name: str) -> str:
     """The name of a weight without what torch.compile or a parallel wrapper puts before it."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or BadInput where its header lies or it is cut off."""
+    check_regular(path, "give a folder trainfit wrote")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        what = f"{path} is damaged, or not a safetensors file ({reason(error)})"
+        raise BadInput(what, "get another copy of it") from None
 
 
 def frozen_checksum(model: nn.Module) -> str | None:

@@ -20,6 +20,7 @@ from trainfit import codec
 from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, gather
 from trainfit.errors import BadInput
+from trainfit.files import read_text
 from trainfit.records import Record
 
 _LAUNCH = "launch.json"
@@ -54,7 +55,7 @@ class Launch(Record):
     def note(self, run: Path) -> None:
         """Write it down in the folder of a run."""
         if self.agents:
-            self.save(run / _LAUNCH)
+            self.save(run / _LAUNCH, parents=False)
 
     def is_restart(self, run: Path) -> bool:
         """Whether another process of the same torchrun began this run."""
@@ -71,7 +72,7 @@ class Launch(Record):
         found = [
             path.parent
             for path in root.glob(f"*/{_LAUNCH}")
-            if self.is_restart(path.parent) and (path.parent / "config.json").read_text() == wanted
+            if self.is_restart(path.parent) and _text(path.parent / "config.json") == wanted
         ]
         return max(found, key=lambda run: (run / _LAUNCH).stat().st_mtime_ns, default=None)
 
@@ -87,12 +88,19 @@ class Otherwise(Record):
 
     def leave(self, run: Path) -> None:
         """Have the run do so when it goes on."""
-        self.save(run / _OTHERWISE)
+        self.save(run / _OTHERWISE, parents=False)
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return read_text(path)
+    except (OSError, ValueError):
+        return None
 
 
 def find_launch(world: World) -> Launch:
     """Who started these ranks; all of them ask together."""
-    own = [_process(os.getpid())]
+    own = [this_process()]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         own.append(_process(os.getppid()))
     said = [
@@ -116,6 +124,11 @@ def left_over(run: Path) -> Otherwise:
     """What an earlier process left to do differently."""
     path = run / _OTHERWISE
     return Otherwise.load(path) if path.is_file() else Otherwise()
+
+
+def this_process() -> Process:
+    """The one that asks."""
+    return _process(os.getpid())
 
 
 def _process(pid: int) -> Process:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit import codec
-from trainfit.errors import BadInput, RunFailed, did_you_mean
+from trainfit.errors import BadInput, RunFailed, did_you_mean, reason
 from trainfit.files import check_path, write_whole
 from trainfit.records import Plan
 from trainfit.redaction import redact_values, redact_words
@@ -73,11 +73,12 @@ def identity(run: Path) -> str:
     """What tells a run from all others, also where its folder was moved; made at first."""
     path = run / _IDENTITY
     if not path.exists():
-        write_whole(path, json.dumps({"id": secrets.token_hex(16)}) + "\n")
+        write_whole(path, json.dumps({"id": secrets.token_hex(16)}) + "\n", parents=False)
     try:
-        return str(json.loads(path.read_text())["id"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"cannot read {path} ({error})", "give a folder trainfit wrote") from None
+        return str(codec.read_object(path)["id"])
+    except (OSError, ValueError, KeyError) as error:
+        what = f"cannot read {path} ({reason(error)})"
+        raise BadInput(what, "give a folder trainfit wrote") from None
 
 
 def environment() -> Mapping[str, Any]:

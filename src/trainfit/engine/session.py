@@ -197,7 +197,7 @@ class Session:
             yield
         with suppress(OSError):  # a receipt that cannot be written ends no run
             if look.evidence is not None:
-                look.evidence.save(self.run / EVIDENCE)
+                look.evidence.save(self.run / EVIDENCE, parents=False)
         self.go_on()
 
     # ── the end of a step ──
@@ -345,7 +345,7 @@ class Session:
             cuts=progress.cuts,
         )
         if self.parts.world.first:
-            result.save(self.run / "result.json")
+            result.save(self.run / "result.json", parents=False)
         self.journal.line(f"{status} after {progress.step} steps")
         for observer in self.observers:
             observer.on_end(result)

@@ -43,7 +43,7 @@ def write(
     unfinished = folder.with_name(f".unfinished-{folder.name}")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
         with without_bars():
             _write_encoder(unfinished, model.encoder)
         head = {

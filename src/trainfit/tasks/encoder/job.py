@@ -29,6 +29,7 @@ from trainfit.engine.distributed import World, joined
 from trainfit.engine.journal import Journal, Tracker
 from trainfit.engine.named_tensors import find_nonfinite
 from trainfit.engine.observers import Observer
+from trainfit.engine.run_lock import writing
 from trainfit.engine.settings import LoopSettings
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
@@ -73,7 +74,7 @@ def run(
             plan, folder = begin(prepared, profile, world, resume)
         if not world.first:
             show = Show()
-        with applied(planned.runtime_settings(prepared.config, plan)):
+        with writing(folder, world), applied(planned.runtime_settings(prepared.config, plan)):
             job = _Job(prepared, plan, folder, world, place, show)
             done = [job.fold(number, resume is not None) for number in range(job.folds)]
             finished = [fold for fold in done if isinstance(fold, FoldScores)]
@@ -258,8 +259,8 @@ class _Job:
                     self._facts(size),
                 )
             rows = scores.rows(self._prepared.ids[number], dataset, found, number + 1)
-            write_whole(folder / "predictions.csv", scores.as_csv(rows))
-            judged.save(folder / "scores.json")
+            write_whole(folder / "predictions.csv", scores.as_csv(rows), parents=False)
+            judged.save(folder / "scores.json", parents=False)
             if self._prepared.cross_validated:
                 self._note(title, judged)
                 # The weights are in the export; five folds' optimizer states would fill a disk.
@@ -301,5 +302,5 @@ class _Job:
         if self._world.first and not stopped:
             if prepared.cross_validated:
                 scores.join_predictions(self._run, self.folds)
-            result.save(self._run / "results.json")
+            result.save(self._run / "results.json", parents=False)
         return result

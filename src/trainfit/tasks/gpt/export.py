@@ -29,7 +29,7 @@ def write(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
     unfinished = folder.with_name(f".unfinished-{folder.name}")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
+        unfinished.mkdir()
         with without_bars():
             to_gpt2(model).save_pretrained(unfinished)
         if tokenizer is not None:

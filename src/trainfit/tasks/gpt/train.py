@@ -21,6 +21,7 @@ from trainfit.conf import Composed
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, gather, joined
 from trainfit.engine.observers import Observer
+from trainfit.engine.run_lock import writing
 from trainfit.measuring.receipt import save_receipt
 from trainfit.records import HardwareProfile, Plan, RunResult
 from trainfit.runtime import applied
@@ -49,13 +50,14 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
             prepared = prepare(composed, world=world)
         with show.busy("planning"):
             plan, run = begin(prepared, profile, world, resume)
-        with applied(planned.runtime_settings(prepared.config, plan)):
-            peaks = _Peaks.of(plan, profile, world, place)
-            result = _train(prepared, plan, run, world, place, peaks, show, resume is not None)
-            if result.status == "finished" and world.first:
-                with show.busy("writing the model"):
-                    _export(prepared, plan, run)
-        return _end(prepared, plan, result, peaks, world)
+        with writing(run, world):
+            with applied(planned.runtime_settings(prepared.config, plan)):
+                peaks = _Peaks.of(plan, profile, world, place)
+                result = _train(prepared, plan, run, world, place, peaks, show, resume is not None)
+                if result.status == "finished" and world.first:
+                    with show.busy("writing the model"):
+                        _export(prepared, plan, run)
+            return _end(prepared, plan, result, peaks, world)
 
 
 def compare(
@@ -207,5 +209,5 @@ def _end(
         events=result.events,
     )
     if world.first and ended.status == "finished":
-        ended.save(run / "results.json")
+        ended.save(run / "results.json", parents=False)
     return ended
