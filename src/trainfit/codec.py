@@ -11,6 +11,7 @@ import json
 import math
 import re
 import types
+import unicodedata
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
@@ -40,10 +41,59 @@ class Range:
     def __str__(self) -> str:
         """Say the bounds the way a person would."""
         if self.high == math.inf:
-            return f"{self.low:g} or more"
+            return f"{_number(self.low)} or more"
         if self.low == -math.inf:
-            return f"{self.high:g} or less"
-        return f"{self.low:g} to {self.high:g}"
+            return f"{_number(self.high)} or less"
+        return f"{_number(self.low)} to {_number(self.high)}"
+
+    def allows(self, value: float) -> bool:
+        """Whether a number is finite and within the bounds."""
+        return math.isfinite(value) and self.low <= value <= self.high
+
+
+@dataclasses.dataclass(frozen=True)
+class Length:
+    """Bounds for the characters of a text, given as `Annotated[str, Length(1, 500)]`."""
+
+    least: int
+    most: int
+
+    def __str__(self) -> str:
+        """Say the bounds the way a person would."""
+        return f"{self.least} to {self.most:,} characters"
+
+    def allows(self, value: str) -> bool:
+        """Whether a text has as many characters, and none that no file can hold."""
+        return self.least <= len(value) <= self.most and is_plain(value)
+
+
+@dataclasses.dataclass(frozen=True)
+class PathName:
+    """A path, or a name that may be one, that an operating system takes."""
+
+    def __str__(self) -> str:
+        """Say the bounds the way a person would."""
+        return "a path of at most 4,096 bytes, 255 between two slashes"
+
+    def allows(self, value: str) -> bool:
+        """Whether a system call would take the path, whatever is there."""
+        if not value.strip() or not is_plain(value):
+            return False
+        parts = value.encode().split(b"/")
+        return sum(map(len, parts)) + len(parts) <= 4096 and max(map(len, parts)) <= 255
+
+
+def is_plain(text: str) -> bool:
+    """Whether a text has no control characters, and none that UTF-8 lacks."""
+    return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
+
+
+_BOUNDS = (Range, Length, PathName)
+
+
+def _number(value: float) -> str:
+    """A bound as a person writes it: 1,000,000, 0.5 or 1e-05."""
+    return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:g}"
 
 
 def encode(value: Any) -> Any:
@@ -152,7 +202,7 @@ def describe(kind: Any) -> str:
     origin = get_origin(kind)
     if origin is Annotated:
         base, *extras = get_args(kind)
-        return " ".join([describe(base), *(f"({e})" for e in extras if isinstance(e, Range))])
+        return " ".join([describe(base), *(f"({e})" for e in extras if isinstance(e, _BOUNDS))])
     if origin in (Union, types.UnionType):
         return " or ".join(describe(k) for k in get_args(kind))
     if origin is Literal:
@@ -241,8 +291,8 @@ def _read_annotated(kind: Any, data: Any, path: str, problems: list[BadInput]) -
     base, *extras = get_args(kind)
     tried: list[BadInput] = []
     value = _read(base, data, path, tried)
-    bounds = [extra for extra in extras if isinstance(extra, Range)]
-    if tried or not all(bound.low <= value <= bound.high for bound in bounds):
+    bounds = [extra for extra in extras if isinstance(extra, _BOUNDS)]
+    if tried or not all(bound.allows(value) for bound in bounds):
         problems.append(_mismatch(kind, data, path))
     return value
 

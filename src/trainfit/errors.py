@@ -63,9 +63,14 @@ def reason(error: BaseException) -> str:
     return said[0][:200] if said else type(error).__name__
 
 
+def brief(text: str, most: int = 200) -> str:
+    """A text that fits into a line: its middle is left out where it is long."""
+    return text if len(text) <= most else f"{text[: most - 40]} … {text[-37:]}"
+
+
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """The `choices` that look most like `word`, best first, and none that look much less so."""
-    folded = word.lower()
+    folded = word[:200].lower()  # comparing takes the product of both lengths
     likeness = {
         choice: difflib.SequenceMatcher(None, folded, choice.lower()).ratio()
         for choice in sorted(set(choices))

@@ -8,10 +8,12 @@ import os
 import re
 import stat
 import tempfile
+import warnings
+from functools import cache
 from io import BufferedReader
 from pathlib import Path
 
-from trainfit.errors import BadInput, reason
+from trainfit.errors import BadInput, TrainfitWarning, brief, reason
 
 LARGEST_TEXT = 256 << 20
 """Bytes of a file that is read at once: more than any record of a run or a cache has."""
@@ -133,9 +135,56 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
+def check_output(path: Path, fix: str = "give another --output") -> Path:
+    """The path of a file to write, or BadInput where there is no room for one, before any work."""
+    try:
+        there = path.exists()
+        if there and not path.is_file():
+            raise OSError(errno.EINVAL, "it is there, and not a regular file", str(path))
+        if not there and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link to nowhere", str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"cannot write {str(path)!r} ({reason(error)})", fix) from None
+    return path
+
+
+def write_output(path: Path, content: str | bytes, fix: str = "give another --output") -> None:
+    """Write a file that the user named; BadInput where it cannot be written."""
+    check_output(path, fix)
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise BadInput(f"cannot write {str(path)!r} ({reason(error)})", fix) from None
+
+
 def cache_folder() -> Path:
-    """Where trainfit keeps what it measured: $TRAINFIT_CACHE, else the user's cache folder."""
+    """Where trainfit keeps what it measured: $TRAINFIT_CACHE, else the user's cache folder.
+
+    Where no folder can be made there, a temporary one of this process, with one note: a cache
+    saves time, and is no reason not to run.
+    """
     if chosen := os.environ.get("TRAINFIT_CACHE"):
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(base) / "trainfit"
+        return _usable(Path(chosen).absolute())
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _usable(Path(base, "trainfit"))
+
+
+@cache
+def _usable(folder: Path) -> Path:
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder
+        what = f"nothing is kept in the cache {brief(str(folder))} ({reason(error)})"
+        fix = "set TRAINFIT_CACHE to a folder that can be written"
+        warnings.warn(f"{what}; {fix}", TrainfitWarning, stacklevel=4)
+        return Path(_temporary().name)
+    return folder
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="trainfit-cache-")

@@ -239,7 +239,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(
     assert run(["check", "--measure", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["measured"]["items"]
-    assert captured.err.startswith("trainfit: note: the measurements are not kept")
+    assert captured.err.startswith("trainfit: note: nothing is kept in the cache")
 
 
 def test_a_terminal_without_unicode_is_served():

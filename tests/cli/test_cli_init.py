@@ -148,7 +148,7 @@ def test_it_is_what_training_goes_by(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("hardware: t5\n", "did you mean t4?"),
         ("training: [1, 2\n", "line"),
         ("- 1\n- 2\n", "mapping"),
-        ("seed: 1\nseed: 2\n", "duplicate"),
+        ("seed: 1\nseed: 2\n", "there twice"),
         (None, "No such file"),
     ],
 )

@@ -281,7 +281,7 @@ def test_amp_is_whether_and_which(words: list[str], value: str):
         ("nli", "model.use_flash_attenton=true", "did you mean model.use_flash_attention?"),
         ("nli", "learnig_rate=1", "did you mean training.learning_rate?"),
         ("nli", "training.batch_size=many", 'training.batch_size is "many"; use a whole number'),
-        ("nli", "training.batch_size=0", "training.batch_size is 0; use a whole number (1 or more"),
+        ("nli", "training.batch_size=0", "training.batch_size is 0; use a whole number (1 to"),
         ("nli", "training.batch_size=1.5", "training.batch_size is 1.5"),
         ("nli", "device.tf32=1", "device.tf32 is 1; use true or false or auto"),
         ("nli", "device.mixed_precision=bf61", "did you mean bf16?"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -72,7 +71,6 @@ def _profile(gpu: str | None) -> HardwareProfile:
 
 def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
     """Measure with a line of progress in a terminal, and keep the result for the planner."""
-    from trainfit.errors import TrainfitWarning
     from trainfit.measuring import measure, remember
     from trainfit.reports import terminal
 
@@ -82,11 +80,7 @@ def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
     else:
         with console.status("measuring") as status:
             measured = measure(profile, progress=lambda name: status.update(f"measuring {name}"))
-    try:
-        remember(measured)
-    except OSError as error:
-        text = f"the measurements are not kept ({error}); set TRAINFIT_CACHE to a folder of yours"
-        warnings.warn(text, TrainfitWarning, stacklevel=2)
+    remember(measured)
     return measured
 
 

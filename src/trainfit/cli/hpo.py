@@ -143,7 +143,7 @@ def _task_command(task: str, about: str) -> click.Command:
     @config_option
     @click.option(
         "--workers",
-        type=click.IntRange(1),
+        type=click.IntRange(1, 1024),
         default=1,
         show_default=True,
         help="Processes on this machine: a GPU each, or several to a GPU where the plan fits.",

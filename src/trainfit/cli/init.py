@@ -23,15 +23,11 @@ def command(task: str, output: Path | None) -> None:
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file
     from trainfit.errors import BadInput
-    from trainfit.files import write_whole
+    from trainfit.files import check_output, write_output
 
     schema_of(task)
-    path = output or Path(f"{task}.yaml")
+    path = check_output(output or Path(f"{task}.yaml"))
     if path.exists():
         raise BadInput(f"{path} exists", "give another name with --output")
-    try:
-        write_whole(path, starting_file(task, str(path)))
-    except OSError as error:
-        reason = error.strerror or str(error)
-        raise BadInput(f"cannot write {path} ({reason})", "give another --output") from None
+    write_output(path, starting_file(task, str(path)))
     click.echo(str(path))

@@ -14,7 +14,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from trainfit import __version__
-from trainfit.errors import TrainfitError, TrainfitWarning, did_you_mean
+from trainfit.errors import TrainfitError, TrainfitWarning, brief, did_you_mean
 from trainfit.redaction import redact
 
 COMMANDS = {
@@ -35,6 +35,8 @@ COMMANDS = {
     "completion": "The script that lets a shell complete trainfit's words.",
 }
 INTERRUPTED = 130
+_LONGEST_LINE = 1000
+"""Characters of one line of an error: a name may be a million long."""
 
 
 class _Commands(click.Group):
@@ -80,6 +82,8 @@ def main() -> NoReturn:
 
 def run(arguments: list[str]) -> int:
     """Run one command: 0, 1 for a finding or a failure, 2 for bad input."""
+    if any("\0" in word for word in arguments):  # no shell can send it, but a program may
+        return _fail("a word of the command holds a NUL character; leave it out", 2)
     with warnings.catch_warnings():
         warnings.simplefilter("always", TrainfitWarning)
         warnings.showwarning = _show_warning
@@ -109,8 +113,14 @@ def run(arguments: list[str]) -> int:
 
 def _fail(message: str, code: int) -> int:
     for line in redact(message).splitlines():
-        print(f"trainfit: {line}", file=sys.stderr)
+        print(f"trainfit: {_readable(line)}", file=sys.stderr)
     return code
+
+
+def _readable(line: str) -> str:
+    """A line that a terminal shows as it is, whatever a value in it holds."""
+    plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
+    return brief(plain, _LONGEST_LINE)
 
 
 def _show_traceback(
@@ -129,7 +139,7 @@ def _show_warning(
 ) -> None:
     """Our own warnings as one line; those of libraries as Python prints them."""
     if issubclass(category, TrainfitWarning):
-        text: Any = f"trainfit: note: {redact(str(message))}\n"
+        text: Any = f"trainfit: note: {_readable(redact(str(message)))}\n"
     else:
         text = redact(warnings.formatwarning(message, category, filename, lineno, line))
     (file or sys.stderr).write(text)

@@ -10,6 +10,7 @@ import click
 
 from trainfit.cli.completing import overrides_argument, task_argument
 from trainfit.cli.config_file import config_option
+from trainfit.cli.numbers import ABOVE_0
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -26,14 +27,27 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
 @click.option("--model", metavar="NAME", help="A name of the catalogue or the hub, or a folder.")
-@click.option("--memory", type=float, metavar="GIB", help="Use no more of the GPU than this.")
+@click.option(
+    "--memory",
+    type=ABOVE_0,
+    metavar="GIB",
+    help="Use no more of the GPU than this.",
+)
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw memory against batch size, as SVG or PNG."
 )
-@click.option("--watts", type=float, help="What the machine draws, for the energy of the run.")
-@click.option("--price", type=float, help="What an hour costs, for the cost of the run.")
+@click.option(
+    "--watts",
+    type=ABOVE_0,
+    help="What the machine draws, for the energy of the run.",
+)
+@click.option(
+    "--price",
+    type=ABOVE_0,
+    help="What an hour costs, for the cost of the run.",
+)
 def command(
     task: str,
     overrides: tuple[str, ...],
@@ -59,9 +73,12 @@ def command(
     from trainfit.planning import planner
     from trainfit.reports import plan as page
     from trainfit.reports import terminal
+    from trainfit.reports.plan_plot import check_plot
     from trainfit.tasks import planned
 
     form = "json" if as_json else form
+    if plot is not None:
+        check_plot(plot)
     composed = compose(task, planned.with_model(with_file(task, config_file, overrides), model))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)

@@ -43,20 +43,22 @@ def command(
     """
     from trainfit.engine import run_folder
     from trainfit.errors import BadInput
-    from trainfit.files import write_whole
+    from trainfit.files import check_output, write_output
     from trainfit.tasks.encoder import predict
 
     if (text is None) == (path is None):
         raise BadInput("give one of --text and --file", "say what to classify")
     if output is not None and output.suffix not in (".csv", ".json"):
         raise BadInput(f"--output {output}", "end its name in .csv or .json")
+    if output is not None:
+        check_output(output)
     folders = predict.exports_of(run_folder.find(run, Path("runs")))
     texts = [text] if text is not None else _read(path, text_column)
     rows = predict.answer(folders, texts, criterion)
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return
-    write_whole(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
+    write_output(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
     click.echo(f"{len(rows)} rows in {output}")
 
 

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
+from trainfit.cli.numbers import SEED
+
 if TYPE_CHECKING:
     from trainfit.data.preparing import Progress
 
@@ -34,8 +36,12 @@ if TYPE_CHECKING:
 @click.option("--validation", default=0.05, show_default=True, help="Share of held-out documents.")
 @click.option("--separator", default="<|endoftext|>", show_default=True, help="Ends a document.")
 @click.option("--column", default="text", show_default=True, help="Of a table's texts.")
-@click.option("--seed", default=42, show_default=True, help="Decides which are held out.")
-@click.option("--processes", type=click.IntRange(1), help="Default: as many as there are cores.")
+@click.option(
+    "--seed", default=42, type=SEED, show_default=True, help="Decides which are held out."
+)
+@click.option(
+    "--processes", type=click.IntRange(1, 1024), help="Default: as many as there are cores."
+)
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 def command(
     task: str,

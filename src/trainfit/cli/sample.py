@@ -7,26 +7,28 @@ from pathlib import Path
 
 import click
 
+from trainfit.cli.numbers import MANY, SEED, Number
+
 
 @click.command()
 @click.argument("run")
 @click.option("--prompt", default="", help="What the text begins with; default: a new document.")
-@click.option("--tokens", default=200, show_default=True, type=click.IntRange(1), help="At most.")
+@click.option("--tokens", default=200, show_default=True, type=MANY, help="At most.")
 @click.option(
     "--temperature",
     default=0.8,
     show_default=True,
-    type=click.FloatRange(0),
+    type=Number(0, 1000),
     help="Below 1: likelier tokens still likelier; 0: always the likeliest.",
 )
 @click.option(
     "--top-k",
     default=50,
     show_default=True,
-    type=click.IntRange(1),
+    type=MANY,
     help="Choose among so many of the likeliest.",
 )
-@click.option("--seed", default=0, show_default=True, type=click.IntRange(0))
+@click.option("--seed", default=0, show_default=True, type=SEED)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for a program.")
 def command(
     run: str,

@@ -11,6 +11,7 @@ import click
 
 from trainfit.cli.completing import overrides_argument, task_argument
 from trainfit.cli.config_file import config_option
+from trainfit.cli.numbers import ABOVE_0
 
 if TYPE_CHECKING:
     from trainfit.tasks.tuned import Job
@@ -21,7 +22,10 @@ if TYPE_CHECKING:
 @overrides_argument()
 @config_option
 @click.option(
-    "--minutes", type=float, help="The time to keep to: 3, or 10 for the ladder.", metavar="N"
+    "--minutes",
+    type=ABOVE_0,
+    help="The time to keep to: 3, or 10 for the ladder.",
+    metavar="N",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 @click.option("--ladder", is_flag=True, help="Measure what each optimization gives, one by one.")
@@ -57,8 +61,6 @@ def command(
         raise BadInput("--ladder and --batch-size-only are two questions", "give one of them")
     if batch_size_only and minutes is not None:
         raise BadInput("--batch-size-only takes seconds", "leave out --minutes")
-    if minutes is not None and not minutes > 0:
-        raise BadInput(f"--minutes is {minutes:g}", "give a number above 0")
     check_job(task)
     words = with_file(task, config_file, overrides)
     job = _job(task, words, as_json)
@@ -152,11 +154,11 @@ def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
 
 def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
     """As JSON to a program, to a file, or to both."""
-    from trainfit.files import write_whole
+    from trainfit.files import write_output
 
     text = json.dumps(data, indent=2)
     if output is not None:
-        write_whole(output, text + "\n")
+        write_output(output, text + "\n")
     if as_json:
         click.echo(text)
 

@@ -76,11 +76,11 @@ def command(
 
 def _show(verified: Verified, text: str | None, output: Path | None) -> None:
     from trainfit.cli import verify_pages as pages
-    from trainfit.files import write_whole
+    from trainfit.files import write_output
     from trainfit.reports import terminal
 
     if output is not None:
-        write_whole(output, text if text is not None else pages.markdown(verified))
+        write_output(output, text if text is not None else pages.markdown(verified))
         click.echo(output)
     elif text is not None:
         click.echo(text, nl=False)

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import click
 
+from trainfit.cli.numbers import Number
+
 
 @click.command()
 @click.argument("run", required=False)
@@ -14,7 +16,7 @@ import click
 )
 @click.option(
     "--every",
-    type=click.FloatRange(0.1),
+    type=Number(0.1, 86_400),
     default=1.0,
     show_default=True,
     help="Seconds between two looks.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, fields, is_dataclass
@@ -15,13 +16,14 @@ import yaml
 from trainfit import codec
 from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
 from trainfit.conf.schema import SCHEMAS, Config
-from trainfit.errors import BadConfig, BadInput, did_you_mean
+from trainfit.errors import BadConfig, BadInput, brief, did_you_mean
 from trainfit.redaction import redact_word
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 GROUPS = ("hardware", "experiment")
+_LONGEST_WORD = 20_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,7 +67,7 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
         config=config,
         origins=_origins(task, choices, settled),
         notes=tuple(
-            f"{item.written} is {key}: took it as {key}={item.value}"
+            f"{item.written} is {key}: took it as {key}={brief(str(item.value))}"
             for key, item in settled.items()
             if item.written != key
         ),
@@ -104,7 +106,7 @@ def schema_of(task: str) -> type[Config]:
     """The schema of a task, or an error that names those there are."""
     if task not in SCHEMAS:
         fix = did_you_mean(task, SCHEMAS, f"the tasks are {', '.join(SCHEMAS)}")
-        raise BadInput(f"unknown task {task!r}", fix)
+        raise BadInput(f"unknown task {brief(task)!r}", fix)
     return SCHEMAS[task]
 
 
@@ -137,17 +139,38 @@ def parse_word(word: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    shown = redact_word(word)
+    shown = brief(redact_word(word))
     wrong = BadInput(f"cannot read the override {shown!r}", "write it as key=value")
-    if "=" not in word:
+    if "=" not in word or len(word) > _LONGEST_WORD or not codec.is_plain(word):
         raise wrong
     try:
         override = OverridesParser.create().parse_override(word)
-    except HydraException:
+        if not override.is_sweep_override():
+            override.value()
+    except (HydraException, ValueError, ArithmeticError, RecursionError):
         raise wrong from None
     if override.is_delete() or override.is_add():
         raise wrong
     return override
+
+
+def as_word(key: str, value: Any) -> str:
+    """The word that gives `key` this value: what `parse_word` reads back."""
+    return f"{key}={_written(value)}"
+
+
+def _written(value: Any) -> str:
+    """A value in Hydra's grammar, which has other rules for quotes than JSON."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if isinstance(value, str):
+        return QuotedString(text=value, quote=Quote.double).with_quotes()
+    if isinstance(value, Mapping):
+        items = (f"{_written(str(key))}:{_written(item)}" for key, item in value.items())
+        return f"{{{','.join(items)}}}"
+    if isinstance(value, (list, tuple)):
+        return f"[{','.join(map(_written, value))}]"
+    return json.dumps(value)
 
 
 def _split(word: str) -> tuple[str, Any]:
@@ -155,7 +178,8 @@ def _split(word: str) -> tuple[str, Any]:
     override = parse_word(word)
     if override.is_sweep_override():
         raise BadInput(
-            f"{word!r} gives several values", "give one; `trainfit hpo` searches over several"
+            f"{brief(word)!r} gives several values",
+            "give one; `trainfit hpo` searches over several",
         )
     return override.key_or_group, override.value()
 
@@ -164,7 +188,7 @@ def _choice(task: str, group: str, value: Any) -> str:
     names = options(task, group)
     if str(value) not in names:
         fix = did_you_mean(str(value), names, f"the choices are {', '.join(names)}")
-        raise BadInput(f"unknown {group}={value} for {task}", fix)
+        raise BadInput(f"unknown {group}={brief(str(value))} for {task}", fix)
     return str(value)
 
 
@@ -173,7 +197,7 @@ def _assignment(task: str, written: str, value: Any) -> Assignment:
     if key is None:
         near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
         listed = f"`trainfit config {task}` shows the keys"
-        raise BadInput(f"unknown key {written} for {task}", near or listed)
+        raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
     return Assignment(written, key, canonical_value(written, key, value))
 
 

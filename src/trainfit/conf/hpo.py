@@ -8,20 +8,22 @@ and Hydra's sweeps change the space: `training.learning_rate=tag(log,interval(1e
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
 from trainfit import codec
-from trainfit.codec import Range
+from trainfit.codec import Length, Range
 from trainfit.conf.aliases import canonical_key
-from trainfit.conf.composition import keys, parse_word, schema_of, task_folder
-from trainfit.conf.schema import Count, Positive, Share
+from trainfit.conf.composition import as_word, keys, parse_word, schema_of, task_folder
+from trainfit.conf.schema import Name, Share, Steps
 from trainfit.errors import BadConfig, BadInput, did_you_mean
 from trainfit.files import check_name
 
+Number = Annotated[float, Range(-1e15, 1e15)]
+Count = Annotated[int, Range(0, 10**6)]
+Seconds = Annotated[int, Range(1, 10**6)]
 Kind = Literal["log", "uniform", "int", "categorical"]
 
 
@@ -31,8 +33,8 @@ class Dimension:
 
     kind: Kind
     """log: a number, evenly over its magnitudes; uniform: evenly; int; categorical: a choice."""
-    low: float | None = None
-    high: float | None = None
+    low: Number | None = None
+    high: Number | None = None
     choices: tuple[Any, ...] = ()
     when: dict[str, tuple[Any, ...]] = field(default_factory=dict)
     """Searched only where these keys have one of these values."""
@@ -42,15 +44,15 @@ class Dimension:
 class HpoConfig:
     """`hpo.…` of `trainfit hpo`."""
 
-    study: str | None
+    study: Name | None
     """null: named after the job and its settings, so that the same command finds it again."""
-    storage: str | None
+    storage: Annotated[str, Length(1, 4096)] | None
     """sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
-    trials: Positive
+    trials: Annotated[int, Range(1, 10**6)]
     """Of the whole study, over all workers and restarts."""
-    hours: Annotated[float, Range(0)] | None
+    hours: Annotated[float, Range(0, 10**5)] | None
     """No trial begins after so many hours of this command; null: no limit."""
-    metric: str
+    metric: Name
     """On the validation part; the mean over folds is the trial's value."""
     sampler_startup: Count
     """Trials at random before the sampler (TPE) learns from them."""
@@ -62,11 +64,11 @@ class HpoConfig:
     """Evaluations of a trial before it may be pruned."""
     pruner_threshold: Share
     """The p-value under which wilcoxon prunes."""
-    least_steps: Positive
+    least_steps: Steps
     """An effective batch that leaves an epoch fewer steps is left out of the space."""
-    heartbeat: Positive
+    heartbeat: Seconds
     """Seconds between two signs of life of a worker."""
-    grace: Positive
+    grace: Seconds
     """Seconds without one after which its trial is given to another."""
     retries: Count
     """How often a trial is begun again whose worker died."""
@@ -107,7 +109,7 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
     problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
-    first = [f"{k}={json.dumps(v)}" for k, v in hpo.config.items() if k not in fixed]
+    first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
     notes = [f"{key} is given: it is not searched" for key in hpo.space if key in fixed]
     return StudyWords(hpo=replace(hpo, space=space), job=(*first, *job), notes=tuple(notes))
 

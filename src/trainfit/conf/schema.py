@@ -8,15 +8,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainfit.codec import Range
+from trainfit.codec import Length, PathName, Range
 
 Auto = Literal["auto"]
 Switch = bool | Auto
-Positive = Annotated[int, Range(1)]
-Count = Annotated[int, Range(0)]
+Steps = Annotated[int, Range(1, 10**9)]
+"""Of anything that is counted while a run goes on."""
+Sequences = Annotated[int, Range(1, 131_072)]
+"""In a batch: the largest published one is half of that."""
+Tokens = Annotated[int, Range(1, 2**20)]
+"""In a sequence."""
+Workers = Annotated[int, Range(0, 1024)]
+Small = Annotated[int, Range(1, 1024)]
+"""A count of things that each take a process, a thread or a file."""
+Layers = Annotated[int, Range(1, 512)]
+Width = Annotated[int, Range(1, 65_536)]
+Vocabulary = Annotated[int, Range(1, 2**24)]
+Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
-Amount = Annotated[float, Range(0)]
+Rate = Annotated[float, Range(0, 10)]
+"""Of learning or decay: above 1 nothing is learned, and above 10 nothing is meant."""
+Amount = Annotated[float, Range(0, 10**6)]
 HeldOut = Annotated[float, Range(0.01, 0.5)]
+Place = Annotated[str, PathName()]
+Name = Annotated[str, Length(1, 500)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,7 +48,7 @@ class Device:
     """Let cuDNN try its algorithms; for convolutions with fixed shapes."""
     deterministic: bool
     """Same seed, same bits; slower."""
-    num_threads: Positive | Auto
+    num_threads: Small | Auto
     """Of the CPU, in this process. A small model on a busy machine is fastest with one."""
     expandable_segments: bool | None
     """The allocator's segments grow, which leaves fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF
@@ -50,7 +65,7 @@ class Optimization:
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ]
-    gradient_accumulation_steps: Positive | Auto
+    gradient_accumulation_steps: Sequences | Auto
     """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
@@ -60,42 +75,42 @@ class Optimization:
 class Training:
     """The loop, the optimizer's numbers and the loader."""
 
-    batch_size: Positive | Auto
+    batch_size: Sequences | Auto
     """The memory knob: a micro-batch holds at most batch_size × max_length tokens."""
-    eval_batch_size: Positive | Auto
-    effective_batch_size: Positive | Auto
+    eval_batch_size: Sequences | Auto
+    effective_batch_size: Sequences | Auto
     """Sequences per optimizer step, over all ranks. auto: batch_size × accumulation × ranks."""
     num_epochs: Amount
-    max_steps: Positive | None
+    max_steps: Steps | None
     """Stop after so many optimizer steps; null: after num_epochs."""
-    learning_rate: Amount
-    weight_decay: Amount
+    learning_rate: Rate
+    weight_decay: Rate
     warmup_ratio: Share | None
     """Share of the steps that warm up; null where warmup_steps says it."""
-    warmup_steps: Count | None
+    warmup_steps: Annotated[int, Range(0, 10**9)] | None
     scheduler: Literal["linear", "cosine", "cosine_with_restarts", "constant"]
-    max_grad_norm: Amount | None
+    max_grad_norm: Annotated[float, Range(0, 10**9)] | None
     """Clip the gradient's norm; null: do not."""
-    eval_steps: Positive | None
+    eval_steps: Steps | None
     """Evaluate every so many steps, never at step 0; null: after each epoch."""
-    eval_iters: Positive | None
+    eval_iters: Steps | None
     """Batches per evaluation; null: all of the validation data."""
-    logging_steps: Positive
-    early_stopping_patience: Positive | None
+    logging_steps: Steps
+    early_stopping_patience: Steps | None
     """Evaluations without a better score before the run stops; null: never."""
-    checkpoint_steps: Positive | None
+    checkpoint_steps: Steps | None
     """Save every so many steps; null: after each evaluation."""
-    keep_checkpoints: Positive
+    keep_checkpoints: Steps
     """The newest so many are kept, and the best."""
     nonfinite: Literal["skip", "stop"]
     """What a loss or gradient that is not finite does: skip the step, or stop the run."""
     profile_step: bool
     """Profile one step after the warm-up, for `trainfit verify`; it costs about that step again."""
-    num_workers: Count | Auto
+    num_workers: Workers | Auto
     """Loader processes. auto: usable cores - 2, at most 8, at most one per 3 GB of GPU memory."""
     pin_memory: Switch
     persistent_workers: Switch
-    prefetch_factor: Positive | Auto
+    prefetch_factor: Small | Auto
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +127,7 @@ class GptTraining(Training):
 class EncoderModel:
     """The model of a classification job."""
 
-    name: str
+    name: Place
     """A name of the catalogue or the hub, or a local folder."""
     weights: Literal["auto", "random", "pretrained"]
     """auto: pretrained, but random for made-up data, whose words no model has read."""
@@ -127,14 +142,14 @@ class EncoderModel:
     """Prefer the flash kernel; others stay as fallbacks."""
     pooling: Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
     """How a sequence of vectors becomes one."""
-    pool_tokens: Positive
+    pool_tokens: Tokens
     """The k of first-k and last-k pooling."""
     head_dropout: Share
     attention_dropout: Share | None
     """null: as the model's own config says. Packed rows have none."""
     feed_forward_dropout: Share | None
     """null: as the model's own config says."""
-    lora_rank: Positive
+    lora_rank: Width
     lora_alpha: Amount
     lora_dropout: Share
 
@@ -143,18 +158,18 @@ class EncoderModel:
 class GptModel:
     """The model of a pretraining job."""
 
-    name: str
+    name: Place
     """A GPT shape of the catalogue: gpt-tiny, gpt-small, gpt-medium or gpt-124m."""
-    n_layer: Positive | None
+    n_layer: Layers | None
     """null: as the name says. So are the next two."""
-    n_head: Positive | None
-    n_embd: Positive | None
-    vocab_size: Positive | Auto
+    n_head: Small | None
+    n_embd: Width | None
+    vocab_size: Vocabulary | Auto
     """Rows of the embedding. auto: the tokenizer's tokens, up to a multiple of 64."""
     dropout: Share
     use_gradient_checkpointing: Switch | Literal["selective"]
     use_flash_attention: bool
-    loss_chunk: Positive | Auto | None
+    loss_chunk: Steps | Auto | None
     """Compute the loss so many tokens at a time, with its gradients; null: all logits at once.
 
     auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks.
@@ -167,13 +182,13 @@ class GptModel:
 class NliData:
     """Pairs of a post and a criterion."""
 
-    data_dir: str | None
+    data_dir: Place | None
     """A folder with the ReDSM5 files; null: data of the same shape, made from the seed."""
     scale: Literal["small", "full"]
     """Of made-up data. small: 1,000 posts of a few words. full: as many and as long as ReDSM5's."""
     criteria: Literal["short", "full"]
     """What the model reads of a criterion: a few words, or a whole sentence."""
-    max_length: Positive
+    max_length: Tokens
     """Tokens per pair. A longer one loses the end of its post, never of the criterion."""
     negative_ratio: Amount | None
     """Negatives per positive in training; null: all of them."""
@@ -189,19 +204,19 @@ class NliData:
 class TextclassData:
     """Texts with a label."""
 
-    train: str | None
+    train: Place | None
     """A CSV, JSONL or Parquet file, or a folder that datasets' save_to_disk wrote; null: made-up
     texts."""
-    validation: str | None
+    validation: Place | None
     """null: a share of the training file, as for the test."""
-    test: str | None
-    text_column: str
-    label_column: str
-    group_column: str | None
+    test: Place | None
+    text_column: Name
+    label_column: Name
+    group_column: Name | None
     """What must be on one side of a split, such as the author; null: every row is its own."""
     scale: Literal["small", "full"]
     """Of made-up texts. small: 1,200 short ones. full: 20,000 of up to 160 words."""
-    max_length: Positive
+    max_length: Tokens
     class_weights: bool
     """Weigh each class in the loss against its share of the data."""
     test_share: HeldOut
@@ -212,12 +227,12 @@ class TextclassData:
 class TextData:
     """A stream of tokens."""
 
-    data_dir: str | None
+    data_dir: Place | None
     """A folder of `trainfit prepare gpt`, or of nanoGPT's token files with a meta.json; null: the
     source of Python's standard library."""
-    max_length: Positive
+    max_length: Tokens
     """Tokens per sequence: the block size."""
-    vocab_size: Annotated[int, Range(257)]
+    vocab_size: Annotated[int, Range(257, 2**24)]
     """Of the tokenizer that is learned where data_dir is null."""
 
 
@@ -225,7 +240,7 @@ class TextData:
 class CrossValidation:
     """Folds by group, so that one post is never in two."""
 
-    folds: Annotated[int, Range(2)] | None
+    folds: Annotated[int, Range(2, 1000)] | None
     """null: one split with a held-out test. With folds the test is left alone."""
 
 
@@ -240,8 +255,8 @@ asked. force: tune first, for three minutes. off: the planner's alone."""
 class NliConfig:
     """`trainfit … nli`."""
 
-    seed: Count
-    runs_dir: str
+    seed: Seed
+    runs_dir: Place
     """The folder that run folders are made in."""
     tracking: Tracking
     tune: Tuning
@@ -259,8 +274,8 @@ class NliConfig:
 class TextclassConfig:
     """`trainfit … textclass`."""
 
-    seed: Count
-    runs_dir: str
+    seed: Seed
+    runs_dir: Place
     """The folder that run folders are made in."""
     tracking: Tracking
     tune: Tuning
@@ -278,8 +293,8 @@ class TextclassConfig:
 class GptConfig:
     """`trainfit … gpt`."""
 
-    seed: Count
-    runs_dir: str
+    seed: Seed
+    runs_dir: Place
     """The folder that run folders are made in."""
     tracking: Tracking
     tune: Tuning

@@ -6,16 +6,18 @@ would be, and a word given beside it wins.
 
 from __future__ import annotations
 
-import json
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from trainfit.conf.aliases import canonical_key
-from trainfit.conf.composition import GROUPS, keys
+from trainfit.conf.composition import GROUPS, as_word, keys
+from trainfit.conf.yaml_files import read_yaml
 from trainfit.errors import BadConfig, BadInput, did_you_mean
+
+_MOST = 20
+"""Unknown keys that are named one by one."""
 
 
 def with_file(task: str, path: Path | None, words: Sequence[str]) -> tuple[str, ...]:
@@ -24,7 +26,7 @@ def with_file(task: str, path: Path | None, words: Sequence[str]) -> tuple[str, 
         return tuple(words)
     given = {_key(task, word.partition("=")[0]) for word in words}
     file = [(key, value) for key, value in _read(task, path) if _key(task, key) not in given]
-    return (*(f"{key}={json.dumps(value, ensure_ascii=False)}" for key, value in file), *words)
+    return (*(as_word(key, value) for key, value in file), *words)
 
 
 def _key(task: str, written: str) -> str:
@@ -34,12 +36,16 @@ def _key(task: str, written: str) -> str:
 def _read(task: str, path: Path) -> list[tuple[str, Any]]:
     """The keys and values of the file, or one error that lists every key that is wrong."""
     known = (*keys(task), *GROUPS)
-    found = list(_flat(_load(path), known))
+    found = list(_flat(read_yaml(path), known))
+    unknown = [k for k, _ in found if k not in GROUPS and canonical_key(k, keys(task)) is None]
     problems = [
         BadInput(f"{path}: unknown key {key} for {task}", did_you_mean(key, known, _listed(task)))
-        for key, _ in found
-        if key not in GROUPS and canonical_key(key, keys(task)) is None
+        for key in unknown[:_MOST]
     ]
+    if (more := len(unknown) - _MOST) > 0:
+        problems.append(BadInput(f"{path}: {more} more keys are unknown", _listed(task)))
+    twice = [key for key, times in Counter(key for key, _ in found).items() if times > 1]
+    problems += [BadInput(f"{path}: {key} is there twice", "give it once") for key in twice]
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
     return found
@@ -47,23 +53,6 @@ def _read(task: str, path: Path) -> list[tuple[str, Any]]:
 
 def _listed(task: str) -> str:
     return f"`trainfit config {task}` shows the keys"
-
-
-def _load(path: Path) -> Mapping[str, Any]:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
-    try:
-        # Not yaml.safe_load, to which 2e-5 is a text.
-        data = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, OmegaConfBaseException) as error:
-        where = getattr(error, "problem_mark", None)
-        line = "" if where is None else f", line {where.line + 1}"
-        first = str(getattr(error, "problem", None) or error).splitlines()[0]
-        raise BadInput(f"cannot read {path}{line} ({first})", "give a YAML file") from None
-    if not isinstance(data, Mapping):
-        raise BadInput(f"{path} is no mapping", "give a YAML file of keys and values")
-    return {str(key): value for key, value in data.items()}
 
 
 def _flat(

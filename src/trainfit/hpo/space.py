@@ -9,6 +9,7 @@ from typing import Any
 
 from optuna.trial import Trial
 
+from trainfit.conf.composition import as_word
 from trainfit.conf.hpo import Dimension
 from trainfit.errors import BadInput
 
@@ -113,4 +114,4 @@ def defaults(space: Space, values: Mapping[str, Any]) -> dict[str, Any]:
 
 def as_words(params: Mapping[str, Any]) -> list[str]:
     """Sampled values as words of a command."""
-    return [f"{name}={json.dumps(value)}" for name, value in params.items()]
+    return [as_word(name, value) for name, value in params.items()]

@@ -8,7 +8,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.files import write_whole
+from trainfit.files import write_output
 from trainfit.reports.ladder_plot import ladder_plot
 from trainfit.reports.numbers import MISSING, plain, shown
 from trainfit.tuning.ladder_records import BASELINE, Ladder, LadderStep
@@ -32,8 +32,8 @@ def write_ladder(ladder: Ladder, place: Path) -> tuple[Path, Path]:
     """Write the JSON and the picture beside it; into a folder, where a report finds ladder.json."""
     data = place if place.suffix == ".json" else place / "ladder.json"
     picture = data.with_suffix(".svg")
-    ladder.save(data)
-    write_whole(picture, ladder_plot(ladder))
+    write_output(data, ladder.to_json() + "\n")
+    write_output(picture, ladder_plot(ladder))
     return data, picture
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainfit.errors import BadInput
-from trainfit.files import write_whole
+from trainfit.files import check_output, write_output
 from trainfit.records import MemoryEstimate
 from trainfit.reports.drawing import axis_top, picture, text_at, ticks
 
@@ -61,13 +61,16 @@ def memory_plot(
 
 def write_plot(path: Path, svg: str) -> None:
     """Write the picture whole; a PNG needs the optional package cairosvg."""
-    suffix = path.suffix.lower()
-    if suffix == ".svg":
-        write_whole(path, svg)
-    elif suffix == ".png":
-        write_whole(path, _png(svg))
-    else:
+    check_plot(path)
+    content = svg if path.suffix.lower() == ".svg" else _png(svg)
+    write_output(path, content, "give another --plot")
+
+
+def check_plot(path: Path) -> None:
+    """Raise BadInput where no picture can be written, before anything is planned."""
+    if path.suffix.lower() not in (".svg", ".png"):
         raise BadInput(f"cannot draw into {path}", "give a file that ends in .svg or .png")
+    check_output(path, "give another --plot")
 
 
 def parts_at_peak(memory: MemoryEstimate) -> dict[str, float]:

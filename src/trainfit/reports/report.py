@@ -10,8 +10,7 @@ from pathlib import Path
 
 from trainfit import __version__
 from trainfit.engine import run_folder
-from trainfit.errors import RunFailed
-from trainfit.files import write_whole
+from trainfit.files import write_output
 from trainfit.records import Record
 from trainfit.reports.figures import Chapter, Headline, Section
 from trainfit.reports.numbers import shown
@@ -118,11 +117,7 @@ def place(run: str | Path) -> Path:
 
 def write(made: Report, path: Path, form: str = "html") -> Path:
     """Write a report whole."""
-    try:
-        write_whole(path, FORMATS[form][1](made))
-    except OSError as error:
-        what = f"cannot write {path} ({error.strerror or error})"
-        raise RunFailed(what, "give --output a place that can be written") from error
+    write_output(path, FORMATS[form][1](made), "give --output a place that can be written")
     return path
 
 

@@ -17,6 +17,7 @@ from trainfit import codec
 from trainfit.catalogue import GpuSpec, find, gpus
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
+from trainfit.conf.composition import as_word
 from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
@@ -193,7 +194,7 @@ def _positive(name: str, value: float | None) -> None:
 
 def with_model(overrides: Sequence[str], model: str | None) -> list[str]:
     """The overrides, with the model that was named beside them."""
-    return [*overrides, *([] if model is None else [f"model.name={json.dumps(model)}"])]
+    return [*overrides, *([] if model is None else [as_word("model.name", model)])]
 
 
 def _method(model: Any) -> Any:

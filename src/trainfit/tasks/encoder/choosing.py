@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from trainfit import codec
 from trainfit.catalogue.models import model_shape
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
+from trainfit.conf.composition import as_word
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.errors import BadInput
@@ -65,7 +66,7 @@ def _filled(task: str, overrides: Sequence[str]) -> Composed:
         if composed.origins[key] == "default"
         or (key == _FREEZE and composed.origins[key] != "override")
     }
-    words = [f"{key}={json.dumps(value)}" for key, value in free.items()]
+    words = [as_word(key, value) for key, value in free.items()]
     filled = compose(task, [*overrides, *words])
     data = "the source of Python's standard library" if task == "gpt" else "made-up data"
     note = f"no data is named: {data} and a small model (experiment={name})"
