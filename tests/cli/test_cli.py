@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -119,6 +120,25 @@ def test_check_for_a_person(capsys: pytest.CaptureFixture[str]):
         "taken as rtx-3090",
     ):
         assert word in page
+
+
+@pytest.mark.parametrize(
+    ("gpu", "capability", "fp16", "bf16", "tf32"),
+    [
+        ("t4", "7.5", "yes", "no", "no"),
+        ("v100", "7.0", "yes", "no", "no"),
+        ("a100", "8.0", "yes", "yes", "yes"),
+        ("a10", "8.6", "yes", "yes", "yes"),
+    ],
+)
+def test_check_shows_the_t4_guides_table(
+    gpu: str, capability: str, fp16: str, bf16: str, tf32: str, capsys: pytest.CaptureFixture[str]
+):
+    assert run(["check", "--gpu", gpu]) == 0
+    page = capsys.readouterr().out
+    wanted = {"Compute capability": capability, "FP16": fp16, "BFloat16": bf16, "TF32": tf32}
+    for row, value in wanted.items():
+        assert re.search(rf"│ {row} +{re.escape(value)}\b", page), row
 
 
 def test_check_short(capsys: pytest.CaptureFixture[str]):

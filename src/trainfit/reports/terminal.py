@@ -83,6 +83,7 @@ def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
     rows: list[tuple[str, str]] = [
         ("Memory", f"{gpu.memory_gib:.2f} GiB{_memory_use(gpu)}"),
         ("Compute capability", gpu.compute_capability),
+        ("FP16", _yes(gpu.fp16) + ("" if gpu.fp16 else " (no matrix units)")),
         ("BFloat16", _yes(gpu.native_bf16) + ("" if gpu.native_bf16 else " (not native)")),
         ("TF32", _yes(gpu.tf32)),
         ("FP8", _yes(gpu.fp8)),
