@@ -317,6 +317,7 @@ class MemoryEstimate(Record):
     """Where the memory of a step goes, and what is left."""
 
     weights_gib: float
+    """Of the model itself; adapters are apart."""
     gradients_gib: float
     optimizer_gib: float
     activations_gib: float
@@ -328,6 +329,8 @@ class MemoryEstimate(Record):
     """Whether the step runs within the capacity, with the allocator giving back its cache."""
     error_percent: float | None
     """The largest error recorded on this architecture; None where nothing was recorded."""
+    adapters_gib: float = 0.0
+    """Weights of LoRA's or DoRA's adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

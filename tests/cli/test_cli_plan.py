@@ -11,6 +11,7 @@ from trainfit.cli.main import run
 
 MEMORY = {
     "weights_gib",
+    "adapters_gib",
     "gradients_gib",
     "optimizer_gib",
     "activations_gib",
@@ -63,6 +64,19 @@ def test_json_has_what_programs_rely_on(words: list[str], capsys: pytest.Capture
     assert made["memory"].keys() >= MEMORY
     assert made["time"].keys() >= TIME
     assert {"setting", "value", "why"} <= made["reasons"][0].keys()
+
+
+def test_adapters_have_a_row_of_their_own(words: list[str], capsys: pytest.CaptureFixture[str]):
+    asked = [word.replace("method=full", "method=dora") for word in words]
+    asked += ["model.lora_rank=16", "--gpu", "h200"]
+    assert run([*asked, "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    # Four projections of 64 by 64 in each of two layers: two thin matrices, a row of magnitudes.
+    adapters = 2 * 4 * (16 * 64 + 64 * 16 + 64) * 4
+    assert memory["adapters_gib"] * 2**30 == pytest.approx(adapters)
+    assert run(asked) == 0
+    rows = capsys.readouterr().out.partition("Memory in GiB")[2].split("\n")
+    assert [row.split()[0] for row in rows[1:4]] == ["part", "weights", "adapters"]
 
 
 def test_a_gpu_without_records_has_no_error_bar(

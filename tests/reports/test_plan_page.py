@@ -62,6 +62,13 @@ def test_the_memory_adds_up_to_the_capacity(make_plan: Make):
     assert over["reserved at the peak"] - over["missing"] == 14.0
 
 
+def test_adapters_are_on_the_page_where_there_are_any(make_plan: Make):
+    assert "adapters" not in printed(plan_page(make_plan()))
+    page = printed(plan_page(make_plan(memory__adapters_gib=0.25)))
+    [row] = [line.split() for line in page.splitlines() if line.startswith("adapters ")]
+    assert row[1] == "0.25"
+
+
 def test_bars_are_in_proportion(make_plan: Make):
     page = printed(plan_page(make_plan(memory__optimizer_gib=8.0, memory__weights_gib=4.0)))
     halves = {

@@ -7,6 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -89,7 +90,14 @@ def _run(request: Request) -> Answer:
             recorder.work.clear()
             step()
     kept = [*model.parameters(), *model.buffers()]
-    return _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
+    found = _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
+    adapters = _adapter_bytes(model)
+    return replace(found, weights=weights - adapters, adapters=adapters)
+
+
+def _adapter_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that peft added, by the names that it gives them."""
+    return sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
 
 
 def _repeated(step: list[Event]) -> set[int] | None:

@@ -253,7 +253,7 @@ def _between(low: Taken, high: Taken, share: float) -> Taken:
         second: float = getattr(high, name)
         return first + share * (second - first)
 
-    names = ("weights", "gradients", "optimizer", "activations", "workspace")
+    names = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
     return Taken(
         **{name: line(name) for name in (*names, "peak_allocated", "peak_reserved")},
         fits=None,

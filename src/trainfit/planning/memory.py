@@ -73,6 +73,8 @@ class Answer:
     """What the child found, in bytes, or why it could not."""
 
     weights: int = 0
+    """Without adapters."""
+    adapters: int = 0
     gradients: int = 0
     """Of all that is trained; they are all there at the end of the backward pass."""
     optimizer: int = 0
@@ -228,6 +230,7 @@ def _estimate(answer: Answer, gpu: GpuSpec, capacity: float, compiled: bool) -> 
     room = answer.rooms[0]
     return MemoryEstimate(
         weights_gib=answer.weights / GIB,
+        adapters_gib=answer.adapters / GIB,
         gradients_gib=answer.gradients / GIB,
         optimizer_gib=answer.optimizer / GIB,
         activations_gib=room.activations / GIB,

@@ -38,6 +38,7 @@ class Taken:
     """What a step takes on one GPU, in bytes, and what it does. Between depths it is a mean."""
 
     weights: float
+    adapters: float = 0.0
     gradients: float
     optimizer: float
     activations: float
@@ -93,6 +94,7 @@ def _whole(answer: Answer) -> list[Taken]:
     return [
         Taken(
             weights=answer.weights,
+            adapters=answer.adapters,
             gradients=answer.gradients,
             optimizer=answer.optimizer,
             activations=room.activations,
@@ -115,6 +117,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
     few, many = small.rooms[at], large.rooms[at]
     return Taken(
         weights=line(small.weights, large.weights),
+        adapters=line(small.adapters, large.adapters),
         gradients=line(small.gradients, large.gradients),
         optimizer=line(small.optimizer, large.optimizer),
         activations=line(few.activations, many.activations),

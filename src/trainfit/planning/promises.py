@@ -18,6 +18,7 @@ def memory_of(
     taken = best.taken
     return MemoryEstimate(
         weights_gib=taken.weights / GIB,
+        adapters_gib=taken.adapters / GIB,
         gradients_gib=taken.gradients / GIB,
         optimizer_gib=taken.optimizer / GIB,
         activations_gib=taken.activations / GIB,

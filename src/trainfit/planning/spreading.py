@@ -18,8 +18,9 @@ _GATHERED = 2
 
 def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
     """The bytes that a rank need not hold."""
-    kept_away = (memory.weights_gib + memory.optimizer_gib) * (1 - 1 / ranks)
-    gathered = memory.weights_gib * min(1.0, _GATHERED / max(1, layers))
+    weights = memory.weights_gib + memory.adapters_gib
+    kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
+    gathered = weights * min(1.0, _GATHERED / max(1, layers))
     return max(0, int((kept_away - gathered) * GIB))
 
 
@@ -39,6 +40,7 @@ def spread(plan: Plan, gained: int) -> Plan:
         memory=replace(
             memory,
             weights_gib=memory.weights_gib / plan.ranks,
+            adapters_gib=memory.adapters_gib / plan.ranks,
             optimizer_gib=memory.optimizer_gib / plan.ranks,
             peak_allocated_gib=memory.peak_allocated_gib - less,
             peak_reserved_gib=memory.peak_reserved_gib - less,

@@ -115,6 +115,7 @@ def _unexplained(plan: Plan) -> list[Text]:
 def _memory(memory: MemoryEstimate) -> Table:
     parts = [
         ("weights", memory.weights_gib),
+        *([("adapters", memory.adapters_gib)] if memory.adapters_gib else []),
         ("gradients", memory.gradients_gib),
         ("optimizer", memory.optimizer_gib),
         ("activations", memory.activations_gib),

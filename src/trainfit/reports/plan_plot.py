@@ -78,10 +78,11 @@ def parts_at_peak(memory: MemoryEstimate) -> dict[str, float]:
 
     Gradients come as activations go, so only those count that are there at the peak.
     """
-    lasting = memory.weights_gib + memory.optimizer_gib + memory.workspace_gib
+    weights = memory.weights_gib + memory.adapters_gib
+    lasting = weights + memory.optimizer_gib + memory.workspace_gib
     room = memory.peak_allocated_gib - lasting - memory.activations_gib
     parts = {
-        "weights": memory.weights_gib,
+        "weights": weights,
         "optimizer": memory.optimizer_gib,
         "gradients": min(max(room, 0.0), memory.gradients_gib),
         "activations": memory.activations_gib,
