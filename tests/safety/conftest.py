@@ -3,4 +3,5 @@
 import sys
 from pathlib import Path
 
-sys.path.append(str(Path(__file__).parent.parent / "tuning"))
+for folder in ("tuning", "tasks"):
+    sys.path.append(str(Path(__file__).parent.parent / folder))

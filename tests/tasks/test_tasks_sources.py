@@ -120,7 +120,7 @@ def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
 
 def test_a_config_without_its_weights_is_refused(tmp_path: Path) -> None:
     CONFIGS["llama"].save_pretrained(tmp_path)
-    with pytest.raises(BadInput, match="another folder"):
+    with pytest.raises(BadInput, match=r"no model\.safetensors"):
         build_encoder(str(tmp_path))
     with pytest.raises(BadInput, match="no pretrained weights"):
         build_encoder(CONFIGS["llama"], weights="pretrained")

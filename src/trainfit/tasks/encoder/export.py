@@ -5,6 +5,7 @@
     export/head.safetensors   head.weight, head.bias, and the pooler's weights if it has any
     export/head.json          classes, pooling, max_length, criteria
     export/tokenizer…         AutoTokenizer.from_pretrained(export) loads it
+    export/checksums.json     of all of these; predict checks them before it loads anything
 
 It is written under another name and renamed, so that an export is whole or not there.
 """
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import safetensors.torch
 from torch import Tensor
 
+from trainfit import checksums
 from trainfit.errors import RunFailed
 from trainfit.files import write_whole
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -54,6 +56,7 @@ def write(
         safetensors.torch.save_file(head, unfinished / "head.safetensors")
         _write_tokenizer(unfinished, tokenizer, model)
         write_whole(unfinished / "head.json", json.dumps(_facts(model, facts), indent=2) + "\n")
+        checksums.write(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     except (OSError, safetensors.SafetensorError) as error:

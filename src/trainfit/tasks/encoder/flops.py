@@ -47,7 +47,7 @@ def encoder_work(name: str) -> EncoderWork:
     config, _ = sources.find(name, "random", {})
     config = config.get_text_config()
     with torch.device("meta"):
-        model = AutoModel.from_config(config)  # type: ignore[no-untyped-call]
+        model = AutoModel.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     window = getattr(config, "sliding_window", None) or 0
     head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +12,11 @@ import safetensors.torch
 import torch
 from torch import nn
 
+from trainfit import checksums, codec
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.precision import autocast
-from trainfit.errors import BadInput, OutOfMemory, RunFailed
+from trainfit.errors import BadInput, OutOfMemory, RunFailed, reason
 from trainfit.records import Precision
 from trainfit.tasks.encoder.backbone import build_encoder
 from trainfit.tasks.encoder.classifier import EncoderClassifier
@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainfit.data.tokenizers import Tokenizer
+
+_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "fan_in_fan_out")
+"""Fields of an adapter's config, as training sets them."""
+_NEEDED = ("classes", "pooling", "pool_tokens", "dtype", "max_length", "pad_id", "eval_batch_size")
 
 
 def predict_within(
@@ -121,7 +125,8 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
     """What `export.write` wrote."""
     from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
 
-    facts = json.loads((folder / "head.json").read_text())
+    checksums.check(folder)
+    facts = _facts(folder)
     with quiet_transformers():  # it reports a pooler that BERT has and the classifier has not
         encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])
     if (folder / "adapter").is_dir():
@@ -146,11 +151,32 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
     )
 
 
+def _facts(folder: Path) -> dict[str, Any]:
+    """head.json, checked for what every reader needs."""
+    try:
+        facts = codec.read_object(folder / "head.json")
+        if missing := [name for name in _NEEDED if name not in facts]:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"cannot read head.json in {folder} ({reason(error)})", "export the model again"
+        ) from None
+    return facts
+
+
 def _load_adapter(encoder: PreTrainedModel, folder: Path) -> None:
     """Put the adapter into the encoder; transformers' own load_adapter leaves out DoRA's norms."""
     from peft import LoraConfig
 
-    encoder.add_adapter(LoraConfig.from_pretrained(str(folder)))
+    try:
+        fields = codec.read_object(folder / "adapter_config.json")
+        # Only these: others name modules to import, or other models.
+        config = LoraConfig(**{name: fields[name] for name in _LORA})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"cannot read the adapter in {folder} ({reason(error)})", "export the model again"
+        ) from None
+    encoder.add_adapter(config)
     saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
     for name, parameter in encoder.named_parameters():
         if "lora_" in name:
@@ -195,7 +221,7 @@ def answer(
     if not texts:
         raise BadInput("there is no text to classify", "give a file with a text per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = json.loads((folders[0] / "head.json").read_text()).get("criteria")
+    known = _facts(folders[0]).get("criteria")
     asked = _asked(known, criterion)
     rows = [(at, code) for at in range(len(texts)) for code in asked or [None]]
     seconds = None if asked is None else [asked[str(code)] for _, code in rows]

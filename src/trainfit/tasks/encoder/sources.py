@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.catalogue.models import ModelShape, model_shape, transformers_config
-from trainfit.errors import BadInput
+from trainfit.data.model_files import plain_config, read_weights
+from trainfit.errors import BadInput, reason
 from trainfit.tasks.encoder.settings import Weights
 
 if TYPE_CHECKING:
@@ -30,12 +31,12 @@ def find(
     if not isinstance(source, str):
         if weights == "pretrained":
             raise BadInput("a config has no pretrained weights", "name a folder or a model")
-        return _configured(source.to_dict(), overrides), None
+        return _configured(source.to_dict(), overrides, "the config"), None
     shape = None if Path(source).is_dir() else _in_catalogue(source)
     if shape is not None and (weights == "random" or (weights == "auto" and "/" not in source)):
         return transformers_config(shape, **_changes(shape.config, overrides)), None
     place = shape.hub if shape is not None and shape.hub is not None else source
-    config = _configured(read_config(place), overrides)
+    config = _configured(read_config(place), overrides, place)
     return config, None if weights == "random" else place
 
 
@@ -45,17 +46,32 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
 
     if place is None:
         random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
-            config.get_text_config(), dtype=dtype
+            config.get_text_config(), dtype=dtype, trust_remote_code=False
         )
         return random
     try:
+        # By its tensors and not by its place: in a folder transformers finds much else to load.
+        state = read_weights(place)
         with without_bars():
-            whole = AutoModel.from_pretrained(place, config=config, dtype=dtype)
+            whole = _class_of(config).from_pretrained(
+                None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
+            )
     except (OSError, ValueError) as error:
         raise _unreadable(place, error) from error
     # Of a model of text and images only the text part is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     return model
+
+
+def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that AutoModel takes for a config."""
+    from transformers import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        raise ValueError(f"transformers has no model of the type {config.model_type}")
+    found: Any = MODEL_MAPPING[type(config)]
+    kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return kind
 
 
 @contextmanager
@@ -72,10 +88,11 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _configured(fields: dict[str, Any], overrides: dict[str, Any]) -> PretrainedConfig:
+def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -> PretrainedConfig:
     """Overrides go in before a config is built: Gemma 3 halves its window only then."""
     from transformers import AutoConfig
 
+    fields = plain_config(fields, place)
     text = fields.get("text_config")
     if text is None:
         fields = fields | _changes(fields, overrides)
@@ -83,9 +100,10 @@ def _configured(fields: dict[str, Any], overrides: dict[str, Any]) -> Pretrained
         fields = fields | {"text_config": text | _changes(text, overrides)}
     try:
         config: PretrainedConfig = AutoConfig.for_model(**fields)
-    except ValueError as error:
+    except Exception as error:  # a config checks its fields by errors of many kinds
+        kind, why = fields.get("model_type"), reason(error)
         raise BadInput(
-            f"model_type {fields.get('model_type')!r} with {overrides or 'no overrides'}: {error}",
+            f"model_type {kind!r} with {overrides or 'no overrides'}: {why}",
             "choose a model and values that transformers knows",
         ) from error
     return config

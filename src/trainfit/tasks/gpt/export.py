@@ -2,6 +2,7 @@
 
     export/config.json, model.safetensors    GPT2LMHeadModel.from_pretrained(export): same logits
     export/tokenizer.json …                  AutoTokenizer.from_pretrained(export)
+    export/checksums.json                    of all of these; sample checks them first
 
 It is written under another name and renamed, so that an export is whole or not there.
 """
@@ -10,18 +11,16 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
+from trainfit import checksums, codec
 from trainfit.data.bpe import load_bpe
 from trainfit.data.corpus import END_OF_TEXT
+from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
-from trainfit.errors import RunFailed
+from trainfit.errors import BadInput, RunFailed, reason
 from trainfit.tasks.encoder.sources import without_bars
 from trainfit.tasks.gpt.gpt2 import from_gpt2, to_gpt2
 from trainfit.tasks.gpt.model import Gpt
-
-if TYPE_CHECKING:
-    from transformers import GPT2LMHeadModel
 
 
 def write(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
@@ -34,6 +33,7 @@ def write(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
             to_gpt2(model).save_pretrained(unfinished)
         if tokenizer is not None:
             _write_tokenizer(unfinished, tokenizer, model.shape.block_size)
+        checksums.write(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     except OSError as error:
@@ -45,12 +45,24 @@ def write(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
 
 
 def read(folder: Path) -> Gpt:
-    """The model of an export."""
-    from transformers import AutoModelForCausalLM
+    """The model of an export; its files are checked first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
 
-    with without_bars():
-        other = AutoModelForCausalLM.from_pretrained(folder)
-    return from_gpt2(cast("GPT2LMHeadModel", other))
+    checksums.check(folder)
+    try:
+        fields = codec.read_object(folder / "config.json")
+        config = GPT2Config(**plain_config(fields, str(folder)))
+        with without_bars():
+            other: GPT2LMHeadModel = GPT2LMHeadModel.from_pretrained(
+                None, config=config, state_dict=read_weights(str(folder))
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
+        raise BadInput(
+            f"cannot load a GPT from {folder} ({reason(error)})", "give a folder `train gpt` wrote"
+        ) from None
+    return from_gpt2(other)
 
 
 def _write_tokenizer(folder: Path, path: Path, longest: int) -> None:

@@ -67,7 +67,8 @@ class Writer:
 
 def open_writer(run: Path) -> Writer:
     """The model of a run: its export, or the best checkpoint of one that is not finished."""
-    tokenizer = run / TOKENIZER
+    exported = run / "export" / TOKENIZER
+    tokenizer = exported if exported.is_file() else run / TOKENIZER
     if not tokenizer.is_file():
         raise BadInput(
             f"{run} has no {TOKENIZER}: its tokens cannot be turned into text",

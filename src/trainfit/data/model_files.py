@@ -1,0 +1,235 @@
+"""Files of a model, from a local folder or the hub: only data is taken from them.
+
+A config loses the fields by which transformers would import, download or replace something.
+Weights are safetensors; a pytorch_model.bin, which some models have nothing else of, is converted
+once in a process of its own, and any other pickle is never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit import cached, codec
+from trainfit.errors import BadInput, RunFailed, reason
+from trainfit.files import cache_folder, check_regular, checksum, read_text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_CHILD = Path(__file__).with_name("weights_child.py")
+_SECONDS = 900.0
+"""For one conversion."""
+_MEMORY = 24 << 30
+"""Bytes of address space that importing torch may take, beside the weights."""
+_SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
+_PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
+_NOT_TAKEN = re.compile(
+    r"auto_map|_name_or_path|name_or_path|_commit_hash|trust_remote_code|custom_pipelines"
+    r"|_?(?:attn|experts)_implementation\w*|use_kernels|kernel_config|fusion_config"
+    r"|distributed_config|device_map|transformers_weights|gguf_file|quantization_config"
+    r"|backbone|backbone_kwargs|use_timm_backbone|use_pretrained_backbone"
+)
+"""Fields of a config that name code, kernels, other files or other models."""
+_TOKENIZER_CLASS = re.compile(
+    r"(?!Auto)\w*Tokenizer(?:Fast)?|\w*(?:Tokenizers|Python|Piece)Backend"
+)
+
+
+def plain_config(fields: dict[str, Any], place: str) -> dict[str, Any]:
+    """The fields of a config and of its parts that describe a model, and nothing else."""
+    if fields.get("quantization_config") is not None:
+        raise BadInput(f"{place} has quantized weights", "give the model they were made of")
+    if str(fields.get("model_type")).startswith("timm"):  # its config names models to download
+        raise BadInput(f"{place} is a model of images", "give a model of text")
+    return _plain(fields)
+
+
+def _plain(fields: dict[str, Any]) -> dict[str, Any]:
+    return {
+        name: _plain(value) if isinstance(value, dict) else value
+        for name, value in fields.items()
+        if not _NOT_TAKEN.fullmatch(str(name))
+    }
+
+
+def check_tokenizer(place: str) -> None:
+    """Refuse tokenizer settings that name another class than a tokenizer's, or files elsewhere."""
+    for file in ("tokenizer_config.json", "config.json"):
+        settings = _settings(place, file)
+        kind = settings.get("tokenizer_class")
+        if isinstance(kind, str) and not _TOKENIZER_CLASS.fullmatch(kind):
+            raise BadInput(
+                f"{file} of {place} names {kind[:60]!r} as its tokenizer",
+                "name a tokenizer class of transformers, or leave tokenizer_class out",
+            )
+        named = [value for key, value in settings.items() if key.endswith(("_file", "_files"))]
+        for name in _names(named):
+            if Path(name).name != name:
+                raise BadInput(
+                    f"{file} of {place} names a file outside of its folder",
+                    "leave such names out: transformers knows the names of a tokenizer's files",
+                )
+
+
+def _names(value: Any) -> list[str]:
+    """Every text in a value of JSON."""
+    if isinstance(value, str):
+        return [value]
+    inner = list(value.values()) if isinstance(value, dict) else value
+    return [name for part in inner for name in _names(part)] if isinstance(inner, list) else []
+
+
+def _settings(place: str, file: str) -> dict[str, Any]:
+    try:
+        path = fetch(place, file)
+        # Plain JSON: transformers writes the largest length as a number of 100 bits.
+        found = {} if path is None else json.loads(read_text(path))
+    except (OSError, ValueError):
+        return {}  # transformers cannot read it either
+    return found if isinstance(found, dict) else {}
+
+
+def fetch(place: str, name: str) -> Path | None:
+    """A file of a folder or of the hub, or None where there is none; OSError for no connection."""
+    if Path(place).is_dir():
+        path = Path(place) / name
+        return path if path.is_file() else None
+    from transformers.utils.hub import cached_file
+
+    found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
+    return None if found is None else Path(found)
+
+
+def read_weights(place: str) -> dict[str, Tensor]:
+    """The tensors of a model by their names, mapped from safetensors files."""
+    import safetensors
+    from safetensors.torch import load_file
+
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(place):
+        try:
+            tensors |= load_file(path)
+        except (safetensors.SafetensorError, OSError) as error:
+            raise BadInput(
+                f"{path} is damaged ({reason(error)})", "get another copy of the model"
+            ) from None
+    return tensors
+
+
+def weight_files(place: str) -> list[Path]:
+    """The safetensors files of a model; a pickled one is converted first, and once."""
+    if (path := fetch(place, _SAFE)) is not None:
+        return [check_regular(path)]
+    if (path := fetch(place, f"{_SAFE}.index.json")) is not None:
+        return _indexed(place, path, ".safetensors")
+    if (path := fetch(place, _PICKLED)) is not None:
+        return _converted(place, [check_regular(path)])
+    if (path := fetch(place, f"{_PICKLED}.index.json")) is not None:
+        return _converted(place, _indexed(place, path, ".bin"))
+    others = sorted({p.name for kind in _PICKLES for p in Path(place).glob(kind)})
+    beside = "".join(
+        f" ({name} is a pickle, which may run any code and is not opened)" for name in others[:1]
+    )
+    raise BadInput(
+        f"no {_SAFE} in {place}{beside}",
+        "save the model with save_pretrained, or set model.weights=random",
+    )
+
+
+def _indexed(place: str, index: Path, ending: str) -> list[Path]:
+    """The files that an index names, all of them in its own folder."""
+    fix = "get another copy of the model"
+    try:
+        names = sorted(set(codec.read_object(index)["weight_map"].values()))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise BadInput(f"cannot read {index.name} of {place} ({reason(error)})", fix) from None
+    found = []
+    for name in names:
+        if not isinstance(name, str) or Path(name).name != name or not name.endswith(ending):
+            raise BadInput(f"{index.name} of {place} names a file outside of the folder", fix)
+        path = fetch(place, name)
+        if path is None:
+            raise BadInput(f"{place} has no {name}, which {index.name} names", fix)
+        if not _within(path):
+            raise BadInput(f"{name} in {place} is a link to a file outside of the folder", fix)
+        found.append(check_regular(path))
+    return found
+
+
+def _within(path: Path) -> bool:
+    """Tell a file of its own folder, or of the hub's cache, from a link to another place."""
+    folder, real = path.parent.resolve(), path.resolve()
+    own = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
+    return real.parent in (folder, own)
+
+
+# ── pickled weights ───────────────────────────────────────────────────────────────────────────
+
+
+def _converted(place: str, files: list[Path]) -> list[Path]:
+    """Safetensors files with the tensors of pickled ones, from the cache or made now."""
+    content = json.dumps([1, *(checksum(file) for file in files)])
+    key = hashlib.sha256(content.encode()).hexdigest()[:32]
+    folder = cache_folder() / "weights" / key
+    targets = [folder / f"{number}.safetensors" for number in range(len(files))]
+    if not all(_is_whole(target) for target in targets):
+        cached.discard(folder)
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as building:
+            made = Path(building) / "weights"
+            made.mkdir()
+            _convert(place, files, [made / target.name for target in targets])
+            try:
+                made.rename(folder)
+            except OSError:  # another process was quicker
+                if not all(_is_whole(target) for target in targets):
+                    raise
+    return targets
+
+
+def _is_whole(path: Path) -> bool:
+    """Check the header of a safetensors file against its size."""
+    import safetensors
+
+    try:
+        with safetensors.safe_open(path, framework="pt"):
+            return True
+    except (OSError, safetensors.SafetensorError):
+        return False
+
+
+def _convert(place: str, files: list[Path], targets: list[Path]) -> None:
+    request = {"files": [[str(a), str(b)] for a, b in zip(files, targets, strict=True)]}
+    memory = _MEMORY + 8 * sum(file.stat().st_size for file in files)
+    try:
+        # -P: beside the script lie modules with the names of libraries.
+        done = subprocess.run(
+            [sys.executable, "-P", str(_CHILD), str(memory)],
+            input=json.dumps(request) + "\n",
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            encoding="utf-8",
+            timeout=_SECONDS,
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            check=False,
+        )
+        answer = json.loads(done.stdout) if done.stdout else {}
+    except (subprocess.TimeoutExpired, ValueError):
+        answer = {}
+    if answer.get("done"):
+        return
+    fix = "get the model as safetensors"
+    name = f"{files[0].name} of {place}"
+    if "global" in answer:
+        raise BadInput(f"{name} is not plain weights: it asks for {answer['global']}", fix)
+    if "damaged" in answer:
+        raise BadInput(f"{name} is damaged, or not plain weights", fix)
+    raise RunFailed(f"{name} could not be converted to safetensors", fix)
