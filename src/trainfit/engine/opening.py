@@ -8,6 +8,11 @@ import torch
 
 from trainfit.engine.recovery import Parts
 from trainfit.packing import PackedCut
+from trainfit.runtime.switches import attention_order
+
+_KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
+_FLASH_FROM = (8, 0)
+"""Compute capability from which on torch has a flash kernel, for half precision alone."""
 
 
 def opening_lines(parts: Parts, attention: str | None = None) -> list[str]:
@@ -53,13 +58,10 @@ def _tf32(parts: Parts) -> str:
 def _attention(parts: Parts) -> str:
     if parts.device.type != "cuda":
         return "SDPA attention on padded rows of like length"
-    kernels: Any = torch.backends.cuda
-    kinds = {
-        "Flash": kernels.flash_sdp_enabled(),
-        "memory-efficient": kernels.mem_efficient_sdp_enabled(),
-        "math": kernels.math_sdp_enabled(),
-    }
-    first, *others = [name for name, on in kinds.items() if on] or ["no"]
+    capability = torch.cuda.get_device_capability(parts.device)
+    flash = capability >= _FLASH_FROM and parts.settings.precision != "fp32"
+    usable = [kind for kind in attention_order() if kind in _KERNELS and (flash or kind != "flash")]
+    first, *others = [_KERNELS[kind] for kind in usable] or ["no"]
     rest = f" (fallbacks: {', '.join(others)})" if others else ""
     return f"SDPA {first} Attention backend enabled{rest}"
 

@@ -14,7 +14,8 @@ _STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _EVENT = re.compile(_STAMP + r"([a-z][a-z ]*) at step (\d+): (.*)")
 _NOT_EVENTS = ("evaluation",)
 _OPENING = re.compile(
-    _STAMP + r"((?:Device|TF32|Precision|SDPA|Using|DataLoader|Steps of|\S+ attention)\b.*)"
+    _STAMP
+    + r"((?:Device|TF32|Precision|SDPA|Attention|Frozen encoder|Using|DataLoader|Steps of)\b.*)"
 )
 _MOST_LINES = 12
 

@@ -108,7 +108,7 @@ def attention(kernel: str, restore: ExitStack) -> Change:
         raise BadInput(
             f"attention is {kernel!r}", f"give one of {', '.join(_KERNELS)}, or leave it out"
         )
-    before = _attention_order()
+    before = attention_order()
     # sdpa_kernel restores the order of the enabled kernels only, and puts the others last.
     restore.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())
     wanted = [getattr(SDPBackend, _KERNELS[kernel]), *_cur_sdpa_kernel_backends(with_priority=True)]
@@ -116,7 +116,7 @@ def attention(kernel: str, restore: ExitStack) -> Change:
     # What torch.compile keeps on disk is found by everything but this preference.
     tag = torch.compiler.config.cache_key_tag
     _assign(torch.compiler.config, "cache_key_tag", f"{tag} attention={kernel}", restore)
-    after = _attention_order()
+    after = attention_order()
     return Change(
         name="attention",
         requested=kernel,
@@ -126,7 +126,7 @@ def attention(kernel: str, restore: ExitStack) -> Change:
     )
 
 
-def _attention_order() -> list[str]:
+def attention_order() -> list[str]:
     """The attention kernels that torch may use, in the order in which it tries them."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
 

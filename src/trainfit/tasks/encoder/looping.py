@@ -20,7 +20,7 @@ from trainfit.engine.settings import (
 )
 from trainfit.packing import PackedCut, ladder
 from trainfit.records import Plan
-from trainfit.tasks.encoder.backbone import packed_obstacle
+from trainfit.tasks.encoder.backbone import Traits, packed_obstacle
 from trainfit.tasks.encoder.classifier import EncoderClassifier
 from trainfit.tasks.encoder.frozen import Head
 
@@ -115,18 +115,32 @@ def _attention(parts: Parts) -> str | None:
         return "Frozen encoder: its outputs were computed once, and only the head is trained"
     if not isinstance(model, EncoderClassifier):
         return None
-    traits = model.traits
-    packed = isinstance(parts.settings.cuts[0], PackedCut)
-    if not packed:
-        own = "The model's own attention, on padded rows of like length"
-        return own if traits.own_attention else None
+    if not isinstance(parts.settings.cuts[0], PackedCut):
+        return _on_padded_rows(model.traits)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    reason = packed_obstacle(model.encoder, traits, halves.get(parts.settings.precision))
-    kernel = "variable-length Flash Attention"
+    precision = halves.get(parts.settings.precision)
+    return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
+
+
+def _on_padded_rows(traits: Traits) -> str | None:
+    """Name the attention where it does not go through SDPA."""
+    rows = "on padded rows of like length"
     if traits.own_attention:
-        kernel = "trainfit's kernel for disentangled attention"
-    means = kernel if reason is None else f"a mask ({reason})"
-    return f"Packed rows with {means}, attention dropout {traits.attention_dropout:g}"
+        return f"Attention: the model's own, {rows}"
+    capped = "Attention: soft-capped logits, which SDPA has no kernel for, by plain products"
+    return None if traits.softcap is None else f"{capped}, {rows}"
+
+
+def _on_packed_rows(traits: Traits, obstacle: str | None) -> str:
+    """Name the kernel that attends within packed rows, or why it is a mask."""
+    rows = f"packed rows, attention dropout {traits.attention_dropout:g}"
+    if obstacle is not None:
+        return f"Attention: a mask on {rows} ({obstacle})"
+    if traits.own_attention:
+        return f"Attention: trainfit's Triton kernel for disentangled attention on {rows}"
+    if traits.softcap is not None:
+        return f"Attention: trainfit's Triton kernel for soft-capped logits on {rows}"
+    return f"SDPA Flash Attention backend enabled (its variable-length kernel on {rows})"
 
 
 def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:
