@@ -35,13 +35,13 @@ NAMES = {
         optimization.gradient_accumulation_steps optimization.compile_mode=default
         optimization.compile_mode=reduce-overhead optimization.compile_mode=max-autotune
         pin_memory prefetch_factor cudnn_benchmark detect_gpu_info get_recommended_config
-        print_hardware_info optimize_pytorch_settings enable_memory_efficient_mode
+        print_hardware_info optimize_pytorch_settings enable_memory_efficient_mode load_redsm5_nli
         get_optimal_num_workers compile_model benchmark_dataloader MemoryTracker gemma-2-2b
     """,
     "the status report": """
         use_bf16 reproducibility.tf32 fused_adamw cudnn_benchmark target_effective_batch_size
         max_grad_norm pin_memory persistent_workers use_torch_compile zero_grad(set_to_none=True)
-        reproducibility.deterministic hardware=rtx_5090 SDPA packing bucketing
+        hardware=rtx_5090 SDPA packing bucketing
     """,
     "the 3090 document": """
         train_nli_binary.py experiment=rtx3090_optimized device.use_tf32 training.optimizer_type
@@ -53,8 +53,7 @@ NAMES = {
     "the T4 guide": """
         BATCH_TRAIN BATCH_EVAL GRAD_ACCUM MAX_LENGTH USE_GRADIENT_CHECKPOINTING USE_TORCH_COMPILE
         adamw_torch_fused adamw_torch dataloader_num_workers dataloader_pin_memory tf32
-        src/train.py experiment=t4_textclass hardware=a10 hardware=a100 hardware=v100
-        phobert-base-v2
+        src/train.py hardware=a10 hardware=a100 hardware=v100
     """,
 }
 """What the five documents name: knobs, overrides, presets, commands, functions."""
@@ -123,12 +122,13 @@ def test_every_finding_that_is_named_exists():
 
 
 def _not_findings() -> set[str]:
+    import trainfit.data
     import trainfit.hardware_optimizer as api
     from trainfit.conf.aliases import ALIASES
     from trainfit.conf.composition import keys
 
     endings = {key.split(".")[-1] for task in SCHEMAS for key in keys(task)}
-    return {*dir(api), *ALIASES, *endings, "wait_share", "slm_config"}
+    return {*dir(api), *dir(trainfit.data), *ALIASES, *endings, "wait_share", "slm_config"}
 
 
 def test_every_item_of_the_receipt_is_on_the_page():
@@ -150,6 +150,38 @@ def test_links_lead_to_pages_and_their_headings():
 def test_what_a_document_names_is_on_the_page(document: str):
     missing = [name for name in NAMES[document].split() if name not in SOURCES]
     assert missing == []
+
+
+def row(first: str) -> str:
+    """The one row of the page that begins so."""
+    [found] = [line for line in SOURCES.splitlines() if line.startswith(f"| {first}")]
+    return found
+
+
+def test_what_no_document_says_is_credited_to_none():
+    text = " ".join(SOURCES.split())
+    for words in (
+        "The guide names neither its model nor its task: text classification with "
+        "`model.name=phobert-base-v2`, a Vietnamese encoder, is no document's.",
+        "no sizes of a model: `model.name=gpt-small` and the rest of `trainfit config gpt` are no",
+        "`experiment=gpt_medium` is a larger GPT of 24 layers",
+    ):
+        assert words in text
+    assert "no document's" in row("effective batches 32 to 512")
+    assert "no document's" in row("Gemma encoder with DoRA adapters")
+
+
+def test_where_the_defaults_differ_the_page_says_so():
+    from trainfit.planning import workers
+
+    nli = compose("nli").values()
+    assert (nli["cv.folds"], nli["training.batch_size"]) == (None, "auto")
+    assert compose("nli", ["experiment=rtx3090_optimized"]).values()["training.batch_size"] == 8
+    assert (workers(64, 80.0), workers(64, 12.0), workers(4, 80.0)) == (8, 4, 2)
+    assert "**Different**: without it there is one split by default" in row("`train_nli_5fold.py`")
+    assert "**Different**: the default is `training.batch_size=auto`" in row("larger batch, 4 to 8")
+    assert "**Different**: capped at 8 and at one per 3 GB" in row("`num_workers: auto`")
+    assert "**Different**" in row("workers of each preset")
 
 
 # ── figures of the tuning guide ───────────────────────────────────────────────────────────────

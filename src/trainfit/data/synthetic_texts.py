@@ -1,4 +1,4 @@
-"""Made-up texts of two unequal classes, the shape of the moderation job that the T4 guide trains.
+"""Made-up texts of two unequal classes, the shape of a moderation job.
 
 A text is to be flagged when it says one of the cues of its writer; most of the others hold the
 same cues, said of someone else.

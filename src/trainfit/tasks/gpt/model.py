@@ -1,4 +1,4 @@
-"""The tuning guide's GPT.
+"""The small GPT that `train gpt` pretrains.
 
 Pre-LN blocks without any bias, GELU with four times the width, learned positions, and an output
 layer that is the token embedding.
