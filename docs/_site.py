@@ -23,7 +23,7 @@ ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
     *("tuning", "batch-size", "ladder", "speed", "gpt", "many-gpus", "estimate"),
-    *("troubleshooting", "integrations", "hardware-optimizer", "write-a-task"),
+    *("troubleshooting", "safety", "integrations", "hardware-optimizer", "write-a-task"),
 )
 _INSIDE = ("architecture", "sources")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")

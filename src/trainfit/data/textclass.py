@@ -37,19 +37,20 @@ def load_text_files(
 ) -> tuple[Dataset, ...]:
     """A dataset per fold, or one. What has no file of its own is split from the training file."""
 
-    def read(path: Path | str) -> LabelledTokens:
+    def read(path: Path | str, known: list[str] | None = None) -> LabelledTokens:
         return tokenize_file(
             Path(path),
             tokenizer,
             max_length=max_length,
             columns=columns or Columns(),
+            known=known,
             processes=processes,
             progress=progress,
         )
 
     base = read(train)
     others = {
-        name: None if path is None else _same_classes(read(path), base.classes, path)
+        name: None if path is None else _same_classes(read(path, base.classes), base.classes)
         for name, path in (("validation", validation), ("test", test))
     }
     return text_datasets(
@@ -98,15 +99,8 @@ def text_datasets(
     )
 
 
-def _same_classes(read: LabelledTokens, classes: list[str], path: Path | str) -> Tokens:
+def _same_classes(read: LabelledTokens, classes: list[str]) -> Tokens:
     """The tokens with labels numbered as in training."""
-    unknown = [name for name in read.classes if name not in classes]
-    if unknown:
-        raise BadInput(
-            f"{path} has {len(unknown)} labels that the training data has not "
-            f"({shown(unknown[0])})",
-            f"use {', '.join(map(shown, classes[:10]))}",
-        )
     numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
     return replace(read.tokens, labels=numbers[read.tokens.labels])
 

@@ -13,9 +13,10 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit import cached
-from trainfit.data.classes import class_order
+from trainfit.data.classes import check_classes, class_order, shown
 from trainfit.data.text_files import Chunk, Columns, check_file, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
 from trainfit.data.tokens import Tokens, encode_texts
@@ -71,10 +72,15 @@ def tokenize_file(
     *,
     max_length: int,
     columns: Columns,
+    known: Sequence[str] | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> LabelledTokens:
-    """The file's tokens, from the cache or made now. `processes` None: by the file's size."""
+    """The file's tokens, from the cache or made now. `processes` None: by the file's size.
+
+    The cache holds the names of its labels: they are classes, the `known` ones where those are
+    given, or nothing is kept.
+    """
     content = {
         "format": _FORMAT,
         "content": hash_content(check_file(path)),
@@ -85,14 +91,33 @@ def tokenize_file(
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "tokens" / key[:32]
     found = _open(folder)
-    if found is None:
+    check = partial(_check_labels, path, columns.label, known)
+    if found is not None:
+        check(found.classes, len(found.tokens))
+    else:
         chunks = read_chunks(path, columns)
         count = _processes(path) if processes is None else processes
-        _make(folder, path, _encode(chunks, tokenizer, max_length, count), progress)
+        _make(folder, path, _encode(chunks, tokenizer, max_length, count), check, progress)
         found = _open(folder)
     if found is None:
         raise RunFailed(f"{folder} was changed as it was written", "try again")
     return found
+
+
+def _check_labels(
+    path: Path, column: str, known: Sequence[str] | None, names: Sequence[str], rows: int
+) -> None:
+    """Refuse labels that are no classes, without showing what may be a text."""
+    if known is None:
+        check_classes(names, rows, f"{path}, column {column},")
+        return
+    unknown = [name for name in names if name not in set(known)]
+    if unknown:
+        raise BadInput(
+            f"{path} has {len(unknown)} labels that the training data has not "
+            f"({shown(unknown[0])})",
+            f"use {', '.join(map(shown, known[:10]))}",
+        )
 
 
 def _processes(path: Path) -> int:
@@ -139,6 +164,7 @@ def _make(
     folder: Path,
     source: Path,
     encoded: Iterator[tuple[Chunk, _Encoded]],
+    check: Callable[[Sequence[str], int], None],
     progress: Progress | None,
 ) -> None:
     """Write everything beside the folder, then give it its name: it is whole or not there."""
@@ -149,6 +175,7 @@ def _make(
             meta = _write(building, source, encoded, progress)
             if not meta.sequences:
                 raise BadInput(f"{source} has no rows", "give a file with a text per row")
+            check(meta.labels, meta.sequences)
             cached.write(building / "meta.json", meta)
             cached.discard(folder)
             building.rename(folder)

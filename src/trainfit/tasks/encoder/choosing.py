@@ -28,6 +28,7 @@ _FREEZE = "model.freeze_encoder"
 """Presets and experiments freeze a pretrained encoder; a random one is worth nothing frozen."""
 _OF_CHARACTERS = ("canine", "perceiver")
 """Model types whose tokenizer needs no file."""
+_LEAST = 50
 _MOST_WORDS = 8192
 """The largest vocabulary to learn; a model may have room for more."""
 
@@ -99,6 +100,11 @@ def made_up(composed: Composed) -> bool:
     if isinstance(config, TextclassConfig):
         return config.data.train is None
     return config.data.data_dir is None
+
+
+def least_occurrences(composed: Composed) -> int:
+    """Times that a piece of text must occur to become a token, so that no rare name leaks."""
+    return 2 if made_up(composed) else _LEAST
 
 
 def find_machine(composed: Composed) -> HardwareProfile:

@@ -14,13 +14,10 @@ from trainfit.data.redsm5 import Corpus, read_redsm5
 from trainfit.data.synthetic import make_corpus
 from trainfit.tasks.encoder import job
 from trainfit.tasks.encoder.baselines import majority_baseline, tfidf_baseline
-from trainfit.tasks.encoder.choosing import choose_weights, find_machine, made_up
+from trainfit.tasks.encoder.choosing import choose_weights, find_machine, least_occurrences, made_up
 from trainfit.tasks.encoder.prepared import Prepared
 from trainfit.tasks.encoder.scores import JobResult
 from trainfit.tasks.nli.model import build_model
-
-_LEAST = 50
-"""What so many places of real posts have in common tells of nobody."""
 
 
 def train(
@@ -42,7 +39,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
         config.model,
         invented=made_up(composed),
         texts=lambda: [*(corpus.texts[post] for post in known), *corpus.criteria],
-        least=2 if made_up(composed) else _LEAST,
+        least=least_occurrences(composed),
     )
     tokens = tokenize_corpus(corpus, chosen.tokenizer, config.data.max_length)
     ratio = config.data.negative_ratio

@@ -13,7 +13,13 @@ from trainfit.data.text_files import Columns, check_file, read_chunks
 from trainfit.data.textclass import load_text_files, text_datasets
 from trainfit.data.tokens import Dataset, tokenize_texts
 from trainfit.tasks.encoder import job
-from trainfit.tasks.encoder.choosing import Chosen, choose_weights, find_machine, made_up
+from trainfit.tasks.encoder.choosing import (
+    Chosen,
+    choose_weights,
+    find_machine,
+    least_occurrences,
+    made_up,
+)
 from trainfit.tasks.encoder.prepared import Prepared
 from trainfit.tasks.encoder.scores import JobResult
 from trainfit.tasks.encoder.text_baselines import text_baselines
@@ -37,7 +43,10 @@ def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
     assert isinstance(config, TextclassConfig)
     texts = read_texts(config)
     chosen = choose_weights(
-        config.model, invented=made_up(composed), texts=lambda: islice(texts(), _LEARN_FROM)
+        config.model,
+        invented=made_up(composed),
+        texts=lambda: islice(texts(), _LEARN_FROM),
+        least=least_occurrences(composed),
     )
     whole = _load(config, chosen)
     plain = config.cv.folds is None or not nested
