@@ -74,3 +74,16 @@ def test_random_weights_learn_a_tokenizer_and_say_so(
     model = tokenizer_folder(tmp_path / "model", None)
     assert run([*words(tmp_path, model), "model.weights=random", "--dry-run"]) == 0
     assert "one is learned from the data" in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_is_too_large_for_the_model_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    be_quick(monkeypatch)
+    model = tokenizer_folder(tmp_path / "model", "wordpiece")
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | {"vocab_size": 40}))
+    assert run([*words(tmp_path, model), "model.weights=random"]) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "embeddings for 40 only" in line
+    assert not (tmp_path / "runs").exists()

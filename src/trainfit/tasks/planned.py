@@ -244,7 +244,8 @@ def model_facts(name: str) -> ModelFacts:
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
     if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
-        raise BadInput(f"the config of {name} has no {lacks}", "give a complete config.json")
+        fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
+        raise BadInput(f"the config of {name} has no {lacks}", fix)
     return ModelFacts(
         layers=layers,
         own_gpt=kind == OWN_GPT,

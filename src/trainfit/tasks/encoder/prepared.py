@@ -60,9 +60,26 @@ class Prepared:
 
 def tuned_job(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> tuned.Job:
     """What the planner and the tuner are asked: the job with its real lengths."""
+    _check_vocabulary(prepared)
     lengths = prepared.datasets[0].train.lengths.tolist()
     question = planned.question(prepared.composed, lengths)
     return tuned.Job(composed=prepared.composed, question=question, profile=profile, ranks=ranks)
+
+
+def _check_vocabulary(prepared: Prepared) -> None:
+    """Raise BadInput for a token that the model has no embedding for: a GPU would only stop."""
+    name = prepared.config.model.name
+    rows = planned.model_facts(name).vocabulary
+    parts = [
+        part for data in prepared.datasets for part in (data.train, data.validation, data.test)
+    ]
+    arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
+    largest = max(int(ids.max()) for ids in arrays.values())
+    if rows and largest >= rows:
+        raise BadInput(
+            f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
+            "give a folder whose tokenizer goes with its weights",
+        )
 
 
 def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
