@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from trainfit.redaction import redact
@@ -60,7 +61,20 @@ class BadConfig(BadInput):
 def reason(error: BaseException) -> str:
     """Why something failed, in one short line; an OSError's without the path."""
     said = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
-    return said[0][:200] if said else type(error).__name__
+    if len(said) > 1 and said[0].endswith(":"):
+        said[0] = f"{said[0]} {said[1].strip()}"
+    return brief(said[0]) if said else type(error).__name__
+
+
+@contextmanager
+def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
+    """Turn whatever a library raises over input of others into one line; `refusal` words it."""
+    try:
+        yield
+    except (TrainfitError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        raise refusal(reason(error)) from error
 
 
 def brief(text: str, most: int = 200) -> str:

@@ -7,6 +7,7 @@ import shutil
 from dataclasses import dataclass
 from pathlib import Path
 
+from trainfit.errors import BadInput
 from trainfit.hardware.cgroup import Limits, read_limits
 from trainfit.hardware.cpu import allowed_by_affinity, probe_cpu, read_cpuinfo, sysctl
 from trainfit.records import Cpu
@@ -63,6 +64,19 @@ def memory_allowed(limits: Limits, total: int, available: int) -> tuple[int, int
     limit = total if limits.memory_bytes is None else limits.memory_bytes
     left = available if limits.memory_left_bytes is None else limits.memory_left_bytes
     return min(total, limit), min(available, left)
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise BadInput where `needed` bytes are more than this machine has, before they are asked."""
+    import psutil
+
+    system = psutil.virtual_memory()
+    total, _ = memory_allowed(read_limits(), system.total, system.available)
+    if needed > total:
+        raise BadInput(
+            f"the weights of {what} take {needed / GIB:,.1f} GiB of the {total / GIB:.1f} GiB here",
+            "choose a smaller model",
+        )
 
 
 def shared_memory(root: Path = Path("/")) -> float | None:

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
 from torch.utils._pytree import tree_iter
 
 from trainfit import codec
-from trainfit.errors import TrainfitError
+from trainfit.errors import BadInput, TrainfitError
 from trainfit.planning import fake_cuda
 from trainfit.planning.allocator import Event, replay
 from trainfit.planning.fakes import make_fake
@@ -53,6 +53,8 @@ def answer(request: Request) -> Answer:
         return _run(request)
     except _NO_META as error:
         return Answer(error=f"{error.func} gives no shape without values")
+    except BadInput as error:
+        return Answer(refused=(error.what, error.fix))
     except TrainfitError as error:
         return Answer(error=str(error))
     except Exception as error:

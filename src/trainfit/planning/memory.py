@@ -86,6 +86,8 @@ class Answer:
     unknown: dict[str, int] | None = None
     """Values that the step asked of a tensor and that were not known, by operation."""
     error: str | None = None
+    refused: tuple[str, str] | None = None
+    """What is wrong with the input of the step, and the fix."""
 
 
 def estimate(
@@ -217,6 +219,8 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 def told(answer: Answer) -> Answer:
     """The answer, or an error for a step that could not run; guesses are told in a warning."""
+    if answer.refused is not None:
+        raise BadInput(*answer.refused)
     if answer.error is not None:
         raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
     if answer.unknown:

@@ -5,7 +5,6 @@ Nothing here imports torch: the planner builds the model in a process of its own
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +14,7 @@ import numpy as np
 
 from trainfit import codec
 from trainfit.catalogue import GpuSpec, find, gpus
+from trainfit.catalogue.model_configs import read_model_config
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
@@ -239,7 +239,7 @@ class ModelFacts:
 def model_facts(name: str) -> ModelFacts:
     """From the catalogue, a local folder or the hub, without building anything."""
     fields = _fields(name)
-    fields = fields.get("text_config", fields)
+    fields = fields.get("text_config") or fields
     kind = fields.get("model_type")
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
     if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
@@ -259,16 +259,7 @@ def model_facts(name: str) -> ModelFacts:
 def _fields(name: str) -> dict[str, Any]:
     folder = Path(name)
     if folder.is_dir():
-        try:
-            found = json.loads((folder / "config.json").read_text())
-        except (OSError, ValueError) as error:
-            raise BadInput(
-                f"cannot read config.json in {name} ({error})",
-                "give a folder that save_pretrained wrote",
-            ) from None
-        if not isinstance(found, dict):
-            raise BadInput(f"config.json in {name} is no object", "give a model's folder")
-        return found
+        return read_model_config(folder)
     try:
         return model_shape(name).config
     except BadInput:

@@ -208,5 +208,5 @@ def _fields(name: str) -> dict[str, Any]:
         fields = read_config(name)
     else:
         fields = model_shape(name).config
-    inner: dict[str, Any] = fields.get("text_config", fields)
+    inner: dict[str, Any] = fields.get("text_config") or fields
     return inner

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trainfit.catalogue.model_configs import check_fields, read_model_config
 from trainfit.catalogue.models import ModelShape, model_shape, transformers_config
 from trainfit.data.model_files import plain_config, read_weights
-from trainfit.errors import BadInput, reason
+from trainfit.errors import BadInput, refusing
+from trainfit.hardware.host import check_room
 from trainfit.tasks.encoder.settings import Weights
 
 if TYPE_CHECKING:
@@ -45,19 +48,19 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
     from transformers import AutoModel
 
     if place is None:
-        random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
-            config.get_text_config(), dtype=dtype, trust_remote_code=False
-        )
+        text = config.get_text_config()
+        with refusing(partial(_unbuildable, text.model_type)):
+            _check_room(text, dtype)
+            random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
+                text, dtype=dtype, trust_remote_code=False
+            )
         return random
-    try:
+    with refusing(partial(_unreadable, place)), without_bars():
         # By its tensors and not by its place: in a folder transformers finds much else to load.
         state = read_weights(place)
-        with without_bars():
-            whole = _class_of(config).from_pretrained(
-                None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
-            )
-    except (OSError, ValueError) as error:
-        raise _unreadable(place, error) from error
+        whole = _class_of(config).from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
+        )
     # Of a model of text and images only the text part is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     return model
@@ -72,6 +75,22 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     found: Any = MODEL_MAPPING[type(config)]
     kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
     return kind
+
+
+def _check_room(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Refuse a model whose weights alone do not fit this machine, before any is allocated."""
+    import torch
+    from transformers import AutoModel
+
+    if torch.get_default_device().type == "meta":
+        return
+    with torch.device("meta"):
+        model = AutoModel.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
+    check_room(
+        sum(one.numel() * one.element_size() for one in model.parameters()), config.model_type
+    )
 
 
 @contextmanager
@@ -98,20 +117,17 @@ def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -
         fields = fields | _changes(fields, overrides)
     else:
         fields = fields | {"text_config": text | _changes(text, overrides)}
-    try:
+    check_fields(fields, place)
+    with refusing(partial(_unbuildable, f"{fields.get('model_type')} of {place}")):
         config: PretrainedConfig = AutoConfig.for_model(**fields)
-    except Exception as error:  # a config checks its fields by errors of many kinds
-        kind, why = fields.get("model_type"), reason(error)
-        raise BadInput(
-            f"model_type {kind!r} with {overrides or 'no overrides'}: {why}",
-            "choose a model and values that transformers knows",
-        ) from error
     return config
 
 
 def _changes(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
     """The overrides, with what else an encoder needs."""
-    changes = {"use_cache": False} | _BIDIRECTIONAL.get(fields["model_type"], {"is_causal": False})
+    changes = {"use_cache": False} | _BIDIRECTIONAL.get(
+        fields.get("model_type", ""), {"is_causal": False}
+    )
     layers = overrides.get("num_hidden_layers")
     if layers is not None and fields.get("layer_types"):
         changes["layer_types"] = fields["layer_types"][:layers]
@@ -126,12 +142,15 @@ def _in_catalogue(name: str) -> ModelShape | None:
 
 
 def read_config(place: str) -> dict[str, Any]:
-    from transformers import PretrainedConfig
+    """The checked fields of a model's config.json, from a folder or the hub."""
+    if Path(place).is_dir():
+        fields = read_model_config(Path(place))
+    else:
+        from transformers import PretrainedConfig
 
-    try:
-        fields, _ = PretrainedConfig.get_config_dict(place)
-    except (OSError, ValueError) as error:
-        raise _unreadable(place, error) from error
+        with refusing(partial(_unreadable, place)):
+            fields, _ = PretrainedConfig.get_config_dict(place)
+        check_fields(fields, place)
     if "model_type" not in fields:
         raise BadInput(
             f"no model_type in the config of {place}", "give a folder with a config.json"
@@ -140,8 +159,11 @@ def read_config(place: str) -> dict[str, Any]:
     return found
 
 
-def _unreadable(place: str, error: Exception) -> BadInput:
-    reason = str(error).strip().splitlines()[0]
+def _unbuildable(what: str, reason: str) -> BadInput:
+    return BadInput(f"cannot build a {what}: {reason}", "give values that transformers knows")
+
+
+def _unreadable(place: str, reason: str) -> BadInput:
     if Path(place).is_dir():
         return BadInput(f"cannot load a model from {place}: {reason}", "give another folder")
     try:

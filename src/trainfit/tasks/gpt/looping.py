@@ -13,6 +13,7 @@ from trainfit.engine.settings import (
     OptimizerSettings,
     ScheduleSettings,
 )
+from trainfit.hardware.host import check_room
 from trainfit.packing import ladder
 from trainfit.records import Plan
 from trainfit.tasks import planned
@@ -31,8 +32,10 @@ def shape_of(config: GptConfig) -> GptShape:
 
 def build(config: GptConfig, plan: Plan) -> Gpt:
     """A new model with what the plan decided."""
+    shape = shape_of(config)
+    check_room(4 * shape.parameters, config.model.name)
     return Gpt(
-        shape_of(config),
+        shape,
         checkpointing=plan.gradient_checkpointing,
         loss_chunk=plan.task.arguments.get("loss_chunk"),
         half_stream=stream_is_half(config.model.half_stream, plan.precision),

@@ -44,6 +44,12 @@ class GptShape:
                 "choose a width that the heads can share",
             )
 
+    @property
+    def parameters(self) -> int:
+        """Weights of the matrices and embeddings; the norms add next to nothing."""
+        blocks = 12 * self.n_layer * self.n_embd**2
+        return blocks + (self.vocab_size + self.block_size) * self.n_embd
+
 
 def gpt_shape(name: str, **overrides: Any) -> GptShape:
     """The shape of a GPT of the catalogue, with `overrides` such as block_size."""
