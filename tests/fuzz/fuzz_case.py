@@ -50,6 +50,7 @@ class Case:
     """One command line in a folder of its own."""
 
     argv: list[str]
+    """{here} stands for the folder: the planner's processes stay where they were started."""
     files: dict[str, bytes | str | Special] = field(default_factory=dict)
     env: dict[str, str] = field(default_factory=dict)
     expect: Expected = "any"

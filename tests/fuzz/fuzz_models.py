@@ -91,12 +91,14 @@ _COMMANDS = [
 
 
 def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
-    words = [w for w in TINY["textclass"] if not w.startswith("model.weights")]
+    own = ("model.weights", "model.name")
+    words = [w for w in TINY["textclass"] if not w.startswith(own)]
     text = config if isinstance(config, str) else json.dumps(config)
     command = chosen.choice(_COMMANDS)
     real = chosen.random() < 0.3
     given = {"files": {"model/config.json": text}, "template": "textclass", **more}
     weights = chosen.choice([[], ["model.weights=random"]])
+    words.append("model.name={here}/model")
     return Case([*command, *words, *weights], expect=expect, real_plan=real, **given)
 
 

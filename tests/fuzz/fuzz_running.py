@@ -46,9 +46,14 @@ class Worker:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
+        self._planner = False
 
-    def start(self) -> None:
+    def start(self, planner: bool) -> None:
+        """Be ready for a case, and for one that asks the planner with its processes running."""
         self._started()
+        if planner and not self._planner:
+            assert self.ask({"warm": "planner"}, _STARTING) == {"code": 0}
+            self._planner = True
 
     def ask(self, question: dict[str, Any], limit: float) -> dict[str, Any]:
         """The answer; {"signal": …} for a process that died, {"hang": True} for one that did not
@@ -64,7 +69,7 @@ class Worker:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
             self._process.communicate()
-            self._process, self._rest = None, b""
+            self._process, self._rest, self._planner = None, b"", False
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
@@ -154,13 +159,13 @@ class Fuzzer:
         out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
         question = {
             "folder": str(folder),
-            "argv": case.argv,
+            "argv": [word.replace("{here}", str(folder)) for word in case.argv],
             "env": {"HOME": str(folder), "TRAINFIT_CACHE": str(folder / "cache"), **case.env},
             "stdout": str(out),
             "stderr": str(err),
             "real_plan": case.real_plan,
         }
-        worker.start()
+        worker.start(case.real_plan)
         began = time.monotonic()
         answer = worker.ask(question, self._limit)
         seconds = time.monotonic() - began

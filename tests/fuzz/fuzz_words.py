@@ -18,9 +18,8 @@ from fuzz_values import (
     WRONG_NUMBERS,
 )
 
-from trainfit.codec import describe, hints
-from trainfit.conf import SCHEMAS
-from trainfit.conf.composition import keys
+from trainfit.codec import describe
+from trainfit.conf.composition import key_type, keys
 
 TASKS = ("nli", "textclass", "gpt")
 
@@ -28,14 +27,7 @@ TASKS = ("nli", "textclass", "gpt")
 @cache
 def numeric(task: str) -> frozenset[str]:
     """The keys of a task that hold numbers."""
-    return frozenset(key for key in keys(task) if "number" in describe(_type(task, key)))
-
-
-def _type(task: str, key: str) -> object:
-    found: object = SCHEMAS[task]
-    for part in key.split("."):
-        found = hints(found)[part]  # type: ignore[arg-type]
-    return found
+    return frozenset(key for key in keys(task) if "number" in describe(key_type(task, key)))
 
 
 def _word(chosen: random.Random, task: str) -> tuple[str, bool]:
@@ -115,8 +107,9 @@ def plans(chosen: random.Random) -> Case:
     key = chosen.choice([*shapes[task], *common])
     value = chosen.choice(["1", "3", "7", "1000", "100000", "10000000", "2000000000"])
     gpu = chosen.choice([[], ["--gpu", "t4"], ["--gpu", "t4", "--memory", "0.001"]])
-    argv = ["plan", task, *_replaced(task, f"{key}={value}"), *gpu]
-    return Case(argv, template=task, real_plan=True)
+    words = _replaced(task, f"{key}={value}")
+    words = [word.replace("=model", "={here}/model") for word in words]
+    return Case(["plan", task, *words, *gpu], template=task, real_plan=True)
 
 
 def _bomb(levels: int = 12) -> str:

@@ -102,6 +102,14 @@ def keys(task: str) -> tuple[str, ...]:
     return tuple(walk(schema_of(task), ""))
 
 
+def key_type(task: str, key: str) -> Any:
+    """The type of a dotted key, with its bounds."""
+    found: Any = schema_of(task)
+    for part in key.split("."):
+        found = codec.hints(found)[part]
+    return found
+
+
 def schema_of(task: str) -> type[Config]:
     """The schema of a task, or an error that names those there are."""
     if task not in SCHEMAS:

@@ -8,6 +8,7 @@ and Hydra's sweeps change the space: `training.learning_rate=tag(log,interval(1e
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -16,9 +17,9 @@ from typing import Annotated, Any, Literal
 from trainfit import codec
 from trainfit.codec import Length, Range
 from trainfit.conf.aliases import canonical_key
-from trainfit.conf.composition import as_word, keys, parse_word, schema_of, task_folder
+from trainfit.conf.composition import as_word, key_type, keys, parse_word, schema_of, task_folder
 from trainfit.conf.schema import Name, Share, Steps
-from trainfit.errors import BadConfig, BadInput, did_you_mean
+from trainfit.errors import BadConfig, BadInput, brief, did_you_mean
 from trainfit.files import check_name
 
 Number = Annotated[float, Range(-1e15, 1e15)]
@@ -107,6 +108,8 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
     fixed = {canonical_key(word.partition("=")[0], keys(task)) for word in job}
     space = {k: d for k, d in hpo.space.items() if k not in fixed} | sweeps
     problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
+    if not space:
+        problems.append(BadInput("the search space is empty", "leave some keys to be searched"))
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
     first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
@@ -169,11 +172,12 @@ def _swept(sweep: Any, word: str) -> Dimension:
     match type(sweep).__name__:
         case "IntervalSweep":
             return Dimension(kind=kind, low=float(sweep.start), high=float(sweep.end))
-        case "RangeSweep":
+        case "RangeSweep" if sweep.step == 1:
             return Dimension(kind="int", low=float(sweep.start), high=float(sweep.stop) - 1)
         case "ChoiceSweep":
             return Dimension(kind="categorical", choices=tuple(sweep.list))
-    raise BadInput(f"cannot search {word!r}", "use interval, range or a list of values")
+    fix = "use interval(low,high), range(first,end) or a list of values"
+    raise BadInput(f"cannot search {brief(word)!r}", fix)
 
 
 def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
@@ -186,15 +190,41 @@ def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
         return BadInput(f"unknown key {strange[0]} in the condition of {name}", fix)
     if one.kind == "categorical":
         empty = BadInput(f"the search space of {name} has no choices", "give it some")
-        return None if one.choices else empty
+        return _refused(task, name, one.choices) if one.choices else empty
+    return _range_fault(name, one) or _refused(task, name, _ends(one))
+
+
+def _range_fault(name: str, one: Dimension) -> BadInput | None:
+    """What is wrong with the ends of a range, whatever the key takes."""
     if one.low is None or one.high is None:
         return BadInput(f"the search space of {name} has no low and high", "give both")
-    if not one.low < one.high:
-        what = f"the range of {name} is empty: {one.low:g} to {one.high:g}"
+    if not one.low < one.high or not math.isfinite(one.high - one.low):
+        what = f"the range of {name} is empty or endless: {one.low:g} to {one.high:g}"
         return BadInput(what, "give a low below the high")
+    if one.kind == "int" and not (one.low.is_integer() and one.high.is_integer()):
+        what = f"the range of {name} is of whole numbers: {one.low:g} to {one.high:g}"
+        return BadInput(what, "give whole ones, or use a uniform range")
     if one.kind == "log" and not one.low > 0:
         what = f"the range of {name} begins at {one.low:g}, which has no logarithm"
         return BadInput(what, "begin above 0, or use a uniform range")
+    return None
+
+
+def _ends(one: Dimension) -> tuple[Any, ...]:
+    """The least and the greatest value that can be sampled, as the sampler gives them."""
+    assert one.low is not None
+    assert one.high is not None
+    return (int(one.low), int(one.high)) if one.kind == "int" else (one.low, one.high)
+
+
+def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
+    """The first of the values that the key would not take."""
+    for value in values:
+        try:
+            codec.decode(key_type(task, name), value)
+        except BadInput as error:
+            what = error.what.removeprefix("value is ")
+            return BadInput(f"{name} is searched at {brief(what)}", error.fix)
     return None
 
 

@@ -132,8 +132,6 @@ def _make(database: Database, setting: Setting, objective: Objective) -> dict[st
     space, notes = fit_space(
         hpo.space, values, sequences=objective.sequences, least_steps=hpo.least_steps
     )
-    if not space:
-        raise BadInput("the search space is empty", "leave some keys to be searched")
     about = {
         "task": setting.task,
         "words": list(setting.words),
