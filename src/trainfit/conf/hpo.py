@@ -198,8 +198,11 @@ def _range_fault(name: str, one: Dimension) -> BadInput | None:
     """What is wrong with the ends of a range, whatever the key takes."""
     if one.low is None or one.high is None:
         return BadInput(f"the search space of {name} has no low and high", "give both")
-    if not one.low < one.high or not math.isfinite(one.high - one.low):
-        what = f"the range of {name} is empty or endless: {one.low:g} to {one.high:g}"
+    if not math.isfinite(one.high - one.low):
+        what = f"the range of {name} is not finite: {one.low:g} to {one.high:g}"
+        return BadInput(what, "give two numbers")
+    if not one.low < one.high:
+        what = f"the range of {name} is empty: {one.low:g} to {one.high:g}"
         return BadInput(what, "give a low below the high")
     if one.kind == "int" and not (one.low.is_integer() and one.high.is_integer()):
         what = f"the range of {name} is of whole numbers: {one.low:g} to {one.high:g}"
