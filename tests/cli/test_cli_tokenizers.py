@@ -45,6 +45,7 @@ def test_train_and_predict_take_the_folders_tokenizer(
     text = "the quiet river"
     found, wanted = (load_tokenizer(str(place)) for place in (folder / "export", model))
     assert found(text)["input_ids"] == wanted(text)["input_ids"]
+    assert str(tmp_path) not in (folder / "export" / "tokenizer_config.json").read_text()
     assert run(["predict", str(folder), "--text", text]) == 0
 
 

@@ -96,6 +96,8 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifie
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
+    # transformers writes down where it had read a vocabulary: a path of this machine.
+    settings = {key: value for key, value in settings.items() if not key.endswith("_file")}
     names = settings.get("model_input_names", tokenizer.model_input_names)
     if not model.traits.token_types:
         names = [name for name in names if name != "token_type_ids"]
