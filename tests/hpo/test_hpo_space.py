@@ -90,6 +90,17 @@ def test_a_sweep_changes_the_space_and_a_value_leaves_it():
         ("training.weight_decay=tag(log,interval(0,1))", "no logarithm"),
         ("hpo.space={model.pooling:{kind:categorical}}", "no choices"),
         ("hpo.space={model.pooling:{kind:int}}", "no low and high"),
+        ("training.learning_rate=interval(nan,1)", "is not finite: nan to 1"),
+        ("training.learning_rate=interval(0,inf)", "is not finite: 0 to inf"),
+        ("training.learning_rate=interval(-1,1)", "learning_rate is searched at -1"),
+        ("training.learning_rate=1e-4,many", 'learning_rate is searched at "many"'),
+        ("training.effective_batch_size=interval(1,8)", "searched at 1.0; use a whole number"),
+        ("training.effective_batch_size=range(0,8)", "searched at 0; use a whole number"),
+        ("training.effective_batch_size=range(1,9,2)", "cannot search"),
+        ("model.pooling=mean,nowhere", 'pooling is searched at "nowhere"'),
+        ("hpo.space={training.learning_rate:{kind:int,low:0.1,high:0.9}}", "of whole numbers"),
+        ("hpo.space={}", "the search space is empty"),
+        ("hpo.config={training.learning_rate:nan}", "learning_rate is"),
         ("hpo.trails=3", "unknown key hpo.trails.*trials"),
         ("hpo.trials=0", "trials is 0"),
         ("hpo.pruner=medium", "median"),
@@ -170,7 +181,7 @@ def test_a_condition_may_be_about_a_searched_key():
     assert not applies(Dimension(kind="int", when={"flag": (True,)}), {"flag": 1})
 
 
-numbers = st.floats(1e-6, 1e6)
+numbers = st.floats(1e-9, 10)
 
 
 @settings(max_examples=15, deadline=None)
