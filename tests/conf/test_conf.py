@@ -168,6 +168,7 @@ SHOWN: dict[str, list[tuple[str, str, str, Any]]] = {
         ("nli", "device.use_cuda=false", "device.use_cuda", False),
         ("nli", "device.tf32=false", "device.tf32", False),
         ("nli", "cudnn_benchmark=true", "device.cudnn_benchmark", True),
+        ("nli", "gradient_checkpointing=true", "model.use_gradient_checkpointing", True),
     ],
     "3090 document": [
         ("nli", "device.use_tf32=false", "device.tf32", False),
@@ -228,6 +229,18 @@ SHOWN: dict[str, list[tuple[str, str, str, Any]]] = {
         ("textclass", "MAX_LENGTH=128", "data.max_length", 128),
         ("textclass", "USE_TORCH_COMPILE=true", "optimization.compile", True),
         ("textclass", "GRAD_ACCUM=4", "optimization.gradient_accumulation_steps", 4),
+        ("textclass", "BATCH_TRAIN = 8", "training.batch_size", 8),
+        (
+            "textclass",
+            "USE_GRADIENT_CHECKPOINTING = True",
+            "model.use_gradient_checkpointing",
+            True,
+        ),
+        ("textclass", "USE_TORCH_COMPILE = False", "optimization.compile", False),
+        ("textclass", "fp16=True", "device.mixed_precision", "fp16"),
+        ("textclass", "bf16=True", "device.mixed_precision", "bf16"),
+        ("textclass", "fp16=false", "device.mixed_precision", "off"),
+        ("textclass", 'optim="adamw_torch_fused"', "optimization.optimizer", "adamw_fused"),
         ("textclass", "optim=adamw_torch_fused", "optimization.optimizer", "adamw_fused"),
         ("textclass", "optim=adamw_torch", "optimization.optimizer", "adamw"),
         ("textclass", "dataloader_num_workers=2", "training.num_workers", 2),
@@ -244,7 +257,7 @@ def test_an_override_of_a_document(document: str, task: str, word: str, key: str
     assert composed.values()[key] == value
     assert type(composed.values()[key]) is type(value)
     assert composed.origins[key] == "override"
-    written = word.split("=")[0]
+    written = word.split("=")[0].strip()
     assert [note for note in composed.notes if note.startswith(f"{written} is {key}")] == list(
         composed.notes
     )
@@ -253,7 +266,7 @@ def test_an_override_of_a_document(document: str, task: str, word: str, key: str
 
 def test_every_alias_leads_to_a_key():
     assert set(ALIASES.values()) <= set(keys("nli"))
-    assert {row[2].split("=")[0].lower() for row in ROWS} >= set(ALIASES) - {
+    assert {row[2].split("=")[0].strip().lower() for row in ROWS} >= set(ALIASES) - {
         "training.use_torch_compile",
         "data.persistent_workers",
         "dataloader_prefetch_factor",
@@ -267,11 +280,43 @@ def test_every_alias_leads_to_a_key():
         (["amp_dtype=bf16", "enable_amp=true"], "bf16"),
         (["amp_dtype=bf16", "enable_amp=false"], "off"),
         (["enable_amp=false", "amp_dtype=fp16"], "off"),
+        (["enable_amp=true", "fp16=true"], "fp16"),
+        (["fp16=false", "bf16=true"], "bf16"),
+        (["enable_amp=true", "bf16=false", "fp16=true"], "fp16"),
+        (["use_bf16=false", "amp_dtype=fp16"], "fp16"),
+        (["fp16=False", "bf16=False"], "off"),
+        (["FP16=True", "BF16=False"], "fp16"),
         (["device.mixed_precision=off"], "off"),
+        (["device.mixed_precision=fp32"], "off"),
+        (["device.mixed_precision=none"], "off"),
+        (["device.mixed_precision=null"], "off"),
+        (["device.mixed_precision=no"], "off"),
+        (["amp_dtype=torch.bfloat16"], "bf16"),
+        (["DEVICE.MIXED_PRECISION=FP32"], "off"),
     ],
 )
 def test_amp_is_whether_and_which(words: list[str], value: str):
     assert compose("gpt", words).values()["device.mixed_precision"] == value
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["fp16=true", "bf16=True"],
+        ["bf16=true", "amp_dtype=fp16"],
+        ["fp16=false", "amp_dtype=fp16"],
+        ["enable_amp=false", "fp16=true"],
+        ["enable_amp=true", "fp16=false"],
+        ["fp16=true", "device.mixed_precision=off"],
+    ],
+)
+def test_precisions_that_contradict_each_other_are_one_line(words: list[str]):
+    with pytest.raises(BadInput) as caught:
+        compose("nli", words)
+    both = " and ".join(words)
+    assert str(caught.value) == (
+        f"{both} set the same key device.mixed_precision; give device.mixed_precision once"
+    )
 
 
 @pytest.mark.parametrize(
@@ -293,6 +338,9 @@ def test_amp_is_whether_and_which(words: list[str], value: str):
         ("nli", "training.batch_size=1,2", "give one; `trainfit hpo` searches over several"),
         ("nli", "training.batch_size=[", "write it as key=value"),
         ("gpt", "cv.folds=5", "unknown key cv.folds for gpt"),
+        ("nli", "fp16=bf16", "fp16 is bf16; use true or false"),
+        ("nli", "enable_amp=1", "enable_amp is 1; use true or false"),
+        ("nli", "device.mixed_precision=1", "device.mixed_precision is 1; use auto"),
         ("nli", "optim=adamw_troch", 'optimization.optimizer is "adamw_troch"'),
         ("nlu", "seed=1", "unknown task 'nlu'; did you mean nli?"),
     ],

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, brief
 
 ALIASES: Mapping[str, str] = {
     "device.use_tf32": "device.tf32",
@@ -14,6 +14,8 @@ ALIASES: Mapping[str, str] = {
     "enable_tf32": "device.tf32",
     "training.use_bf16": "device.mixed_precision",
     "use_bf16": "device.mixed_precision",
+    "fp16": "device.mixed_precision",
+    "bf16": "device.mixed_precision",
     "enable_amp": "device.mixed_precision",
     "amp_dtype": "device.mixed_precision",
     "model.use_torch_compile": "optimization.compile",
@@ -24,6 +26,7 @@ ALIASES: Mapping[str, str] = {
     "training.fused_adamw": "optimization.optimizer",
     "fused_adamw": "optimization.optimizer",
     "optim": "optimization.optimizer",
+    "gradient_checkpointing": "model.use_gradient_checkpointing",
     "optimization.max_grad_norm": "training.max_grad_norm",
     "target_effective_batch_size": "training.effective_batch_size",
     "data.num_workers": "training.num_workers",
@@ -42,13 +45,29 @@ ALIASES: Mapping[str, str] = {
 }
 """Compared without regard to case: one document writes its knobs as BATCH_TRAIN."""
 
-_MEANINGS: Mapping[str, Mapping[Any, Any]] = {
+_FLAGS: Mapping[str, Mapping[bool, str]] = {
+    "fp16": {True: "fp16", False: "off"},
+    "bf16": {True: "bf16", False: "off"},
     "use_bf16": {True: "bf16", False: "off"},
-    "fused_adamw": {True: "adamw_fused", False: "adamw"},
-    "optim": {"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw"},
     "enable_amp": {True: "auto", False: "off"},
+    "fused_adamw": {True: "adamw_fused", False: "adamw"},
 }
-"""Where an alias also spells its values otherwise, by the alias's last part."""
+"""Aliases that are true or false where their key has names, by the alias's last part."""
+_NAMES: Mapping[str, Mapping[str, str]] = {
+    "optimization.optimizer": {"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw"},
+    "device.mixed_precision": {
+        "true": "auto",
+        "false": "off",
+        "fp32": "off",
+        "float32": "off",
+        "no": "off",
+        "none": "off",
+        "bfloat16": "bf16",
+        "float16": "fp16",
+    },
+}
+"""Other names of a key's values, in lower case."""
+_HALVES = ("bf16", "fp16")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +77,16 @@ class Assignment:
     written: str
     key: str
     value: Any
+    word: str
+    """The whole of it, as it was written."""
 
 
 def canonical_key(written: str, keys: Iterable[str]) -> str | None:
     """The key of the schema that `written` means; a last part alone will do if only one fits."""
     valid = set(keys)
-    if written in valid:
-        return written
-    folded = written.lower()
+    folded = written.strip().lower()
+    if folded in valid:
+        return folded
     if ALIASES.get(folded) in valid:
         return ALIASES[folded]
     endings = [key for key in valid if "." not in folded and key.split(".")[-1] == folded]
@@ -74,37 +95,53 @@ def canonical_key(written: str, keys: Iterable[str]) -> str | None:
 
 def canonical_value(written: str, key: str, value: Any) -> Any:
     """The value in the spelling of the canonical key."""
-    meanings = _MEANINGS.get(written.lower().split(".")[-1], {})
-    try:
-        value = meanings.get(value, value)
-    except TypeError:  # a list or a mapping: left for the schema to refuse
+    flag = _FLAGS.get(_last_part(written))
+    if flag is not None:
+        if not isinstance(value, bool):
+            raise BadInput(f"{written} is {brief(str(value))}", "use true or false")
+        return flag[value]
+    if key not in _NAMES or not isinstance(value, str | bool | None):
         return value
-    if key == "device.mixed_precision" and isinstance(value, bool):
-        return "auto" if value else "off"
-    return value
+    return _NAMES[key].get(str(value).lower().removeprefix("torch."), value)
+
+
+def _last_part(written: str) -> str:
+    return written.lower().split(".")[-1]
 
 
 def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], list[BadInput]]:
     """One assignment per canonical key; two that contradict each other are a problem."""
+    by_key: dict[str, dict[str, Assignment]] = {}
+    for item in assignments:  # the same word twice: the last one wins, as in a shell
+        by_key.setdefault(item.key, {})[item.written] = item
     chosen: dict[str, Assignment] = {}
     problems = []
-    for item in assignments:
-        other = chosen.get(item.key)
-        if other is None or item.written == other.written or item.value == other.value:
-            chosen[item.key] = item  # the same key twice: the last one wins, as in a shell
-        elif merged := _amp(other, item):
-            chosen[item.key] = merged
-        else:
-            both = f"{other.written}={other.value} and {item.written}={item.value}"
-            problems.append(
-                BadInput(f"{both} set the same key {item.key}", f"give {item.key} once")
-            )
+    for key, items in by_key.items():
+        first, *others = _weighed(list(items.values()))
+        chosen[key] = others[-1] if others else first
+        other = next((item for item in others if item.value != first.value), None)
+        if other is not None:
+            both = f"{first.word} and {other.word} set the same key {key}"
+            problems.append(BadInput(both, f"give {key} once"))
     return chosen, problems
 
 
-def _amp(first: Assignment, second: Assignment) -> Assignment | None:
-    """enable_amp says whether and amp_dtype says which: together they are one setting."""
-    by_name = {first.written: first, second.written: second}
-    if set(by_name) != {"enable_amp", "amp_dtype"}:
-        return None
-    return by_name["enable_amp" if by_name["enable_amp"].value == "off" else "amp_dtype"]
+def _weighed(items: list[Assignment]) -> list[Assignment]:
+    """The items that count: mixed precision is said by up to three switches together.
+
+    enable_amp says whether and amp_dtype which; fp16 and bf16 that are false leave it to the other.
+    """
+    named = {_last_part(item.written): item for item in items}
+    if {"enable_amp", "amp_dtype"} <= named.keys() and named["enable_amp"].value == "off":
+        items = [item for item in items if _last_part(item.written) != "amp_dtype"]
+    halves = [item.value for item in items if item.value in _HALVES]
+    return [item for item in items if not any(_leaves_to(item, half) for half in halves)]
+
+
+def _leaves_to(item: Assignment, half: str) -> bool:
+    """Tell if the item is a switch that leaves the choice to another, which chose `half`."""
+    name = _last_part(item.written)
+    if name == "enable_amp":
+        return bool(item.value == "auto")
+    denied = name.removeprefix("use_")
+    return item.value == "off" and denied in _HALVES and denied != half

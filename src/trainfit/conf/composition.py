@@ -136,7 +136,7 @@ def _parse(
             if written in GROUPS:
                 groups[written] = _choice(task, written, value)
             else:
-                assignments.append(_assignment(task, written, value))
+                assignments.append(_assignment(task, written, value, word))
         except BadInput as error:
             problems.append(error)
     return groups, assignments, problems
@@ -151,8 +151,9 @@ def parse_word(word: str) -> Override:
     wrong = BadInput(f"cannot read the override {shown!r}", "write it as key=value")
     if "=" not in word or len(word) > _LONGEST_WORD or not codec.is_plain(word):
         raise wrong
-    try:
-        override = OverridesParser.create().parse_override(word)
+    key, _, value = word.partition("=")
+    try:  # Python's way of writing it has spaces
+        override = OverridesParser.create().parse_override(f"{key.strip()}={value.strip()}")
         if not override.is_sweep_override():
             override.value()
     except (HydraException, ValueError, ArithmeticError, RecursionError):
@@ -200,13 +201,13 @@ def _choice(task: str, group: str, value: Any) -> str:
     return str(value)
 
 
-def _assignment(task: str, written: str, value: Any) -> Assignment:
+def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     key = canonical_key(written, keys(task))
     if key is None:
         near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
         listed = f"`trainfit config {task}` shows the keys"
         raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
-    return Assignment(written, key, canonical_value(written, key, value))
+    return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
 
 
 @cache
