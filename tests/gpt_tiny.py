@@ -15,7 +15,7 @@ from trainfit.data.preparing import Preparation, prepare_tokens
 from trainfit.planning import decisions, planner
 from trainfit.planning.question import Question
 from trainfit.records import HardwareProfile, Plan
-from trainfit.tasks.encoder import choosing
+from trainfit.tasks import planned
 
 _NAMES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper".split(" ")  # noqa: SIM905
 
@@ -93,7 +93,7 @@ def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> P
 def be_quick(patch: pytest.MonkeyPatch) -> None:
     """Plan without a second process, and look at the hardware once."""
     patch.setattr(planner, "plan", plan_here)
-    patch.setattr(choosing, "detect", detect_once)
+    patch.setattr(planned, "detect", detect_once)
 
 
 def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:

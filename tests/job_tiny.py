@@ -17,7 +17,7 @@ from trainfit.packing import ladder
 from trainfit.planning import planner
 from trainfit.planning.question import Question
 from trainfit.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
-from trainfit.tasks.encoder import choosing
+from trainfit.tasks import planned
 
 SECRET = "zyxquabberword"
 """Stands in one post, and must stand in no file of a run."""
@@ -120,7 +120,7 @@ def quick_plan(
 def be_quick(patch: pytest.MonkeyPatch) -> None:
     """Plan without a second process, and look at the hardware once."""
     patch.setattr(planner, "plan", quick_plan)
-    patch.setattr(choosing, "detect", detect_once)
+    patch.setattr(planned, "detect", detect_once)
 
 
 detect_once = cache(detect)

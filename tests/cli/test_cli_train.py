@@ -28,7 +28,8 @@ from trainfit.cli.main import run
 from trainfit.conf import options
 from trainfit.engine.observers import Observer
 from trainfit.planning import planner
-from trainfit.tasks.encoder import choosing, export
+from trainfit.tasks import planned
+from trainfit.tasks.encoder import export
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -208,7 +209,7 @@ def test_bad_input_is_one_line(
 ):
     here = detect_once()
     bare = replace(here, gpus=(), cpu=replace(here.cpu, native_bf16=False))
-    monkeypatch.setattr(choosing, "detect", lambda: bare)
+    monkeypatch.setattr(planned, "detect", lambda: bare)
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
     made = make(tmp_path)
     capsys.readouterr()
@@ -224,7 +225,7 @@ def test_bad_input_is_one_line(
 def test_a_preset_for_a_gpu_is_refused_without_one(
     preset: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(choosing, "detect", lambda: replace(detect_once(), gpus=()))
+    monkeypatch.setattr(planned, "detect", lambda: replace(detect_once(), gpus=()))
     assert run(["train", "nli", f"hardware={preset}"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"trainfit: hardware={preset}, but there is no GPU here")

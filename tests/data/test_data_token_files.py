@@ -22,7 +22,7 @@ from trainfit.data.corpus import END_OF_TEXT, find_files, read_pieces, standard_
 from trainfit.data.preparing import Preparation, embedded_tokens, prepare_tokens
 from trainfit.data.token_files import open_tokens, unigram_entropy
 from trainfit.errors import BadInput
-from trainfit.tasks.encoder import choosing
+from trainfit.tasks import planned
 
 TREES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper kapok larch maple"
 WORDS = TREES.split(" ")
@@ -271,7 +271,7 @@ WRONG = {
 def test_wrong_files_are_refused_in_one_line(
     made: Path, spoil: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(choosing, "detect", detect_once)
+    monkeypatch.setattr(planned, "detect", detect_once)
     spoil(made)
     with pytest.raises(BadInput) as caught:
         open_tokens(made)

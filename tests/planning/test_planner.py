@@ -242,6 +242,32 @@ def test_the_effective_batch_is_the_product_where_it_is_not_given(
     assert chosen.value == (16 if batch is None else batch * (steps or 1) * ranks)
 
 
+@pytest.mark.parametrize(
+    ("asked_for", "origin", "gpu", "native", "chosen", "said"),
+    [
+        ("fp16", "preset conservative", None, False, "fp32", "this CPU does not multiply it"),
+        ("bf16", "preset h200", None, False, "fp32", "this CPU does not multiply it"),
+        ("bf16", "preset h200", None, True, "bf16", "preset h200"),
+        ("fp16", "preset t4", "t4", False, "fp16", "preset t4"),
+        ("bf16", "preset h200", "t4", False, "fp16", "compute capability 7.5 has none"),
+        ("bf16", "override", "v100", True, "fp16", "you set it"),
+        ("fp32", "override", None, False, "fp32", "you set it"),
+    ],
+)
+def test_a_precision_that_the_device_lacks_falls_back_with_a_reason(
+    asked_for: str, origin: str, gpu: str | None, native: bool, chosen: str, said: str
+):
+    profile = as_if(find(gpu or "t4"))
+    profile = replace(profile, cpu=replace(profile.cpu, native_bf16=native))
+    pins = {"precision": Pin(value=asked_for, origin=origin)}
+    found = decisions.precision(
+        replace(asked(), pins=pins), profile, profile.gpus[0] if gpu else None
+    )
+    assert found.value == chosen
+    assert said in found.why
+    assert (asked_for == chosen) or found.why.startswith(f"{asked_for} was asked for")
+
+
 def big_product(gpu: str, measured: Measurements | None = None) -> float:
     work = Work(
         kind="product",

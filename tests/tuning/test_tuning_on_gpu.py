@@ -36,7 +36,7 @@ def job() -> tuned.Job:
     return tuned.Job(
         composed=composed,
         question=planned.question(composed),
-        profile=planned.machine(None, composed),
+        profile=planned.machine(composed),
     )
 
 

@@ -121,9 +121,9 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
 
 
 def _gpus(opened: OpenStudy) -> int:
-    from trainfit.tasks.encoder.choosing import find_machine
+    from trainfit.tasks.planned import machine
 
-    return len(find_machine(opened.setting.composed).gpus)
+    return len(machine(opened.setting.composed).gpus)
 
 
 def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float) -> int:

@@ -88,7 +88,7 @@ def command(
         _compare(composed, watts, price, form)
         return
     question = planned.question(composed, None, watts, price)
-    profile = planned.machine(gpu, composed)
+    profile = planned.machine(composed, gpu)
     with _busy("planning"):
         made = planned.answer(composed, question, profile, memory_gib=memory)
     if plot is not None:

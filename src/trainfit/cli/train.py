@@ -115,9 +115,9 @@ def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     from trainfit.reports import plan as page
     from trainfit.reports import terminal
     from trainfit.tasks.encoder import prepared
-    from trainfit.tasks.encoder.choosing import find_machine
+    from trainfit.tasks.planned import machine
 
-    profile = find_machine(composed)
+    profile = machine(composed)
     make_plan = getattr(job, "make_plan", prepared.make_plan)
     plan = make_plan(job.prepare(composed), profile)
     if as_json:

@@ -74,13 +74,14 @@ def command(
 def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     """The job as `train` would begin it: its own data decides the lengths."""
     from trainfit.cli.train import job_module
+    from trainfit.tasks import planned
     from trainfit.tasks.encoder import prepared
-    from trainfit.tasks.encoder.choosing import configure, find_machine
+    from trainfit.tasks.encoder.choosing import configure
 
     composed = configure(task, words)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    profile = find_machine(composed)
+    profile = planned.machine(composed)
     module = job_module(task)
     tuned_job = getattr(module, "tuned_job", prepared.tuned_job)
     with _busy("preparing the data", quiet):

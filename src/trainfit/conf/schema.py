@@ -133,6 +133,8 @@ class EncoderModel:
     """auto: pretrained, but random for made-up data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
     freeze_encoder: Switch
+    """Train the head alone. auto: where memory holds the model in no other way; not where method
+    is set."""
     use_gradient_checkpointing: Switch | Literal["selective"]
     """Recompute activations in the backward pass: less memory, about a third slower.
 

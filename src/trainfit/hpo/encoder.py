@@ -19,7 +19,7 @@ from trainfit.hpo.objective import is_greater_better, room_on
 from trainfit.records import Plan, RunResult
 from trainfit.tasks import planned
 from trainfit.tasks.encoder import job
-from trainfit.tasks.encoder.choosing import EncoderConfig, find_machine
+from trainfit.tasks.encoder.choosing import EncoderConfig
 from trainfit.tasks.encoder.frozen import SharedFeatures
 from trainfit.tasks.encoder.prepared import Prepared
 
@@ -43,7 +43,7 @@ class EncoderObjective:
         """`composed` is the configuration that the trials vary; `show` is for the final model."""
         self._job = import_module(f"trainfit.tasks.{composed.task}.train")
         self._base, self._metric, self._share, self._show = composed, metric, share, show
-        self._profile = find_machine(composed)
+        self._profile = planned.machine(composed)
         self._prepared: dict[str, Prepared] = {}
         self._features = SharedFeatures()
 

@@ -12,7 +12,7 @@ from trainfit.conf import Composed
 from trainfit.engine.observers import Observer
 from trainfit.hpo.objective import room_on
 from trainfit.records import Plan, RunResult
-from trainfit.tasks.encoder.choosing import find_machine
+from trainfit.tasks import planned
 from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.gpt import train as job
 from trainfit.tasks.gpt.prepared import Prepared
@@ -30,7 +30,7 @@ class GptObjective:
     ) -> None:
         """`composed` is the configuration that the trials vary; `show` is for the final model."""
         self._base, self._share, self._show = composed, share, show
-        self._profile = find_machine(composed)
+        self._profile = planned.machine(composed)
 
     @property
     def sequences(self) -> int:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import Any
 
 from trainfit.planning.question import Choice, Question
 from trainfit.planning.recommendation import MAX_WORKERS, workers
-from trainfit.records import Gpu, HardwareProfile, Precision
+from trainfit.records import Cpu, Gpu, HardwareProfile, Precision
 
 VARLEN_SINCE = 8.0
 """The compute capability from which on torch has variable-length attention."""
@@ -31,11 +32,14 @@ def pinned(question: Question, name: str) -> Choice | None:
 def precision(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> Choice:
     """The dtype of matrix products."""
     choice = pinned(question, "precision")
-    if choice is not None and choice.value == "bf16" and gpu is not None and not gpu.native_bf16:
-        where = f"bf16 was asked for, and compute capability {gpu.compute_capability} has none"
-        return Choice(value="fp16" if gpu.fp16 else "fp32", why=where)
     if choice is not None:
-        return choice
+        reason = lacks(choice.value, profile.cpu, gpu)
+        if reason is None:
+            return choice
+        others = {name: pin for name, pin in question.pins.items() if name != "precision"}
+        found = precision(replace(question, pins=others), profile, gpu)
+        why = f"{choice.value} was asked for ({choice.why}), and {reason}"
+        return Choice(value=found.value, why=why)
     if gpu is None:
         if profile.cpu.native_bf16:
             return Choice(
@@ -58,6 +62,15 @@ def precision(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> 
             alternatives=("bf16: emulated here, and slow", "fp32: a fraction of the speed"),
         )
     return Choice(value="fp32", why="no half-precision matrix units")
+
+
+def lacks(precise: Precision, cpu: Cpu, gpu: Gpu | None) -> str | None:
+    """Why the GPU, or without one the CPU, cannot multiply in a precision; None: it can."""
+    if gpu is None:
+        able = precise == "fp32" or (precise == "bf16" and cpu.native_bf16)
+        return None if able else "this CPU does not multiply it"
+    able = {"bf16": gpu.native_bf16, "fp16": gpu.fp16}.get(precise, True)
+    return None if able else f"compute capability {gpu.compute_capability} has none"
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:

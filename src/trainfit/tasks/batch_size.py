@@ -70,7 +70,7 @@ def _for_task(
 ) -> BatchSizeFound:
     Job(factory="", **limits)  # a bad range is told before anything is planned
     composed = compose(task, list(overrides))
-    profile = machine(None, composed)
+    profile = machine(composed)
     asked = question(composed, lengths)
     plan = answer(composed, asked, profile, memory_gib=limits["memory_gib"])
     return find(job_of(plan, **limits), profile)

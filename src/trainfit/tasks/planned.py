@@ -25,8 +25,10 @@ from trainfit.kernels import liger
 from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
+from trainfit.planning.decisions import lacks
 from trainfit.planning.question import Pin, Question
 from trainfit.records import HardwareProfile, Plan, RuntimeSettings, Workload
+from trainfit.tasks.encoder import freezing
 from trainfit.tasks.encoder.settings import settings_from
 from trainfit.tasks.gpt.planning import decide
 
@@ -53,6 +55,8 @@ _KEYS = {
 """Keys of a configuration that a plan takes as they are."""
 _BATCHES = {"nli": 16, "textclass": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
+_ANYWHERE = ("auto", "cpu", "conservative")
+"""Presets that do not ask for a GPU."""
 _OWN_ATTENTION = ("deberta", "deberta-v2")
 _FACTORIES = {
     "nli": "trainfit.tasks.encoder.probe:probe",
@@ -82,7 +86,7 @@ def plan(
     """
     composed = compose(task, with_model(overrides, model))
     asked = question(composed, lengths, watts, price_per_hour)
-    profile = machine(gpu, composed)
+    profile = machine(composed, gpu)
     return answer(composed, asked, profile, memory_gib=memory_gib)
 
 
@@ -104,7 +108,7 @@ def answer(
 
     if composed.task == "gpt":
         return decide(composed, asked, make, gpu=bool(profile.gpus))
-    return make(asked)
+    return freezing.decide(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:
@@ -124,14 +128,35 @@ def plan_all(
     among: Sequence[GpuSpec] | None = None,
 ) -> list[tuple[str, Plan]]:
     """The plans for the GPUs of the catalogue."""
-    return planner.compare(question(composed, None, watts, price_per_hour), among or gpus())
+    specs = {spec.slug: spec for spec in among or gpus()}
+
+    def make(one: Question, slugs: list[str]) -> dict[str, Plan]:
+        return dict(planner.compare(one, [specs[slug] for slug in slugs]))
+
+    asked = question(composed, None, watts, price_per_hour)
+    return list(freezing.decide(composed, asked, make, list(specs)).items())
 
 
-def machine(gpu: str | None, composed: Composed) -> HardwareProfile:
-    """What to plan for: this machine, or a GPU of the catalogue in it."""
-    profile = detect() if gpu is None else as_if(find(gpu))
-    if composed.config.device.use_cuda is False:
-        return replace(profile, gpus=())
+def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
+    """Find this machine, or a GPU of the catalogue in it, and refuse what it cannot do."""
+    profile, device = detect() if gpu is None else as_if(find(gpu)), composed.config.device
+    if device.use_cuda is False:
+        profile = replace(profile, gpus=())
+    elif not profile.gpus and device.use_cuda is True:
+        raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
+    elif not profile.gpus and composed.hardware not in _ANYWHERE:
+        raise BadInput(
+            f"hardware={composed.hardware}, but there is no GPU here",
+            "use hardware=auto or cpu; "
+            f"`trainfit plan {composed.task} --gpu NAME` plans for any GPU",
+        )
+    asked = device.mixed_precision
+    own = composed.origins["device.mixed_precision"] == "override"
+    if own and not profile.gpus and asked in ("bf16", "fp16") and lacks(asked, profile.cpu, None):
+        raise BadInput(
+            f"device.mixed_precision is {asked}, which this CPU does not multiply",
+            "set it to auto or off",
+        )
     return profile
 
 

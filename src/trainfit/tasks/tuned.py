@@ -76,16 +76,21 @@ def tune(
     tell: Callable[[Trial], None] = lambda _trial: None,
 ) -> TuneResult:
     """Measure for so many minutes, planning included, and keep the result for `train`."""
-    if job.question.workload.method == "frozen":
-        raise BadInput(
-            "a frozen encoder runs once, and its head trains in no time",
-            "there is nothing to tune; or set model.freeze_encoder=false",
-        )
+
+    def ask(pins: Mapping[str, Scalar]) -> Plan:
+        plan = job.ask(pins)
+        if plan.workload.method == "frozen":
+            raise BadInput(
+                "a frozen encoder runs once, and its head trains in no time",
+                "there is nothing to tune; or set model.freeze_encoder=false",
+            )
+        return plan
+
     return tuner.tune(
         job.question,
         job.profile,
         trial_task(job),
-        ask=job.ask,
+        ask=ask,
         ranks=job.ranks,
         minutes=minutes,
         tell=tell,
@@ -109,7 +114,7 @@ def trial_task(job: Job) -> TaskSpec:
 
 def with_tuned(job: Job, plan: Plan) -> Plan:
     """The plan with what was tuned for this job before, if it was."""
-    if job.composed.config.tune == "off":
+    if job.composed.config.tune == "off" or plan.workload.method == "frozen":
         return plan
     found = cache.read(job.question, job.profile, job.ranks)
     return plan if found is None else adopt(plan, found.best)

@@ -53,7 +53,9 @@ def _job(run: Run) -> Iterator[tuple[str, str]]:
         weights = run.setting("model.weights")
         yield "model", model + (f", {weights} weights" if weights not in (None, "auto") else "")
     if method := run.setting("model.method"):
-        frozen = bool(run.setting("model.freeze_encoder"))
+        frozen = run.setting("model.freeze_encoder") is True
+        if run.plan is not None:
+            frozen = run.plan.workload.method == "frozen"
         yield "method", "frozen encoder" if frozen else str(method)
     for name in ("hardware", "experiment"):
         if run.config.get(name):

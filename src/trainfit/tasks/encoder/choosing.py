@@ -16,8 +16,6 @@ from trainfit.conf.schema import EncoderModel
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.errors import BadInput
 from trainfit.files import read_text
-from trainfit.hardware import detect
-from trainfit.records import HardwareProfile
 from trainfit.tasks.encoder.settings import Weights
 
 if TYPE_CHECKING:
@@ -105,29 +103,6 @@ def made_up(composed: Composed) -> bool:
 def least_occurrences(composed: Composed) -> int:
     """Times that a piece of text must occur to become a token, so that no rare name leaks."""
     return 2 if made_up(composed) else _LEAST
-
-
-def find_machine(composed: Composed) -> HardwareProfile:
-    """The machine to train on, or an error where it cannot do what was asked of it."""
-    profile, device = detect(), composed.config.device
-    if device.use_cuda is False:
-        profile = replace(profile, gpus=())
-    elif not profile.gpus and device.use_cuda is True:
-        raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
-    elif not profile.gpus and composed.hardware not in ("auto", "cpu", "conservative"):
-        raise BadInput(
-            f"hardware={composed.hardware}, but there is no GPU here",
-            f"use hardware=auto or cpu; `trainfit plan {composed.task}` plans for any GPU",
-        )
-    if not profile.gpus and (
-        device.mixed_precision == "fp16"
-        or (device.mixed_precision == "bf16" and not profile.cpu.native_bf16)
-    ):
-        raise BadInput(
-            f"device.mixed_precision is {device.mixed_precision}, which this CPU does not multiply",
-            "set it to auto or off",
-        )
-    return profile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

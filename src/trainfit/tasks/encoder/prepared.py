@@ -16,8 +16,6 @@ from trainfit.engine.distributed import World, first_says
 from trainfit.engine.relaunch import find_launch
 from trainfit.errors import BadInput
 from trainfit.files import write_whole
-from trainfit.measuring import remembered
-from trainfit.planning import planner
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tasks import planned, tuned
 from trainfit.tasks.encoder import scores
@@ -85,7 +83,7 @@ def _check_vocabulary(prepared: Prepared) -> None:
 def make_plan(prepared: Prepared, profile: HardwareProfile, ranks: int = 1) -> Plan:
     """The plan for the job's real lengths, as it was tuned before if it was."""
     job = tuned_job(prepared, profile, ranks)
-    plan = planner.plan(job.question, profile, ranks=ranks, measured=remembered(profile))
+    plan = planned.answer(job.composed, job.question, profile, ranks=ranks)
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)

@@ -26,7 +26,6 @@ from trainfit.measuring.receipt import save_receipt
 from trainfit.records import HardwareProfile, Plan, RunResult
 from trainfit.runtime import applied
 from trainfit.tasks import planned, tuned
-from trainfit.tasks.encoder.choosing import find_machine
 from trainfit.tasks.encoder.job import Show
 from trainfit.tasks.gpt import export, mfu
 from trainfit.tasks.gpt.looping import build, loop_settings, opening, shape_of
@@ -41,7 +40,7 @@ from trainfit.tasks.placing import birthplace, on_device
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
     """Train and export what the configuration asks for; `resume` goes on with a run."""
-    profile = find_machine(composed)
+    profile = planned.machine(composed)
     show = show or Show()
     with joined(profile.device) as (world, place):
         if not world.first:

@@ -12,9 +12,10 @@ from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
 from trainfit.data.nli import nli_dataset, split_corpus, tokenize_corpus
 from trainfit.data.redsm5 import Corpus, read_redsm5
 from trainfit.data.synthetic import make_corpus
+from trainfit.tasks import planned
 from trainfit.tasks.encoder import job
 from trainfit.tasks.encoder.baselines import majority_baseline, tfidf_baseline
-from trainfit.tasks.encoder.choosing import choose_weights, find_machine, least_occurrences, made_up
+from trainfit.tasks.encoder.choosing import choose_weights, least_occurrences, made_up
 from trainfit.tasks.encoder.prepared import Prepared
 from trainfit.tasks.encoder.scores import JobResult
 from trainfit.tasks.nli.model import build_model
@@ -24,7 +25,7 @@ def train(
     composed: Composed, show: job.Show | None = None, *, resume: Path | None = None
 ) -> JobResult:
     """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    profile = find_machine(composed)
+    profile = planned.machine(composed)
     return job.run(prepare(composed), profile, show, resume=resume)
 
 

@@ -12,11 +12,11 @@ from trainfit.data.synthetic_texts import CLASSES, make_texts
 from trainfit.data.text_files import Columns, check_file, read_chunks
 from trainfit.data.textclass import load_text_files, text_datasets
 from trainfit.data.tokens import Dataset, tokenize_texts
+from trainfit.tasks import planned
 from trainfit.tasks.encoder import job
 from trainfit.tasks.encoder.choosing import (
     Chosen,
     choose_weights,
-    find_machine,
     least_occurrences,
     made_up,
 )
@@ -33,7 +33,7 @@ def train(
     composed: Composed, show: job.Show | None = None, *, resume: Path | None = None
 ) -> JobResult:
     """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    profile = find_machine(composed)
+    profile = planned.machine(composed)
     return job.run(prepare(composed), profile, show, resume=resume)
 
 

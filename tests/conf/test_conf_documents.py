@@ -1,0 +1,224 @@
+"""Every preset, experiment and override of the documents, planned and dry-run by the command.
+
+Here the estimator answers every question with the same small step, so that thousands of plans take
+seconds: what is shown is that nothing is refused that should work, and that what is set is kept.
+"""
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from conf_documents import BLOCKS, COMMANDS, SHOWN
+
+from trainfit.catalogue import find
+from trainfit.cli.main import run
+from trainfit.cli.train import job_module
+from trainfit.conf import SCHEMAS, Composed, compose, composition, options
+from trainfit.conf.user_file import with_file
+from trainfit.hardware import as_if, detect
+from trainfit.packing import dealing
+from trainfit.planning import fitting, kept, planner, probing
+from trainfit.planning.memory import Answer, Room
+from trainfit.planning.timing import Done, Work
+from trainfit.records import HardwareProfile
+from trainfit.tasks import planned
+from trainfit.tasks.gpt.prepared import Prepared as GptPrepared
+
+GPUS = ("t4", "v100", "3090", "4090", "a100", "h200")
+TASKS = list(SCHEMAS)
+ASKS_FOR_A_GPU = {
+    *("a10", "a100", "a30", "a40", "gpu_3090", "gpu_4090", "gpu_low_mem", "h100", "h200"),
+    *("rtx_4080", "rtx_5090", "t4", "v100"),
+}
+NO_GPU = (
+    "trainfit: hardware={}, but there is no GPU here; use hardware=auto or cpu; "
+    "`trainfit plan {} --gpu NAME` plans for any GPU"
+)
+NO_HALF = (
+    "trainfit: device.mixed_precision is {}, which this CPU does not multiply; "
+    "set it to auto or off"
+)
+ASSUMED = planned.assumed_lengths
+
+
+def synthetic(task: str, longest: int) -> Any:
+    """Some of the lengths that a plan assumes."""
+    return ASSUMED(task, longest)[::20]
+
+
+def short(_task: str, longest: int) -> Any:
+    return np.minimum(np.random.default_rng(0).integers(5, 21, 400), longest)
+
+
+DATA = {"synthetic": synthetic, "short": short}
+
+
+def answer(_factory: str, shapes: Any, targets: Any) -> list[Answer]:
+    """The same small step, whatever is asked."""
+    work = Work(
+        kind="product",
+        flops=10**9,
+        skipped=0,
+        nbytes=10**6,
+        half=True,
+        aligned=True,
+        backward=False,
+        update=False,
+    )
+    room = Room(
+        workspace=0, activations=1 << 20, peak_allocated=1 << 24, peak_reserved=1 << 24, fits=True
+    )
+    step = Answer(
+        weights=1 << 22,
+        gradients=1 << 22,
+        optimizer=1 << 23,
+        rooms=(room,) * len(targets),
+        done=(Done(work=work, times=1),),
+    )
+    return [step] * len(shapes)
+
+
+@pytest.fixture(scope="module")
+def machines() -> dict[str, HardwareProfile]:
+    return {"cpu": detect()} | {gpu: as_if(find(gpu)) for gpu in GPUS}
+
+
+@pytest.fixture
+def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(kept, "write", lambda *_: None)
+    monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
+    monkeypatch.setattr(probing, "_ask", answer)
+    monkeypatch.setattr(planner, "start", lambda _children: None)
+    monkeypatch.setattr(dealing, "_SAMPLE_SEQUENCES", 512)
+    monkeypatch.setattr(dealing, "_SAMPLE_LEAST_STEPS", 8)
+    monkeypatch.setattr(fitting, "_LOOKED_AT", 4)
+
+
+@contextmanager
+def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
+    """A machine, and data whose lengths are all that a plan looks at."""
+
+    def prepare(composed: Composed) -> Any:
+        if task == "gpt":
+            tokens: Any = SimpleNamespace(train=np.zeros(1 << 18, dtype=np.int8))
+            return GptPrepared(composed=composed, data=tokens)
+        lengths = DATA[data](task, composed.config.data.max_length)
+        dataset = SimpleNamespace(train=SimpleNamespace(lengths=lengths))
+        return SimpleNamespace(composed=composed, datasets=(dataset,))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(planned, "detect", lambda: profile)
+        patch.setattr(planned, "assumed_lengths", DATA[data])
+        patch.setattr(job_module(task), "prepare", prepare)
+        yield
+
+
+def refusal(composed: Composed, profile: HardwareProfile) -> str | None:
+    """The line that a command is refused with, where that is right."""
+    device = composed.config.device
+    if profile.gpus:
+        return None
+    if composed.hardware in ASKS_FOR_A_GPU and device.use_cuda is not False:
+        return NO_GPU.format(composed.hardware, composed.task)
+    half, own = device.mixed_precision, composed.origins["device.mixed_precision"] == "override"
+    able = {"fp16": False, "bf16": profile.cpu.native_bf16}.get(half, True)
+    return NO_HALF.format(half) if own and not able else None
+
+
+def pinned(composed: Composed) -> dict[str, Any]:
+    """The settings of a plan that are set already."""
+    values = composed.values()
+    found = {
+        "batch_size": values["training.batch_size"],
+        "gradient_accumulation_steps": values["optimization.gradient_accumulation_steps"],
+        "eval_batch_size": values["training.eval_batch_size"],
+        "effective_batch_size": values["training.effective_batch_size"],
+    }
+    both = (found["batch_size"], found["gradient_accumulation_steps"])
+    if "auto" not in both and found["effective_batch_size"] == "auto":
+        found["effective_batch_size"] = both[0] * both[1]
+    return {name: value for name, value in found.items() if value != "auto"}
+
+
+def fault(
+    command: list[str], composed: Composed, profile: HardwareProfile, capsys: Any
+) -> str | None:
+    """What is wrong with a command, if anything is."""
+    code = run(command)
+    told = capsys.readouterr()
+    lines = [line for line in told.err.splitlines() if "trainfit: note: " not in line]
+    expected = refusal(composed, profile)
+    if code or expected is not None:
+        right = (code, lines) == (2, [expected])
+        return None if right else f"exit {code}: {lines}, not {expected}"
+    made = json.loads(told.out)
+    made = made.get("plan", made)
+    wrong = {n: made[n] for n, value in pinned(composed).items() if made[n] != value}
+    return f"made {wrong}" if wrong else None
+
+
+def words_of(task: str) -> list[tuple[str, ...]]:
+    """Presets, experiments, both, and what the documents write in one command."""
+    experiments = [(f"experiment={name}",) for name in options(task, "experiment")]
+    presets = [(f"hardware={name}",) for name in options(task, "hardware")]
+    return [*presets, *experiments, *COMMANDS[task]]
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("task", TASKS)
+def test_presets_experiments_and_commands_of_the_documents(
+    task: str, data: str, machines: dict[str, HardwareProfile], capsys: Any
+) -> None:
+    assert not [f for words in words_of(task) for f in faults(task, words, data, machines, capsys)]
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("task", TASKS)
+def test_every_override_of_the_documents(
+    task: str, data: str, machines: dict[str, HardwareProfile], capsys: Any
+) -> None:
+    shown = [(row[1],) for rows in SHOWN.values() for row in rows if row[0] == task]
+    assert not [f for words in shown for f in faults(task, words, data, machines, capsys)]
+
+
+def faults(
+    task: str,
+    words: tuple[str, ...],
+    data: str,
+    machines: dict[str, HardwareProfile],
+    capsys: Any,
+) -> Iterator[str]:
+    """Plan and dry-run the words on every machine."""
+    composed = compose(task, words)
+    for name, profile in machines.items():
+        gpu = [] if name == "cpu" else ["--gpu", name]
+        commands = (["plan", task, *gpu, "--json"], ["train", task, "--dry-run", "--json"])
+        with on(task, profile, data):
+            for command in commands:
+                what = fault([*command, *words], composed, profile, capsys)
+                if what is not None:
+                    yield f"{' '.join([*command, *words])} on {name}: {what}"
+
+
+@pytest.mark.usefixtures("_quick")
+@pytest.mark.parametrize("block", BLOCKS)
+def test_a_yaml_block_of_the_hardware_guide_as_a_file(
+    block: str, machines: dict[str, HardwareProfile], tmp_path: Path, capsys: Any
+) -> None:
+    file = tmp_path / "hardware.yaml"
+    file.write_text(block)
+    for name, profile in machines.items():
+        gpu = [] if name == "cpu" else ["--gpu", name]
+        composed = compose("nli", with_file("nli", file, ()))
+        with on("nli", profile, "synthetic"):
+            command = ["plan", "nli", *gpu, "--json", "--config", str(file)]
+            assert fault(command, composed, profile, capsys) is None
