@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from conf_documents import BLOCKS, COMMANDS, SHOWN
 
+from trainfit import cached
 from trainfit.catalogue import find
 from trainfit.cli.main import run
 from trainfit.cli.train import job_module
@@ -23,7 +24,7 @@ from trainfit.conf import SCHEMAS, Composed, compose, composition, options
 from trainfit.conf.user_file import with_file
 from trainfit.hardware import as_if, detect
 from trainfit.packing import dealing
-from trainfit.planning import fitting, kept, planner, probing
+from trainfit.planning import fitting, planner, probing
 from trainfit.planning.memory import Answer, Room
 from trainfit.planning.timing import Done, Work
 from trainfit.records import HardwareProfile
@@ -92,7 +93,7 @@ def machines() -> dict[str, HardwareProfile]:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(kept, "write", lambda *_: None)
+    monkeypatch.setattr(cached, "write", lambda *_: None)
     monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
     monkeypatch.setattr(probing, "_ask", answer)
     monkeypatch.setattr(planner, "start", lambda _children: None)
