@@ -137,3 +137,14 @@ def test_a_damaged_file_is_one_line(
         load_tokenizer(str(folder))
     assert "\n" not in str(caught.value)
     assert capsys.readouterr().err == ""
+
+
+def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.MonkeyPatch):
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub.\nmore lines")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
+    monkeypatch.setattr("trainfit.data.tokenizers.check_tokenizer", lambda _: None)
+    with pytest.raises(BadInput, match="connect to the hub; check the name") as caught:
+        load_tokenizer("some/model")
+    assert "\n" not in str(caught.value)

@@ -64,7 +64,9 @@ def load_tokenizer(place: str) -> Tokenizer:
             reasons.append("tokenizer.json is of another kind than the config says")
         else:
             return tokenizer
-    raise BadInput(f"no tokenizer in {place}: {reasons[0]}", NO_TOKENIZER_FIX)
+    on_hub = "check the name and the network, or give a local folder of the model"
+    fix = NO_TOKENIZER_FIX if Path(place).is_dir() else on_hub
+    raise BadInput(f"no tokenizer in {place}: {reasons[0].rstrip('.')}", fix)
 
 
 def _misread(tokenizer: Tokenizer, path: Path) -> bool:
