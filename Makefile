@@ -72,11 +72,14 @@ docs: setup ## The site of the documentation, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo site/index.html
 
-# On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3 (with the packages of the tests).
+# On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3
 GPU_PYTHON ?= $(BIN)/python
-test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that need a GPU; the record goes to runs/
-	@mkdir -p runs
-	PYTHONPATH=src:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -m gpu --durations=20 --junitxml=runs/test-gpu.xml $(ARGS)
+GPU_TESTS = PYTHONPATH=src:tests:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -p gpu_record
+test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that need a GPU; their record is runs/test-gpu.json
+	@rm -f runs/test-gpu.json; failed=0; \
+	$(GPU_TESTS) -m 'gpu and not alone' -n 4 $(ARGS) || failed=1; \
+	$(GPU_TESTS) -m 'gpu and alone' $(ARGS) || failed=1; \
+	exit $$failed
 
 # All of them, or those that can end within MINUTES, in an order that changes with the commit.
 MINUTES ?=

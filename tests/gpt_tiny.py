@@ -56,6 +56,8 @@ def gpt_words(tmp: Path, *more: str) -> list[str]:
         "device.mixed_precision=off",  # what is compared is compared in one precision
     ]
     given = {_last(word) for word in more}
+    if given & {"enable_amp", "amp_dtype", "use_bf16"}:
+        given.add("mixed_precision")
     return [*(word for word in own if _last(word) not in given), *more]
 
 

@@ -69,6 +69,7 @@ def test_measuring_leaves_torch_as_it_was(cpu: HardwareProfile, tmp_path: Path):
 
 
 @pytest.mark.gpu
+@pytest.mark.alone
 def test_a_gpu_reaches_a_plausible_share_of_its_datasheet(tmp_path: Path):
     measured = measure(detect(), tmp_path)
     items = {item.name: item for item in measured.items}

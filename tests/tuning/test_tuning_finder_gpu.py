@@ -17,7 +17,7 @@ from trainfit.tuning.finder import find
 from trainfit.tuning.finder_records import Job
 from trainfit.tuning.finding_device import Steps, device_for_probes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 GIB = 1 << 30
 WORDS = (

@@ -20,7 +20,7 @@ from trainfit.tuning.records import Candidate
 from trainfit.tuning.space import changed
 from trainfit.tuning.trial import run_trial
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 WORDS = (
     "model.name=bert-base",
     "model.weights=random",
@@ -103,10 +103,10 @@ def test_tune_keeps_its_time_and_its_choice_is_no_slower_than_the_plan(
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     words = [word for word in WORDS if "compile" not in word]
     began = time.monotonic()
-    assert run(["tune", "nli", *words, "--minutes", "2", "--json"]) == 0
-    assert time.monotonic() - began < 2 * 60 + 45  # the data is prepared before
+    assert run(["tune", "nli", *words, "--minutes", "1", "--json"]) == 0
+    assert time.monotonic() - began < 60 + 45  # the data is prepared before
     found = json.loads(capsys.readouterr().out)
-    assert found["seconds"] < 2 * 60 + 5
+    assert found["seconds"] < 60 + 5
     assert found["trials"][0]["status"] == "ok"
     assert found["trials"][0]["peak_memory_gib"] > 0
     assert found["gain"] is None or found["gain"] >= 0.98

@@ -1,0 +1,42 @@
+"""A pytest plugin that adds every outcome to runs/test-gpu.json, with the GPU and the versions."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+_PLACE = Path("runs/test-gpu.json")
+_FOUND: dict[str, dict[str, Any]] = {}
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    row = _FOUND.setdefault(report.nodeid, {"outcome": "passed", "seconds": 0.0})
+    row["seconds"] = round(row["seconds"] + report.duration, 2)
+    if report.outcome != "passed":
+        row["outcome"] = report.outcome
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ or not _FOUND:
+        return
+    import torch
+
+    sitting = {
+        "command": "pytest " + " ".join(sys.argv[1:]),
+        "date": time.strftime("%Y-%m-%d"),
+        "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "exit": int(session.exitstatus) if hasattr(session, "exitstatus") else None,
+        "tests": dict(sorted(_FOUND.items())),
+    }
+    _PLACE.parent.mkdir(exist_ok=True)
+    before = json.loads(_PLACE.read_text()) if _PLACE.is_file() else []
+    _PLACE.write_text(json.dumps([*before, sitting], indent=1) + "\n")
