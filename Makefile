@@ -65,8 +65,10 @@ style: setup
 types: setup
 	$(BIN)/mypy
 
+# Two processes of tests share two cores: a second thread in each would only wait.
+THREADS ?= 1
 tests: setup
-	$(BIN)/pytest -n 2 --dist worksteal $(ARGS)
+	OMP_NUM_THREADS=$(THREADS) $(BIN)/pytest -n 2 --dist worksteal $(ARGS)
 
 docs: setup ## The site of the documentation, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -85,7 +87,7 @@ test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that ne
 MINUTES ?=
 SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 soak: setup ## The long tests; MINUTES=20 runs a part that changes with the commit
-	TRAINFIT_SOAK=1 TRAINFIT_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -m soak -n 2 --dist worksteal \
+	OMP_NUM_THREADS=$(THREADS) TRAINFIT_SOAK=1 TRAINFIT_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -m soak -n 2 --dist worksteal \
 		-p randomly --randomly-seed=$(SEED) -o faulthandler_timeout=660 $(ARGS)
 
 # A failure prints the SEED and CASE that repeat it. KIND=words: cases of one kind.
