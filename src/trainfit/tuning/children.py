@@ -29,6 +29,8 @@ from trainfit.tuning.records import Candidate, Status, Trial, folder_prefix
 
 START_SECONDS = 180.0
 """What the imports of a child may take, on a slow disk."""
+_EXIT_SECONDS = 20.0
+"""Time for a process that closed its output to end, on a busy machine."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
 """Variables that begin so make a process a rank, and a child of a rank is none."""
 _HELD_GIB = 0.8
@@ -154,7 +156,7 @@ class _Child:
             said = None
         if said != READY:
             with suppress(subprocess.TimeoutExpired):
-                self._process.wait(1.0)
+                self._process.wait(_EXIT_SECONDS)
             how = _how(self._process.poll())
             self.end()
             fix = "set TRAINFIT_TRACEBACK=1 to see why"
