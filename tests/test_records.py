@@ -37,13 +37,14 @@ def strategy(kind: Any) -> st.SearchStrategy[Any]:
         return st.dictionaries(st.text(max_size=5), strategy(args[1]), max_size=2)
     if dataclasses.is_dataclass(kind):
         return st.builds(kind, **{name: strategy(hint) for name, hint in hints(kind).items()})
+    whole = st.integers(-(2**63), 2**64 - 1)  # all that any reader takes
     scalars = {
         bool: st.booleans(),
-        int: st.integers(-(2**63), 2**64 - 1),  # all that any reader takes
+        int: whole,
         float: st.floats(),
         str: st.text(max_size=8),
         type(None): st.none(),
-        Any: st.none() | st.integers() | st.text(max_size=5) | st.lists(st.booleans(), max_size=2),
+        Any: st.none() | whole | st.text(max_size=5) | st.lists(st.booleans(), max_size=2),
     }
     return scalars[kind]
 

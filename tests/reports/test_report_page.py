@@ -334,12 +334,12 @@ def test_bad_input_is_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str
     assert cli(["report"]) == 2
 
 
-def test_a_place_that_cannot_be_written_is_a_failure_in_one_line(
+def test_a_place_that_cannot_be_written_is_refused_in_one_line(
     gpu_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     (tmp_path / "file").write_text("")
     target = tmp_path / "file" / "page.html"
-    assert cli(["report", str(gpu_run), "--output", str(target)]) == 1
+    assert cli(["report", str(gpu_run), "--output", str(target)]) == 2
     assert str(target) in capsys.readouterr().err
 
 
