@@ -48,7 +48,7 @@ class Range:
 
     def allows(self, value: float) -> bool:
         """Whether a number is finite and within the bounds."""
-        return math.isfinite(value) and self.low <= value <= self.high
+        return self.low <= value <= self.high and abs(value) != math.inf
 
 
 @dataclasses.dataclass(frozen=True)

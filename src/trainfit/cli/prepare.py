@@ -80,7 +80,7 @@ def command(
         "special": list(special),
         "validation_share": validation,
         "seed": seed,
-        "separator": separator.encode().decode("unicode_escape"),
+        "separator": _unescaped(separator),
         "column": column,
     }
     with _bar() as progress:
@@ -101,6 +101,20 @@ def command(
         f"{held.tokens:,} of {held.documents:,} held out, a vocabulary of {header.vocab_size:,}"
     )
     click.echo(f"Train on them: trainfit train gpt data.data_dir={output}")
+
+
+def _unescaped(separator: str) -> str:
+    """The separator as it stands in the files: a typed escape means a character."""
+    from trainfit.errors import BadInput, brief
+
+    try:
+        found = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        found.encode()  # \\ud800 is no character
+    except UnicodeError:
+        raise BadInput(
+            f"--separator is {brief(separator)!r}", "write a backslash as two, a new line as \\n"
+        ) from None
+    return found
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit import cached
-from trainfit.codec import Range
+from trainfit.codec import Length, Range
 from trainfit.data.bpe import end_of_text, file_hash, learn_bpe, load_bpe
 from trainfit.data.corpus import END_OF_TEXT, Piece, find_files, read_pieces, standard_library
 from trainfit.data.token_files import (
@@ -36,7 +36,7 @@ from trainfit.data.token_files import (
     dtype_for,
     open_tokens,
 )
-from trainfit.errors import BadInput, RunFailed
+from trainfit.errors import BadInput, RunFailed, reason
 from trainfit.files import cache_folder
 from trainfit.hardware.cpu import allowed_by_affinity
 from trainfit.records import Record
@@ -61,15 +61,15 @@ _Encoded = list[NDArray[np.uint32]]
 class Preparation(Record):
     """How a corpus becomes tokens."""
 
-    vocab_size: Annotated[int, Range(257)] = 30_000
-    special: tuple[str, ...] = ()
+    vocab_size: Annotated[int, Range(257, 2**20)] = 30_000
+    special: tuple[Annotated[str, Length(1, 1000)], ...] = ()
     """Words that are one token each, besides the end of a text."""
     validation_share: Annotated[float, Range(0.0001, 0.5)] = 0.05
     """Of the documents."""
-    seed: Annotated[int, Range(0)] = 42
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 42
     separator: str = END_OF_TEXT
     """What ends a document within a text file."""
-    column: str = "text"
+    column: Annotated[str, Length(1, 500)] = "text"
     """Of CSV, JSONL and Parquet files."""
 
 
@@ -86,7 +86,11 @@ def prepare_tokens(
 
     `tokenizer` is a tokenizer.json to use instead of learning one. `processes` None: by size.
     """
-    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+    try:
+        taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    except OSError as error:
+        raise BadInput(f"cannot write {output} ({reason(error)})", "name a new folder") from None
+    if taken:
         raise BadInput(f"{output} is there already", "name a new folder, or remove it")
     files = find_files(inputs) if inputs else standard_library()
     work = progress or (lambda *_: None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
+from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
@@ -12,7 +13,8 @@ from trainfit.doctor.finding import Finding, worst_first
 from trainfit.doctor.patterns import PATTERNS, Context, Pattern
 from trainfit.doctor.patterns.pattern import Sign
 from trainfit.doctor.patterns.training import FP16
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
+from trainfit.files import open_regular
 
 _BLOCK = 1 << 20
 _MOST = 1000
@@ -23,11 +25,12 @@ _COLOURS = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 def read_log(path: Path) -> tuple[Finding, ...]:
     """What is wrong in the log file at `path`."""
     try:
-        with path.open(encoding="utf-8", errors="replace", newline=None) as file:
+        with TextIOWrapper(open_regular(path), "utf-8", "replace", newline=None) as file:
             return diagnose(_blocks(file))
     except OSError as error:
-        reason = error.strerror or str(error)
-        raise BadInput(f"cannot read the log {path} ({reason})", "give a text file") from None
+        raise BadInput(
+            f"cannot read the log {path} ({reason(error)})", "give a text file"
+        ) from None
 
 
 def diagnose_text(text: str) -> tuple[Finding, ...]:
