@@ -25,6 +25,7 @@ from job_tiny import (
     write_texts,
 )
 from trainfit.cli.main import run
+from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.conf import options
 from trainfit.engine.observers import Observer
 from trainfit.planning import planner
@@ -181,6 +182,7 @@ def broken_weights(tmp: Path) -> list[str]:
     model = AutoModel.from_config(AutoConfig.from_pretrained(folder))
     model.encoder.layer[0].output.dense.weight.data[0, 0] = float("nan")
     model.save_pretrained(folder)
+    learn_tokenizer(["some words of a text"], vocabulary=300, least=1).save_pretrained(folder)
     return [w for w in nli_words(tmp) if w != "model.weights=random"] + ["model.weights=pretrained"]
 
 
