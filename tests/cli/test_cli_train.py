@@ -25,8 +25,8 @@ from job_tiny import (
     write_texts,
 )
 from trainfit.cli.main import run
-from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.conf import options
+from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.engine.observers import Observer
 from trainfit.planning import planner
 from trainfit.tasks import planned

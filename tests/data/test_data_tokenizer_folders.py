@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -115,6 +116,23 @@ def test_a_pair_that_is_too_long_loses_the_end_of_its_post(kind: str, folders: d
         assert len(ids) <= 48
 
 
+@pytest.mark.parametrize("kind", ["deberta_v3", "gemma", "t5", "phobert"])
+def test_a_folder_that_names_where_it_came_from_is_read_by_itself(kind: str, tmp_path: Path):
+    """transformers saves the path that a vocabulary was read from, of whatever machine."""
+    source = tokenizer_folder(tmp_path / "source", kind)
+    folder = tokenizer_folder(tmp_path / "folder", kind)
+    expected = load_tokenizer(str(folder))(TEXT)["input_ids"]
+    config = folder / "tokenizer_config.json"
+    settings = json.loads(config.read_text()) if config.is_file() else {}
+    [name] = [path.name for path in source.iterdir() if path.suffix in (".model", ".txt")]
+    (source / name).write_text("another one")
+    config.write_text(json.dumps(settings | {"vocab_file": str(source / name)}))
+    assert load_tokenizer(str(folder))(TEXT)["input_ids"] == expected
+    config.write_text(json.dumps(settings | {"vocab_file": str(tmp_path / "other.model")}))
+    with pytest.raises(BadInput, match="names a file outside of its folder"):
+        load_tokenizer(str(folder))
+
+
 @pytest.mark.parametrize("files", [[], ["tokenizer_config.json"], ["vocab.json", "merges.txt"]])
 def test_a_folder_without_a_vocabulary_is_refused(files: list[str], tmp_path: Path):
     folder = tokenizer_folder(tmp_path, None)
@@ -144,7 +162,7 @@ def test_a_name_that_the_hub_does_not_give_is_one_line(monkeypatch: pytest.Monke
         raise OSError("We couldn't connect to the hub.\nmore lines")
 
     monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", unreachable)
-    monkeypatch.setattr("trainfit.data.tokenizers.check_tokenizer", lambda _: None)
+    monkeypatch.setattr("trainfit.data.tokenizers.tokenizer_files", lambda _: {})
     with pytest.raises(BadInput, match="connect to the hub; check the name") as caught:
         load_tokenizer("some/model")
     assert "\n" not in str(caught.value)

@@ -167,7 +167,7 @@ def test_an_adapter_in_the_folder_does_not_lead_to_another_model(model: Path):
         {"tokenizer_class": "AutoTokenizer"},
         {"tokenizer_class": "pipeline"},
         {"vocab_file": "/etc/passwd"},
-        {"tokenizer_file": "../../tokenizer.json"},
+        {"tokenizer_file": "../../another.json"},
         {"fast_tokenizer_files": ["../tokenizer.4.0.0.json"]},
     ],
 )

@@ -60,8 +60,14 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def check_tokenizer(place: str) -> None:
-    """Refuse tokenizer settings that name another class than a tokenizer's, or files elsewhere."""
+def tokenizer_files(place: str) -> dict[str, str]:
+    """Paths to load in place of those that a tokenizer's settings name outside of its folder.
+
+    transformers itself saves where a vocabulary was read from, and would read it there again: the
+    file of that name in the folder is meant. Other files are refused, and so is a class that is no
+    tokenizer's.
+    """
+    found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "config.json"):
         settings = _settings(place, file)
         kind = settings.get("tokenizer_class")
@@ -70,13 +76,20 @@ def check_tokenizer(place: str) -> None:
                 f"{file} of {place} names {kind[:60]!r} as its tokenizer",
                 "name a tokenizer class of transformers, or leave tokenizer_class out",
             )
-        named = [value for key, value in settings.items() if key.endswith(("_file", "_files"))]
-        for name in _names(named):
-            if Path(name).name != name:
-                raise BadInput(
-                    f"{file} of {place} names a file outside of its folder",
-                    "leave such names out: transformers knows the names of a tokenizer's files",
-                )
+        for key, value in settings.items():
+            if key.endswith(("_file", "_files")) and _leads_out(value):
+                own = fetch(place, Path(value).name) if isinstance(value, str) else None
+                if own is None:
+                    raise BadInput(
+                        f"{file} of {place} names a file outside of its folder",
+                        f"leave {key[:40]} out: transformers knows the names of its files",
+                    )
+                found[key] = str(own)
+    return found
+
+
+def _leads_out(value: Any) -> bool:
+    return any(Path(name).name != name for name in _names(value))
 
 
 def _names(value: Any) -> list[str]:

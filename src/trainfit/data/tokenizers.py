@@ -11,7 +11,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainfit.data.model_files import check_tokenizer
+from trainfit.data.model_files import tokenizer_files
 from trainfit.errors import BadInput
 from trainfit.files import read_text
 
@@ -45,14 +45,14 @@ def load_tokenizer(place: str) -> Tokenizer:
     """
     import transformers
 
-    check_tokenizer(place)
+    files = tokenizer_files(place)
     by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
     reasons = []
     for kind in ("AutoTokenizer", *by_file):
         try:
             with quiet_transformers():
                 tokenizer: Tokenizer = getattr(transformers, kind).from_pretrained(
-                    place, trust_remote_code=False
+                    place, trust_remote_code=False, **files
                 )
         except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
             reasons += (str(error).strip().splitlines() or [type(error).__name__])[:1]
