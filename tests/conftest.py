@@ -48,3 +48,29 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     folder: Path = tmp_path_factory.getbasetemp() / "cache"
     monkeypatch.setenv("TRAINFIT_CACHE", str(folder))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On any CPU the planner finds fp32 faster, by as much as is written here."""
+    from trainfit.planning import cpu_choice
+
+    def times(asked: str) -> cpu_choice.StepTimes:
+        counts = cpu_choice.StepRequest.from_json(asked).threads
+        found = (
+            cpu_choice.StepTime(precision=precision, threads=count, seconds=seconds / count)
+            for precision, seconds in (("fp32", 0.010), ("bf16", 0.016))
+            for count in counts
+        )
+        return cpu_choice.StepTimes(times=tuple(found))
+
+    monkeypatch.setattr(cpu_choice, "time_steps", times)
+
+
+@pytest.fixture
+def tiny_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model that `check` plans for is one that is planned in no time."""
+    from trainfit.tasks import recommended
+
+    words = ("model.name=modernbert-tiny", "model.method=full", "data.max_length=64")
+    monkeypatch.setattr(recommended, "OVERRIDES", words)

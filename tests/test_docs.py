@@ -41,6 +41,7 @@ SHOWN = [
 ]
 
 
+@pytest.mark.usefixtures("tiny_default")
 @pytest.mark.parametrize(("page", "line"), SHOWN)
 def test_a_shown_command_runs(page: str, line: str, capsys: pytest.CaptureFixture[str]):
     assert run(shlex.split(line)[1:]) == 0
@@ -85,6 +86,7 @@ def test_shown_python_runs_on_redsm5_files(page: str, block: str, tmp_path: Path
     assert "ms per batch" in done.stdout
 
 
+@pytest.mark.usefixtures("tiny_default")
 @pytest.mark.parametrize(
     ("page", "block"), [(page, block) for page, block in PYTHON if (page, block) not in ON_REDSM5]
 )

@@ -7,10 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from job_tiny import quick_plan
 from trainfit import hardware_optimizer as ho
 from trainfit.catalogue import find
+from trainfit.conf import compose
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if
+from trainfit.planning import planner
 from trainfit.runtime import undo
 
 
@@ -89,23 +92,16 @@ def row(config: dict[str, Any]) -> tuple[Any, ...]:
     return (*(config[n] for n in names), config["gradient_accumulation_steps"], config["compile"])
 
 
-@pytest.mark.parametrize(
-    ("slug", "expected", "precision"),
-    [
-        ("rtx-4090", (16, 8, False, 1, True), "bf16"),
-        ("rtx-3090", (12, 6, False, 1, False), "bf16"),
-        ("rtx-3060-12gb", (4, 4, True, 4, False), "bf16"),
-        ("rtx-2080-ti", (4, 4, True, 4, False), "fp16"),
-        ("t4", (8, 2, True, 2, False), "fp16"),
-    ],
-)
-def test_a_gpu_that_is_here_gets_its_row(
-    slug: str, expected: tuple[Any, ...], precision: str, monkeypatch: pytest.MonkeyPatch
-):
-    put(monkeypatch, slug)
+def test_what_is_here_gets_the_plan_of_a_model_that_is_named(monkeypatch: pytest.MonkeyPatch):
+    put(monkeypatch, "t4")
+    monkeypatch.setattr(planner, "plan", quick_plan)
     config = ho.get_recommended_config()
-    assert row(config) == expected
-    assert config["mixed_precision"] == precision
+    assert set(config) == {*CONFIG_KEYS, "model"}
+    assert config["model"] == compose("nli").config.model.name
+    # As the planner says, whatever the guide's row has: 8, 2, True, 2, False and fp16.
+    assert (config["batch_size"], config["num_workers"]) == (16, 0)
+    assert config["gradient_checkpointing"] is config["compile"] is False
+    assert config["mixed_precision"] is False
 
 
 def test_memory_alone_gets_the_cautious_row(monkeypatch: pytest.MonkeyPatch):
@@ -116,11 +112,11 @@ def test_memory_alone_gets_the_cautious_row(monkeypatch: pytest.MonkeyPatch):
     assert ho.get_recommended_config(16)["mixed_precision"] == "fp16"
 
 
-def test_without_a_gpu_the_cpu_row(monkeypatch: pytest.MonkeyPatch):
+def test_no_memory_is_the_cpu_row(monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch)
-    for config in (ho.get_recommended_config(), ho.get_recommended_config(0)):
-        assert (config["batch_size"], config["gradient_accumulation_steps"]) == (2, 8)
-        assert config["mixed_precision"] is False
+    config = ho.get_recommended_config(0)
+    assert (config["batch_size"], config["gradient_accumulation_steps"]) == (2, 8)
+    assert config["mixed_precision"] is False
 
 
 @pytest.mark.parametrize("memory", [-1, float("nan")])
@@ -144,9 +140,11 @@ def test_the_printed_page_tells_the_guides_fields(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     put(monkeypatch, "rtx-3090")
+    monkeypatch.setattr(planner, "plan", quick_plan)
     ho.print_hardware_info()
     page = capsys.readouterr().out
-    for word in ("NVIDIA GeForce RTX 3090", "23.56 GiB", "8.6", "BFloat16", "TF32", "batch_size"):
+    words = ("NVIDIA GeForce RTX 3090", "23.56 GiB", "8.6", "BFloat16", "TF32", "gpu_3090")
+    for word in (*words, f"For nli with {compose('nli').config.model.name}"):
         assert word in page
 
 
@@ -174,8 +172,8 @@ def test_a_t4_gets_no_tf32(monkeypatch: pytest.MonkeyPatch):
 
 def test_the_recommended_config_can_be_handed_on(monkeypatch: pytest.MonkeyPatch):
     put(monkeypatch, "t4")
+    monkeypatch.setattr(planner, "plan", quick_plan)
     config = ho.get_recommended_config()
-    assert set(config) == CONFIG_KEYS
     undo(ho.optimize_pytorch_settings(config))
 
 

@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from trainfit.measuring import measure as measure
     from trainfit.measuring.observing import observe as observe
     from trainfit.planning import estimate as estimate
-    from trainfit.planning import recommend as recommend
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
     from trainfit.tasks.batch_size import find_batch_size as find_batch_size
     from trainfit.tasks.planned import plan as plan
+    from trainfit.tasks.recommended import recommend as recommend
 
 __version__ = "0.1.0"
 
@@ -35,7 +35,7 @@ _HOMES = {
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observing",
     "plan": "trainfit.tasks.planned",
-    "recommend": "trainfit.planning",
+    "recommend": "trainfit.tasks.recommended",
     "report": "trainfit.reports.report",
     "undo": "trainfit.runtime",
 }

@@ -8,18 +8,15 @@ A script of one's own can use these without the rest of trainfit.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from trainfit.conf import preset
 from trainfit.errors import BadInput, did_you_mean
 from trainfit.hardware import detect
 from trainfit.measuring import MemoryTracker, benchmark_dataloader
-from trainfit.planning import preset_for_memory, recommend, workers
+from trainfit.planning import preset_for_memory, workers
 from trainfit.records import Applied, HardwareProfile, RuntimeSettings
 from trainfit.runtime import apply, compile_model
-
-if TYPE_CHECKING:
-    from trainfit.records import Recommendation
 
 __all__ = [
     "MemoryTracker",
@@ -60,29 +57,46 @@ def detect_gpu_info() -> dict[str, Any]:
 
 
 def get_recommended_config(gpu_memory_gb: float | None = None) -> dict[str, Any]:
-    """The guide's row for the GPU that is here, or the cautious one for a size of memory.
+    """The plan for the machine that is here, or the guide's cautious row for a size of memory.
 
-    `mixed_precision` is "bf16", "fp16", "auto" or False, so that it also reads as yes or no.
+    The plan is that of `trainfit check`, for the model that `model` names. `mixed_precision` is
+    "bf16", "fp16", "auto" or False, so that it also reads as yes or no.
     """
     if gpu_memory_gb is None:
-        found = recommend(detect())
-        return _row(found.preset, found)
+        return _planned()
     if not gpu_memory_gb >= 0:
         raise BadInput(f"gpu_memory_gb is {gpu_memory_gb}", "give the size in GB, 0 for a CPU")
     return _row(preset_for_memory(gpu_memory_gb) if gpu_memory_gb else "cpu")
 
 
-def _row(name: str, found: Recommendation | None = None) -> dict[str, Any]:
-    """A preset in the guide's keys. The GPU itself, where it is here, decides the precision."""
+def _planned() -> dict[str, Any]:
+    """The plan for this machine in the guide's keys, and the model that it is for."""
+    from trainfit.tasks.recommended import recommend
+
+    found = recommend(detect())
+    names = (
+        "batch_size",
+        "num_workers",
+        "gradient_checkpointing",
+        "gradient_accumulation_steps",
+        "compile",
+        "model",
+    )
+    precision = False if found.precision == "fp32" else found.precision
+    return {name: getattr(found, name) for name in names} | {"mixed_precision": precision}
+
+
+def _row(name: str) -> dict[str, Any]:
+    """A preset in the guide's keys."""
     values = preset("nli", name)
-    precision = values["device.mixed_precision"] if found is None else found.precision
+    precision = values["device.mixed_precision"]
     pinned = values["training.num_workers"]
     return {
         "batch_size": values["training.batch_size"],
         "num_workers": get_optimal_num_workers() if pinned == "auto" else pinned,
         "gradient_checkpointing": values.get("model.use_gradient_checkpointing", False),
         "gradient_accumulation_steps": values.get("optimization.gradient_accumulation_steps", 1),
-        "mixed_precision": False if precision in ("off", "fp32") else precision,
+        "mixed_precision": False if precision == "off" else precision,
         "compile": values.get("optimization.compile", False),
     }
 
@@ -91,10 +105,14 @@ def print_hardware_info() -> None:
     """Print the machine and what to set on it."""
     from trainfit.catalogue import find
     from trainfit.reports import terminal
+    from trainfit.tasks.recommended import recommend, subject
 
-    profile = detect()
+    profile, console = detect(), terminal.console()
     specs = [None if gpu.slug is None else find(gpu.slug) for gpu in profile.gpus]
-    terminal.console().print(terminal.check_page(profile, specs, recommend(profile), None))
+    console.print(terminal.machine_page(profile, specs, None))
+    with terminal.busy(f"planning {subject()} (kept for the next time)"):
+        recommended = recommend(profile)
+    console.print(terminal.recommended_page(recommended))
 
 
 def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applied:
@@ -112,7 +130,7 @@ def optimize_pytorch_settings(config: Mapping[str, Any] | None = None) -> Applie
         "num_threads": profile.cpu.cores,
         "empty_cache": True,
     }
-    for_the_loop = _row("cpu")
+    for_the_loop = {*_row("cpu"), "model"}
     for key, value in (config or {}).items():
         if key in for_the_loop:
             continue
@@ -135,5 +153,4 @@ def enable_memory_efficient_mode() -> Applied:
 def get_optimal_num_workers() -> int:
     """Loader processes for this machine: usable cores - 2, at most 8, one per 3 GB of GPU."""
     profile: HardwareProfile = detect()
-    memory = min((gpu.memory_gib for gpu in profile.gpus), default=None)
-    return workers(profile.cpu.cores, memory)
+    return workers(profile.cpu.cores, profile.gpus[0].memory_gib if profile.gpus else None)

@@ -147,6 +147,8 @@ class Cpu(Record):
     """Cores that affinity and cgroup allow, which in a container are fewer than the host has."""
     host_cores: int
     native_bf16: bool = False
+    assumed: bool = False
+    """True beside a GPU that is not here: a typical processor, and not this machine's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,18 +224,29 @@ class Reason(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation(Record):
-    """Starting values for a machine, before any model is known."""
+    """The plan of a default job on a machine, in the settings to start from."""
 
+    task: str
+    model: str
+    """The model that the settings are for; another one has a plan of its own."""
+    method: Literal["full", "lora", "dora", "frozen"]
+    max_length: int
+    fits: bool
     preset: str
+    """The documents' row for the GPU, which `hardware=` pins; the plan does without it."""
     precision: Precision
     tf32: bool
     batch_size: int
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
+    """Whether any block is computed again; the reason of that name says which."""
     freeze_encoder: bool
     compile: bool
     num_workers: int
+    num_threads: int | None
+    """Threads of torch's operations on a CPU; None beside a GPU: as torch has it."""
     reasons: tuple[Reason, ...] = ()
+    advice: tuple[str, ...] = ()
 
 
 # ── plan ──────────────────────────────────────────────────────────────────────────────────────
@@ -398,6 +411,8 @@ class Plan(Record):
     reasons: tuple[Reason, ...] = ()
     advice: tuple[str, ...] = ()
     """What would fit, where this does not; and what else to know."""
+    assumptions: tuple[str, ...] = ()
+    """Facts about the machine that nobody could look up, since it is not here."""
     measurements: tuple[Measurement, ...] = ()
 
 

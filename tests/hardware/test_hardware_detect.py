@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,12 +17,15 @@ from hardware_fakes import (
     FakeNvml,
     codes,
     fake_torch,
+    note,
     numbered,
     profile,
 )
 
 from trainfit.catalogue import find
-from trainfit.hardware import as_if, detect
+from trainfit.hardware import as_if, detect, detection
+from trainfit.hardware.host import probe_host
+from trainfit.hardware.nvml import NvmlGpu, NvmlReport
 from trainfit.records import HardwareProfile
 
 # ── machines that are as they should be ───────────────────────────────────────────────────────
@@ -107,9 +111,9 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 def test_as_if_does_not_ask_torch() -> None:
     code = (
         "import sys; from trainfit.hardware import as_if; from trainfit.catalogue import find;"
-        "as_if(find('t4')); print('torch' in sys.modules, 'pynvml' in sys.modules)"
+        "as_if(find('t4')); print('torch' in sys.modules)"
     )
-    assert python(code) == "False False"
+    assert python(code) == "False"
 
 
 def test_as_if() -> None:
@@ -121,6 +125,21 @@ def test_as_if() -> None:
     assert "emulated_bf16" in codes(made)
     assert "no_gpu" not in codes(made)
     assert HardwareProfile.from_json(made.to_json()) == made
+
+
+def test_the_cores_beside_a_gpu_are_assumed_unless_it_is_here(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    host = replace(probe_host(Path()), nvidia_devices=1)
+    host = replace(host, cpu=replace(host.cpu, cores=3))
+    monkeypatch.setattr(detection, "probe_host", lambda _folder: host)
+    inside = NvmlReport(gpus=(NvmlGpu(name="Tesla T4", memory_gib=14.74),))
+    monkeypatch.setattr(detection, "probe_nvml", lambda _load, _pid: inside)
+    here, elsewhere = as_if(find("t4")), as_if(find("rtx-4090"))
+    assert (here.cpu.cores, here.cpu.assumed) == (3, False)
+    assert "assumed_cores" not in codes(here)
+    assert (elsewhere.cpu.cores, elsewhere.cpu.assumed) == (8, True)
+    assert "8 usable cores" in note(elsewhere, "assumed_cores").text
 
 
 @pytest.mark.parametrize("slug", ["h200", "mi250x-gcd", "apple-m3-max"])

@@ -96,7 +96,7 @@ def test_where_it_is_not_installed_one_line_says_so(monkeypatch: pytest.MonkeyPa
 )
 def test_a_plan_with_it_where_it_cannot_run_is_refused(name: str, gpu: str | None, reason: str):
     composed = compose("nli", [f"model.name={name}", "optimization.liger=true"])
-    profile = planned.machine(gpu, composed)
+    profile = planned.machine(composed, gpu)
     if gpu is None:
         assert not profile.gpus
     with pytest.raises(BadInput, match=reason):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from trainfit.records import HardwareProfile, Measurements
+    from trainfit.records import HardwareProfile, Measurements, Recommendation
 
 
 @click.command()
@@ -27,7 +27,6 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     from trainfit.catalogue import find, gpus
     from trainfit.errors import BadInput
     from trainfit.measuring import remembered
-    from trainfit.planning import recommend
     from trainfit.reports import terminal
 
     if gpu is not None and measure:
@@ -35,21 +34,39 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     if gpu == "list":
         terminal.console().print(terminal.gpu_list(gpus()))
         return
-    profile = _profile(gpu)
+    with terminal.busy("looking at the hardware"):
+        profile = _profile(gpu)
     if measure:
         measured: Measurements | None = _measure(profile, quiet=as_json)
     else:
         measured = None if profile.simulated else remembered(profile)
     specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
-    recommended = recommend(profile)
     if as_json:
-        click.echo(json.dumps(_data(profile, specs, recommended, measured), indent=2))
+        data = _data(profile, specs, _recommended(profile), measured)
+        click.echo(json.dumps(data, indent=2))
     elif short:
         lines = [terminal.gpu_line(g) for g in profile.gpus]
         click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
     else:
-        page = terminal.check_page(profile, specs, recommended, measured)
-        terminal.console().print(page)
+        console = terminal.console()
+        console.print(terminal.machine_page(profile, specs, measured))
+        recommended = _recommended(profile)
+        if recommended is not None:
+            console.print(terminal.recommended_page(recommended))
+
+
+def _recommended(profile: HardwareProfile) -> Recommendation | None:
+    """The settings to start from; a plan that cannot be made hides nothing of the machine."""
+    from trainfit.errors import TrainfitError
+    from trainfit.reports import terminal
+    from trainfit.tasks import recommended
+
+    try:
+        with terminal.busy(f"planning {recommended.subject()} (kept for the next time)"):
+            return recommended.recommend(profile)
+    except TrainfitError as error:
+        click.echo(f"trainfit: note: no settings to recommend: {error}", err=True)
+        return None
 
 
 def _profile(gpu: str | None) -> HardwareProfile:

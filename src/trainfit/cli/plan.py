@@ -89,10 +89,10 @@ def command(
         return
     question = planned.question(composed, None, watts, price)
     profile = planned.machine(composed, gpu)
-    with _busy("planning"):
+    with terminal.busy("planning"):
         made = planned.answer(composed, question, profile, memory_gib=memory)
     if plot is not None:
-        with _busy("drawing"):
+        with terminal.busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))
     if form == "table":
         terminal.console().print(page.plan_page(made))
@@ -114,7 +114,7 @@ def _compare(composed: Composed, watts: float | None, price: float | None, form:
     from trainfit.reports import plan_comparison, terminal
     from trainfit.tasks import planned
 
-    with _busy("planning for every GPU"):
+    with terminal.busy("planning for every GPU"):
         rows = planned.plan_all(composed, watts, price)
     if form == "json":
         click.echo(json.dumps(plan_comparison.comparison_data(rows), indent=2))
@@ -137,13 +137,3 @@ def _hand_over(form: str, plan: Plan, composed: Composed) -> None:
     click.echo(handover.text)
     for note in handover.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-
-
-def _busy(what: str) -> Any:
-    """A sign of life in a terminal, and nothing elsewhere."""
-    from contextlib import nullcontext
-
-    from trainfit.reports import terminal
-
-    console = terminal.console(stderr=True)
-    return console.status(what) if console.is_terminal else nullcontext()

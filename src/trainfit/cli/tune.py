@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,6 +73,7 @@ def command(
 def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     """The job as `train` would begin it: its own data decides the lengths."""
     from trainfit.cli.train import job_module
+    from trainfit.reports import terminal
     from trainfit.tasks import planned
     from trainfit.tasks.encoder import prepared
     from trainfit.tasks.encoder.choosing import configure
@@ -84,7 +84,7 @@ def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     profile = planned.machine(composed)
     module = job_module(task)
     tuned_job = getattr(module, "tuned_job", prepared.tuned_job)
-    with _busy("preparing the data", quiet):
+    with terminal.busy("preparing the data", quiet=quiet):
         job: Job = tuned_job(module.prepare(composed), profile)
     return job
 
@@ -116,7 +116,7 @@ def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None)
     from trainfit.tuning.ladder import MINUTES, climb
 
     minutes = minutes or MINUTES
-    with _busy("planning", as_json):
+    with terminal.busy("planning", quiet=as_json):
         best = with_tuned(job, job.ask({}))
     with watched("climbing", minutes * 60, quiet=as_json) as say:
         ladder = climb(
@@ -145,7 +145,7 @@ def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
     from trainfit.tuning.finder import find
     from trainfit.tuning.finder_page import page
 
-    with _busy("finding the batch size", as_json):
+    with terminal.busy("finding the batch size", quiet=as_json):
         found = find(job_of(job.ask({})), job.profile)
     _hand_out(codec.encode(found), as_json, output)
     if not as_json:
@@ -162,11 +162,3 @@ def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
         write_output(output, text + "\n")
     if as_json:
         click.echo(text)
-
-
-def _busy(what: str, quiet: bool) -> AbstractContextManager[Any]:
-    """A sign of life in a terminal, and nothing elsewhere."""
-    from trainfit.reports import terminal
-
-    console = terminal.console(stderr=True)
-    return console.status(what) if console.is_terminal and not quiet else nullcontext()

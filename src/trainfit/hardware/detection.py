@@ -1,4 +1,4 @@
-"""Put the probes together: detect() asks this machine, as_if() a catalogue GPU on this machine."""
+"""Put the probes together: detect() asks this machine, as_if() imagines a GPU of the catalogue."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from trainfit.catalogue import GpuSpec
 from trainfit.hardware.access import Access, access_notes
 from trainfit.hardware.compiler import probe_compile
 from trainfit.hardware.cpu import sysctl
-from trainfit.hardware.gpus import catalogue_gpu, gpu_record, join, not_joined
+from trainfit.hardware.gpus import catalogue_gpu, gpu_record, join, known_spec, not_joined
 from trainfit.hardware.host import Host, probe_host
 from trainfit.hardware.notes import gpu_notes, host_notes
 from trainfit.hardware.nvml import NvmlReport, load_nvml, probe_nvml
 from trainfit.hardware.torch_probe import TorchReport, load_torch, probe_torch
 from trainfit.hardware.trial import bf16_fault, bf16_note
 from trainfit.hardware.visible import VARIABLE, resolve
-from trainfit.records import CompileSupport, HardwareProfile
+from trainfit.records import CompileSupport, Cpu, Gpu, HardwareProfile, Note
+
+ASSUMED_CORES = 8
+"""Usable cores beside a GPU that is not here: what clouds rent with one."""
+_ASSUMED = Cpu(name="assumed", cores=ASSUMED_CORES, host_cores=ASSUMED_CORES, assumed=True)
 
 
 def detect(folder: Path | None = None) -> HardwareProfile:
@@ -40,11 +44,27 @@ def detect(folder: Path | None = None) -> HardwareProfile:
 
 
 def as_if(spec: GpuSpec) -> HardwareProfile:
-    """The catalogue's GPU as if it were in this machine; torch is not asked."""
+    """The catalogue's GPU as if it were here; torch is not asked.
+
+    The cores beside it are this machine's where such a GPU is in it, and else assumed.
+    """
     host = probe_host(Path())
     gpu = catalogue_gpu(spec)
-    notes = (*gpu_notes([gpu], None), *host_notes(host))
-    return replace(_machine(host, probe_compile()), gpus=(gpu,), notes=notes, simulated=True)
+    here = host.nvidia_devices > 0 and _has(spec, probe_nvml(load_nvml, os.getpid()))
+    notes = (*gpu_notes([gpu], None), *host_notes(host)) if here else _assumed_notes(gpu)
+    profile = replace(_machine(host, probe_compile()), gpus=(gpu,), notes=notes, simulated=True)
+    return profile if here else replace(profile, cpu=_ASSUMED)
+
+
+def _has(spec: GpuSpec, nvml: NvmlReport) -> bool:
+    found = [known_spec(g.name, g.memory_gib) for g in nvml.gpus if g.memory_gib is not None]
+    return any(one is not None and one.slug == spec.slug for one in found)
+
+
+def _assumed_notes(gpu: Gpu) -> tuple[Note, ...]:
+    text = f"{gpu.name} is not in this machine: {ASSUMED_CORES} usable cores beside it are assumed."
+    fix = "Run `trainfit check` on the machine that has it: its own cores count there."
+    return (*gpu_notes([gpu], None), Note(code="assumed_cores", text=text, fix=fix))
 
 
 def assemble(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 from trainfit.errors import BadInput
 from trainfit.packing import coarser_cuts, ladder
-from trainfit.planning import decisions
+from trainfit.planning import cpu_choice, decisions
 from trainfit.planning.fitting import Cutting, look_at
 from trainfit.planning.memory import CONTEXT_GIB, GIB, Target
 from trainfit.planning.question import Choice, Question
@@ -24,6 +25,8 @@ class Basis:
     """What is settled before memory is asked."""
 
     precision: Choice
+    threads: Choice | None
+    """None: as torch has it."""
     tf32: Choice
     packed: Choice
     attention: Choice
@@ -44,7 +47,8 @@ class Basis:
 
 def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Basis:
     """Decide what memory has no say in."""
-    precise = decisions.precision(question, profile, gpu)
+    cpu = cpu_choice.choose(question, profile, ranks) if gpu is None else None
+    precise = decisions.precision(question, profile, gpu, cpu)
     packed = decisions.packing(question, gpu, precise.value)
     effective = decisions.effective_batch(question, ranks)
     cap = decisions.cap_tokens(question, effective.value, ranks)
@@ -63,6 +67,7 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
         arguments["dtype"] = _DTYPES[precise.value]
     return Basis(
         precision=precise,
+        threads=decisions.threads(question, cpu),
         tf32=decisions.tf32(question, gpu),
         packed=packed,
         attention=attention,
@@ -126,7 +131,7 @@ def target_for(profile: HardwareProfile, gpu: Gpu | None, memory_gib: float | No
     if memory_gib is not None and not memory_gib > 0:
         raise BadInput(f"the memory is {memory_gib} GiB", "give what may be used, above 0")
     if gpu is None:
-        free = profile.memory_available_gib if memory_gib is None else memory_gib
+        free = _steady(profile.memory_available_gib) if memory_gib is None else memory_gib
         return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
     if memory_gib is None:
         others = gpu.state.memory_used_by_others_gib or 0.0
@@ -136,3 +141,8 @@ def target_for(profile: HardwareProfile, gpu: Gpu | None, memory_gib: float | No
         compute_capability=gpu.compute_capability,
         capacity=int(memory_gib * GIB),
     )
+
+
+def _steady(free_gib: float) -> float:
+    """Free memory in coarse steps: from one call to the next it differs, and the plan must not."""
+    return float(2 ** (math.floor(4 * math.log2(max(free_gib, 0.1))) / 4))

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trainfit.planning.cpu_choice import CpuChoice
 from trainfit.planning.question import Choice, Question
-from trainfit.planning.recommendation import MAX_WORKERS, workers
-from trainfit.records import Cpu, Gpu, HardwareProfile, Precision
+from trainfit.planning.rules import MAX_WORKERS, lacks, workers
+from trainfit.records import Gpu, HardwareProfile, Precision
 
 VARLEN_SINCE = 8.0
 """The compute capability from which on torch has variable-length attention."""
@@ -29,23 +30,23 @@ def pinned(question: Question, name: str) -> Choice | None:
     return Choice(value=pin.value, why=said)
 
 
-def precision(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> Choice:
-    """The dtype of matrix products."""
+def precision(
+    question: Question, profile: HardwareProfile, gpu: Gpu | None, cpu: CpuChoice | None
+) -> Choice:
+    """The dtype of matrix products; `cpu` is what was found for a job without a GPU."""
     choice = pinned(question, "precision")
     if choice is not None:
         reason = lacks(choice.value, profile.cpu, gpu)
         if reason is None:
             return choice
         others = {name: pin for name, pin in question.pins.items() if name != "precision"}
-        found = precision(replace(question, pins=others), profile, gpu)
+        found = precision(replace(question, pins=others), profile, gpu, cpu)
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
         return Choice(value=found.value, why=why)
     if gpu is None:
-        if profile.cpu.native_bf16:
-            return Choice(
-                value="bf16", why="this CPU multiplies bf16 natively", alternatives=("fp32",)
-            )
-        return Choice(value="fp32", why="this CPU has no native bf16")
+        assert cpu is not None
+        lost = () if cpu.lost is None else (cpu.lost,)
+        return Choice(value=cpu.precision, why=cpu.why, alternatives=lost)
     if gpu.native_bf16:
         return Choice(
             value="bf16",
@@ -64,13 +65,12 @@ def precision(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> 
     return Choice(value="fp32", why="no half-precision matrix units")
 
 
-def lacks(precise: Precision, cpu: Cpu, gpu: Gpu | None) -> str | None:
-    """Why the GPU, or without one the CPU, cannot multiply in a precision; None: it can."""
-    if gpu is None:
-        able = precise == "fp32" or (precise == "bf16" and cpu.native_bf16)
-        return None if able else "this CPU does not multiply it"
-    able = {"bf16": gpu.native_bf16, "fp16": gpu.fp16}.get(precise, True)
-    return None if able else f"compute capability {gpu.compute_capability} has none"
+def threads(question: Question, cpu: CpuChoice | None) -> Choice | None:
+    """The threads of torch's operations; None leaves torch's own number, as beside a GPU."""
+    choice = pinned(question, "num_threads")
+    if choice is not None or cpu is None:
+        return choice
+    return Choice(value=cpu.threads, why=cpu.threads_why)
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:
@@ -146,8 +146,8 @@ def loader(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> dic
     most = workers(cores, None if gpu is None else gpu.memory_gib)
     count = pinned(question, "num_workers") or Choice(
         value=most,
-        why=f"{cores} usable cores less two, at most {MAX_WORKERS}"
-        + ("" if gpu is None else ", at most one per 3 GB of GPU memory"),
+        why=f"{cores} {'assumed' if profile.cpu.assumed else 'usable'} cores less two, "
+        f"at most {MAX_WORKERS}" + ("" if gpu is None else ", at most one per 3 GB of GPU memory"),
     )
     pin = pinned(question, "pin_memory") or Choice(
         value=gpu is not None,

@@ -21,6 +21,7 @@ from trainfit.planning import kept
 from trainfit.planning.advice import what_would_fit
 from trainfit.planning.basis import Basis, basis_for, target_for
 from trainfit.planning.compiling import decide_compile, may_compile
+from trainfit.planning.cpu_choice import choose
 from trainfit.planning.fitting import Candidate, Cutting, Fitter, Speed
 from trainfit.planning.memory import Target, start
 from trainfit.planning.probing import folder_content
@@ -30,6 +31,7 @@ from trainfit.planning.reasons import reasons_for
 from trainfit.planning.spreading import room_gained, spread
 from trainfit.planning.weighing import fitter_for, held_back, modes_of, weigh
 from trainfit.records import (
+    Gpu,
     GpuState,
     HardwareProfile,
     Measurements,
@@ -89,13 +91,19 @@ def _asked(
         folder_content(question.arguments),
         None if gpu is None else replace(gpu, state=GpuState()),
         target,
-        profile.cpu,
-        profile.compile,
+        _host(question, profile, gpu, ranks),
         profile.simulated,
         ranks,
         measured,
     )
     return [codec.dumps(part, indent=None) for part in parts]
+
+
+def _host(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Any:
+    """The facts about the host that a plan depends on: none of this machine for a GPU elsewhere."""
+    if gpu is None:
+        return profile.cpu, profile.compile, choose(question, profile, ranks)
+    return profile.cpu.cores if profile.simulated else (profile.cpu, profile.compile)
 
 
 def compare(question: Question, gpus: Sequence[GpuSpec], ranks: int = 1) -> list[tuple[str, Plan]]:
@@ -227,6 +235,7 @@ def _planned(
             deterministic=question.pinned("deterministic"),
             expandable_segments=question.pinned("expandable_segments"),
             attention="efficient" if question.pinned("flash") is False else None,
+            num_threads=None if basis.threads is None else basis.threads.value,
             seed=question.pinned("seed"),
         ),
         cuts=_fallbacks(basis, best),
@@ -237,8 +246,15 @@ def _planned(
         reasons=tuple(reasons),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
         advice=() if fits else what_would_fit(question, basis.arguments, best, held, exact),
+        assumptions=_assumptions(profile),
         **{field.name: values[field.name] for field in fields(Plan) if field.name in values},
     )
+
+
+def _assumptions(profile: HardwareProfile) -> tuple[str, ...]:
+    if not profile.cpu.assumed:
+        return ()
+    return (f"{profile.cpu.cores} usable cores beside the GPU, which is not in this machine",)
 
 
 def _fallbacks(basis: Basis, best: Candidate) -> tuple[int, ...]:

@@ -29,6 +29,8 @@ class Question(Record):
     layers: int
     """Like ones, one after the other."""
     workload: Workload
+    quick: dict[str, Any] = field(default_factory=dict)
+    """Arguments that make the model quicker to build, and its layers no faster or slower."""
     pins: dict[str, Pin] = field(default_factory=dict)
     default_batch: int = 16
     """Sequences per optimizer step where nobody says."""

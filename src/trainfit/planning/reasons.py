@@ -35,6 +35,7 @@ def reasons_for(
     fill = best.cutting.tokens / best.cutting.computed
     choices = {
         "precision": basis.precision,
+        **({} if basis.threads is None else {"num_threads": basis.threads}),
         "tf32": basis.tf32,
         "packed": basis.packed,
         "attention": basis.attention,

@@ -37,8 +37,9 @@ _BAR = 24
 
 def plan_page(plan: Plan) -> RenderableType:
     """The page of `trainfit plan`; its first line says whether the run fits."""
-    parts: list[RenderableType] = [verdict(plan), Text(_workload(plan), "dim"), ""]
-    parts += [_settings(plan), *_unexplained(plan)]
+    parts: list[RenderableType] = [verdict(plan), Text(_workload(plan), "dim")]
+    parts += [Text(f"Assumed: {line}", "dim") for line in plan.assumptions]
+    parts += ["", _settings(plan), *_unexplained(plan)]
     if plan.memory is not None:
         parts += ["", _memory(plan.memory)]
     if plan.time is not None:

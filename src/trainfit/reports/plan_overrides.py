@@ -38,6 +38,7 @@ def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
         "device.use_cuda": True if plan.gpu is not None else None,
         "device.mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
         "device.tf32": plan.runtime.tf32,
+        "device.num_threads": plan.runtime.num_threads,
         "model.method": None if load.method == "frozen" else load.method,
         "model.freeze_encoder": load.method == "frozen",
         "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],

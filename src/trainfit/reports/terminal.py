@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -23,13 +24,18 @@ def console(stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
 
 
-def check_page(
+def busy(what: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
+    """A sign of life in a terminal that says what is being done, and nothing elsewhere."""
+    shown = console(stderr=True)
+    return shown.status(what) if shown.is_terminal and not quiet else nullcontext()
+
+
+def machine_page(
     profile: HardwareProfile,
     specs: Iterable[GpuSpec | None],
-    recommended: Recommendation,
     measured: Measurements | None,
 ) -> RenderableType:
-    """The page of `trainfit check`."""
+    """The first part of `trainfit check`: what is here, what of it was measured, what is wrong."""
     parts: list[RenderableType] = [
         _gpu_panel(gpu, spec, profile.simulated)
         for gpu, spec in zip(profile.gpus, specs, strict=True)
@@ -37,9 +43,26 @@ def check_page(
     parts.append(_machine_panel(profile))
     if measured is not None:
         parts.append(_measured_table(measured))
-    parts.append(_recommended_table(recommended))
     parts += [_note(note) for note in profile.notes]
     return Group(*parts)
+
+
+def recommended_page(recommended: Recommendation) -> RenderableType:
+    """The second part of `trainfit check`: the settings to start from, and for which model."""
+    job, model = recommended.task, recommended.model
+    length = f"{recommended.method}, up to {recommended.max_length} tokens"
+    table = Table(title="Recommended settings", title_justify="left", box=None, pad_edge=False)
+    for heading in ("setting", "value", "why"):
+        table.add_column(heading)
+    for reason in recommended.reasons:
+        table.add_row(reason.setting, Text(_value(reason.value), "bold"), reason.why)
+    fits = "" if recommended.fits else " It does not fit here."
+    lines = [
+        Text(f"For {job} with {model} ({length}), as `trainfit plan {job}` has them.{fits}"),
+        Text(f"For a model of yours: `trainfit plan {job} --model NAME`.", "dim"),
+    ]
+    advice = [Text.assemble(("Advice: ", "bold yellow"), line) for line in recommended.advice]
+    return Group(table, *lines, *advice)
 
 
 def gpu_line(gpu: Gpu) -> str:
@@ -135,10 +158,11 @@ def _peaks(spec: GpuSpec) -> str:
 
 def _machine_panel(profile: HardwareProfile) -> Panel:
     cpu = profile.cpu
+    beside = "the one beside the GPU" if cpu.assumed else cpu.name
     cores = f"{cpu.cores} usable" + (f" of {cpu.host_cores}" if cpu.host_cores > cpu.cores else "")
     bf16 = "" if profile.simulated else f", bf16 {_yes(cpu.native_bf16)}"  # not tried then
     rows = [
-        ("CPU", f"{cpu.name}, {cores} cores{bf16}"),
+        ("CPU", f"{beside}, {cores} cores{' (assumed)' if cpu.assumed else bf16}"),
         (
             "Memory",
             f"{profile.memory_gib:.1f} GiB, {profile.memory_available_gib:.1f} available",
@@ -176,15 +200,6 @@ def _compile(profile: HardwareProfile) -> str:
         return f"would fail: {' and '.join(missing)} missing"
     triton = f", Triton {support.triton}" if support.triton else ""
     return f"ready ({support.c_compiler}{triton})"
-
-
-def _recommended_table(recommended: Recommendation) -> Table:
-    table = Table(title="Recommended settings", title_justify="left", box=None, pad_edge=False)
-    for heading in ("setting", "value", "why"):
-        table.add_column(heading)
-    for reason in recommended.reasons:
-        table.add_row(reason.setting, Text(_value(reason.value), "bold"), reason.why)
-    return table
 
 
 def _measured_table(measured: Measurements) -> Table:

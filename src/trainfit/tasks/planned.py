@@ -25,8 +25,8 @@ from trainfit.kernels import liger
 from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
-from trainfit.planning.decisions import lacks
 from trainfit.planning.question import Pin, Question
+from trainfit.planning.rules import lacks
 from trainfit.records import HardwareProfile, Plan, RuntimeSettings, Workload
 from trainfit.tasks.encoder import freezing
 from trainfit.tasks.encoder.settings import settings_from
@@ -36,6 +36,7 @@ _KEYS = {
     "device.tf32": "tf32",
     "device.cudnn_benchmark": "cudnn_benchmark",
     "device.deterministic": "deterministic",
+    "device.num_threads": "num_threads",
     "device.expandable_segments": "expandable_segments",
     "model.use_flash_attention": "flash",
     "optimization.optimizer": "optimizer",
@@ -65,6 +66,8 @@ _FACTORIES = {
 }
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.
 _POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
+_FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
+"""A classifier looks its tokens up: the size of the vocabulary is nothing to its speed."""
 _GPT_TOKENS = 10_000_000
 """An epoch of pretraining where no data is named: about the standard library of Python."""
 
@@ -186,6 +189,7 @@ def question(
         arguments=arguments,
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         workload=_workload(composed, lengths),
+        quick={} if causal else {"overrides": _FEW_TOKENS},
         pins=_pins(composed),
         default_batch=_BATCHES[composed.task],
         unpackable=facts.unpackable,
@@ -200,7 +204,7 @@ def question(
 def runtime_settings(config: Config, plan: Plan) -> RuntimeSettings:
     """The process-wide switches of a run: the plan's, and the threads that were asked for."""
     threads = config.device.num_threads
-    return replace(plan.runtime, num_threads=None if threads == "auto" else threads)
+    return plan.runtime if threads == "auto" else replace(plan.runtime, num_threads=threads)
 
 
 def gpt_sizes(model: GptModel) -> dict[str, Any]:

@@ -1,0 +1,144 @@
+"""The process that times a job's step on the CPU in each precision: a request in, its times out.
+
+The step is the job's own, forward, backward and update, cut down to what takes about a tenth of a
+second: fewer layers, then fewer tokens. Both precisions take turns, and the best time of each
+counts, so that other processes disturb the comparison as little as possible.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import psutil
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers.initialization import no_init_weights
+
+from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
+from trainfit.records import Precision, RuntimeSettings, TaskSpec
+from trainfit.runtime import applied
+
+Step = Callable[[], object]
+_FLOPS = 1e10
+"""Operations of a step to time: about a tenth of a second on two cores."""
+_LEAST_TOKENS = 64
+"""With fewer, matrix products are not what they are in a real step."""
+_SAMPLE_TOKENS = 16
+_SECONDS, _FEWER_SECONDS = 0.4, 0.1
+_MOST_SAMPLES = 30
+_SHORT = 0.05
+"""Seconds of a step from which on it has enough to do for every thread."""
+_IDLE = 0.5
+"""The load per core up to which threads are timed together.
+
+On a busier machine they wait for one another, and nothing that is seen then holds later: one
+thread is timed there, by the seconds that it computed.
+"""
+_COPIES = 12
+"""Weights, gradients and two moments, in each precision; and half as much for what a step keeps."""
+_DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
+_PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
+
+
+def main() -> None:
+    """Answer the request on standard input; nothing else may print to standard output."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    print(time_steps(StepRequest.from_json(sys.stdin.read())).to_json(indent=None), file=answers)
+
+
+def time_steps(request: StepRequest) -> StepTimes:
+    """The best time in each precision, with fewer threads too where they might be faster."""
+    if not _has_room(request):
+        return StepTimes(error="a layer is too large for the memory that is free")
+    usual, *fewer = request.threads
+    idle = _is_idle(usual)
+    depth, rows, width = _cut_down(request)
+    steps = {p: _build(request, p, depth, rows, width) for p in _PRECISIONS}
+    times = _best(steps, usual if idle else 1, _SECONDS)
+    if idle and min(t.seconds for t in times) < _SHORT:
+        for count in fewer:
+            times += _best(steps, count, _FEWER_SECONDS)
+    return StepTimes(times=tuple(times))
+
+
+def _has_room(request: StepRequest) -> bool:
+    """Whether a layer of the model fits in each precision, with gradients and optimizer state."""
+    with torch.device("meta"), no_init_weights():
+        model, _ = _model(request, "fp32", 1, 1, 1)
+    nbytes = 4 * sum(weight.numel() for weight in model.parameters())
+    return bool(_COPIES * nbytes < psutil.virtual_memory().available)
+
+
+def _is_idle(cores: int) -> bool:
+    try:
+        return os.getloadavg()[0] <= _IDLE * cores
+    except (OSError, AttributeError):
+        return False
+
+
+def _cut_down(request: StepRequest) -> tuple[int, int, int]:
+    """Layers, rows and width that take about as many operations as a step may."""
+    sample = min(_SAMPLE_TOKENS, request.width)
+    with FlopCounterMode(display=False) as counter:
+        _build(request, "fp32", 1, 1, sample)()
+    per_token = max(1.0, counter.get_total_flops() / sample)
+    tokens = request.rows * request.width
+    depth = int(_FLOPS / (per_token * tokens))
+    if depth >= 1:
+        return min(depth, request.layers), request.rows, request.width
+    tokens = max(_LEAST_TOKENS, int(_FLOPS / per_token))
+    width = min(request.width, tokens)
+    return 1, max(1, min(request.rows, tokens // width)), width
+
+
+def _build(request: StepRequest, precision: Precision, depth: int, rows: int, width: int) -> Step:
+    model, make_step = _model(request, precision, depth, rows, width)
+    model.train()
+    step: Step = make_step(model)
+    return step
+
+
+def _model(
+    request: StepRequest, precision: Precision, depth: int, rows: int, width: int
+) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Step]]:
+    """The probe's model and how its step is made."""
+    arguments: dict[str, Any] = request.arguments | {
+        "precision": precision,
+        "depth": depth,
+        "rows": rows,
+        "width": width,
+        "micro_batches": 1,
+        "checkpointing": "none",
+        "slots": None,
+        "lengths": None,
+    }
+    if request.half_weights:
+        arguments["dtype"] = _DTYPES[precision]
+    task = TaskSpec(factory=request.factory, arguments=arguments)
+    made: tuple[torch.nn.Module, Callable[[torch.nn.Module], Step]] = task.function()(**arguments)
+    return made
+
+
+def _best(steps: Mapping[Precision, Step], threads: int, seconds: float) -> list[StepTime]:
+    clock = time.process_time if threads == 1 else time.perf_counter
+    best = dict.fromkeys(steps, float("inf"))
+    with applied(RuntimeSettings(num_threads=threads)):
+        for step in steps.values():
+            step()  # kernels are made, and the optimizer's state
+        deadline = time.perf_counter() + seconds
+        for _ in range(_MOST_SAMPLES):
+            for precision, step in steps.items():
+                started = clock()
+                step()
+                best[precision] = min(best[precision], clock() - started)
+            if time.perf_counter() > deadline:
+                break
+    return [StepTime(precision=p, threads=threads, seconds=s) for p, s in best.items()]
+
+
+if __name__ == "__main__":
+    main()

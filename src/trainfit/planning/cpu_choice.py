@@ -1,0 +1,222 @@
+"""The precision and the threads of a job on a CPU: whichever ran a step of its model faster.
+
+A CPU that multiplies bfloat16 natively is not faster in it for every model: casting costs more
+than a small model's products save. So a step is timed once in a process of its own, and its times
+are kept by the machine and the model's shape: every command then gives the same answer.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from trainfit import cached
+from trainfit.errors import RunFailed, TrainfitError
+from trainfit.planning import kept
+from trainfit.planning.probing import folder_content
+from trainfit.planning.question import Choice, Question
+from trainfit.planning.rules import lacks
+from trainfit.records import HardwareProfile, Precision, Record
+
+CLEAR = 1.05
+"""How many times as fast a choice must be to win: less is within the noise."""
+_CHILD = "trainfit.measuring.step_times"
+_SECONDS = 300
+_NOT_KEPT = "bf16 was not timed, since the cache cannot be written: set TRAINFIT_CACHE"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRequest(Record):
+    """A step to time in each precision, of this shape or of a part of it."""
+
+    factory: str
+    """module:function of the probe."""
+    arguments: dict[str, Any]
+    layers: int
+    rows: int
+    width: int
+    half_weights: bool
+    """Weights that are not trained are kept in the precision of the products."""
+    threads: tuple[int, ...]
+    """The usual number first, then fewer."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTime(Record):
+    """The best time of a step."""
+
+    precision: Precision
+    threads: int
+    seconds: float
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes(Record):
+    """The best times that were found, or why there are none."""
+
+    times: tuple[StepTime, ...] = ()
+    error: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CpuChoice(Record):
+    """The decision, with its reasons."""
+
+    precision: Precision
+    why: str
+    threads: int
+    threads_why: str
+    lost: str | None = None
+    """The precision that was slower, with its time."""
+
+
+def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoice:
+    """The choice for a job, by the times that were kept, or taken now.
+
+    Nothing is timed where the precision is settled by a pin, or the CPU has no native bfloat16.
+    """
+    usual, free = _usual_threads(question, profile, ranks)
+    pin = question.pinned("precision")
+    if not profile.cpu.native_bf16 or (pin is not None and lacks(pin, profile.cpu, None) is None):
+        return _fp32(usual, "this CPU has no native bf16")
+    request = _request(question, usual.value, ranks, fewer=free)
+    asked = request.to_json(indent=None)
+    place = kept.place("steps", profile.cpu.to_json(), folder_content(question.arguments), asked)
+    found = _timed(place, asked)
+    if found.error is not None:
+        return _fp32(usual, found.error)
+    return decide(found, usual)
+
+
+def decide(found: StepTimes, usual: Choice) -> CpuChoice:
+    """The fastest: fewer threads, and then bfloat16, must be clearly faster to win.
+
+    On a machine that was busy one thread was timed: that says nothing about their number.
+    """
+    busy = all(time.threads != usual.value for time in found.times)
+    count = 1 if busy else usual.value
+    fp32, bf16 = _fastest(found, "fp32", count), _fastest(found, "bf16", count)
+    best, other = (bf16, fp32) if fp32.seconds > CLEAR * bf16.seconds else (fp32, bf16)
+    ratio, here = other.seconds / best.seconds, f"{_ms(best)} against {_ms(other)} ms"
+    if ratio > CLEAR:
+        why = f"{best.precision} {ratio:.2g} times as fast as {other.precision} here: {here}"
+    else:
+        why = f"bf16 is not clearly faster for this model here: {here}"
+    if busy:
+        why = f"{why}, on one thread of a busy machine"
+    threads = usual
+    if best.threads != usual.value and not busy:
+        slower = _at(found, best.precision, usual.value)
+        gain = f"{slower.seconds / best.seconds:.2g} times as fast as {usual.value} threads here"
+        threads = Choice(value=best.threads, why=f"{gain}: {_ms(best)} against {_ms(slower)} ms")
+    return CpuChoice(
+        precision=best.precision,
+        why=why,
+        threads=threads.value,
+        threads_why=threads.why,
+        lost=f"{other.precision}: {_ms(other)} ms",
+    )
+
+
+def _fastest(found: StepTimes, precision: Precision, usual: int) -> StepTime:
+    plain = _at(found, precision, usual)
+    best = min((t for t in found.times if t.precision == precision), key=lambda t: t.seconds)
+    return best if plain.seconds > CLEAR * best.seconds else plain
+
+
+def _at(found: StepTimes, precision: Precision, threads: int) -> StepTime:
+    return next(t for t in found.times if (t.precision, t.threads) == (precision, threads))
+
+
+def _ms(time: StepTime) -> str:
+    return f"{time.seconds * 1000:.3g}"
+
+
+def _fp32(usual: Choice, why: str) -> CpuChoice:
+    return CpuChoice(precision="fp32", why=why, threads=usual.value, threads_why=usual.why)
+
+
+def _usual_threads(question: Question, profile: HardwareProfile, ranks: int) -> tuple[Choice, bool]:
+    """The threads without timing, and whether fewer may be taken."""
+    pin = question.pinned("num_threads")
+    if pin is not None:
+        return Choice(value=pin, why="you set it"), False
+    said = os.environ.get("OMP_NUM_THREADS", "")
+    if said.isdecimal() and int(said) > 0:
+        return Choice(value=int(said), why="OMP_NUM_THREADS says so"), False
+    cores = max(1, profile.cpu.cores // ranks)
+    why = "the usable cores" if ranks == 1 else f"the usable cores, shared by {ranks} ranks"
+    return Choice(value=cores, why=why), True
+
+
+def _request(question: Question, threads: int, ranks: int, *, fewer: bool) -> StepRequest:
+    """A step of the job's mean length; like lengths are asked alike."""
+    load = question.workload
+    share = math.ceil(load.effective_batch_size / ranks)
+    width = 2 ** math.ceil(math.log2(fmean(load.lengths)))
+    optimizer = question.pinned("optimizer") or "adamw_fused"
+    halves = [threads >> shift for shift in (1, 2, 3) if threads >> shift]
+    return StepRequest(
+        factory=question.factory,
+        arguments=question.arguments | question.quick | {"optimizer": optimizer},
+        layers=question.layers,
+        rows=min(share, question.pinned("batch_size") or share),
+        width=min(load.max_length, width),
+        half_weights=load.method != "full",
+        threads=(threads, *(halves if fewer else ())),
+    )
+
+
+@lru_cache(maxsize=64)
+def _timed(place: Path, asked: str) -> StepTimes:
+    """The times that are kept at a place; those of the first to write them count for all."""
+    found = cached.read(StepTimes, place)
+    if found is not None:
+        return found
+    if not _is_writable(place.parent):
+        return StepTimes(error=_NOT_KEPT)
+    try:
+        times = time_steps(asked)
+    except TrainfitError as error:
+        return StepTimes(error=f"no step could be timed: {error.what}")
+    if not place.exists():
+        cached.write(place, times)
+    return cached.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
+
+
+def _is_writable(folder: Path) -> bool:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError:
+        return False
+    return os.access(folder, os.W_OK)
+
+
+def time_steps(asked: str) -> StepTimes:
+    """Time the request in a process of its own, which leaves this one as it is."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", _CHILD],
+            input=asked,
+            capture_output=True,
+            text=True,
+            timeout=_SECONDS,
+            check=False,
+            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        )
+    except subprocess.TimeoutExpired:
+        raise RunFailed(f"it took over {_SECONDS} s", "set device.mixed_precision") from None
+    if done.returncode:
+        raise RunFailed(f"exit code {done.returncode}", "set device.mixed_precision")
+    found = StepTimes.from_json(done.stdout)
+    if found.error is not None:
+        raise RunFailed(found.error, "set device.mixed_precision")
+    return found
