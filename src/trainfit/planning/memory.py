@@ -188,6 +188,10 @@ class _Child:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
+        except BaseException:  # interrupted: its answer must not be taken for the next one's
+            process.kill()
+            self._process = None
+            raise
         finally:
             watchdog.cancel()
         if not answer:
