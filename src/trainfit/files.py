@@ -169,6 +169,12 @@ def cache_folder() -> Path:
     return _usable(Path(base, "trainfit"))
 
 
+def keeps_cache() -> bool:
+    """Whether the cache is there for the next process too."""
+    folder = cache_folder()
+    return not _temporary.cache_info().currsize or folder != Path(_temporary().name)
+
+
 @cache
 def _usable(folder: Path) -> Path:
     try:

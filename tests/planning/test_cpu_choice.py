@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from job_tiny import tiny_model
 from trainfit.catalogue import find
 from trainfit.conf import compose
-from trainfit.errors import RunFailed
+from trainfit.errors import RunFailed, TrainfitWarning
 from trainfit.hardware import as_if
 from trainfit.planning import cpu_choice
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes, choose, decide
@@ -132,6 +132,15 @@ def test_nothing_is_timed_where_the_precision_is_settled(
     assert timer.asked == []
 
 
+def test_a_pin_that_the_cpu_cannot_do_leaves_the_precision_free(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
+    Timer(monkeypatch, {("fp32", 4): 0.02, ("bf16", 4): 0.01})
+    asked = question(model, "hardware=conservative")
+    assert asked.pinned("precision") == "fp16"
+    assert choose(asked, machine(), 1).precision == "bf16"
+
+
 def test_threads_that_were_set_are_taken(model: str, monkeypatch: pytest.MonkeyPatch):
     timer = Timer(monkeypatch, {("fp32", 3): 0.02, ("bf16", 3): 0.03})
     made = choose(question(model, "device.num_threads=3"), machine(), 1)
@@ -161,7 +170,8 @@ def test_a_cache_that_cannot_be_written_means_fp32(
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file"))
     timer = Timer(monkeypatch, {("fp32", 4): 0.02, ("bf16", 4): 0.01})
-    made = choose(question(model), machine(), 1)
+    with pytest.warns(TrainfitWarning, match="nothing is kept"):
+        made = choose(question(model), machine(), 1)
     assert made.precision == "fp32"
     assert "cache cannot be written" in made.why
     assert timer.asked == []

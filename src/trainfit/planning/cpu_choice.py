@@ -19,6 +19,7 @@ from typing import Any
 
 from trainfit import cached
 from trainfit.errors import RunFailed, TrainfitError
+from trainfit.files import keeps_cache
 from trainfit.planning import kept
 from trainfit.planning.probing import folder_content
 from trainfit.planning.question import Choice, Question
@@ -180,7 +181,7 @@ def _timed(place: Path, asked: str) -> StepTimes:
     found = cached.read(StepTimes, place)
     if found is not None:
         return found
-    if not _is_writable(place.parent):
+    if not keeps_cache():
         return StepTimes(error=_NOT_KEPT)
     try:
         times = time_steps(asked)
@@ -189,14 +190,6 @@ def _timed(place: Path, asked: str) -> StepTimes:
     if not place.exists():
         cached.write(place, times)
     return cached.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
-
-
-def _is_writable(folder: Path) -> bool:
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError:
-        return False
-    return os.access(folder, os.W_OK)
 
 
 def time_steps(asked: str) -> StepTimes:
