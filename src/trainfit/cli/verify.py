@@ -98,13 +98,13 @@ def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:
     from trainfit.cli import verify_pages as pages
     from trainfit.errors import BadInput
     from trainfit.measuring.scripts import run_observed
-    from trainfit.redaction import redact_words
+    from trainfit.redaction import redact, redact_words
 
     if not words:
         raise BadInput("there is no command after --", "give one, as in: python train.py")
     code, seen = run_observed(words, sys.stderr if quiet else None)
     if seen is None or seen.receipt is None:
         why = seen.obstacle if seen else "no Python of the command made an optimizer step of torch"
-        print(f"trainfit: nothing to verify: {why}", file=sys.stderr)
+        print(f"trainfit: nothing to verify: {redact(why)}", file=sys.stderr)
         return code, None
     return code, pages.of_command(" ".join(redact_words(words)), seen)

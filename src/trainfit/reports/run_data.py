@@ -17,6 +17,7 @@ import numpy as np
 from trainfit import codec
 from trainfit.errors import TrainfitError
 from trainfit.records import Event, HardwareProfile, Plan, Receipt
+from trainfit.redaction import redact_values
 from trainfit.reports.run_log import events_of, opening_of
 from trainfit.reports.thinning import Floats
 
@@ -200,7 +201,8 @@ class _Reader:
         found = parsed(text) if text else {}
         if found is None:
             self.problems.append(f"{path.name} is damaged, and left out")
-        return found or {}
+        shown: Mapping[str, Any] = redact_values(found or {})  # older runs hold it as it was typed
+        return shown
 
     def rows(self, path: Path) -> Iterable[Mapping[str, Any]]:
         return [row for line in self.text(path).splitlines() if (row := parsed(line)) is not None]
