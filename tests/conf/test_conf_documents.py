@@ -22,6 +22,7 @@ from trainfit.cli.main import run
 from trainfit.cli.train import job_module
 from trainfit.conf import SCHEMAS, Composed, compose, composition, options
 from trainfit.conf.user_file import with_file
+from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
 from trainfit.packing import dealing
 from trainfit.planning import fitting, planner, probing
@@ -29,6 +30,7 @@ from trainfit.planning.memory import Answer, Room
 from trainfit.planning.timing import Done, Work
 from trainfit.records import HardwareProfile
 from trainfit.tasks import planned
+from trainfit.tasks.encoder.prepared import Prepared
 from trainfit.tasks.gpt.prepared import Prepared as GptPrepared
 
 GPUS = ("t4", "v100", "3090", "4090", "a100", "h200")
@@ -111,8 +113,19 @@ def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
             tokens: Any = SimpleNamespace(train=np.zeros(1 << 18, dtype=np.int8))
             return GptPrepared(composed=composed, data=tokens)
         lengths = DATA[data](task, composed.config.data.max_length)
-        dataset = SimpleNamespace(train=SimpleNamespace(lengths=lengths))
-        return SimpleNamespace(composed=composed, datasets=(dataset,))
+        starts = np.cumsum(lengths) - lengths
+        ids = np.zeros(lengths.sum(), dtype=np.int32)
+        part = Tokens(ids=ids, starts=starts, lengths=lengths, labels=np.zeros_like(lengths))
+        dataset = Dataset(train=part, validation=part, test=part, metadata={})
+        nothing: Any = None
+        return Prepared(
+            composed=composed,
+            chosen=nothing,
+            datasets=(dataset,),
+            ids=((),),
+            build=nothing,
+            baselines=nothing,
+        )
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(planned, "detect", lambda: profile)
