@@ -298,8 +298,9 @@ def _read_annotated(kind: Any, data: Any, path: str, problems: list[BadInput]) -
 
 
 def _read_union(kind: Any, data: Any, path: str, problems: list[BadInput]) -> Any:
-    # A whole number is also a number: the exact member is tried first.
-    members = sorted(get_args(kind), key=lambda member: member is float)
+    # A whole number is also a number: the exact member is tried first, and a name before all, since
+    # every attempt that fails words an error.
+    members = sorted(get_args(kind), key=lambda member: (not _names(member, data), member is float))
     attempts: list[list[BadInput]] = []
     for member in members:
         tried: list[BadInput] = []
@@ -313,6 +314,13 @@ def _read_union(kind: Any, data: Any, path: str, problems: list[BadInput]) -> An
     else:
         problems.append(_mismatch(kind, data, path))
     return None
+
+
+def _names(kind: Any, data: Any) -> bool:
+    """Tell if `kind` has `data` among its words, or both are None."""
+    if kind is type(None):
+        return data is None
+    return get_origin(kind) is Literal and isinstance(data, str) and data in get_args(kind)
 
 
 def _read_tuple(kind: Any, data: Any, path: str, problems: list[BadInput]) -> Any:
