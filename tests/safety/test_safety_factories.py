@@ -62,7 +62,7 @@ def test_a_file_cannot_say_that_it_is_none(tmp_path: Path, trap: Path):
 def test_the_estimator_is_told_where_the_name_came_from(tmp_path: Path, trap: Path):
     request = Request(task=loaded(tmp_path, "trapdoor:build").task, targets=())
     sent = codec.loads(Request, codec.dumps(request, indent=None))
-    assert "was read from a file" in str(child.answer(sent).error)
+    assert "was read from a file" in str(child.answer(sent))
     assert not trap.exists()
 
 
