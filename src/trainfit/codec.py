@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainfit.errors import BadConfig, BadInput, did_you_mean
-from trainfit.files import read_text
+from trainfit.files import LARGEST_LOG, read_text
 
 T = TypeVar("T")
 
@@ -165,6 +165,22 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("it is not an object")
     return data
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """The objects in a .jsonl file, without the lines that are damaged; OSError where it is none.
+
+    A process that was killed leaves half a line: such a file is still worth reading.
+    """
+    rows = []
+    for line in read_text(path, LARGEST_LOG, errors="replace").splitlines():
+        try:
+            row = parse(line)
+        except ValueError:
+            continue
+        if isinstance(row, dict):
+            rows.append(row)
+    return rows
 
 
 def _constant(name: str) -> Any:

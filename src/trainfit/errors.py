@@ -9,6 +9,9 @@ from typing import Any
 
 from trainfit.redaction import redact
 
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""What code raises on data that has another form than it expects."""
+
 
 class TrainfitWarning(UserWarning):
     """Something a person should know about, and trainfit goes on."""

@@ -17,6 +17,8 @@ from trainfit.errors import BadInput, TrainfitWarning, brief, reason
 
 LARGEST_TEXT = 256 << 20
 """Bytes of a file that is read at once: more than any record of a run or a cache has."""
+LARGEST_LOG = 2 << 30
+"""The same of a file that grows with a run."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -46,13 +48,13 @@ def open_regular(path: Path) -> BufferedReader:
         raise
 
 
-def read_text(path: Path, most: int = LARGEST_TEXT) -> str:
+def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
     """Text of a regular file of at most so many bytes; OSError or ValueError where it has none."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"over {most >> 20} MiB", str(path))
-    return data.decode()
+    return data.decode(errors=errors)
 
 
 def checksum(path: Path) -> str:

@@ -152,7 +152,10 @@ def _task_command(task: str, about: str) -> click.Command:
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
     def run(**given: Any) -> int:
-        return _search(task, **given)
+        from trainfit.hpo.storage import using_database
+
+        with using_database():
+            return _search(task, **given)
 
     return run
 
@@ -169,18 +172,20 @@ def status(study: str | None, storage: str | None, as_json: bool) -> None:
     """Trials of a STUDY, the best so far and the time left; without one, all studies."""
     from trainfit.cli.hpo_pages import status_page, studies_page
     from trainfit.hpo.status import status_of
+    from trainfit.hpo.storage import using_database
     from trainfit.hpo.studies import find_study, list_studies
     from trainfit.reports import terminal
 
     console, url = terminal.console(), storage or _default_storage()
+    with using_database():
+        names = [study] if study is not None else list_studies(url)
+        every = [status_of(find_study(name, url)) for name in names]
     if study is not None:
-        found = status_of(find_study(study, url))
         if as_json:
-            click.echo(json.dumps(_encoded(found)))
+            click.echo(json.dumps(_encoded(every[0])))
         else:
-            console.print(status_page(found))
+            console.print(status_page(every[0]))
         return
-    every = [status_of(find_study(name, url)) for name in list_studies(url)]
     if as_json:
         click.echo(json.dumps(_encoded(every)))
     else:
@@ -200,10 +205,12 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     """
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.final import finish
+    from trainfit.hpo.storage import using_database
     from trainfit.hpo.studies import find_study
 
-    opened = find_study(study, storage or _default_storage())
-    found = finish(opened, _Objectives(opened.setting).get, overrides)
+    with using_database():
+        opened = find_study(study, storage or _default_storage())
+        found = finish(opened, _Objectives(opened.setting).get, overrides)
     if found is None:
         return INTERRUPTED
     path = opened.setting.folder / "best.yaml"

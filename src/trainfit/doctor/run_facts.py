@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Iterable, Mapping
@@ -13,7 +12,8 @@ from typing import Any
 
 from trainfit import codec
 from trainfit.catalogue import GpuSpec, find
-from trainfit.errors import BadInput, TrainfitError
+from trainfit.errors import BadInput, TrainfitError, reason
+from trainfit.files import LARGEST_LOG, read_text
 from trainfit.records import Event, Plan
 
 _EVENT = re.compile(r"[\d-]{10} [\d:]{8} ([a-z][a-z ]*) at step (\d+): (.*)")
@@ -81,11 +81,14 @@ def read_run(part: Path, folder: Path) -> RunFacts:
         plan=_plan(folder / "plan.json"),
         rows=tuple(row for row in rows if row.get("kind") == "train"),
         evaluations=tuple(row for row in rows if row.get("kind") == "evaluation"),
-        gpus=tuple(
-            gpu for row in _rows(part / "gpus.jsonl") for gpu in row.get("gpus") or () if gpu
-        ),
+        gpus=tuple(gpu for row in _rows(part / "gpus.jsonl") for gpu in _gpus(row)),
         events=_events(part / "train.log", result),
     )
+
+
+def _gpus(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    found = row.get("gpus")
+    return [gpu for gpu in found if isinstance(gpu, dict)] if isinstance(found, list) else []
 
 
 def parts(folder: Path) -> list[Path]:
@@ -105,7 +108,12 @@ def _events(log: Path, result: Mapping[str, Any]) -> tuple[Event, ...]:
     except TrainfitError:  # an older run's form
         pass
     found = []
-    for line in log.read_text(errors="replace").splitlines():
+    try:
+        text = read_text(log, LARGEST_LOG, errors="replace")
+    except OSError as error:
+        what = f"cannot read {log} ({reason(error)})"
+        raise BadInput(what, "give the folder of a run that has begun") from None
+    for line in text.splitlines():
         match = _EVENT.fullmatch(line)
         if match and match[1] != "evaluation":
             found.append(Event(kind=match[1], step=int(match[2]), seconds=0.0, text=match[3]))
@@ -121,25 +129,17 @@ def _plan(path: Path) -> Plan | None:
 
 def _object(path: Path) -> dict[str, Any]:
     try:
-        data = json.loads(path.read_text())
+        return codec.read_object(path)
     except (OSError, ValueError):
         return {}
-    return data if isinstance(data, dict) else {}
 
 
 def _rows(path: Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, without what a killed process left half written."""
-    if not path.is_file():
+    try:
+        return codec.read_rows(path)
+    except OSError:
         return []
-    rows = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _number(value: Any) -> float:

@@ -30,7 +30,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from trainfit.errors import BadInput, RunFailed
+from trainfit.errors import BadInput, RunFailed, reason
 from trainfit.redaction import redact_word
 
 _KINDS = ("sqlite", "postgresql")
@@ -77,6 +77,25 @@ class Database:
                 connection.execute(text("SELECT pg_advisory_unlock(:key)"), {"key": key})
 
 
+@contextmanager
+def using_database() -> Iterator[None]:
+    """A block that works on a study: a database that is damaged, or goes away, is one line."""
+    try:
+        yield
+    except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
+        cause = error.__cause__ or error
+        why = reason(getattr(cause, "orig", None) or cause)
+        if "malformed" in why or "not a database" in why or "no such" in why:
+            raise BadInput(
+                f"the database of the study is damaged ({why})",
+                "restore it, or give another one (hpo.storage)",
+            ) from None
+        raise RunFailed(
+            f"the database of the study cannot be used ({why})",
+            "look after it and run the same command again: it goes on where it was",
+        ) from None
+
+
 def _stuck(study: str) -> RunFailed:
     return RunFailed(
         f"the study {study} has been locked for {_PATIENCE} s",
@@ -105,9 +124,8 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
         ) from None
     except (SQLAlchemyError, OSError) as error:
         cause = getattr(error, "orig", None) or error
-        reason = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
         raise BadInput(
-            f"hpo.storage={shown} cannot be reached ({reason})",
+            f"hpo.storage={shown} cannot be reached ({reason(cause)})",
             "start the database, or give another one",
         ) from None
     except RuntimeError as error:  # tables of another version of Optuna

@@ -118,12 +118,32 @@ def _about(database: Database, name: str) -> dict[str, Any] | None:
     except KeyError:
         return None
     about: dict[str, Any] | None = database.storage.get_study_user_attrs(study).get(ABOUT)
+    if about is not None:
+        _check_about(about, name)
     if about is None and database.storage.get_n_trials(study) > 1:
         raise BadInput(
             f"the study {name} in {database.shown} is not one of trainfit's",
             "give another name (hpo.study)",
         )
     return about
+
+
+def _check_about(about: Any, name: str) -> None:
+    """Refuse a study whose description was damaged, or written by another program."""
+    kinds: dict[str, type] = {
+        "task": str,
+        "words": list,
+        "identity": dict,
+        "space": dict,
+        "notes": list,
+    }
+    kinds |= {"metric": str, "folds": int, "steps": int}
+    there = about if isinstance(about, dict) else {}
+    wrong = [key for key, kind in kinds.items() if not isinstance(there.get(key), kind)]
+    if wrong:
+        raise BadInput(
+            f"the study {name} is damaged, in {wrong[0]}", "give another name (hpo.study)"
+        )
 
 
 def _make(database: Database, setting: Setting, objective: Objective) -> dict[str, Any]:

@@ -6,11 +6,12 @@ RUN/receipt.json     requested against observed, by the job
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, TrainfitWarning, reason
 from trainfit.measuring import loading_verdicts as loading
 from trainfit.measuring import verdicts
 from trainfit.measuring.evidence import Evidence
@@ -80,13 +81,21 @@ def wanted_by(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Sc
 
 
 def save_receipt(run: Path, plan: Plan, *, max_grad_norm: float | None = None) -> Receipt | None:
-    """Write the receipt of a run that was looked at; None where no step was."""
+    """Write the receipt of a run that was looked at; None where no step was.
+
+    Evidence that is damaged, as in a run that is gone on with, spoils no training.
+    """
     path = run / EVIDENCE
     if not path.is_file():
         return None
+    try:
+        evidence = Evidence.load(path)
+    except BadInput as error:
+        warnings.warn(f"there is no receipt: {reason(error)}", TrainfitWarning, stacklevel=2)
+        return None
     wanted = wanted_by(plan, max_grad_norm=max_grad_norm)
-    receipt = make_receipt(str(run), Evidence.load(path), wanted)
-    receipt.save(run / RECEIPT)
+    receipt = make_receipt(str(run), evidence, wanted)
+    receipt.save(run / RECEIPT, parents=False)
     return receipt
 
 

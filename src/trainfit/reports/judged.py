@@ -13,6 +13,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit.errors import MALFORMED
+from trainfit.files import open_regular
 from trainfit.reports.thinning import Floats
 
 Ints = NDArray[np.int64]
@@ -72,10 +74,11 @@ class Predictions:
 
 def read_predictions(path: Path) -> Predictions | None:
     """The predictions of a run, or None where there are none that can be read."""
-    from pyarrow import ArrowInvalid, csv
+    from pyarrow import ArrowException, csv
 
     try:
-        table = csv.read_csv(path)
+        with open_regular(path) as file:
+            table = csv.read_csv(file)
         names = table.column_names
         columns = [name for name in names if name == "score" or name.startswith("score_")]
         scores = np.stack([table[name].to_numpy() for name in columns], 1).astype(np.float64)
@@ -86,16 +89,23 @@ def read_predictions(path: Path) -> Predictions | None:
         found = [place[word] for word in words] or [0] * len(posts)
         if columns == ["score"]:
             scores = np.hstack([1 - scores, scores])
+        labels = table["label"].to_numpy().astype(np.int64)
+        if not (scores.size and np.isfinite(scores).all() and _within(labels, scores.shape[1])):
+            return None
         return Predictions(
             table["fold"].to_numpy().astype(np.int64),
             posts.astype(np.int64),
             codes,
             np.array(found, dtype=np.int64),
-            table["label"].to_numpy().astype(np.int64),
+            labels,
             scores,
         )
-    except (OSError, ArrowInvalid, KeyError, ValueError):
+    except (OSError, ArrowException, *MALFORMED):
         return None
+
+
+def _within(labels: Ints, classes: int) -> bool:
+    return bool(((labels >= 0) & (labels < classes)).all())
 
 
 def roc_curve(positive: NDArray[np.bool_], scores: Floats) -> Curve | None:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from html import escape
 from pathlib import Path
+from typing import TypeVar
 
 from trainfit import __version__
 from trainfit.engine import run_folder
+from trainfit.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.files import write_output
 from trainfit.records import Record
-from trainfit.reports.figures import Chapter, Headline, Section
+from trainfit.reports.figures import Block, Chapter, Headline, Remark, Section
 from trainfit.reports.numbers import shown
 from trainfit.reports.run_data import Run, read_run
 from trainfit.reports.sections.comparison import comparison, main_score
@@ -31,6 +34,7 @@ from trainfit.reports.sections.setting import device_of, model_of, setting
 from trainfit.reports.sections.study import is_study, study_chapter
 
 _ROOT = Path("runs")
+T = TypeVar("T")
 
 _SECTIONS: Sequence[Callable[[Run], Section | None]] = (
     scores_section,
@@ -88,18 +92,36 @@ def report(*runs: str | Path) -> Report:
     read: list[Run] = []
     for folder in map(find, runs):
         if is_study(folder):
-            chapters.append(study_chapter(folder, len(chapters)))
+            chapters.append(_study(folder, len(chapters)))
         else:
             read.append(read_run(folder))
             chapters.append(_chapter(read[-1], len(chapters)))
-    if len(read) > 1:
-        chapters.insert(0, comparison(read))
+    if len(read) > 1 and (beside := _comparison(read)) is not None:
+        chapters.insert(0, beside)
     return Report(
         title=chapters[0].title,
         made=time.strftime("%Y-%m-%d %H:%M"),
         version=__version__,
         chapters=tuple(chapters),
     )
+
+
+def _study(folder: Path, at: int) -> Chapter:
+    try:
+        return study_chapter(folder, at)
+    except MALFORMED as error:
+        what = f"study.json, figures.json or result.json in {folder} is damaged"
+        fix = "run trainfit hpo again: it writes them anew"
+        raise BadInput(f"{what} ({type(error).__name__})", fix) from None
+
+
+def _comparison(runs: Sequence[Run]) -> Chapter | None:
+    try:
+        return comparison(runs)
+    except MALFORMED as error:
+        text = f"the comparison is left out: a run is damaged ({type(error).__name__})"
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+        return None
 
 
 def find(name: str | Path) -> Path:
@@ -122,16 +144,42 @@ def write(made: Report, path: Path, form: str = "html") -> Path:
 
 
 def _chapter(run: Run, at: int) -> Chapter:
-    made = [section(run) for section in _SECTIONS]
-    subtitle = " · ".join(word for word in (model_of(run), device_of(run)) if word)
+    made: list[Section | None] = []
+    for section in _SECTIONS:
+        what = section.__name__.replace("_", " ")
+        run, one = _or_without(what, section, run, None)
+        made.append(one)
+    run, about = _or_without("subtitle", _subtitle, run, "run")
+    none: list[Headline] = []
+    run, headlines = _or_without("headlines", _headlines, run, none)
+    if made[-1] is None:  # with what is said of the others
+        made.append(Section(id="problems", title="Problems", blocks=_remarks(run)))
     return Chapter(
         id=f"run-{at + 1}",
         title=run.name,
-        subtitle=f"{run.config.get('task', 'run')} · {subtitle}",
+        subtitle=about,
         status=run.status,
-        headlines=tuple(_headlines(run)),
+        headlines=tuple(headlines),
         sections=tuple(section for section in made if section is not None),
     )
+
+
+def _or_without(what: str, make: Callable[[Run], T], run: Run, nothing: T) -> tuple[Run, T]:
+    """Make a part of the page, or nothing and a word where the run's files are of another form."""
+    try:
+        return run, make(run)
+    except MALFORMED as error:
+        problem = f"the {what} is left out: a file of the run is damaged ({type(error).__name__})"
+        return replace(run, problems=(*run.problems, problem)), nothing
+
+
+def _remarks(run: Run) -> tuple[Block, ...]:
+    return tuple(Remark(text=text, tone="warning") for text in run.problems)
+
+
+def _subtitle(run: Run) -> str:
+    words = " · ".join(word for word in (model_of(run), device_of(run)) if word)
+    return f"{run.config.get('task', 'run')} · {words}"
 
 
 def _headlines(run: Run) -> list[Headline]:

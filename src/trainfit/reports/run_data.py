@@ -6,7 +6,6 @@ run that died is the one that is wanted most.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,8 @@ from typing import Any
 import numpy as np
 
 from trainfit import codec
-from trainfit.errors import TrainfitError
+from trainfit.errors import TrainfitError, reason
+from trainfit.files import LARGEST_LOG, read_text
 from trainfit.records import Event, HardwareProfile, Plan, Receipt
 from trainfit.redaction import redact_values
 from trainfit.reports.run_log import events_of, opening_of
@@ -149,9 +149,15 @@ def gpu_columns(rows: Iterable[Mapping[str, Any]]) -> dict[str, Columns]:
     """The samples of gpus.jsonl, by GPU."""
     each: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
-        for gpu in row.get("gpus") or ():
+        for gpu in gpus_in(row):
             each.setdefault(f"GPU {gpu.get('index')}", []).append({**gpu, "step": row.get("step")})
     return {name: columns(samples) for name, samples in each.items()}
+
+
+def gpus_in(row: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The GPUs of a row of gpus.jsonl."""
+    found = row.get("gpus")
+    return [gpu for gpu in found if isinstance(gpu, dict)] if isinstance(found, list) else []
 
 
 def number(value: Any) -> float:
@@ -167,7 +173,7 @@ def number(value: Any) -> float:
 def parsed(line: str) -> Mapping[str, Any] | None:
     """A row of a .jsonl file; None for what a killed process left half written."""
     try:
-        row = json.loads(line)
+        row = codec.parse(line)
     except ValueError:
         return None
     return row if isinstance(row, dict) else None
@@ -189,11 +195,11 @@ class _Reader:
 
     def text(self, path: Path) -> str:
         try:
-            return path.read_text(errors="replace")
+            return read_text(path, LARGEST_LOG, errors="replace")
         except FileNotFoundError:
             return ""
         except OSError as error:
-            self.problems.append(f"{path.name} cannot be read ({error.strerror})")
+            self.problems.append(f"{path.name} cannot be read ({reason(error)})")
             return ""
 
     def object(self, path: Path) -> Mapping[str, Any]:
@@ -208,10 +214,10 @@ class _Reader:
         return [row for line in self.text(path).splitlines() if (row := parsed(line)) is not None]
 
     def record(self, kind: Any, path: Path) -> Any:
-        if not path.is_file():
+        if not (path.exists() or path.is_symlink()):
             return None
         try:
             return kind.load(path)
         except TrainfitError as error:
-            self.problems.append(f"{path.name} is left out: {error}")
+            self.problems.append(f"{path.name} is left out: {reason(error)}")
             return None

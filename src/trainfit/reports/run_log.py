@@ -40,7 +40,7 @@ def event_in(line: str) -> Event | None:
     found = _EVENT.fullmatch(line)
     if found is None or found[1] in _NOT_EVENTS:
         return None
-    return Event(kind=found[1], step=int(found[2]), seconds=float("nan"), text=found[3])
+    return Event(kind=found[1], step=int(found[2][:18]), seconds=float("nan"), text=found[3])
 
 
 def opening_of(log: str) -> tuple[str, ...]:

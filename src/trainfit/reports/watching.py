@@ -9,12 +9,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from trainfit import codec
+from trainfit.files import open_regular
 from trainfit.records import Event, Record
-from trainfit.reports.run_data import number, parsed
+from trainfit.reports.run_data import gpus_in, number, parsed
 from trainfit.reports.run_log import event_in
 
 _KEPT = 2000
 """Lines of the log that are remembered, which is more than a terminal is wide."""
+_MOST = 1 << 28
+"""Bytes that are read at a look; the next one goes on from there."""
+_LONGEST = 1e12
+"""Steps of a run, or seconds of one: more is damage."""
 _QUIET = 60.0
 """Seconds without a line after which a person may want to know."""
 
@@ -28,14 +34,14 @@ class Tail:
     def lines(self) -> tuple[list[str], bool]:
         """The new lines, and whether they are all that there is: what was read before is void."""
         try:
-            with self._path.open("rb") as file:
+            with open_regular(self._path) as file:
                 about = self._path.stat()
                 identity = (about.st_dev, about.st_ino)
                 anew = identity != self._identity or about.st_size < self._offset
                 if anew:
                     self._identity, self._offset = identity, 0
                 file.seek(self._offset)
-                whole, end, _ = file.read().rpartition(b"\n")
+                whole, end, _ = file.read(_MOST).rpartition(b"\n")
         except OSError:
             return [], False
         self._offset += len(whole) + len(end)
@@ -102,22 +108,23 @@ class Watcher:
             self._rows, self._evaluation = [], {}
         self._rows = [*self._rows, *(row for row in rows if row.get("kind") == "train")][-_KEPT:]
         evaluations = [row for row in rows if row.get("kind") == "evaluation"]
+        evaluations = [row for row in evaluations if math.isfinite(number(row.get("step")))]
         self._evaluation = evaluations[-1] if evaluations else self._evaluation
         lines, anew = self._log.lines()
         found = [event for line in lines if (event := event_in(line)) is not None]
         self._events = found if anew else [*self._events, *found]
         samples = [row for line in self._samples.lines()[0] if (row := parsed(line)) is not None]
         if samples:
-            self._gpus = tuple(samples[-1].get("gpus") or ())
+            self._gpus = tuple(map(_sample, gpus_in(samples[-1])))
 
     def _standing(self, folder: Path) -> Standing:
         last = self._rows[-1] if self._rows else {}
         figures = {name: number(value) for name, value in last.items() if name != "kind"}
-        done, total = int(figures.get("step", 0)), int(figures.get("total_steps", 0))
+        done, total = _count(figures.get("step", 0)), _count(figures.get("total_steps", 0))
         status, quiet = _status(self._run, folder)
         rate = figures.get("step_seconds", math.nan)
         running = status in ("running", "quiet")
-        eta = (total - done) * rate if running and math.isfinite(rate) else None
+        eta = (total - done) * rate if running and 0 <= rate < _LONGEST else None
         at, folds = _place(self._run, folder)
         whole = None if eta is None or at is None else eta + (folds - at) * total * rate
         return Standing(
@@ -153,11 +160,15 @@ def _place(run: Path, folder: Path) -> tuple[int | None, int]:
     """The number of the fold, and how many there will be; 0 where that is not known."""
     if folder == run:
         return None, 0
+    folds = _object(run / "data.json").get("folds")
+    return int(folder.name.partition("-")[2]), len(folds) if isinstance(folds, list) else 0
+
+
+def _object(path: Path) -> dict[str, Any]:
     try:
-        data = parsed((run / "data.json").read_text()) or {}
-    except OSError:
-        data = {}
-    return int(folder.name.partition("-")[2]), len(data.get("folds") or ())
+        return codec.read_object(path)
+    except (OSError, ValueError):
+        return {}
 
 
 def _status(run: Path, folder: Path) -> tuple[str, float | None]:
@@ -167,7 +178,7 @@ def _status(run: Path, folder: Path) -> tuple[str, float | None]:
     result = folder / "result.json"
     spoken = max(_changed(folder / name) for name in ("metrics.jsonl", "train.log"))
     if _changed(result) >= _changed(folder / "metrics.jsonl") > 0:
-        ended = str((parsed(result.read_text()) or {}).get("status", "finished"))
+        ended = str(_object(result).get("status", "finished"))
         if ended != "finished" or folder == run:
             return ended, None
     quiet = time.time() - spoken if spoken else None
@@ -179,6 +190,16 @@ def _changed(path: Path) -> float:
         return path.stat().st_mtime
     except OSError:
         return 0.0
+
+
+def _count(value: float) -> int:
+    return int(value) if 0 <= value < _LONGEST else 0
+
+
+def _sample(gpu: Mapping[str, Any]) -> dict[str, Any]:
+    """What the driver said of a GPU, as far as it is numbers."""
+    figures = {name: _finite(value) for name, value in gpu.items() if value is not None}
+    return {name: int(v) if v.is_integer() else v for name, v in figures.items() if v is not None}
 
 
 def _finite(value: Any) -> float | None:

@@ -5,12 +5,12 @@ It reads what hpo wrote into the study's folder, so that a report needs no datab
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainfit import codec
 from trainfit.reports.figures import (
     Axis,
     Block,
@@ -199,7 +199,6 @@ def _axis(
 
 def _read(path: Path) -> Mapping[str, Any]:
     try:
-        found = json.loads(path.read_text())
+        return codec.read_object(path)
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}

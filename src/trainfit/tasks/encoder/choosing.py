@@ -14,7 +14,7 @@ from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose
 from trainfit.conf.composition import as_word
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
 from trainfit.files import read_text
 from trainfit.tasks.encoder.settings import Weights
 
@@ -77,19 +77,31 @@ def configured_by(run: Path, task: str) -> Composed:
     """The configuration that a run was started with."""
     path = run / "config.json"
     try:
-        data = json.loads(path.read_text())
-        if data["task"] != task:
-            raise BadInput(f"{run} is a run of {data['task']}", f"resume it as {data['task']}")
-        return Composed(
-            task=task,
-            hardware=data["hardware"],
-            experiment=data["experiment"],
-            config=codec.decode(SCHEMAS[task], data["config"], str(path)),
-            origins=data["origins"],
-            notes=(),
-        )
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise BadInput(f"cannot read {path} ({error})", "give the folder of a run") from None
+        written = codec.decode(_Written, codec.read_object(path), str(path))
+    except (OSError, ValueError) as error:
+        what = f"cannot read {path} ({reason(error)})"
+        raise BadInput(what, "give the folder of a run") from None
+    if written.task != task:
+        raise BadInput(f"{run} is a run of {written.task:.40}", f"resume it as {written.task:.40}")
+    return Composed(
+        task=task,
+        hardware=written.hardware,
+        experiment=written.experiment,
+        config=codec.decode(SCHEMAS[task], written.config, str(path)),
+        origins=written.origins,
+        notes=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    """config.json of a run."""
+
+    task: str
+    hardware: str
+    experiment: str | None
+    config: Any
+    origins: dict[str, str]
 
 
 def made_up(composed: Composed) -> bool:

@@ -15,6 +15,7 @@ from torch import nn
 from trainfit import checksums, codec
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.named_tensors import find_nonfinite, read_tensors
 from trainfit.engine.precision import autocast
 from trainfit.errors import BadInput, OutOfMemory, RunFailed, reason
 from trainfit.records import Precision
@@ -138,12 +139,14 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
         pool_tokens=facts["pool_tokens"],
     )
     model = EncoderClassifier(encoder, settings)
-    weights = safetensors.torch.load_file(folder / "head.safetensors")
+    weights = read_tensors(folder / "head.safetensors")
     missing, unknown = model.load_state_dict(weights, strict=False)
     lacking = [name for name in missing if not name.startswith("encoder.")]
     if lacking or unknown:
         names = ", ".join([*lacking, *unknown])
         raise BadInput(f"head.safetensors in {folder} does not fit: {names}", "export it again")
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {folder} is not finite", "train it again")
     return Exported(
         model=model.to(device).eval(),
         tokenizer=load_tokenizer(str(folder)),

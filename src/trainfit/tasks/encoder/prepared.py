@@ -14,7 +14,7 @@ from trainfit.data.tokens import Dataset
 from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, first_says
 from trainfit.engine.relaunch import find_launch
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
 from trainfit.files import write_whole
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tasks import planned, tuned
@@ -132,8 +132,9 @@ def _data(prepared: Prepared) -> dict[str, Any]:
 
 def _check_same_data(run: Path, prepared: Prepared) -> None:
     try:
-        before = json.loads((run / "data.json").read_text())["checksum"]
+        before = codec.read_object(run / "data.json")["checksum"]
     except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"cannot read data.json in {run} ({error})", "give a run's folder") from None
+        what = f"cannot read data.json in {run} ({reason(error)})"
+        raise BadInput(what, "give a run's folder") from None
     if before != scores.checksum(prepared.datasets):
         raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from trainfit.data.tokens import Dataset
-from trainfit.files import write_whole
+from trainfit.files import read_text, write_whole
 from trainfit.records import Event, Record, RunResult
 from trainfit.tasks.encoder.metrics import Metrics, by_group, class_metrics, over_folds
 from trainfit.tasks.encoder.task import Probabilities
@@ -175,10 +175,10 @@ def as_csv(table: Sequence[Row]) -> str:
 
 def join_predictions(run: Path, folds: int) -> None:
     """Every fold's predictions in one file: each item once, by the model that never saw it."""
-    parts = [(run / f"fold-{n + 1}" / "predictions.csv").read_text() for n in range(folds)]
+    parts = [read_text(run / f"fold-{n + 1}" / "predictions.csv") for n in range(folds)]
     header, _, _ = parts[0].partition("\n")
     bodies = [part.partition("\n")[2] for part in parts]
-    write_whole(run / "predictions.csv", header + "\n" + "".join(bodies))
+    write_whole(run / "predictions.csv", header + "\n" + "".join(bodies), parents=False)
 
 
 def checksum(datasets: Sequence[Dataset]) -> str:

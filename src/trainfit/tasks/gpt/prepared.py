@@ -15,7 +15,7 @@ from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.engine import run_folder
 from trainfit.engine.distributed import World, first_says
 from trainfit.engine.relaunch import find_launch
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, reason
 from trainfit.files import write_whole
 from trainfit.records import HardwareProfile, Plan
 from trainfit.tasks import planned, tuned
@@ -151,9 +151,10 @@ def _written(prepared: Prepared) -> dict[str, Any]:
 def _old_plan(prepared: Prepared, run: Path) -> Plan:
     """The plan of a run to go on with, on the data that it was trained on."""
     try:
-        before = json.loads((run / "data.json").read_text())["checksum"]
+        before = codec.read_object(run / "data.json")["checksum"]
     except (OSError, ValueError, KeyError) as error:
-        raise BadInput(f"cannot read data.json in {run} ({error})", "give a run's folder") from None
+        what = f"cannot read data.json in {run} ({reason(error)})"
+        raise BadInput(what, "give a run's folder") from None
     if before != prepared.data.checksum:
         raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")
     return Plan.load(run / "plan.json")

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal
 
+from trainfit import codec
 from trainfit.engine.observers import TrainRow
 from trainfit.records import Event, Record
 from trainfit.tasks.gpt.mfu import Standing
@@ -69,6 +70,19 @@ class GptResult(Record):
     events: tuple[Event, ...]
 
 
+_NEEDED = {
+    "train": (
+        "compute_seconds",
+        "compile_seconds",
+        "wait_share",
+        "step_seconds",
+        "tokens_per_second",
+    ),
+    "evaluation": ("seconds",),
+}
+"""Figures of a row that are summed up, by its kind."""
+
+
 def iter_line(row: TrainRow) -> str:
     """The tuning guide's line: the time is a step's, without waits for data and compiling."""
     mfu = "" if row.mfu is None else f", mfu {row.mfu:.1%}"
@@ -78,7 +92,7 @@ def iter_line(row: TrainRow) -> str:
 def read_meter(run: Path) -> Meter:
     """From metrics.jsonl."""
     rows = _rows(run)
-    train = [row for row in rows if row["kind"] == "train"]
+    train = [row for row in rows if row.get("kind") == "train"]
     steps = _steps(train)
     settled = slice(1, None) if len(train) > 1 else slice(None)  # the first ones warm up
     computing = _sum(train[settled], steps[settled], lambda row: row["compute_seconds"])
@@ -91,11 +105,13 @@ def read_meter(run: Path) -> Meter:
         train[settled], steps[settled], lambda row: row["tokens_per_second"] * row["step_seconds"]
     )
     ideal = _sum(
-        train[settled], steps[settled], lambda row: row.get("mfu", 0.0) * row["compute_seconds"]
+        train[settled],
+        steps[settled],
+        lambda row: (_number(row.get("mfu")) or 0.0) * row["compute_seconds"],
     )
-    known = bool(train) and all("mfu" in row for row in train[settled])
+    known = bool(train) and all(_number(row.get("mfu")) is not None for row in train[settled])
     return Meter(
-        train_loss=_number(train[-1]["loss"]) if train else None,
+        train_loss=_number(train[-1].get("loss")) if train else None,
         tokens_per_second=tokens / seconds if seconds else None,
         mfu=ideal / computing if known and computing else None,
         wait_share=1 - computing / seconds if seconds else 0.0,
@@ -103,16 +119,24 @@ def read_meter(run: Path) -> Meter:
             computing=_sum(train, steps, lambda row: row["compute_seconds"]),
             waiting=_sum(train, steps, lambda row: row["wait_share"] * row["step_seconds"]),
             compiling=sum(row["compile_seconds"] for row in train),
-            evaluating=sum(row["seconds"] for row in rows if row["kind"] == "evaluation"),
+            evaluating=sum(row["seconds"] for row in rows if row.get("kind") == "evaluation"),
         ),
     )
 
 
 def _rows(run: Path) -> list[dict[str, Any]]:
-    path = run / "metrics.jsonl"
-    if not path.is_file():
+    """The rows that are whole; a run that was damaged and gone on with has lost some."""
+    try:
+        rows = codec.read_rows(run / "metrics.jsonl")
+    except OSError:
         return []
-    return [json.loads(line) for line in path.read_text().splitlines()]
+    return [row for row in rows if _is_whole(row)]
+
+
+def _is_whole(row: dict[str, Any]) -> bool:
+    needed = _NEEDED.get(str(row.get("kind")), ())
+    figures = [row.get(name) for name in ("step", *needed)]
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in figures)
 
 
 def _steps(rows: Sequence[dict[str, Any]]) -> list[int]:

@@ -14,6 +14,7 @@ from trainfit.conf import GptConfig
 from trainfit.data.bpe import end_of_text, load_bpe
 from trainfit.data.token_files import TOKENIZER
 from trainfit.engine import checkpoint
+from trainfit.engine.named_tensors import find_nonfinite
 from trainfit.errors import BadInput
 from trainfit.records import Plan
 from trainfit.tasks.encoder.choosing import configured_by
@@ -81,6 +82,8 @@ def open_writer(run: Path) -> Writer:
         assert isinstance(config, GptConfig)
         model = build(config, Plan.load(run / "plan.json"))
         checkpoint.load_weights(run, model, best=True)
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {run} is not finite", "train it again")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     return Writer(model=model.to(device).eval(), tokenizer=load_bpe(tokenizer))
 
