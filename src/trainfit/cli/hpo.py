@@ -172,12 +172,12 @@ def status(study: str | None, storage: str | None, as_json: bool) -> None:
     """Trials of a STUDY, the best so far and the time left; without one, all studies."""
     from trainfit.cli.hpo_pages import status_page, studies_page
     from trainfit.hpo.status import status_of
-    from trainfit.hpo.storage import using_database
+    from trainfit.hpo.storage import reading_study
     from trainfit.hpo.studies import find_study, list_studies
     from trainfit.reports import terminal
 
     console, url = terminal.console(), storage or _default_storage()
-    with using_database():
+    with reading_study():
         names = [study] if study is not None else list_studies(url)
         every = [status_of(find_study(name, url)) for name in names]
     if study is not None:
@@ -205,11 +205,12 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     """
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.final import finish
-    from trainfit.hpo.storage import using_database
+    from trainfit.hpo.storage import reading_study, using_database
     from trainfit.hpo.studies import find_study
 
-    with using_database():
+    with reading_study():
         opened = find_study(study, storage or _default_storage())
+    with using_database():
         found = finish(opened, _Objectives(opened.setting).get, overrides)
     if found is None:
         return INTERRUPTED

@@ -30,7 +30,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from trainfit.errors import BadInput, RunFailed, reason
+from trainfit.errors import MALFORMED, BadInput, RunFailed, reason
 from trainfit.redaction import redact_word
 
 _KINDS = ("sqlite", "postgresql")
@@ -79,9 +79,16 @@ class Database:
 
 @contextmanager
 def using_database() -> Iterator[None]:
-    """A block that works on a study: a database that is damaged, or goes away, is one line."""
+    """A block that works on a study: a database or a disk that fails is one line."""
     try:
         yield
+    except BrokenPipeError:  # whoever read what is printed has gone
+        raise
+    except OSError as error:
+        raise RunFailed(
+            f"cannot read or write {error.filename2 or error.filename} ({reason(error)})",
+            "make it writable and run the same command again: it goes on where it was",
+        ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         cause = error.__cause__ or error
         why = reason(getattr(cause, "orig", None) or cause)
@@ -94,6 +101,19 @@ def using_database() -> Iterator[None]:
             f"the database of the study cannot be used ({why})",
             "look after it and run the same command again: it goes on where it was",
         ) from None
+
+
+@contextmanager
+def reading_study() -> Iterator[None]:
+    """A block that does nothing but read a study: what has another form was damaged."""
+    with using_database():
+        try:
+            yield
+        except MALFORMED as error:
+            raise BadInput(
+                f"the database of the study is damaged ({type(error).__name__})",
+                "restore it, or give another one (hpo.storage)",
+            ) from None
 
 
 def _stuck(study: str) -> RunFailed:
