@@ -11,7 +11,7 @@ import numpy as np
 
 from trainfit.errors import BadInput
 from trainfit.packing import coarser_cuts, ladder
-from trainfit.planning import cpu_choice, decisions
+from trainfit.planning import decisions
 from trainfit.planning.fitting import Cutting, look_at
 from trainfit.planning.memory import CONTEXT_GIB, GIB, Target
 from trainfit.planning.question import Choice, Question
@@ -47,8 +47,7 @@ class Basis:
 
 def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Basis:
     """Decide what memory has no say in."""
-    cpu = cpu_choice.choose(question, profile, ranks) if gpu is None else None
-    precise = decisions.precision(question, profile, gpu, cpu)
+    precise = decisions.precision(question, profile, gpu, ranks)
     packed = decisions.packing(question, gpu, precise.value)
     effective = decisions.effective_batch(question, ranks)
     cap = decisions.cap_tokens(question, effective.value, ranks)
@@ -67,7 +66,7 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
         arguments["dtype"] = _DTYPES[precise.value]
     return Basis(
         precision=precise,
-        threads=decisions.threads(question, cpu),
+        threads=decisions.threads(question, profile, gpu, ranks),
         tf32=decisions.tf32(question, gpu),
         packed=packed,
         attention=attention,

@@ -6,7 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trainfit.planning.cpu_choice import CpuChoice
+from trainfit.planning import cpu_choice
 from trainfit.planning.question import Choice, Question
 from trainfit.planning.rules import MAX_WORKERS, lacks, workers
 from trainfit.records import Gpu, HardwareProfile, Precision
@@ -31,22 +31,22 @@ def pinned(question: Question, name: str) -> Choice | None:
 
 
 def precision(
-    question: Question, profile: HardwareProfile, gpu: Gpu | None, cpu: CpuChoice | None
+    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
 ) -> Choice:
-    """The dtype of matrix products; `cpu` is what was found for a job without a GPU."""
+    """The dtype of matrix products."""
     choice = pinned(question, "precision")
     if choice is not None:
         reason = lacks(choice.value, profile.cpu, gpu)
         if reason is None:
             return choice
         others = {name: pin for name, pin in question.pins.items() if name != "precision"}
-        found = precision(replace(question, pins=others), profile, gpu, cpu)
+        free = precision(replace(question, pins=others), profile, gpu, ranks)
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
-        return Choice(value=found.value, why=why)
+        return Choice(value=free.value, why=why)
     if gpu is None:
-        assert cpu is not None
-        lost = () if cpu.lost is None else (cpu.lost,)
-        return Choice(value=cpu.precision, why=cpu.why, alternatives=lost)
+        found = cpu_choice.choose(question, profile, ranks)
+        lost = () if found.lost is None else (found.lost,)
+        return Choice(value=found.precision, why=found.why, alternatives=lost)
     if gpu.native_bf16:
         return Choice(
             value="bf16",
@@ -65,12 +65,15 @@ def precision(
     return Choice(value="fp32", why="no half-precision matrix units")
 
 
-def threads(question: Question, cpu: CpuChoice | None) -> Choice | None:
+def threads(
+    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
+) -> Choice | None:
     """The threads of torch's operations; None leaves torch's own number, as beside a GPU."""
     choice = pinned(question, "num_threads")
-    if choice is not None or cpu is None:
+    if choice is not None or gpu is not None:
         return choice
-    return Choice(value=cpu.threads, why=cpu.threads_why)
+    found = cpu_choice.choose(question, profile, ranks)
+    return Choice(value=found.threads, why=found.threads_why)
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:
