@@ -130,7 +130,7 @@ def job_of(workload: Workload, gpu: str | None = None) -> tuned.Job:
     if workload.sequences is not None:
         lengths = np.random.default_rng(0).permutation(lengths)[: workload.sequences]
     question = planned.question(composed, lengths.tolist())
-    return tuned.Job(composed=composed, question=question, profile=planned.machine(gpu, composed))
+    return tuned.Job(composed=composed, question=question, profile=planned.machine(composed, gpu))
 
 
 def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
