@@ -2,6 +2,7 @@
 
 Here the estimator answers every question with the same small step, so that thousands of plans take
 seconds: what is shown is that nothing is refused that should work, and that what is set is kept.
+The soak tests ask the estimator itself, at the models' real shapes.
 """
 
 import json
@@ -47,6 +48,7 @@ NO_HALF = (
     "trainfit: device.mixed_precision is {}, which this CPU does not multiply; "
     "set it to auto or off"
 )
+TOO_LARGE = "exit 2: ['trainfit: the job does not fit this machine; "
 ASSUMED = planned.assumed_lengths
 
 
@@ -221,6 +223,26 @@ def faults(
                 what = fault([*command, *words], composed, profile, capsys)
                 if what is not None:
                     yield f"{' '.join([*command, *words])} on {name}: {what}"
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("name", ["cpu", *GPUS])
+@pytest.mark.parametrize("task", TASKS)
+def test_the_documents_by_the_estimator(
+    task: str, name: str, part: int, machines: dict[str, HardwareProfile], capsys: Any
+) -> None:
+    """The same at real shapes, where some do not fit: that is told, and is no refusal."""
+    only = {name: machines[name]}
+    found = [
+        each
+        for words in words_of(task)[part::3]
+        for data in DATA
+        for each in faults(task, words, data, only, capsys)
+        if TOO_LARGE not in each
+    ]
+    assert not found
 
 
 @pytest.mark.usefixtures("_quick")
