@@ -26,10 +26,11 @@ from trainfit.conf.user_file import with_file
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
 from trainfit.packing import dealing
-from trainfit.planning import fitting, planner, probing
+from trainfit.planning import cpu_choice, fitting, planner, probing
+from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
 from trainfit.planning.memory import Answer, Room
 from trainfit.planning.timing import Done, Work
-from trainfit.records import HardwareProfile
+from trainfit.records import HardwareProfile, Precision
 from trainfit.tasks import planned
 from trainfit.tasks.encoder.prepared import Prepared
 from trainfit.tasks.gpt.prepared import Prepared as GptPrepared
@@ -89,6 +90,15 @@ def answer(_factory: str, shapes: Any, targets: Any) -> list[Answer]:
     return [step] * len(shapes)
 
 
+def times(_place: Path, asked: str) -> StepTimes:
+    """A CPU that is as fast in every precision."""
+    threads = StepRequest.from_json(asked).threads
+    halves: tuple[Precision, ...] = ("fp32", "bf16")
+    return StepTimes(
+        times=tuple(StepTime(precision=p, threads=t, seconds=0.1) for p in halves for t in threads)
+    )
+
+
 @pytest.fixture(scope="module")
 def machines() -> dict[str, HardwareProfile]:
     return {"cpu": detect()} | {gpu: as_if(find(gpu)) for gpu in GPUS}
@@ -100,6 +110,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(cached, "write", lambda *_: None)
     monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
     monkeypatch.setattr(probing, "_ask", answer)
+    monkeypatch.setattr(cpu_choice, "_timed", times)
     monkeypatch.setattr(planner, "start", lambda _children: None)
     monkeypatch.setattr(dealing, "_SAMPLE_SEQUENCES", 512)
     monkeypatch.setattr(dealing, "_SAMPLE_LEAST_STEPS", 8)
