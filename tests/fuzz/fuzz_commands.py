@@ -71,6 +71,8 @@ def options(chosen: random.Random) -> Case:
         argv += [option, chosen.choice(known[option])]
     if command == "doctor" and not {"--log", "--run"} & set(argv):
         argv += ["--log", "nowhere"]
+    if command == "predict" and not {"--text", "--file"} & set(argv):
+        argv += ["--text", "alder"]
     if command == "sample" and "--tokens" not in argv:
         argv += ["--tokens", "2"]
     files: dict[str, bytes | str | Special] = {"loop": LOOP, "fifo": FIFO}

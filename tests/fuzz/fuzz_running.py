@@ -43,6 +43,8 @@ class Outcome:
 class Worker:
     """One warm process, started again after a crash or a hang."""
 
+    script = Path(__file__).with_name("fuzz_worker.py")
+
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._rest = b""
@@ -73,10 +75,9 @@ class Worker:
 
     def _started(self) -> subprocess.Popen[bytes]:
         if self._process is None:
-            script = Path(__file__).with_name("fuzz_worker.py")
             environment = {**os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
             self._process = subprocess.Popen(
-                [sys.executable, str(script)],
+                [sys.executable, str(self.script)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
@@ -110,8 +111,18 @@ class Worker:
 class Fuzzer:
     """Runs cases by name, each in a folder of its own under `work`."""
 
-    def __init__(self, work: Path, seed: int, limit: float = LIMIT, confirm: bool = True) -> None:
-        self._work, self._seed, self._limit, self._confirm = work, seed, limit, confirm
+    def __init__(
+        self,
+        work: Path,
+        seed: int,
+        limit: float = LIMIT,
+        *,
+        confirm: bool = True,
+        plan: bool = True,
+    ) -> None:
+        """`plan` False: the quick planner answers everything, for a sample in seconds."""
+        self._work, self._seed, self._limit = work, seed, limit
+        self._confirm, self._plan = confirm, plan
         self._templates = work / "templates"
         self._lock = threading.Lock()
 
@@ -156,6 +167,7 @@ class Fuzzer:
         folder = self._work / f"{name[0]}-{name[1]}"
         _remove(folder)
         lay_out(case, folder, self._templates)
+        real_plan = case.real_plan and self._plan
         out, err = folder.with_suffix(".out"), folder.with_suffix(".err")
         question = {
             "folder": str(folder),
@@ -163,9 +175,9 @@ class Fuzzer:
             "env": {"HOME": str(folder), "TRAINFIT_CACHE": str(folder / "cache"), **case.env},
             "stdout": str(out),
             "stderr": str(err),
-            "real_plan": case.real_plan,
+            "real_plan": real_plan,
         }
-        worker.start(case.real_plan)
+        worker.start(real_plan)
         began = time.monotonic()
         answer = worker.ask(question, self._limit)
         seconds = time.monotonic() - began

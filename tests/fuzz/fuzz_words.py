@@ -105,7 +105,7 @@ def plans(chosen: random.Random) -> Case:
     }
     common = ["data.max_length", "training.batch_size", "training.effective_batch_size"]
     key = chosen.choice([*shapes[task], *common])
-    value = chosen.choice(["1", "3", "7", "1000", "100000", "10000000", "2000000000"])
+    value = chosen.choice(["1", "3", "7", "64", "100000", "10000000", "2000000000"])
     gpu = chosen.choice([[], ["--gpu", "t4"], ["--gpu", "t4", "--memory", "0.001"]])
     words = _replaced(task, f"{key}={value}")
     words = [word.replace("=model", "={here}/model") for word in words]

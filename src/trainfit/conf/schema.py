@@ -14,8 +14,9 @@ Auto = Literal["auto"]
 Switch = bool | Auto
 Steps = Annotated[int, Range(1, 10**9)]
 """Of anything that is counted while a run goes on."""
-Sequences = Annotated[int, Range(1, 131_072)]
-"""In a batch: the largest published one is half of that."""
+MOST_SEQUENCES = 8192
+Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
+"""In a step: finding the cut that pads least takes time by the square of them."""
 Tokens = Annotated[int, Range(1, 2**20)]
 """In a sequence."""
 Workers = Annotated[int, Range(0, 1024)]

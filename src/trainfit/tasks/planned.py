@@ -18,7 +18,7 @@ from trainfit.catalogue.model_configs import read_model_config
 from trainfit.catalogue.models import OWN_GPT, model_shape
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
-from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
+from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
 from trainfit.errors import BadInput
 from trainfit.hardware import as_if, detect
 from trainfit.kernels import liger
@@ -350,7 +350,14 @@ def _effective(composed: Composed) -> int:
     if training.batch_size == "auto":
         return _BATCHES[composed.task]
     steps = optimization.gradient_accumulation_steps
-    return training.batch_size * (1 if steps == "auto" else steps)
+    product = training.batch_size * (1 if steps == "auto" else steps)
+    if product > MOST_SEQUENCES:
+        raise BadInput(
+            f"training.batch_size {training.batch_size} × gradient_accumulation_steps {steps} "
+            f"is a step of {product:,} sequences",
+            f"use at most {MOST_SEQUENCES:,}",
+        )
+    return product
 
 
 def assumed_lengths(task: str, longest: int) -> Any:
