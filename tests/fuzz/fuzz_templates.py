@@ -53,9 +53,9 @@ def command(argv: list[str], *, real_plan: bool = False) -> int:
 
     if real_plan:
         return run(argv)
-    from gpt_tiny import plan_here
+    from job_tiny import quick_plan
 
-    with mock.patch("trainfit.planning.planner.plan", plan_here):
+    with mock.patch("trainfit.planning.planner.plan", quick_plan):
         return run(argv)
 
 
