@@ -76,7 +76,7 @@ def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> P
         plan,
         **loader,
         gpu=None if gpu is None else gpu.slug,
-        precision=decisions.precision(question, profile, gpu, None).value,
+        precision=decisions.precision(question, profile, gpu, plan.ranks).value,
         compile=bool(question.pinned("compile")),
         compile_mode=question.pinned("compile_mode"),
         effective_batch_size=decisions.effective_batch(question, plan.ranks).value,

@@ -121,8 +121,9 @@ def _check_labels(
 
 
 def _processes(path: Path) -> int:
-    small = path.is_file() and path.stat().st_size < _LARGE
-    return 1 if small else allowed_by_affinity()
+    files = path.rglob("*") if path.is_dir() else [path]
+    size = sum(file.stat().st_size for file in files if file.is_file())
+    return 1 if size < _LARGE else allowed_by_affinity()
 
 
 def _encode(
