@@ -16,7 +16,7 @@ from trainfit.data.textclass import load_text_files, text_datasets
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
-from trainfit.errors import BadInput
+from trainfit.errors import BadInput, TrainfitWarning
 
 WHO = Columns(group="who")
 FORMATS = ["csv", "jsonl", "parquet", "datasets"]
@@ -110,7 +110,8 @@ def test_the_cache_is_used_again_and_any_change_makes_a_new_one(
     whole = longer.tokens.ids.tolist()
     tokens = max((tmp_path / "cache" / "tokens").glob("*/tokens"), key=lambda p: p.stat().st_mtime)
     tokens.write_bytes(tokens.read_bytes()[:-4])
-    mended, new = read(moved)
+    with pytest.warns(TrainfitWarning, match="is damaged and made anew"):
+        mended, new = read(moved)
     assert new
     assert mended.tokens.ids.tolist() == whole
 
