@@ -57,6 +57,14 @@ def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
     return data.decode(errors=errors)
 
 
+def is_file(path: Path) -> bool:
+    """Whether there is such a file; a name that no system takes names none."""
+    try:
+        return path.is_file()
+    except OSError:  # too long
+        return False
+
+
 def checksum(path: Path) -> str:
     """SHA-256 of a regular file."""
     with open_regular(path) as file:

@@ -24,6 +24,7 @@ def main() -> int:
     parser.add_argument("--case", metavar="KIND/NUMBER", help="one case, and what it printed")
     parser.add_argument("--limit", type=float, default=LIMIT, help="seconds")
     parser.add_argument("--once", action="store_true", help="confirm no failure in a new process")
+
     parser.add_argument("--quick", action="store_true", help="never ask the planner itself")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--keep", type=Path, help="a folder for the cases that fail")
@@ -34,9 +35,8 @@ def main() -> int:
         kind, _, number = given.case.partition("/")
         names = [(kind, int(number))]
     with tempfile.TemporaryDirectory(prefix="trainfit-fuzz-") as temporary:
-        fuzzer = Fuzzer(
-            given.keep or Path(temporary), given.seed, given.limit, confirm=not given.once
-        )
+        work = given.keep or Path(temporary)
+        fuzzer = Fuzzer(work, given.seed, given.limit, confirm=not given.once, plan=not given.quick)
         began = time.monotonic()
         outcomes = []
         for outcome in fuzzer.run_all(names, 1 if given.case else given.workers):

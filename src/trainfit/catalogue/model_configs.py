@@ -57,6 +57,8 @@ _KINDS: dict[Any, tuple[str, ...]] = {
     Annotated[float, Range(0, 1000)]: ("initializer_range", "initializer_factor"),
     _Name: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
     tuple[str, ...] | None: ("layer_types",),
+    str | tuple[str, ...] | None: ("pos_att_type",),
+    Annotated[int, Range(0, 1024)] | None: ("conv_kernel_size",),
 }
 """Type and bounds of each field, by the names that models have for it."""
 _TYPES = {name: kind for kind, names in _KINDS.items() for name in names}

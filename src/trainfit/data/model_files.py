@@ -105,7 +105,7 @@ def _settings(place: str, file: str) -> dict[str, Any]:
         path = fetch(place, file)
         # Plain JSON: transformers writes the largest length as a number of 100 bits.
         found = {} if path is None else json.loads(read_text(path))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}  # transformers cannot read it either
     return found if isinstance(found, dict) else {}
 

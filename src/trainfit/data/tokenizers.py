@@ -76,7 +76,7 @@ def _misread(tokenizer: Tokenizer, path: Path) -> bool:
         return False
     try:
         kind = json.loads(read_text(path))["model"]["type"]
-    except (OSError, ValueError, KeyError, TypeError):
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False
     return bool(kind != type(backend.model).__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 
 from trainfit import codec
 from trainfit.errors import BadInput, RunFailed, did_you_mean, reason
-from trainfit.files import check_path, write_whole
+from trainfit.files import check_path, is_file, write_whole
 from trainfit.records import Plan
 from trainfit.redaction import redact_values, redact_words
 
@@ -60,7 +60,7 @@ def _make(folder: Path) -> Path | None:
 def find(run: str | Path, root: Path) -> Path:
     """The folder of a run, by its path or by its name under `root`."""
     for folder in (Path(run), root / run):
-        if (folder / _IDENTITY).is_file():
+        if is_file(folder / _IDENTITY):
             return folder
     names = [path.parent.name for path in root.glob(f"*/{_IDENTITY}")]
     raise BadInput(

@@ -23,5 +23,8 @@ def model_obstacle(fields: dict[str, Any]) -> str | None:
         return f"its scores have the terms {', '.join(terms) or 'of content alone'}"
     if fields.get("conv_kernel_size"):
         return "it has a convolution, which reaches over the ends of packed sequences"
-    head = fields["hidden_size"] // fields["num_attention_heads"]
+    width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
+    if not width or not heads:
+        return "its config does not say how large a head is"
+    head = width // heads
     return None if head in _HEADS else f"it has heads of {head}"

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit import codec
+from trainfit.files import is_file
 from trainfit.reports.figures import (
     Axis,
     Block,
@@ -32,7 +33,7 @@ _MOST_CURVES = 60
 
 def is_study(folder: Path) -> bool:
     """Whether a folder holds a study."""
-    return (folder / "study.json").is_file()
+    return is_file(folder / "study.json")
 
 
 def study_chapter(folder: Path, at: int) -> Chapter:

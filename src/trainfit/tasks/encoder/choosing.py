@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +14,6 @@ from trainfit.conf.composition import as_word
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.errors import BadInput, reason
-from trainfit.files import read_text
 from trainfit.tasks.encoder.settings import Weights
 
 if TYPE_CHECKING:
@@ -48,10 +46,10 @@ def _lacks_tokenizer(folder: Path) -> bool:
     if not folder.is_dir() or has_tokenizer(folder):
         return False
     try:
-        kind = json.loads(read_text(folder / "config.json"))["model_type"]
+        kind = codec.read_object(folder / "config.json")["model_type"]
     except (OSError, ValueError, KeyError, TypeError):
         return False  # whoever loads it says more
-    return kind not in _OF_CHARACTERS
+    return str(kind) not in _OF_CHARACTERS
 
 
 def _filled(task: str, overrides: Sequence[str]) -> Composed:
