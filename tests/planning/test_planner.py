@@ -409,7 +409,7 @@ def test_what_cannot_be_packed_says_why(
     [
         ("{}", "has no model_type"),
         ('{"model_type": "bert"}', "has no num_hidden_layers"),
-        ("[1]", "is no object"),
+        ("[1]", "is not an object"),
         ("{", "cannot read config.json"),
     ],
 )
@@ -420,7 +420,7 @@ def test_a_config_that_lacks_something_is_named(tmp_path: Path, content: str, me
 
 
 def test_a_folder_without_a_config_is_named(tmp_path: Path):
-    with pytest.raises(BadInput, match=r"cannot read config\.json"):
+    with pytest.raises(BadInput, match=r"no config\.json"):
         model_facts(str(tmp_path))
 
 

@@ -304,7 +304,7 @@ def test_packed_rows_train_the_same_job_and_the_first_lines_say_so(
     monkeypatch.setattr(planner, "plan", packed)
     result = run(tmp_path, *NO_DROPOUT)
     log = (Path(result.run) / "train.log").read_text()
-    assert "Packed rows" in log
+    assert "packed rows" in log
     assert "attention dropout 0" in log
     tables = [read(Path(done.run) / "predictions.csv") for done in (padded, result)]
     a, b = (arrays(table)[1] for table in tables)
