@@ -58,6 +58,7 @@ def machine(slug: str | None, *, bf16: bool = True) -> HardwareProfile:
 @pytest.fixture
 def put(monkeypatch: pytest.MonkeyPatch, words: list[str], lengths: Any) -> Any:
     """Make the machine be the one that is given, and the tiny job on its data the default one."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(recommended, "OVERRIDES", tuple(words))
     monkeypatch.setattr(planned, "assumed_lengths", lambda _task, _longest: lengths)
 

@@ -214,7 +214,7 @@ def test_an_interrupt_shows_what_was_measured(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["nli", "--minutes", "0"], "--minutes is 0"),
+        (["nli", "--minutes", "0"], "'--minutes': 0.0 is not in the range"),
         (["nli", "--minutes", "x"], "--minutes"),
         (["nlj"], "unknown job 'nlj'"),
         (["nli", "--ladder", "--batch-size-only"], "give one of them"),
