@@ -196,15 +196,15 @@ def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
         "device.mixed_precision=auto",
         "optimization.compile=true",
         "device.tf32=true",
-        f"training.num_workers={max(2, 2 * everything.plan.num_workers)}",
+        "training.num_workers=8",  # twice those of the plan, and no more than pay
     ]
     compose("gpt", [*gpt_words(tmp_path)[:2], *steps])  # each is an override that works
 
 
 def test_what_is_done_is_not_advised_again(tmp_path: Path):
-    done = circumstances(tmp_path, "a30", "optimization.compile=true", "data.max_length=1024")
-    assert mfu.next_steps(done) == []
-    old = circumstances(tmp_path, "t4", "optimization.compile=true", "data.max_length=1024")
+    words = ("optimization.compile=true", "data.max_length=1024", "device.mixed_precision=auto")
+    assert mfu.next_steps(circumstances(tmp_path, "a30", *words)) == []
+    old = circumstances(tmp_path, "t4", *words)
     assert mfu.next_steps(old) == []  # a T4 has no TF32 to turn on
 
 
