@@ -57,7 +57,7 @@ def test_whatever_is_in_the_place_of_a_record_is_removed(tmp_path: Path, kind: s
         "list": lambda: path.write_text("[]"),
     }
     make[kind]()
-    with pytest.warns(TrainfitWarning, match="is damaged and made anew"):
+    with pytest.warns(TrainfitWarning, match="is damaged and was thrown away"):
         assert cached.read(Found, path) is None
     assert cached.write(path, RECORD)
     assert cached.read(Found, path) == RECORD
@@ -80,11 +80,11 @@ def test_damaged_tokens_are_made_anew(tmp_path: Path, monkeypatch: pytest.Monkey
     for name in ("tokens", "lengths", "labels", "groups", "meta.json"):
         file = folder / name
         file.write_bytes(flipped(file.read_bytes().strip(), draw))
-        with pytest.warns(TrainfitWarning, match="is damaged and made anew"):
+        with pytest.warns(TrainfitWarning, match="is damaged and was thrown away"):
             assert read() == first
         file.unlink()
         os.mkfifo(file)
-        with pytest.warns(TrainfitWarning, match="is damaged and made anew"):
+        with pytest.warns(TrainfitWarning, match="is damaged and was thrown away"):
             assert read() == first
     (tmp_path / "file").touch()
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file"))

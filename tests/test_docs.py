@@ -41,8 +41,19 @@ SHOWN = [
 ]
 
 
+SLOW = {"write-a-task.md", "batch-size.md", "trainfit plan gpt --gpu a30 --model gpt-small"}
+"""Pages with scripts, and commands, that plan or train for many seconds."""
+
+
+def params(shown: list[tuple[str, str]]) -> list[Any]:
+    """What is slow runs with `make soak`."""
+    return [
+        pytest.param(*each, marks=[pytest.mark.soak] if SLOW & set(each) else []) for each in shown
+    ]
+
+
 @pytest.mark.usefixtures("tiny_default")
-@pytest.mark.parametrize(("page", "line"), SHOWN)
+@pytest.mark.parametrize(("page", "line"), params(SHOWN))
 def test_a_shown_command_runs(page: str, line: str, capsys: pytest.CaptureFixture[str]):
     assert run(shlex.split(line)[1:]) == 0
     assert capsys.readouterr().out
@@ -88,7 +99,7 @@ def test_shown_python_runs_on_redsm5_files(page: str, block: str, tmp_path: Path
 
 @pytest.mark.usefixtures("tiny_default")
 @pytest.mark.parametrize(
-    ("page", "block"), [(page, block) for page, block in PYTHON if (page, block) not in ON_REDSM5]
+    ("page", "block"), params([each for each in PYTHON if each not in ON_REDSM5])
 )
 def test_shown_python_runs(
     page: str,

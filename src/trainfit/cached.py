@@ -52,7 +52,7 @@ def write(path: Path, record: object) -> bool:
 def throw_away(path: Path, why: str) -> None:
     """Remove a file or folder of a cache that is damaged, and say so."""
     discard(path)
-    text = f"{path} is damaged and made anew ({why})"
+    text = f"{path} is damaged and was thrown away ({why})"
     warnings.warn(text, TrainfitWarning, stacklevel=3)
 
 

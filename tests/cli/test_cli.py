@@ -243,6 +243,7 @@ def test_config_names_the_origin_of_each_value(capsys: pytest.CaptureFixture[str
     assert line.split() == ["training.batch_size", "20", "override"]
 
 
+@pytest.mark.soak
 def test_measuring_from_the_command_line(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -110,7 +110,7 @@ def test_the_cache_is_used_again_and_any_change_makes_a_new_one(
     whole = longer.tokens.ids.tolist()
     tokens = max((tmp_path / "cache" / "tokens").glob("*/tokens"), key=lambda p: p.stat().st_mtime)
     tokens.write_bytes(tokens.read_bytes()[:-4])
-    with pytest.warns(TrainfitWarning, match="is damaged and made anew"):
+    with pytest.warns(TrainfitWarning, match="is damaged and was thrown away"):
         mended, new = read(moved)
     assert new
     assert mended.tokens.ids.tolist() == whole

@@ -158,6 +158,7 @@ def run_out(rank: int, run: Path, where: str, often: int) -> None:
     train(task, settings(task, ranks=2, sharding="fsdp", **OFTEN), run)
 
 
+@pytest.mark.soak
 def test_memory_that_runs_out_in_a_sharded_step_starts_again_with_the_next_cut(
     tmp_path: Path, children: ForkServerContext
 ) -> None:

@@ -83,6 +83,7 @@ def test_a_dead_worker_leaves_its_trial_with_its_parameters(url: str):
     assert states == [TrialState.FAIL, TrialState.RUNNING]
 
 
+@pytest.mark.soak
 def test_a_worker_elsewhere_is_given_up_when_its_heartbeat_stops(url: str):
     desk = toy_desk(url, trials=1, heartbeat=1, grace=3)
     dead = claim(desk)

@@ -16,6 +16,7 @@ def cpu() -> HardwareProfile:
     return replace(detect(), gpus=())
 
 
+@pytest.mark.soak
 def test_the_cpu_is_measured_against_an_independent_clock(
     cpu: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

@@ -114,6 +114,7 @@ def test_a_gpt_can_be_compiled_too():
     assert products(compiled) == products(eager)
 
 
+@pytest.mark.soak
 def test_a_process_that_asks_is_not_changed_by_it(folder: str):
     code = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]);"
@@ -128,6 +129,7 @@ def test_a_process_that_asks_is_not_changed_by_it(folder: str):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.soak
 def test_a_gpt_that_is_compiled_whole_keeps_what_its_checkpoints_keep():
     """Against an H200; both are asked of one process, where each has a graph of its own."""
     record = Path(__file__).parents[2] / "benchmarks/results/2026-11-15-tune-h200.json"

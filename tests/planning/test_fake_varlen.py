@@ -97,6 +97,7 @@ def measured(rows: list[Any]) -> list[TaskSpec]:
     ]
 
 
+@pytest.mark.soak
 def test_a_whole_step_against_the_gpu(estimates: dict[str, list[MemoryEstimate]]) -> None:
     compare(STEPS[:1], estimates["measured"])
 

@@ -148,6 +148,7 @@ def test_less_memory_is_met_by_recomputing_and_cutting(folder: str, roomy: Plan)
     assert list(tight.cuts) == sorted(set(tight.cuts))
 
 
+@pytest.mark.soak
 def test_what_does_not_fit_says_what_would(folder: str):
     made = small(folder, gpu="h200", memory_gib=0.05)
     assert not made.fits
@@ -321,6 +322,7 @@ def test_a_gpu_without_a_peak_for_the_precision_has_no_time():
     assert rates(find("t4"), "bf16") is None
 
 
+@pytest.mark.soak
 def test_few_padded_micro_batches_where_a_gpu_waits_for_them(folder: str):
     """A small model on a large GPU: launching its kernels takes longer than all the padding."""
     words = ("model.use_flash_attention=false", "training.effective_batch_size=64")

@@ -98,7 +98,9 @@ def test_a_study_that_another_program_named_is_not_followed_out_of_the_folder(tm
 
     url = f"sqlite:///{tmp_path / 'hpo.db'}"
     study = optuna.create_study(storage=open_database(url).storage, study_name="a/../../x")
-    study.set_user_attr("trainfit", {"task": "nli", "words": [f"runs_dir={tmp_path / 'runs'}"]})
+    about = {"task": "nli", "words": [f"runs_dir={tmp_path / 'runs'}"], "metric": "f1"}
+    about |= {"identity": {}, "space": {}, "notes": [], "folds": 2, "steps": 3}
+    study.set_user_attr("trainfit", about)
     with pytest.raises(BadInput, match="cannot name a folder"):
         find_study("a/../../x", url)
 

@@ -104,6 +104,7 @@ BACKBONE = 109_482_240 - (768 * 768 + 768)  # bert-base without its pooler
 HEAD = 2 * 768 + 2
 
 
+@pytest.mark.soak
 def test_all_run_without_values_and_without_guesses(answers: dict[str, Answer]):
     assert {name: a.error for name, a in answers.items() if a.error} == {}
     assert all(answer.unknown == {} for answer in answers.values())

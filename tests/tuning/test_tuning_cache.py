@@ -124,7 +124,7 @@ def test_a_damaged_file_is_thrown_away_with_a_line(content: str) -> None:
     path = cache.write(question(), machine(), RESULT)
     assert path is not None
     path.write_text(content)
-    with pytest.warns(TrainfitWarning, match="is damaged and made anew") as caught:
+    with pytest.warns(TrainfitWarning, match="is damaged and was thrown away") as caught:
         assert cache.read(question(), machine()) is None
     assert len(caught) == 1
     assert len(str(caught[0].message).splitlines()) == 1

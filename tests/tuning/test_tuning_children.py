@@ -33,6 +33,7 @@ def run(children: Children, candidate: Candidate, limit: float = 60.0) -> Trial:
     return children.run(candidate, limit=limit, **QUICK)
 
 
+@pytest.mark.soak
 def test_a_child_stays_and_its_failures_do_not(children: Children) -> None:
     first = run(children, toy.candidate(sleep=0.01))
     assert first.status == "ok"

@@ -53,6 +53,7 @@ def fits(arguments, capacity_gib):
     return told(ask([request])[0]).rooms[0].fits
 
 
+@pytest.mark.soak
 def test_the_largest_on_a_cpu_is_the_largest_that_is_predicted_to_fit():
     found, job = found_here(), tiny_job()
     assert found.capacity_gib == ROOM
@@ -72,6 +73,7 @@ def test_the_largest_on_a_cpu_is_the_largest_that_is_predicted_to_fit():
     assert BatchSizeFound.from_json(found.to_json()) == found
 
 
+@pytest.mark.soak
 def test_the_law_tells_the_memory_of_a_step():
     found, job = found_here(), tiny_job()
     rows = found.largest_rows * 3 // 4

@@ -485,6 +485,7 @@ def test_sleeps_that_are_saved_are_found(monkeypatch: pytest.MonkeyPatch):
         before = after
 
 
+@pytest.mark.soak
 def test_a_trial_that_kills_its_process_is_a_row():
     spec = replace(toy.SPEC, arguments={"crash_in": "bf16"})
     found = climb(toy.plan(), spec, toy.machine(), steps=3, rounds=1)

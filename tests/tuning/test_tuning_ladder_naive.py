@@ -104,6 +104,7 @@ def test_the_baseline_is_naive_on_a_gpu(job: tuple[Plan, TaskSpec], tmp_path: Pa
     assert seen.updates.keys() == {"single"}
 
 
+@pytest.mark.soak
 def test_each_rung_ends_its_habit_by_evidence(job: tuple[Plan, TaskSpec], tmp_path: Path):
     fused = looked_at(job, row_of(job, "fused AdamW"), tmp_path / "1")
     assert fused.updates.keys() == {"fused"}
@@ -138,6 +139,7 @@ def test_blocks_of_one_length_have_no_order_to_be_naive_about(job: tuple[Plan, T
     assert setting(best, [rung for rung in rungs if not rung.trades])[1] == THOUGHTFUL
 
 
+@pytest.mark.soak
 def test_gradients_that_are_kept_are_zeroed_once_a_step(job: tuple[Plan, TaskSpec], tmp_path: Path):
     def zeroings(naive: bool, folder: Path) -> int:
         row = row_of(job) if naive else row_of(job, "set_to_none")

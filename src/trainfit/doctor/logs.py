@@ -45,8 +45,10 @@ def diagnose(blocks: Iterable[str]) -> tuple[Finding, ...]:
     for block in blocks:
         text = _COLOURS.sub("", block)
         fp16 = fp16 or any(sign.search(text) for sign in FP16)
+        folded = text.lower()
         for pattern in PATTERNS:
-            _collect(pattern, text, signs[pattern.fault.id])
+            if pattern.word in folded:
+                _collect(pattern, text, signs[pattern.fault.id])
     context = Context(fp16=fp16)
     found = [
         (pattern, pattern.fault.finding(seen))

@@ -234,7 +234,7 @@ def _pattern(id: str, title: str, why: str) -> Pattern:
         return _explain(id, signs)
 
     fault = Fault(id=id, severity="error", title=title, why=why, mend=_STEPS[id](Numbers()))
-    return Pattern(fault=fault, like=_LIKE[id], signs=(_SIGN,), explain=explain)
+    return Pattern(fault=fault, like=_LIKE[id], signs=(_SIGN,), word="memory", explain=explain)
 
 
 _LIKE = {

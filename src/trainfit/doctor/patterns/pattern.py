@@ -54,6 +54,8 @@ class Pattern:
     """A message of this kind, for people who look for theirs."""
     signs: tuple[str, ...]
     """Regular expressions. None may reach into a free text: what they match is shown."""
+    word: str = ""
+    """Lower-case text that every sign has in it: blocks of a log without it need no slow search."""
     explain: Explain = as_quoted
     symptom: bool = False
     """Follows from some other fault: said only where the log shows no such."""
