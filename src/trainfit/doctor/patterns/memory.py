@@ -42,6 +42,7 @@ PATTERNS = (
             r"MPS backend out of memory \(MPS allocated: [\d.]+ [KMG]i?B",
             f"(?i:{stated('MPS backend out of memory')})",
         ),
+        word="memory",
     ),
     Pattern(
         fault=Fault(
