@@ -74,6 +74,7 @@ def show(source: str, names: dict[str, Any]) -> Any:
     return last and eval(compile(ast.Expression(last.value), str(NOTEBOOK), "eval"), names)  # noqa: S307
 
 
+@pytest.mark.soak
 def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any):
     be_quick(monkeypatch)
     monkeypatch.chdir(tmp_path)

@@ -116,6 +116,7 @@ def test_the_cache_is_used_again_and_any_change_makes_a_new_one(
     assert mended.tokens.ids.tolist() == whole
 
 
+@pytest.mark.soak
 def test_several_processes_make_the_same_tokens_in_the_same_order(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ):

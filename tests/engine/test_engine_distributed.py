@@ -254,6 +254,7 @@ def wait_for_the_dead(rank: int) -> None:
         time.sleep(50)
 
 
+@pytest.mark.soak
 def test_a_rank_that_waits_for_its_gpu_ends_when_another_is_killed(
     children: ForkServerContext,
 ) -> None:

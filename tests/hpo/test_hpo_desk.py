@@ -210,6 +210,7 @@ def test_a_signal_ends_a_worker_after_its_trial_was_handed_back(url: str):
     assert len(finished(desk)) == 3
 
 
+@pytest.mark.soak
 def test_a_trial_beats_while_it_runs(url: str):
     desk = toy_desk(url, trials=1, heartbeat=1, grace=3)
     seen = []

@@ -115,6 +115,7 @@ def compare(rows: list[Any], found: list[MemoryEstimate]) -> None:
         assert predicted.peak_reserved_gib * 2**30 == pytest.approx(reserved, rel=0.03), row
 
 
+@pytest.mark.soak
 def test_a_mask_takes_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
     without, masked = estimates["paths"]
     square = 4096**2 * 3 / 2**30  # who sees whom, and the same in bf16 for the kernel

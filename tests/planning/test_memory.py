@@ -247,6 +247,7 @@ def test_this_process_is_left_alone():
     assert not isinstance(torch.ones(1), torch._subclasses.FakeTensor)
 
 
+@pytest.mark.soak
 def test_the_example_of_the_documentation_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     page = (ROOT / "docs" / "estimate.md").read_text()
     code = page.split("```python\n")[1].split("```")[0]

@@ -8,6 +8,7 @@ import pytest
 from trainfit.planning.memory import Answer, Request, Target, ask
 from trainfit.records import TaskSpec
 
+pytestmark = pytest.mark.soak
 LENGTH, ROWS = 128, 8
 
 
@@ -104,7 +105,6 @@ BACKBONE = 109_482_240 - (768 * 768 + 768)  # bert-base without its pooler
 HEAD = 2 * 768 + 2
 
 
-@pytest.mark.soak
 def test_all_run_without_values_and_without_guesses(answers: dict[str, Answer]):
     assert {name: a.error for name, a in answers.items() if a.error} == {}
     assert all(answer.unknown == {} for answer in answers.values())

@@ -57,6 +57,7 @@ def test_a_child_stays_and_its_failures_do_not(children: Children) -> None:
     assert run(children, toy.candidate()).status == "ok"
 
 
+@pytest.mark.soak
 def test_a_trial_that_is_killed_leaves_no_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -82,6 +82,7 @@ def test_the_law_tells_the_memory_of_a_step():
     assert not fits(job.arguments(rows), 0.95 * takes)
 
 
+@pytest.mark.soak
 def test_the_range_that_was_asked_holds():
     found = find(tiny_job(at_most=10, at_least=8, margin=0.5), without_gpu())
     assert (found.largest_rows, found.recommended_rows) == (10, 8)
@@ -94,6 +95,7 @@ def test_a_step_that_does_not_fit_is_one_clear_line():
     assert "\n" not in str(raised.value)
 
 
+@pytest.mark.soak
 def test_the_page_says_what_was_found():
     found = found_here()
     shown = page(found)
@@ -102,6 +104,7 @@ def test_the_page_says_what_was_found():
     assert "room for 0.25 GiB" in shown
 
 
+@pytest.mark.soak
 def test_gradients_of_earlier_micro_batches_count_where_a_step_has_several():
     job = tiny_job()
     assert job.arguments(8)["micro_batches"] == job.micro_batches(8) == 2

@@ -108,6 +108,7 @@ def holed(rows: int) -> Any:
     return model, make_step
 
 
+@pytest.mark.soak
 def test_a_workspace_that_is_taken_first_pins_no_large_segment():
     factory, rows = f"{__name__}:holed", 10
     one = 110 * rows * MIB  # with the hole given back, this and the workspaces are all

@@ -153,6 +153,7 @@ def test_gradients_that_are_kept_are_zeroed_once_a_step(job: tuple[Plan, TaskSpe
     assert zeroings(False, tmp_path / "2") == 0
 
 
+@pytest.mark.soak
 def test_the_naive_loop_computes_the_same(job: tuple[Plan, TaskSpec]):
     """The loss and the gradient of a step do not depend on how it is done."""
 
