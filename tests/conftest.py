@@ -7,7 +7,7 @@ TRAINFIT_SOAK_MINUTES none is started that could end after that many minutes.
 
 import os
 import time
-from pathlib import Path
+from collections.abc import Iterator
 
 import pytest
 
@@ -44,14 +44,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             pytest.skip("no time left in this part of the soak tests")
 
 
-@pytest.fixture(autouse=True)
-def _own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    folder: Path = tmp_path_factory.getbasetemp() / "cache"
-    monkeypatch.setenv("TRAINFIT_CACHE", str(folder))
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """For fixtures of a module too, which come before those of a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRAINFIT_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
+        yield
 
 
-@pytest.fixture(autouse=True)
-def _nothing_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture(autouse=True, scope="session")
+def _nothing_timed() -> Iterator[None]:
     """On any CPU the planner finds fp32 faster, by as much as is written here."""
     from trainfit.planning import cpu_choice
 
@@ -64,7 +66,9 @@ def _nothing_timed(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         return cpu_choice.StepTimes(times=tuple(found))
 
-    monkeypatch.setattr(cpu_choice, "time_steps", times)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cpu_choice, "time_steps", times)
+        yield
 
 
 @pytest.fixture
