@@ -193,6 +193,7 @@ def test_a_compiler_that_failed_is_noticed_with_its_failure():
     assert "no C compiler here" in found.evidence
 
 
+@pytest.mark.usefixtures("_fresh_compiler")
 def test_compile_that_was_never_called_is_noticed():
     model, optimizer = parts()
     compile_blocks(Model())  # another one
