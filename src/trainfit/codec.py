@@ -47,7 +47,7 @@ class Range:
         return f"{_number(self.low)} to {_number(self.high)}"
 
     def allows(self, value: float) -> bool:
-        """Whether a number is finite and within the bounds."""
+        """Tell a finite number within the bounds."""
         return self.low <= value <= self.high and abs(value) != math.inf
 
 
@@ -63,7 +63,7 @@ class Length:
         return f"{self.least} to {self.most:,} characters"
 
     def allows(self, value: str) -> bool:
-        """Whether a text has as many characters, and none that no file can hold."""
+        """Tell a text of as many characters, with none that no file can hold."""
         return self.least <= len(value) <= self.most and is_plain(value)
 
 
@@ -76,7 +76,7 @@ class PathName:
         return "a path of at most 4,096 bytes, 255 between two slashes"
 
     def allows(self, value: str) -> bool:
-        """Whether a system call would take the path, whatever is there."""
+        """Tell a path that a system call would take, whatever is there."""
         if not value.strip() or not is_plain(value):
             return False
         parts = value.encode().split(b"/")
@@ -84,7 +84,7 @@ class PathName:
 
 
 def is_plain(text: str) -> bool:
-    """Whether a text has no control characters, and none that UTF-8 lacks."""
+    """Tell a text without control characters, and without any that UTF-8 lacks."""
     return not any(unicodedata.category(character) in ("Cc", "Cs") for character in text)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from trainfit.redaction import redact
 
 MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
-"""What code raises on data that has another form than it expects."""
+"""Errors that code raises on data of another form than it expects."""
 
 
 class TrainfitWarning(UserWarning):

@@ -58,7 +58,7 @@ def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
 
 
 def is_file(path: Path) -> bool:
-    """Whether there is such a file; a name that no system takes names none."""
+    """Look for a regular file; a name that no system takes names none."""
     try:
         return path.is_file()
     except OSError:  # too long
@@ -180,7 +180,7 @@ def cache_folder() -> Path:
 
 
 def keeps_cache() -> bool:
-    """Whether the cache is there for the next process too."""
+    """Tell a cache that is there for the next process too."""
     folder = cache_folder()
     return not _temporary.cache_info().currsize or folder != Path(_temporary().name)
 

@@ -239,7 +239,7 @@ class Recommendation(Record):
     batch_size: int
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
-    """Whether any block is computed again; the reason of that name says which."""
+    """True where any block is computed again; the reason of that name says which."""
     freeze_encoder: bool
     compile: bool
     num_workers: int
@@ -330,7 +330,7 @@ class MemoryEstimate(Record):
     """Where the memory of a step goes, and what is left."""
 
     weights_gib: float
-    """Of the model itself; adapters are apart."""
+    """Weights of the model itself; adapters are apart."""
     gradients_gib: float
     optimizer_gib: float
     activations_gib: float

@@ -195,7 +195,7 @@ def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
 
 
 def _range_fault(name: str, one: Dimension) -> BadInput | None:
-    """What is wrong with the ends of a range, whatever the key takes."""
+    """Find the fault in the ends of a range, whatever the key takes."""
     if one.low is None or one.high is None:
         return BadInput(f"the search space of {name} has no low and high", "give both")
     if not math.isfinite(one.high - one.low):

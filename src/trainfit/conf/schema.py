@@ -13,7 +13,7 @@ from trainfit.codec import Length, PathName, Range
 Auto = Literal["auto"]
 Switch = bool | Auto
 Steps = Annotated[int, Range(1, 10**9)]
-"""Of anything that is counted while a run goes on."""
+"""Number of anything that is counted while a run goes on."""
 MOST_SEQUENCES = 8192
 Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
 """In a step: finding the cut that pads least takes time by the square of them."""
@@ -28,7 +28,7 @@ Vocabulary = Annotated[int, Range(1, 2**24)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
 Rate = Annotated[float, Range(0, 10)]
-"""Of learning or decay: above 1 nothing is learned, and above 10 nothing is meant."""
+"""Rate of learning or decay: above 1 nothing is learned, and above 10 nothing is meant."""
 Amount = Annotated[float, Range(0, 10**6)]
 HeldOut = Annotated[float, Range(0.01, 0.5)]
 Place = Annotated[str, PathName()]

@@ -18,7 +18,7 @@ from trainfit.files import read_text
 _LARGEST = 1 << 20
 _DEEPEST = 20
 _MOST_VALUES = 2000
-"""Of a whole file, each alias counted with all that it stands for."""
+"""Values of a whole file, each alias counted with all that it stands for."""
 _LONGEST_NUMBER = 100
 _PLAIN = "tag:yaml.org,2002:"
 _FIX = "give a YAML file of keys and values"

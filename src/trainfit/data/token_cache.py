@@ -58,7 +58,7 @@ class LabelledTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Meta:
-    """What the folder of a file's tokens says of itself."""
+    """Description of a file's tokens, from the folder that holds them."""
 
     sequences: int
     tokens: int

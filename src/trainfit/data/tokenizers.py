@@ -24,7 +24,7 @@ NO_TOKENIZER_FIX = (
     "add its files (such as tokenizer.json), or set model.weights=random to learn one from the data"
 )
 _FILES = ["tokenizer*", "vocab*", "merges.txt", "*.model", "*.codes", "*.tiktoken", "tekken.json"]
-"""What tokenizers are made of; in a folder with none of these there is no tokenizer."""
+"""Files of tokenizers; a folder with none of these has no tokenizer."""
 _CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "bpe.codes": "PhobertTokenizer"}
 """Classes of files that say what they are, also beside a config that names another class."""
 _FEWEST = 10

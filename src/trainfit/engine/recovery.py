@@ -34,7 +34,7 @@ class NotFinite(CannotGoOn):
 
 
 STEADIER = "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16"
-"""What to do about numbers that are not finite."""
+"""Fix for numbers that are not finite."""
 
 
 class NoFinerCut(CannotGoOn, OutOfMemory):

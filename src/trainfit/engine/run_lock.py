@@ -89,7 +89,7 @@ def _holder(run: Path) -> Process | None:
 
 
 def _is_dead(holder: Process) -> bool:
-    """Whether a process of this machine is gone; of another machine nobody here knows."""
+    """Tell that a process of this machine is gone; of another machine nobody here knows."""
     if holder.host != this_process().host:
         return False
     try:
@@ -116,7 +116,7 @@ def _telling(run: Path) -> Iterator[None]:
 
 
 def disk_fix(error: BaseException, run: Path) -> str:
-    """What to do about an error of the disk under a run."""
+    """Fix for an error of the disk under a run."""
     with suppress(OSError):
         if not run.is_dir():
             return "the run's folder was removed while it was written to: start a new run"

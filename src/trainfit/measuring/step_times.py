@@ -66,7 +66,7 @@ def time_steps(request: StepRequest) -> StepTimes:
 
 
 def _has_room(request: StepRequest) -> bool:
-    """Whether a layer of the model fits in each precision, with gradients and optimizer state."""
+    """Check that a layer fits in each precision, with gradients and optimizer state."""
     with torch.device("meta"), no_init_weights():
         model, _ = _model(request, "fp32", 1, 1, 1)
     nbytes = 4 * sum(weight.numel() for weight in model.parameters())

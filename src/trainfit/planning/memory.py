@@ -87,7 +87,7 @@ class Answer:
     """Values that the step asked of a tensor and that were not known, by operation."""
     error: str | None = None
     refused: tuple[str, str] | None = None
-    """What is wrong with the input of the step, and the fix."""
+    """Fault in the input of the step, and the fix."""
 
 
 def estimate(

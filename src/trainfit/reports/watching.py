@@ -197,7 +197,7 @@ def _count(value: float) -> int:
 
 
 def _sample(gpu: Mapping[str, Any]) -> dict[str, Any]:
-    """What the driver said of a GPU, as far as it is numbers."""
+    """Numbers among what the driver said of a GPU."""
     figures = {name: _finite(value) for name, value in gpu.items() if value is not None}
     return {name: int(v) if v.is_integer() else v for name, v in figures.items() if v is not None}
 
