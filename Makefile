@@ -88,7 +88,7 @@ MINUTES ?=
 SEED ?= $(shell printf '%d' 0x$$(git rev-parse --short=7 HEAD 2>/dev/null || echo 0))
 soak: setup ## The long tests; MINUTES=20 runs a part that changes with the commit
 	OMP_NUM_THREADS=$(THREADS) TRAINFIT_SOAK=1 TRAINFIT_SOAK_MINUTES=$(MINUTES) $(BIN)/pytest -m soak -n 2 --dist worksteal \
-		-p randomly --randomly-seed=$(SEED) -o faulthandler_timeout=660 $(ARGS)
+		-p randomly --randomly-seed=$(SEED) -o faulthandler_timeout=960 $(ARGS)
 
 # A failure prints the SEED and CASE that repeat it. KIND=words: cases of one kind.
 fuzz: setup ## Hostile commands, configurations and files: none may crash, hang or be taken

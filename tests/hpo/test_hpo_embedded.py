@@ -50,6 +50,7 @@ def finished(folder: Path) -> int:
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(900)
 def test_twelve_trials_killed_and_gone_on_with_are_no_worse_than_the_defaults(tmp_path: Path):
     command = ("hpo", "nli", "hpo.study=demo", "--workers", "2")
     first = trainfit(tmp_path, *command)
