@@ -237,7 +237,7 @@ def faults(
 
 
 @pytest.mark.soak
-@pytest.mark.timeout(600)
+@pytest.mark.timeout(300)
 @pytest.mark.parametrize("part", range(3))
 @pytest.mark.parametrize("name", ["cpu", *GPUS])
 @pytest.mark.parametrize("task", TASKS)
