@@ -236,9 +236,12 @@ def faults(
                     yield f"{' '.join([*command, *words])} on {name}: {what}"
 
 
+PARTS = 8
+"""Parts of the documents' words, each of which takes a minute or two at real shapes."""
+
+
 @pytest.mark.soak
-@pytest.mark.timeout(300)
-@pytest.mark.parametrize("part", range(3))
+@pytest.mark.parametrize("part", range(PARTS))
 @pytest.mark.parametrize("name", ["cpu", *GPUS])
 @pytest.mark.parametrize("task", TASKS)
 def test_the_documents_by_the_estimator(
@@ -248,7 +251,7 @@ def test_the_documents_by_the_estimator(
     only = {name: machines[name]}
     found = [
         each
-        for words in words_of(task)[part::3]
+        for words in words_of(task)[part::PARTS]
         for data in DATA
         for each in faults(task, words, data, only, capsys)
         if TOO_LARGE not in each

@@ -213,8 +213,11 @@ def find_fault(folder: Path, run: str) -> str | None:
             if checksum(folder / name) != expected:
                 return f"{name} does not match its checksum"
         _check_state(codec.read_object(folder / "state.json"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return f"its manifest or a file cannot be read ({type(error).__name__}: {reason(error)})"
+    except OSError as error:
+        name = Path(error.filename or "manifest.json").name
+        return f"{name} cannot be read ({type(error).__name__}: {reason(error)})"
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"its manifest or its state is damaged ({type(error).__name__}: {reason(error)})"
     return None
 
 
