@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +15,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 _BYTES = 256
+_LONG = re.compile(r"\S{1000}")
+"""Text without a space that no token will be as long as."""
 
 
 def learn_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Tokenizer:
@@ -36,8 +39,13 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    made.train_from_iterator(texts, trainer)
+    made.train_from_iterator(map(short_words, texts), trainer)
     return made
+
+
+def short_words(text: str) -> str:
+    """Cut words of thousands of characters: learning takes time by the length of a word."""
+    return _LONG.sub(r"\g<0> ", text)
 
 
 def load_bpe(path: Path) -> Tokenizer:

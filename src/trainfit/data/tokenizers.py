@@ -11,6 +11,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from trainfit.data.bpe import short_words
 from trainfit.data.model_files import tokenizer_files
 from trainfit.errors import BadInput
 from trainfit.files import read_text
@@ -120,7 +121,7 @@ def learn_tokenizer(
         min_frequency=least,
         show_progress=False,
     )
-    backend.train_from_iterator(texts, trainer)
+    backend.train_from_iterator(map(short_words, texts), trainer)
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
