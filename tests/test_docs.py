@@ -41,7 +41,13 @@ SHOWN = [
 ]
 
 
-SLOW = {"write-a-task.md", "batch-size.md", "trainfit plan gpt --gpu a30 --model gpt-small"}
+SLOW = {
+    "write-a-task.md",
+    "batch-size.md",
+    "trainfit plan gpt --gpu a30 --model gpt-small",
+    "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20 "
+    "model.use_gradient_checkpointing=true",
+}
 """Pages with scripts, and commands, that plan or train for many seconds."""
 
 

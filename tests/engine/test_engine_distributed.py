@@ -108,7 +108,11 @@ def train_with_faults(
 
 @pytest.mark.parametrize(
     ("faulty", "at"),
-    [(1, {30}), (1, {30, 45, 400, 420}), (0, {10, 12, 14, 16}), (1, {95, 140, 600})],
+    [
+        (1, {30, 45, 400, 420}),
+        (0, {10, 12, 14, 16}),
+        *(pytest.param(1, at, marks=pytest.mark.soak) for at in ({30}, {95, 140, 600})),
+    ],
 )
 def test_one_rank_runs_out_and_both_take_the_same_way(
     tmp_path: Path, children: ForkServerContext, faulty: int, at: set[int]

@@ -310,6 +310,7 @@ def check_crowd(desk: Desk, trials: int, kills: int) -> None:
     )
 
 
+@pytest.mark.soak
 def test_workers_killed_on_sqlite_lose_nothing(url: str):
     check_crowd(crowd(url, workers=2, trials=12, kills=1), 12, 1)
 

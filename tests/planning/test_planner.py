@@ -132,6 +132,7 @@ def test_what_is_pinned_is_honoured_and_the_rest_planned_around_it(folder: str):
     assert said["batch_size"] == "you set it"
 
 
+@pytest.mark.soak
 def test_less_memory_is_met_by_recomputing_and_cutting(folder: str, roomy: Plan):
     assert roomy.memory is not None
     words = ("training.effective_batch_size=256",)

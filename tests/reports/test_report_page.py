@@ -348,5 +348,6 @@ def test_a_notebook_shows_the_page_in_a_frame(made: Report):
     assert Tags(shown).found == {"iframe"}
 
 
+@pytest.mark.soak
 def test_a_hundred_thousand_steps_make_a_small_page(long_page: Path):
     assert long_page.stat().st_size < 2e6

@@ -118,6 +118,7 @@ def test_only_windowed_layers_mask_what_is_far(monkeypatch: pytest.MonkeyPatch) 
     assert shapes == [(1, 1, 9, 9)] * 5 + [None]
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("name", ["bert-base", "gemma-3-1b-it"])
 def test_a_packed_step_compiles_to_one_graph(name: str) -> None:
     torch.compiler.reset()
