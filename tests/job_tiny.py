@@ -59,20 +59,22 @@ def _write(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
         csv.writer(file).writerows([header, *rows])
 
 
+TINY_BERT: dict[str, Any] = {
+    "model_type": "bert",
+    "vocab_size": 400,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "num_hidden_layers": 1,
+    "max_position_embeddings": 96,
+    "pad_token_id": 0,
+}
+
+
 def tiny_model(folder: Path) -> Path:
     """A BERT of one layer, by its config alone."""
     folder.mkdir(parents=True, exist_ok=True)
-    config = {
-        "model_type": "bert",
-        "vocab_size": 400,
-        "hidden_size": 32,
-        "num_attention_heads": 4,
-        "intermediate_size": 48,
-        "num_hidden_layers": 1,
-        "max_position_embeddings": 96,
-        "pad_token_id": 0,
-    }
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(TINY_BERT))
     return folder
 
 

@@ -10,20 +10,11 @@ from typing import Any
 import pytest
 from transformers import AutoConfig
 
+from job_tiny import TINY_BERT
 from trainfit.catalogue.model_configs import check_fields, read_model_config
 from trainfit.catalogue.models import OWN_GPT, model_shapes
 from trainfit.errors import BadInput
 
-BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-}
 FAMILIES = (
     "albert bert camembert deberta deberta-v2 distilbert electra ernie gemma gemma2 gemma3_text "
     "gpt2 gpt_neo gpt_neox llama mistral modernbert mpnet opt phi phi3 qwen2 qwen3 roberta t5 "
@@ -61,20 +52,20 @@ def test_the_catalogue_is_taken():
         ({"model_type": None}, "model_type is null"),
         ({"layer_types": ["full_attention"] * 3}, "3 layer_types for 1 layers"),
         ({"text_config": 3}, "text_config is no object"),
-        ({"text_config": {**BERT, "vocab_size": 0}}, "text_config: vocab_size is 0"),
+        ({"text_config": {**TINY_BERT, "vocab_size": 0}}, "text_config: vocab_size is 0"),
     ],
 )
 def test_an_absurd_field_is_named_with_its_bound(change: dict[str, Any], said: str):
-    check_fields(BERT, "mine")
+    check_fields(TINY_BERT, "mine")
     with pytest.raises(BadInput) as caught:
-        check_fields(BERT | change, "mine")
+        check_fields(TINY_BERT | change, "mine")
     assert said in str(caught.value)
     assert str(caught.value).startswith("the config of mine: ")
 
 
 def test_all_mistakes_are_told_at_once():
     with pytest.raises(BadInput) as caught:
-        check_fields(BERT | {"vocab_size": 0, "hidden_size": -1}, "mine")
+        check_fields(TINY_BERT | {"vocab_size": 0, "hidden_size": -1}, "mine")
     assert len(str(caught.value).splitlines()) == 2
 
 
@@ -100,7 +91,7 @@ def test_a_model_larger_than_the_machine_is_refused_unbuilt(tmp_path: Path):
     from trainfit.tasks.encoder.backbone import build_encoder
 
     huge = {"hidden_size": 65_536, "num_hidden_layers": 200, "intermediate_size": 2**20}
-    (tmp_path / "config.json").write_text(json.dumps(BERT | huge))
+    (tmp_path / "config.json").write_text(json.dumps(TINY_BERT | huge))
     with pytest.raises(BadInput, match=r"the weights of bert take [\d,.]+ GiB of the"):
         build_encoder(str(tmp_path), weights="random")
 
@@ -109,6 +100,6 @@ def test_what_transformers_does_not_know_is_one_line(tmp_path: Path):
     from trainfit.tasks.encoder.backbone import build_encoder
 
     for change in ({"model_type": "nowhere"}, {"hidden_act": "nowhere"}):
-        (tmp_path / "config.json").write_text(json.dumps(BERT | change))
+        (tmp_path / "config.json").write_text(json.dumps(TINY_BERT | change))
         with pytest.raises(BadInput, match="cannot build a "):
             build_encoder(str(tmp_path), weights="random")

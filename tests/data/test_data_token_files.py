@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from job_tiny import detect_once
 from trainfit.cli.main import run
 from trainfit.data import corpus, preparing
-from trainfit.data.bpe import load_bpe
+from trainfit.data.bpe import load_bpe, short_words
 from trainfit.data.corpus import END_OF_TEXT, find_files, read_pieces, standard_library
 from trainfit.data.preparing import Preparation, embedded_tokens, prepare_tokens
 from trainfit.data.token_files import open_tokens, unigram_entropy
@@ -335,3 +335,10 @@ def test_a_preparation_that_is_killed_leaves_no_folder(
     with pytest.raises(KeyboardInterrupt):
         prepare_tokens([write(tmp_path / "texts", texts(60))], tmp_path / "out", HOW)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]
+
+
+def test_words_of_thousands_of_characters_are_learned_in_pieces():
+    assert short_words("a few words\nof one text") == "a few words\nof one text"
+    cut = short_words("x" * 2500)
+    assert [len(word) for word in cut.split()] == [1000, 1000, 500]
+    assert cut.replace(" ", "") == "x" * 2500

@@ -11,17 +11,9 @@ from fuzz_damage import DAMAGES
 from fuzz_templates import TINY
 from fuzz_values import JSON_VALUES
 
-_BERT: dict[str, Any] = {
-    "model_type": "bert",
-    "vocab_size": 400,
-    "hidden_size": 32,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "max_position_embeddings": 96,
-    "pad_token_id": 0,
-    "hidden_act": "gelu",
-}
+from job_tiny import TINY_BERT
+
+_BERT: dict[str, Any] = TINY_BERT | {"hidden_act": "gelu"}
 _GEMMA: dict[str, Any] = {
     "model_type": "gemma3_text",
     "vocab_size": 400,
