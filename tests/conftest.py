@@ -3,6 +3,9 @@
 A test that hangs fails after its limit with a stack, and a process that cannot even be interrupted
 is ended by faulthandler (see pyproject.toml). Soak tests have a longer limit; with
 TRAINFIT_SOAK_MINUTES none is started that could end after that many minutes.
+
+Hypothesis draws the same inputs in every run, so that no run fails by luck. A soak draws new ones:
+every test that draws its inputs is a soak test there too.
 """
 
 import os
@@ -10,10 +13,15 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import is_hypothesis_test, settings
 
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""
 _STARTED = time.monotonic()
+
+settings.register_profile("same", derandomize=True)
+settings.register_profile("soak", derandomize=False, print_blob=True)
+settings.load_profile("soak" if os.environ.get("TRAINFIT_SOAK") else "same")
 
 
 def _cuda() -> bool:
@@ -22,14 +30,18 @@ def _cuda() -> bool:
     return torch.cuda.is_available()
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m soak selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     marked = [item for item in items if item.get_closest_marker("gpu")]
     if marked and not _cuda():
         for item in marked:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    soaking = bool(os.environ.get("TRAINFIT_SOAK"))
     for item in items:
+        if soaking and isinstance(item, pytest.Function) and is_hypothesis_test(item.obj):
+            item.add_marker(pytest.mark.soak)
         if item.get_closest_marker("soak"):
-            if not os.environ.get("TRAINFIT_SOAK"):
+            if not soaking:
                 item.add_marker(pytest.mark.skip(reason="set TRAINFIT_SOAK=1, or make soak"))
             elif not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(SOAK_LIMIT))
