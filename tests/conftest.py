@@ -8,6 +8,7 @@ Hypothesis draws the same inputs in every run, so that no run fails by luck. A s
 every test that draws its inputs is a soak test there too.
 """
 
+import gc
 import os
 import time
 from collections.abc import Iterator
@@ -45,6 +46,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
                 item.add_marker(pytest.mark.skip(reason="set TRAINFIT_SOAK=1, or make soak"))
             elif not item.get_closest_marker("timeout"):
                 item.add_marker(pytest.mark.timeout(SOAK_LIMIT))
+
+
+def pytest_collection_finish() -> None:
+    """Leave modules out of the collections of garbage, each of which would look at all of them."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

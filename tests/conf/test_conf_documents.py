@@ -9,6 +9,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,42 +199,49 @@ def words_of(task: str) -> list[tuple[str, ...]]:
     return [*presets, *experiments, *COMMANDS[task]]
 
 
+SHARE = 5
+"""One case in so many is part of `make test`: every machine and data, in turn with the words."""
+SHARES = [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, SHARE))]
+
+
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("task", TASKS)
 def test_presets_experiments_and_commands_of_the_documents(
-    task: str, data: str, machines: dict[str, HardwareProfile], capsys: Any
+    task: str, share: int, machines: dict[str, HardwareProfile], capsys: Any
 ) -> None:
-    assert not [f for words in words_of(task) for f in faults(task, words, data, machines, capsys)]
+    cases = list(product(words_of(task), DATA, machines))[share::SHARE]
+    assert not [f for w, d, m in cases for f in faults(task, w, d, m, machines, capsys)]
 
 
 @pytest.mark.usefixtures("_quick")
-@pytest.mark.parametrize("data", DATA)
+@pytest.mark.parametrize("share", SHARES)
 @pytest.mark.parametrize("task", TASKS)
 def test_every_override_of_the_documents(
-    task: str, data: str, machines: dict[str, HardwareProfile], capsys: Any
+    task: str, share: int, machines: dict[str, HardwareProfile], capsys: Any
 ) -> None:
     shown = [(row[1],) for rows in SHOWN.values() for row in rows if row[0] == task]
-    assert not [f for words in shown for f in faults(task, words, data, machines, capsys)]
+    cases = list(product(shown, DATA, machines))[share::SHARE]
+    assert not [f for w, d, m in cases for f in faults(task, w, d, m, machines, capsys)]
 
 
 def faults(
     task: str,
     words: tuple[str, ...],
     data: str,
+    name: str,
     machines: dict[str, HardwareProfile],
     capsys: Any,
 ) -> Iterator[str]:
-    """Plan and dry-run the words on every machine."""
+    """Plan and dry-run the words on a machine."""
     composed = compose(task, words)
-    for name, profile in machines.items():
-        gpu = [] if name == "cpu" else ["--gpu", name]
-        commands = (["plan", task, *gpu, "--json"], ["train", task, "--dry-run", "--json"])
-        with on(task, profile, data):
-            for command in commands:
-                what = fault([*command, *words], composed, profile, capsys)
-                if what is not None:
-                    yield f"{' '.join([*command, *words])} on {name}: {what}"
+    gpu = [] if name == "cpu" else ["--gpu", name]
+    commands = (["plan", task, *gpu, "--json"], ["train", task, "--dry-run", "--json"])
+    with on(task, machines[name], data):
+        for command in commands:
+            what = fault([*command, *words], composed, machines[name], capsys)
+            if what is not None:
+                yield f"{' '.join([*command, *words])} on {name}: {what}"
 
 
 PARTS = 8
@@ -248,12 +256,11 @@ def test_the_documents_by_the_estimator(
     task: str, name: str, part: int, machines: dict[str, HardwareProfile], capsys: Any
 ) -> None:
     """The same at real shapes, where some do not fit: that is told, and is no refusal."""
-    only = {name: machines[name]}
     found = [
         each
         for words in words_of(task)[part::PARTS]
         for data in DATA
-        for each in faults(task, words, data, only, capsys)
+        for each in faults(task, words, data, name, machines, capsys)
         if TOO_LARGE not in each
     ]
     assert not found
