@@ -10,8 +10,10 @@ every test that draws its inputs is a soak test there too.
 
 import gc
 import os
+import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import is_hypothesis_test, settings
@@ -19,6 +21,9 @@ from hypothesis import is_hypothesis_test, settings
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""
 _STARTED = time.monotonic()
+
+# Once for all: the estimator starts other processes, in seconds, where the path is another.
+sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
 settings.register_profile("same", derandomize=True)
 settings.register_profile("soak", derandomize=False, print_blob=True)

@@ -120,7 +120,7 @@ def test_shown_python_runs(
     for name, text in files(page):
         (tmp_path / name).write_text(text)
         monkeypatch.delitem(sys.modules, Path(name).stem, raising=False)
-    monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {})
     while applying._in_force:
@@ -256,8 +256,7 @@ def test_the_variants_are_the_recorded_ones():
     assert f"it made {own['samples_per_second']:.0f} in {own['peak_gib']:.1f} GiB" in page
 
 
-def test_the_loss_curves_are_judged_as_recorded(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+def test_the_loss_curves_are_judged_as_recorded():
     loss_curves = importlib.import_module("loss_curves")
     record = recorded("curves")
     curves, [said] = record["curves"], record["curve_summaries"]
@@ -284,7 +283,6 @@ def test_the_loss_curves_are_judged_as_recorded(monkeypatch: pytest.MonkeyPatch)
 def test_the_picture_of_the_curves_is_drawn_from_the_record(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
     loss_curves = importlib.import_module("loss_curves")
     result = ROOT / "benchmarks/results/2026-11-15-curves-h200.json"
     words = ["loss_curves.py", str(result), "--picture", str(tmp_path / "curves.svg")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -248,8 +247,7 @@ def fake_step(kind: Any, precision: Any) -> tuple[nn.Module, Any]:
     return model, make_step
 
 
-def test_the_planner_runs_the_step_on_fake_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def test_the_planner_runs_the_step_on_fake_tensors() -> None:
     asked = [(kind, precision) for kind in KINDS for precision in ("fp32", "bf16", "fp16")]
     requests = [
         Request(

@@ -14,11 +14,6 @@ RESULTS = HERE.parent.parent.parent / "benchmarks" / "results"
 ROWS, WIDTH, INNER = 4096, 1024, 4096
 
 
-@pytest.fixture(autouse=True)
-def _steps_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(HERE.parent))
-
-
 def test_a_frozen_encoder_takes_what_was_measured():
     """128 sequences as long as ReDSM5's, in a packed row of the planned width."""
     variants = json.loads((RESULTS / "2026-11-15-nli-h200.json").read_text())["variants"]

@@ -84,9 +84,7 @@ def estimates() -> dict[str, list[MemoryEstimate]]:
     """All of them from one child process."""
     small = {"name": "bert-base", "overrides": {"num_hidden_layers": 2}}
     paths = [spec(small | {"attention": path}, 4096, 32, 128, 128) for path in ("varlen", "masked")]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(Path(__file__).parent))
-        found = estimate_all([*measured(STEPS[:1]), *paths], find("h200"))
+    found = estimate_all([*measured(STEPS[:1]), *paths], find("h200"))
     return {"measured": found[:1], "paths": found[1:]}
 
 
@@ -103,8 +101,7 @@ def test_a_whole_step_against_the_gpu(estimates: dict[str, list[MemoryEstimate]]
 
 
 @pytest.mark.soak
-def test_larger_steps_against_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+def test_larger_steps_against_the_gpu() -> None:
     compare(STEPS[1:], estimate_all(measured(STEPS[1:]), find("h200")))
 
 

@@ -14,6 +14,7 @@ from trainfit.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.planning.memory import Request, Target, ask, estimate, estimate_all, recorded_error
 from trainfit.planning.timing import calibration, recorded_time_error
 from trainfit.records import TaskSpec
+from truth import recorded
 
 ROOT = Path(__file__).parent.parent.parent
 RECORDED = ROOT / "benchmarks" / "results"
@@ -28,23 +29,7 @@ LIMITS = {False: (0.02, 0.05), True: (0.01, 0.05)}
 H200 = find("h200")
 
 
-@pytest.fixture(autouse=True)
-def _cases_can_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    monkeypatch.syspath_prepend(str(Path(__file__).parent))
-
-
-def truths() -> list[Any]:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        from truth import recorded
-
-        return recorded()
-    finally:
-        sys.path.remove(str(ROOT / "benchmarks"))
-
-
-TRUTH = truths()
+TRUTH = recorded()
 FAMILIES = sorted({(row.family, row.compiled) for row in TRUTH})
 SOME = [("gpt", False), ("t5-base", False), ("deberta-v3-base", True)]
 LONG = {"gemma packed 4096 x2 full", "gemma packed 8192 lora", "gemma packed 8192 lora compiled"}
