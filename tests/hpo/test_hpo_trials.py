@@ -188,30 +188,62 @@ def check_rank(found: Seen, value: Any) -> None:
     assert shapes == {value}
 
 
-REACHES: dict[str, tuple[Callable[[Seen, Any], None], tuple[Any, ...], tuple[str, ...]]] = {
-    "training.learning_rate": (check_rate, (2e-4, 5e-3), ()),
-    "training.weight_decay": (check_decay, (0.003, 0.07), ()),
-    "training.warmup_ratio": (check_warmup, (0.05, 0.15), ()),
-    "training.scheduler": (check_scheduler, ("linear", "cosine", "cosine_with_restarts"), ()),
-    "training.effective_batch_size": (check_batch, (32, 64), ("training.batch_size=8",)),
-    "model.pooling": (check_pooling, ("max", "last", "attention_kv"), ()),
-    "model.head_dropout": (check_head_dropout, (0.07, 0.3), ()),
-    "model.feed_forward_dropout": (check_dropout, (None, 0.0, 0.05), ()),
-    "model.lora_rank": (check_rank, (4, 8), ("model.method=lora",)),
+CHECKS: dict[str, Callable[[Seen, Any], None]] = {
+    "training.learning_rate": check_rate,
+    "training.weight_decay": check_decay,
+    "training.warmup_ratio": check_warmup,
+    "training.scheduler": check_scheduler,
+    "training.effective_batch_size": check_batch,
+    "model.pooling": check_pooling,
+    "model.head_dropout": check_head_dropout,
+    "model.feed_forward_dropout": check_dropout,
+    "model.lora_rank": check_rank,
 }
 
 
-@pytest.mark.parametrize("key", REACHES)
-def test_a_sampled_value_reaches_the_run(key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    check, values, more = REACHES[key]
-    for value in values:
-        with monkeypatch.context() as patch:
-            check(seen(tmp_path, patch, {key: value}, *more), value)
+def sampled(rate: float, decay: float, shape: str, pool: str, *dropouts: Any) -> dict[str, Any]:
+    return {
+        "training.learning_rate": rate,
+        "training.weight_decay": decay,
+        "training.scheduler": shape,
+        "model.pooling": pool,
+        "model.head_dropout": dropouts[0],
+        "model.feed_forward_dropout": dropouts[1],
+    }
 
 
-def test_the_list_above_is_the_whole_default_space():
-    assert set(REACHES) == set(compose_study("nli", []).hpo.space)
-    assert set(REACHES) == set(compose_study("textclass", []).hpo.space)
+def adapted(warm_up: float, batch: int, rank: int) -> dict[str, Any]:
+    return {
+        "training.warmup_ratio": warm_up,
+        "training.effective_batch_size": batch,
+        "model.lora_rank": rank,
+    }
+
+
+SAMPLED = [
+    sampled(2e-4, 0.003, "linear", "max", 0.07, None),
+    sampled(5e-3, 0.07, "cosine", "last", 0.3, 0.0),
+    sampled(1e-3, 0.01, "cosine_with_restarts", "attention_kv", 0.2, 0.05),
+    adapted(0.05, 32, 4),
+    adapted(0.15, 64, 8),
+]
+
+
+@pytest.mark.parametrize("values", SAMPLED)
+def test_sampled_values_reach_the_run(
+    values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    more = ("model.method=lora", "training.batch_size=8") if "model.lora_rank" in values else ()
+    found = seen(tmp_path, monkeypatch, values, *more)
+    for key, value in values.items():
+        CHECKS[key](found, value)
+
+
+def test_the_values_above_are_of_the_whole_default_space():
+    for task in ("nli", "textclass"):
+        assert set(CHECKS) == set(compose_study(task, []).hpo.space)
+    for key in CHECKS:
+        assert len({values[key] for values in SAMPLED if key in values}) >= 2
 
 
 # ── a study of real trials ────────────────────────────────────────────────────────────────────

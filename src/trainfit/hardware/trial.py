@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from functools import cache
 
 from trainfit.records import Note
 
@@ -13,13 +13,14 @@ _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 _SECONDS = 60
 
 
+@cache
 def bf16_fault(
-    command: Sequence[str] = (sys.executable, "-c", _PRODUCT), seconds: float = _SECONDS
+    command: tuple[str, ...] = (sys.executable, "-c", _PRODUCT), seconds: float = _SECONDS
 ) -> str | None:
     """The signal that a bfloat16 product ended with, such as SIGILL; None if it lived.
 
     Some virtual machines show AMX in the processor's flags and do not let it run. What gives no
-    answer is not trusted either.
+    answer is not trusted either. The processor stays the same: it is tried once in a process.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
