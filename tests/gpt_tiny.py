@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from job_tiny import detect_once, quick_plan
+import job_tiny
 from trainfit.data.preparing import Preparation, prepare_tokens
 from trainfit.planning import decisions, planner
 from trainfit.planning.question import Question
 from trainfit.records import HardwareProfile, Plan
-from trainfit.tasks import planned
 
 _NAMES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper".split(" ")  # noqa: SIM905
 
@@ -71,7 +70,7 @@ def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> P
     loader = {
         name: choice.value for name, choice in decisions.loader(question, profile, gpu).items()
     }
-    plan = quick_plan(question, profile, **options)
+    plan = job_tiny.quick_plan(question, profile, **options)
     plan = replace(
         plan,
         **loader,
@@ -93,9 +92,9 @@ def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> P
 
 
 def be_quick(patch: pytest.MonkeyPatch) -> None:
-    """Plan without a second process, and look at the hardware once."""
+    """The same as for other jobs, with a GPT's plan."""
+    job_tiny.be_quick(patch)
     patch.setattr(planner, "plan", plan_here)
-    patch.setattr(planned, "detect", detect_once)
 
 
 def rows_of(run: Path, kind: str) -> list[dict[str, Any]]:

@@ -13,7 +13,7 @@ import pytest
 
 from trainfit.data.criteria import CRITERIA
 from trainfit.hardware import detect
-from trainfit.packing import ladder
+from trainfit.packing import cutting, ladder
 from trainfit.planning import planner
 from trainfit.planning.question import Question
 from trainfit.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
@@ -120,12 +120,21 @@ def quick_plan(
 
 
 def be_quick(patch: pytest.MonkeyPatch) -> None:
-    """Plan without a second process, and look at the hardware once."""
+    """Plan without a second process, look at the hardware once, and at the same lengths once."""
     patch.setattr(planner, "plan", quick_plan)
     patch.setattr(planned, "detect", detect_once)
+    patch.setattr(cutting, "sample_parts", sample_once)
 
 
 detect_once = cache(detect)
+_SAMPLED: dict[tuple[Any, ...], Any] = {}
+
+
+def sample_once(lengths: Any, *how: Any, sample: Any = cutting.sample_parts) -> Any:
+    key = (lengths.tobytes(), *how)
+    if key not in _SAMPLED:
+        _SAMPLED[key] = sample(lengths, *how)
+    return _SAMPLED[key]
 
 
 def words(tmp: Path, *more: str) -> list[str]:

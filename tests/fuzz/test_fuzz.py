@@ -1,4 +1,4 @@
-"""A few hundred cases of the fuzzer, and what it says of commands that misbehave."""
+"""Some cases of the fuzzer, and what it says of commands that misbehave."""
 
 from __future__ import annotations
 
@@ -10,20 +10,21 @@ import pytest
 from fuzz_case import KINDS, Case, deal, make_case
 from fuzz_running import Fuzzer, Worker, judge
 
-CASES = 220
-SEED = 1
 FINE: dict[str, Any] = {"code": 0}
 REFUSED: dict[str, Any] = {"code": 2}
 
 
 @pytest.mark.timeout(300)
-def test_hostile_cases_are_done_or_refused_in_a_line(tmp_path: Path):
-    fuzzer = Fuzzer(tmp_path, SEED, limit=60, plan=False)
-    names = deal(CASES, list(KINDS))
+@pytest.mark.parametrize(
+    ("cases", "seed"), [(110, 1), pytest.param(1000, 2, marks=pytest.mark.soak)]
+)
+def test_hostile_cases_are_done_or_refused_in_a_line(cases: int, seed: int, tmp_path: Path):
+    fuzzer = Fuzzer(tmp_path, seed, limit=60, plan=False)
+    names = deal(cases, list(KINDS))
     outcomes = list(fuzzer.run_all(names, workers=1))
     assert len(outcomes) == len(names)
     wrong = [
-        (o.fault, f"make fuzz SEED={SEED} CASE={o.name}", o.shown) for o in outcomes if o.fault
+        (o.fault, f"make fuzz SEED={seed} CASE={o.name}", o.shown) for o in outcomes if o.fault
     ]
     assert not wrong
 

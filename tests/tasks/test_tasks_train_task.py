@@ -123,7 +123,9 @@ def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):
     torch.testing.assert_close(packed, padded, rtol=0.02, atol=0.02)
 
 
-@pytest.mark.parametrize("name", ["bert-base", "gemma-3-1b-it"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("bert-base", marks=pytest.mark.soak), "gemma-3-1b-it"]
+)
 def test_padded_rows_of_many_shapes_are_compiled_once(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
