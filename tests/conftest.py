@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import is_hypothesis_test, settings
+from hypothesis import HealthCheck, is_hypothesis_test, settings
 
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""
@@ -25,8 +25,10 @@ _STARTED = time.monotonic()
 # Once for all: the estimator starts other processes, in seconds, where the path is another.
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 
-settings.register_profile("same", derandomize=True)
-settings.register_profile("soak", derandomize=False, print_blob=True)
+# A machine that is busy with something else makes no test fail.
+_PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same", _PATIENT, derandomize=True)
+settings.register_profile("soak", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile("soak" if os.environ.get("TRAINFIT_SOAK") else "same")
 
 

@@ -54,7 +54,7 @@ def test_the_flow_has_its_records():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(data=st.data())
 def test_json_loses_nothing(kind: type[Record], data: st.DataObject):
     record = data.draw(strategy(kind))

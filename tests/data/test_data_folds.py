@@ -9,7 +9,7 @@ from trainfit.data.folds import Fold, Folds, check_apart, check_folds, split
 from trainfit.errors import BadInput
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(
     groups=st.lists(st.integers(0, 30), min_size=60, max_size=120),
     folds=st.sampled_from([None, 2, 3, 5]),

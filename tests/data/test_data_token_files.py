@@ -88,7 +88,7 @@ def test_a_document_keeps_its_side_wherever_it_lies(tmp_path: Path, made: Path):
     assert not set(now) & set(train)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(parts=st.lists(st.text(min_size=1).filter(lambda t: t.strip()), min_size=1, max_size=5))
 def test_any_text_comes_through(parts: list[str], tmp_path_factory: pytest.TempPathFactory):
     parts = [part.encode(errors="replace").decode() for part in parts]

@@ -30,7 +30,7 @@ def tokenizer():
 sequences = st.lists(st.lists(st.integers(5, 99), min_size=1, max_size=9), min_size=1, max_size=7)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=sequences, extra=st.integers(0, 6), slack=st.integers(0, 3), random=st.randoms())
 def test_a_packed_batch_is_its_sequences_end_to_end(data, extra, slack, random):
     types = [[i % 2 for i in range(len(one))] for one in data]
@@ -51,7 +51,7 @@ def test_a_packed_batch_is_its_sequences_end_to_end(data, extra, slack, random):
     assert batch["cu_seqlens"].shape == (slots + 1,)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(data=sequences, extra=st.integers(0, 4), rows=st.integers(0, 2), random=st.randoms())
 def test_a_padded_batch_has_a_row_for_each_sequence(data, extra, rows, random):
     tokens = from_lists(data, list(range(len(data))))

@@ -184,7 +184,7 @@ def test_a_condition_may_be_about_a_searched_key():
 numbers = st.floats(1e-9, 10)
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(st.sampled_from(["log", "uniform"]), numbers, numbers, st.integers(0, 2**31))
 def test_what_is_sampled_is_in_its_range_and_survives_a_command_line(
     kind: str, one: float, other: float, seed: int

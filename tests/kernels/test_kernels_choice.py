@@ -56,7 +56,7 @@ def test_where_it_is_not(change: dict[str, Any], said: str) -> None:
     assert said in (obstacle(**CAN | change) or "")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @example("auto", True, "cuda", (8, 0), True, torch.bfloat16, 64, None, 0.0)
 @given(
     st.sampled_from(["auto", "varlen", "masked"]),

@@ -31,7 +31,7 @@ def sure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
     return loss.detach(), slopes
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     rows=some.integers(1, 9),
     classes=some.integers(1, 70),

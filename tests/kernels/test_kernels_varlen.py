@@ -42,7 +42,7 @@ def rows(draw: st.DrawFn) -> tuple[Layout, int | None]:
     return layout, draw(st.none() | st.integers(1, 12))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans())
 def test_every_real_token_is_attended_as_under_the_mask(
     row: tuple[Layout, int | None], heads: tuple[int, int], windowed: bool

@@ -42,7 +42,7 @@ def flat(steps: list[tuple[tuple[MicroBatch, ...], ...]]) -> list[MicroBatch]:
 # ── whatever the lengths and settings ─────────────────────────────────────────────────────────
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=LENGTHS,
     batch=st.integers(1, 40),
@@ -84,7 +84,7 @@ def check_micro_batch(lengths: np.ndarray, cut: Cut, micro: MicroBatch) -> None:
         assert micro.width == min(w for w in cut.widths if w >= max(held, default=1))
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(9, 20))
 def test_the_fewest_micro_batches_are_close_to_brute_force(lengths: list[int], cap: int) -> None:
     array = np.array(lengths)
@@ -113,7 +113,7 @@ def padded_sizes(lengths: list[int], cap: int) -> list[list[int]]:
     return [sizes for sizes in found if max(sizes) <= cap]
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9))
 def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
     array = np.array(lengths)
@@ -124,7 +124,7 @@ def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
     assert sum(b.rows * b.width + 256 for b in batches) == best
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 4))
 def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
     lengths: list[int], at_most: int, longest: int
@@ -143,7 +143,7 @@ def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
     assert sum(b.rows * b.width for b in batches) == best
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 4))
 def test_a_number_of_micro_batches_is_kept_with_the_least_padding(
     lengths: list[int], wanted: int, rows: int
@@ -166,7 +166,7 @@ def test_micro_batches_that_pad_the_same_are_even() -> None:
         assert cut.rows == (32 // count,) * count
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(
     lengths=LENGTHS,
     batch=st.integers(1, 12),

@@ -233,7 +233,7 @@ def asked(**pins: Any) -> Question:
     steps=st.none() | st.integers(1, 8),
     ranks=st.integers(1, 8),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_the_effective_batch_is_the_product_where_it_is_not_given(
     batch: int | None, steps: int | None, ranks: int
 ):

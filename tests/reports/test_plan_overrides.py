@@ -96,7 +96,7 @@ names = written | st.sampled_from(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(name=names)
 def test_any_model_name_survives_hydra_and_the_shell(make_plan: Make, name: str):
     composed = compose("nli")

@@ -33,7 +33,8 @@ SETTINGS = st.builds(
 
 
 @settings(
-    max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=150,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 @given(
     old=st.sampled_from(["highest", "high", "medium"]),

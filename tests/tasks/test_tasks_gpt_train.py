@@ -53,7 +53,7 @@ def task(tokens: int = 1000, effective: int = 4, block: int = 8, **more: Any) ->
 # ── blocks ────────────────────────────────────────────────────────────────────────────────────
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(
     tokens=st.integers(20, 3000),
     block=st.integers(1, 9),

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy import stats
 from sklearn import metrics as reference
@@ -24,7 +24,6 @@ pairs = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(pairs, st.sampled_from([0.2, 0.5, 0.9]))
 def test_binary_figures_are_scikit_learns(data, threshold):
     labels, scores = (np.array(column) for column in zip(*data, strict=True))
@@ -49,7 +48,6 @@ def test_binary_figures_are_scikit_learns(data, threshold):
         assert found.scalars("val_")["val_auc"] == found.auc
 
 
-@settings(deadline=None)
 @given(st.integers(0, 2**31), st.integers(3, 5), st.integers(12, 50))
 def test_figures_of_several_classes_are_scikit_learns(seed, classes, count):
     random = np.random.default_rng(seed)

@@ -73,7 +73,7 @@ REFERENCES: dict[Pooling, Callable[[nn.Module, Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("pooling", REFERENCES)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 @given(
     lengths=st.lists(st.integers(1, 9), min_size=1, max_size=5),
     filler=st.integers(0, 4),

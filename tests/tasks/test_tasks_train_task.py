@@ -73,7 +73,7 @@ def test_a_packed_row_says_how_long_its_sequences_are(
 
 @pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base", "modernbert-base"])
 @given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), batch=st.integers(1, 5))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_an_evaluation_of_packed_rows_finds_what_one_of_padded_rows_does(
     name: str, lengths: list[int], batch: int
 ):

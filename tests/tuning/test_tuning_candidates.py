@@ -174,7 +174,7 @@ def test_a_pinned_batch_size_is_a_cap() -> None:
 
 
 @given(st.sampled_from([0.25, 0.5, 2.0]), st.integers(1, 8), st.booleans())
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=10)
 def test_another_budget_cuts_the_same_steps(factor: float, count: int, packed: bool) -> None:
     here = space(gpu="rtx-4090" if packed else None, accumulation=count)
     plan = with_budget(here, here.base, factor)

@@ -143,7 +143,7 @@ def test_a_gpu_of_the_catalogue_cannot_be_asked():
 
 
 @given(effective=st.integers(1, 300), rows=st.integers(1, 320), packed=st.booleans())
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_the_effective_batch_is_exact(effective, rows, packed):
     parts = cuts(effective, rows, packed=packed)
     assert sum(parts) == effective

@@ -155,7 +155,7 @@ def looked_for(made: Made, rows: int, wrong: float) -> tuple[Search, int, Gpu]:
 
 
 @given(made=steps(), rows=st.integers(8, 200), wrong=st.floats(-0.04, 0.04) | st.just(0.0))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_a_prediction_that_is_a_little_wrong_is_put_right_and_nothing_runs_out(made, rows, wrong):
     found, largest, gpu = looked_for(made, rows, wrong)
     truth = gpu.true_maximum()
@@ -186,7 +186,7 @@ def test_most_answers_are_within_five_percent_of_the_truth():
 
 
 @given(made=steps(), rows=st.integers(1, 300))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_without_a_prediction_small_probes_keep_below_the_maximum(made, rows):
     capacity = max(2 * GIB, int(1.2 * replay(made.events(rows)).peak_reserved))
     gpu = Gpu(made, capacity)

@@ -128,7 +128,7 @@ def test_the_planner_stays_where_nothing_is_better() -> None:
 
 
 @given(st.lists(st.floats(0.7, 1.4), min_size=3, max_size=3), st.integers(0, 3))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_what_is_chosen_is_within_three_percent_of_the_best(
     factors: list[float], seed: int
 ) -> None:
