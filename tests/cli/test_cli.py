@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import resource
 import subprocess
 import sys
 import time
@@ -49,15 +50,19 @@ def test_import_trainfit_imports_no_torch():
 
 
 def test_help_is_quick():
-    times = []
+    """By its own time of the processor, which others do not take; and it waits for nothing."""
+    own, times = [], []
     for _ in range(3):
-        started = time.perf_counter()
+        started, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_CHILDREN)
         done = subprocess.run(
             [sys.executable, "-m", "trainfit", "--help"], capture_output=True, check=True
         )
         times.append(time.perf_counter() - started)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        own.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
         assert b"check" in done.stdout
-    assert min(times) < 0.4
+    assert min(own) < 0.4
+    assert min(times) < 3
 
 
 @pytest.mark.parametrize("name", COMMANDS)
