@@ -11,9 +11,9 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from trainfit import codec
-from trainfit.errors import TrainfitError
-from trainfit.tasks.planned import plan
+from trainfit.core import codec
+from trainfit.core.errors import TrainfitError
+from trainfit.jobs.job_plan import plan
 
 CAPS = (8, 11, 16, 24, 40, 80)
 JOBS: dict[str, list[str]] = {

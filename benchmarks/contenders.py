@@ -19,8 +19,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
+from trainfit.core.records import RuntimeSettings
 from trainfit.data.tokens import Tokens
-from trainfit.records import RuntimeSettings
 from trainfit.runtime import applied
 
 GIB = 2**30

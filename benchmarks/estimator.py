@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trainfit.catalogue import find
-from trainfit.planning.memory import Request, ask, target, told
+from trainfit.hardware.catalogue import find
+from trainfit.planning.estimator.estimate import Request, ask, target, told
 from truth import FILES, PRETRAINING, Truth, recorded
 
 GIB = 1024**3

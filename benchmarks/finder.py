@@ -29,15 +29,14 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainfit import codec
-from trainfit.files import write_whole
-from trainfit.planning.memory import Request, Target, ask, told
-from trainfit.records import TaskSpec
-from trainfit.tasks.batch_size import job_of
-from trainfit.tasks.gpt.model import build_gpt
-from trainfit.tasks.planned import plan
-from trainfit.tuning.finder import find
-from trainfit.tuning.finder_records import BatchSizeFound, Job
+from trainfit.core import codec
+from trainfit.core.files import write_whole
+from trainfit.core.records import TaskSpec
+from trainfit.jobs.batch_size import job_of
+from trainfit.jobs.job_plan import plan
+from trainfit.jobs.models.gpt_model import build_gpt
+from trainfit.planning.estimator.estimate import Request, Target, ask, told
+from trainfit.tuning.finder.finder import BatchSizeFound, Job, find
 
 GIB = 1 << 30
 CUDA = torch.cuda.is_available()
@@ -90,7 +89,7 @@ def truth(job: Job) -> dict[str, Any]:
     if not CUDA:
         return largest_by_bisection(lambda rows: _predicted_to_fit(job, rows))
     from trainfit.runtime import applied
-    from trainfit.tuning.finding_device import Steps, device_for_probes
+    from trainfit.tuning.finder.device import Steps, device_for_probes
 
     assert job.factory is not None
     with applied(job.runtime), device_for_probes():

@@ -34,13 +34,13 @@ import yaml
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt_contenders import Batch, Contender, Step, make_step
-from trainfit.catalogue import lookup
-from trainfit.files import write_whole
-from trainfit.measuring.sampling import sampled
-from trainfit.records import RuntimeSettings
+from trainfit.core.files import write_whole
+from trainfit.core.records import RuntimeSettings
+from trainfit.hardware.catalogue import lookup
+from trainfit.jobs.gpt_flops import flops_per_token, parameters
+from trainfit.jobs.models.gpt_model import GptShape
+from trainfit.measuring.gpu_sampling import sampled
 from trainfit.runtime import applied
-from trainfit.tasks.gpt.mfu import flops_per_token, parameters
-from trainfit.tasks.gpt.model import GptShape
 
 GIB = 1024**3
 STAGES = ("peers", "ladder", "combined", "curve", "all")

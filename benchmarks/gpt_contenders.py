@@ -20,8 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
+from trainfit.jobs.models.gpt_model import Gpt, GptShape, parameter_groups
 from trainfit.runtime import compile_blocks, compile_model
-from trainfit.tasks.gpt.model import Gpt, GptShape, parameter_groups
 
 RATE, BETAS, DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0
 Batch = tuple[Tensor, Tensor]

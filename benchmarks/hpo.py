@@ -35,15 +35,15 @@ from torch import nn
 
 from contenders import CUDA, GIB, Sequences, Setting, guarded, pad_to_longest
 from nli import TINY, build_config
+from trainfit.core.files import write_whole
 from trainfit.data.tokens import Dataset
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.files import write_whole
-from trainfit.hpo.desk import Claim
-from trainfit.hpo.encoder import EncoderObjective
-from trainfit.hpo.running import run_trial
-from trainfit.hpo.setting import read_setting
+from trainfit.hpo.encoder_objective import EncoderObjective
+from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.studies import OpenStudy, open_study
-from trainfit.tasks.encoder.task import ClassifierTask
+from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.trial_queue import Claim
+from trainfit.jobs.classification import ClassifierTask
 
 TRIALS: tuple[dict[str, Any], ...] = tuple(
     {

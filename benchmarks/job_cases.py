@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-ENCODER, GPT = "trainfit.tasks.encoder.probe:probe", "trainfit.tasks.gpt.probe:probe"
+ENCODER, GPT = "trainfit.jobs.probes:encoder_step", "trainfit.jobs.probes:gpt_step"
 # Lengths of the kind that ReDSM5 has, over and over.
 LENGTHS = [512, 341, 220, 512, 187, 96, 430, 265, 512, 158, 310, 74, 512, 399, 133, 240]
 HALF = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
@@ -107,10 +107,10 @@ def build(
     case: dict[str, Any], device: str
 ) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Callable[[], object]]]:
     """The model on `device` and what makes its step."""
-    from trainfit.tasks.encoder import probe as encoder_probe
-    from trainfit.tasks.gpt import probe as gpt_probe
+    from trainfit.jobs import probes as encoder_probe
+    from trainfit.jobs import probes as gpt_probe
 
-    make = encoder_probe.probe if case["factory"] == ENCODER else gpt_probe.probe
+    make = encoder_probe.encoder_step if case["factory"] == ENCODER else gpt_probe.gpt_step
     with torch.device(device):
         model, make_step = make(**case["arguments"], device=device)
 

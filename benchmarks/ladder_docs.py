@@ -15,14 +15,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from trainfit import codec
-from trainfit.files import write_whole
+from trainfit.core import codec
+from trainfit.core.files import write_whole
 from trainfit.measuring.timing import ratio_interval
 from trainfit.reports.ladder_page import closing_lines, rate, times
-from trainfit.reports.ladder_plot import ladder_plot
-from trainfit.reports.numbers import shown
-from trainfit.tuning.ladder_records import Ladder, LadderStep
-from trainfit.tuning.records import Interval
+from trainfit.reports.model import shown
+from trainfit.reports.plots import ladder_plot
+from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.tuned_cache import Interval
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "ladder.md"

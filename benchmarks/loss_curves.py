@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from trainfit.files import write_whole
-from trainfit.reports.drawing import axis_top, picture, text_at, ticks
+from trainfit.core.files import write_whole
+from trainfit.reports.plots import axis_top, picture, text_at, ticks
 
 WHO = ("trainfit", "trainer")
 WINDOW = 10

@@ -34,21 +34,21 @@ from torch import nn
 
 import loss_curves
 from contenders import CUDA, GIB, Sequences, Setting, guarded, take_turn, trainer_round
-from trainfit import codec
 from trainfit.conf import compose
+from trainfit.core import codec
+from trainfit.core.files import write_whole
+from trainfit.core.records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.files import write_whole
-from trainfit.records import Plan
+from trainfit.jobs.classification import ClassifierTask
+from trainfit.jobs.encoder_setup import loop_settings, model_decisions
+from trainfit.jobs.job_plan import assumed_lengths, plan
+from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.placement import on_device
 from trainfit.runtime import applied
-from trainfit.tasks.encoder.backbone import build_encoder
-from trainfit.tasks.encoder.classifier import EncoderClassifier, build_classifier
-from trainfit.tasks.encoder.looping import loop_settings, model_decisions
-from trainfit.tasks.encoder.settings import settings_from
-from trainfit.tasks.encoder.task import ClassifierTask
-from trainfit.tasks.placing import on_device
-from trainfit.tasks.planned import assumed_lengths, plan
 
 MODELS = ("gemma-3-1b-it", "deberta-v3-base", "bert-base", "modernbert-base")
 SETTINGS = (

@@ -39,10 +39,10 @@ from gpt_contenders import PlainGpt, hub_gpt2
 from nli import TINY, WARM_UP, Rounds, peer_model, planned, run_engine, run_trainfit, sequences
 from nli import summarise as summarise_rounds
 from trainfit.conf import compose
-from trainfit.files import write_whole
-from trainfit.tasks.gpt import looping
-from trainfit.tasks.gpt.task import GptTask
-from trainfit.tasks.planned import plan
+from trainfit.core.files import write_whole
+from trainfit.jobs import gpt_setup
+from trainfit.jobs.job_plan import plan
+from trainfit.jobs.pretraining import GptTask
 
 NLI = (
     Setting(name="trainer defaults", batch=8, precision="fp32", workers=0, defaults=True),
@@ -124,18 +124,18 @@ def pretraining(options: argparse.Namespace, _folder: Path) -> Work:
     ]
     made = plan("gpt", *words, lengths=[block] * 256)
     config: Any = compose("gpt", words).config
-    shape = looping.shape_of(config)
+    shape = gpt_setup.shape_of(config)
     draws = np.random.default_rng(0)
     ids = draws.integers(0, shape.vocab_size, blocks * block + 1).astype(np.uint32)
     task = GptTask(
-        partial(looping.build, config, made),
+        partial(gpt_setup.build, config, made),
         ids,
         ids,
         block_size=block,
         effective_batch=made.effective_batch_size,
         evaluated=1,
     )
-    settings = looping.loop_settings(config, made, device="cuda" if CUDA else "cpu", ranks=1)
+    settings = gpt_setup.loop_settings(config, made, device="cuda" if CUDA else "cpu", ranks=1)
     return Work(
         name=name,
         settings=GPT,

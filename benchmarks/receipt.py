@@ -20,15 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from trainfit.core.files import write_whole
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
-from trainfit.files import write_whole
-from trainfit.measuring.machine import device_name
+from trainfit.jobs import tuned_plans
+from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import synchronize
 from trainfit.runtime import applied, forget_compiled
-from trainfit.tasks import tuned
-from trainfit.tuning.records import Candidate
 from trainfit.tuning.trial import build, steps_alone
+from trainfit.tuning.tuned_cache import Candidate
 from tune import WORKLOADS, job_of
 
 FIRST = 2
@@ -69,8 +69,8 @@ def run(candidate: Candidate, steps: int, profiled: bool) -> float:
 
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     job = job_of(WORKLOADS[name])
-    plan = tuned.with_tuned(job, job.ask({}))
-    candidate = Candidate(settings={}, plan=plan, task=tuned.trial_task(job))
+    plan = tuned_plans.with_tuned(job, job.ask({}))
+    candidate = Candidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
     run(candidate, FIRST + 1, profiled=False)  # what a process meets for the first time
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):

@@ -158,8 +158,7 @@ def main() -> None:
     arguments = parser.parse_args()
     import transformers  # noqa: F401 - before the forks
 
-    import trainfit.tasks.encoder.probe
-    import trainfit.tasks.gpt.probe  # noqa: F401
+    import trainfit.jobs.probes  # noqa: F401
 
     device = arguments.device
     begun = time.monotonic()

@@ -21,10 +21,10 @@ import numpy as np
 from scipy.optimize import least_squares
 
 sys.path.insert(0, str(Path(__file__).parent))
-from trainfit import codec
-from trainfit.catalogue import find
-from trainfit.planning.memory import Request, ask, target, told
-from trainfit.planning.timing import Calibration, Done, rates, seconds
+from trainfit.core import codec
+from trainfit.hardware.catalogue import find
+from trainfit.planning.estimator.estimate import Request, ask, target, told
+from trainfit.planning.estimator.step_time import Calibration, Done, rates, seconds
 from truth import FILES, GRIDS, PRETRAINING, Truth, measured_by_tune, recorded
 
 HOME = Path(__file__).parent.parent / "src" / "trainfit" / "planning" / "calibration.json"

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 import tune
+from trainfit.core.records import TaskSpec
+from trainfit.jobs.tuned_plans import Job
 from trainfit.packing import ladder
-from trainfit.planning.fitting import look_at
-from trainfit.records import TaskSpec
-from trainfit.tasks.tuned import Job
+from trainfit.planning.fit import look_at
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("2026-11-15-estimator-h200.json", "2026-11-15-jobs-h200.json")
@@ -94,7 +94,7 @@ def _step_of(row: dict[str, Any]) -> Truth:
         family="gpt",
         compiled=True,
         precision=arguments["precision"],
-        task=TaskSpec(factory="trainfit.tasks.gpt.probe:probe", arguments=arguments),
+        task=TaskSpec(factory="trainfit.jobs.probes:gpt_step", arguments=arguments),
         peak_allocated=round(row["peak_allocated_gib"] * 2**30),
         peak_reserved=None,
         seconds=row["seconds"],

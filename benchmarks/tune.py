@@ -29,18 +29,19 @@ from typing import Any
 
 import numpy as np
 
-from trainfit import catalogue, codec
 from trainfit.conf import compose
-from trainfit.errors import TrainfitError
-from trainfit.files import write_whole
-from trainfit.measuring.machine import device_name
-from trainfit.planning.memory import GIB, Request, ask, target, told
-from trainfit.records import Plan, Scalar
-from trainfit.tasks import planned, tuned
+from trainfit.core import codec
+from trainfit.core.errors import TrainfitError
+from trainfit.core.files import write_whole
+from trainfit.core.records import Plan, Scalar
+from trainfit.hardware import catalogue
+from trainfit.jobs import job_plan, tuned_plans
+from trainfit.measuring.machine_rates import device_name
+from trainfit.planning.estimator.estimate import GIB, Request, ask, target, told
+from trainfit.tuning.candidates import Space, changed, differences, with_budget
 from trainfit.tuning.children import Children
-from trainfit.tuning.ladder_records import LadderStep
-from trainfit.tuning.records import Candidate, Trial
-from trainfit.tuning.space import Space, changed, differences, with_budget
+from trainfit.tuning.ladder.rungs import LadderStep
+from trainfit.tuning.tuned_cache import Candidate, Trial
 
 STAGES = ("grid", "tune", "ladder", "finder", "removals", "rows", "predicted")
 STEPS, WARM_UP, SECONDS, LIMIT = 20, 4, 4.0, 150.0
@@ -122,15 +123,17 @@ def points(workload: Workload) -> list[dict[str, Scalar]]:
     return found
 
 
-def job_of(workload: Workload, gpu: str | None = None) -> tuned.Job:
+def job_of(workload: Workload, gpu: str | None = None) -> tuned_plans.Job:
     """The job on sequences of the documents' lengths, here or on a GPU of the catalogue."""
     composed = compose(workload.task, workload.words)
     longest = composed.config.data.max_length
-    lengths = planned.assumed_lengths(workload.task, longest)
+    lengths = job_plan.assumed_lengths(workload.task, longest)
     if workload.sequences is not None:
         lengths = np.random.default_rng(0).permutation(lengths)[: workload.sequences]
-    question = planned.question(composed, lengths.tolist())
-    return tuned.Job(composed=composed, question=question, profile=planned.machine(composed, gpu))
+    question = job_plan.question(composed, lengths.tolist())
+    return tuned_plans.Job(
+        composed=composed, question=question, profile=job_plan.machine(composed, gpu)
+    )
 
 
 def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
@@ -150,7 +153,7 @@ def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
     return with_budget(space, plan, whole / count / plan.micro_batch_tokens)
 
 
-def grid(job: tuned.Job, workload: Workload, shown: dict[str, Any], keep: Any) -> None:
+def grid(job: tuned_plans.Job, workload: Workload, shown: dict[str, Any], keep: Any) -> None:
     """Every point once; those that are written down already are left alone."""
     done = shown.setdefault("grid", [])
     known = [one["point"] for one in done]
@@ -165,13 +168,13 @@ def grid(job: tuned.Job, workload: Workload, shown: dict[str, Any], keep: Any) -
             keep()
 
 
-def tune(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> None:
+def tune(job: tuned_plans.Job, minutes: float, shown: dict[str, Any], keep: Any) -> None:
     """The command itself, then its choice and the grid's best in turns."""
 
     def tell(trial: Trial) -> None:
         print(f"  {trial.settings}: {trial.status} {_rate(trial)} {trial.note}", flush=True)
 
-    result = tuned.tune(job, minutes=minutes, tell=tell)
+    result = tuned_plans.tune(job, minutes=minutes, tell=tell)
     shown["tune"] = codec.encode(result)
     print(f"  {result.seconds:.0f} s: {result.changes} {result.samples_per_second}", flush=True)
     keep()
@@ -181,7 +184,7 @@ def tune(job: tuned.Job, minutes: float, shown: dict[str, Any], keep: Any) -> No
         keep()
 
 
-def in_turns(job: tuned.Job, best: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
+def in_turns(job: tuned_plans.Job, best: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Two rounds of each, alternating."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     ran = [one for one in measured if one["samples_per_second"] is not None]
@@ -203,15 +206,15 @@ def in_turns(job: tuned.Job, best: Plan, measured: list[dict[str, Any]]) -> dict
 
 def ladder(
     stage: str,
-    job: tuned.Job,
+    job: tuned_plans.Job,
     minutes: float,
     rows: Sequence[str],
     shown: dict[str, Any],
     keep: Any,
 ) -> None:
     from trainfit.reports.ladder_page import step_line
-    from trainfit.tuning.ladder import climb
-    from trainfit.tuning.ladder_rows import NAIVE_FACTORY
+    from trainfit.tuning.ladder.climb import climb
+    from trainfit.tuning.ladder.rungs import NAIVE_FACTORY
 
     began = time.monotonic()
 
@@ -220,10 +223,10 @@ def ladder(
 
     with _children(job, NAIVE_FACTORY, at_most=3) as children:
         children.start(["eager", "default", "reduce-overhead"])  # they import while this plans
-        best = tuned.with_tuned(job, job.ask({}))
+        best = tuned_plans.with_tuned(job, job.ask({}))
         made = climb(
             best,
-            tuned.trial_task(job),
+            tuned_plans.trial_task(job),
             job.profile,
             title=job.composed.task,
             no_liger=job.question.no_liger,
@@ -237,7 +240,7 @@ def ladder(
     keep()
 
 
-def predicted(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
+def predicted(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
     """The memory of each measured step of one shape, by the estimator, which needs no GPU."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     here = job.profile.gpus[0]
@@ -254,21 +257,23 @@ def predicted(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
         keep()
 
 
-def finder(job: tuned.Job, shown: dict[str, Any], keep: Any) -> None:
-    from trainfit.tasks.batch_size import job_of as step_of
-    from trainfit.tuning.finder import find
+def finder(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
+    from trainfit.jobs.batch_size import job_of as step_of
+    from trainfit.tuning.finder.finder import find
 
     shown["finder"] = codec.encode(find(step_of(job.ask({})), job.profile))
     keep()
 
 
-def _children(job: tuned.Job, *more: str, at_most: int = 2) -> Children:
-    factories = (tuned.FACTORIES[job.composed.task], *more)
+def _children(job: tuned_plans.Job, *more: str, at_most: int = 2) -> Children:
+    factories = (tuned_plans.FACTORIES[job.composed.task], *more)
     return Children([factory.partition(":")[0] for factory in factories], at_most=at_most)
 
 
-def _try(children: Children, job: tuned.Job, base: Plan, plan: Plan) -> Trial:
-    candidate = Candidate(settings=differences(base, plan), plan=plan, task=tuned.trial_task(job))
+def _try(children: Children, job: tuned_plans.Job, base: Plan, plan: Plan) -> Trial:
+    candidate = Candidate(
+        settings=differences(base, plan), plan=plan, task=tuned_plans.trial_task(job)
+    )
     return children.run(candidate, steps=STEPS, warm_up=WARM_UP, limit=LIMIT, most_seconds=SECONDS)
 
 
@@ -333,7 +338,7 @@ def main() -> None:
 
 
 def _stage(
-    stage: str, job: tuned.Job, workload: Workload, asked: Any, shown: Any, keep: Any
+    stage: str, job: tuned_plans.Job, workload: Workload, asked: Any, shown: Any, keep: Any
 ) -> None:
     if stage == "grid":
         grid(job, workload, shown, keep)

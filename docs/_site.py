@@ -15,9 +15,9 @@ from typing import Any
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
-from trainfit.catalogue import GpuSpec, gpus
 from trainfit.cli.main import COMMANDS
 from trainfit.conf import layer, options
+from trainfit.hardware.catalogue import GpuSpec, gpus
 
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")

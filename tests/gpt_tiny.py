@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import job_tiny
-from trainfit.data.preparing import Preparation, prepare_tokens
-from trainfit.planning import decisions, planner
+from trainfit.core.records import HardwareProfile, Plan
+from trainfit.data.token_preparation import Preparation, prepare_tokens
+from trainfit.planning import decide, planner
 from trainfit.planning.question import Question
-from trainfit.records import HardwareProfile, Plan
 
 _NAMES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper".split(" ")  # noqa: SIM905
 
@@ -67,23 +67,21 @@ def _last(word: str) -> str:
 def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> Plan:
     """The planner's own decisions, without asking about memory."""
     gpu = profile.gpus[0] if profile.gpus else None
-    loader = {
-        name: choice.value for name, choice in decisions.loader(question, profile, gpu).items()
-    }
+    loader = {name: choice.value for name, choice in decide.loader(question, profile, gpu).items()}
     plan = job_tiny.quick_plan(question, profile, **options)
     plan = replace(
         plan,
         **loader,
         gpu=None if gpu is None else gpu.slug,
-        precision=decisions.precision(question, profile, gpu, plan.ranks).value,
+        precision=decide.precision(question, profile, gpu, plan.ranks).value,
         compile=bool(question.pinned("compile")),
         compile_mode=question.pinned("compile_mode"),
-        effective_batch_size=decisions.effective_batch(question, plan.ranks).value,
+        effective_batch_size=decide.effective_batch(question, plan.ranks).value,
         task=replace(plan.task, arguments=question.arguments),
     )
     runtime = replace(
         plan.runtime,
-        tf32=decisions.tf32(question, gpu).value,
+        tf32=decide.tf32(question, gpu).value,
         cudnn_benchmark=question.pinned("cudnn_benchmark"),
         deterministic=question.pinned("deterministic"),
         expandable_segments=question.pinned("expandable_segments"),

@@ -11,13 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainfit.data.criteria import CRITERIA
+from trainfit.core.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
+from trainfit.data.redsm5 import CRITERIA
 from trainfit.hardware import detect
-from trainfit.packing import cutting, ladder
+from trainfit.jobs import job_plan
+from trainfit.packing import cut_ladder, ladder
 from trainfit.planning import planner
 from trainfit.planning.question import Question
-from trainfit.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
-from trainfit.tasks import planned
 
 SECRET = "zyxquabberword"
 """Stands in one post, and must stand in no file of a run."""
@@ -122,15 +122,15 @@ def quick_plan(
 def be_quick(patch: pytest.MonkeyPatch) -> None:
     """Plan without a second process, look at the hardware once, and at the same lengths once."""
     patch.setattr(planner, "plan", quick_plan)
-    patch.setattr(planned, "detect", detect_once)
-    patch.setattr(cutting, "sample_parts", sample_once)
+    patch.setattr(job_plan, "detect", detect_once)
+    patch.setattr(cut_ladder, "sample_parts", sample_once)
 
 
 detect_once = cache(detect)
 _SAMPLED: dict[tuple[Any, ...], Any] = {}
 
 
-def sample_once(lengths: Any, *how: Any, sample: Any = cutting.sample_parts) -> Any:
+def sample_once(lengths: Any, *how: Any, sample: Any = cut_ladder.sample_parts) -> Any:
     key = (lengths.tobytes(), *how)
     if key not in _SAMPLED:
         _SAMPLED[key] = sample(lengths, *how)

@@ -115,7 +115,7 @@ def test_shown_python_runs(
     tmp_path: Path,
 ):
     from trainfit import undo
-    from trainfit.runtime import applying
+    from trainfit.runtime import switches
 
     for name, text in files(page):
         (tmp_path / name).write_text(text)
@@ -123,8 +123,8 @@ def test_shown_python_runs(
         monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.chdir(tmp_path)
     exec(compile(block, page, "exec"), {})
-    while applying._in_force:
-        undo(applying._in_force[-1][0])
+    while switches._in_force:
+        undo(switches._in_force[-1][0])
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -134,8 +134,8 @@ def test_links_lead_somewhere(page: Path):
 
 
 def test_figures_that_the_readme_gives_are_right():
-    from trainfit.catalogue import gpus
     from trainfit.conf import options
+    from trainfit.hardware.catalogue import gpus
 
     text = (ROOT / "README.md").read_text()
     assert f"catalogue of {len(gpus())} GPUs" in text
@@ -168,7 +168,7 @@ def test_the_estimators_figures_are_the_recorded_ones():
     assert compiled["cases"] == compiled["allocated_within_1_percent"]
     assert f"within 1% in all {compiled['cases']}" in page
     assert f"within 5% in {compiled['reserved_within_5_percent']}" in page
-    from trainfit.planning.memory import recorded_error
+    from trainfit.planning.estimator.estimate import recorded_error
 
     assert recorded_error("9.0") == pytest.approx(
         eager["largest_allocated_error_percent"], abs=0.05

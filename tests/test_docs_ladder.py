@@ -9,10 +9,10 @@ from types import ModuleType
 
 import pytest
 
-from trainfit import codec
-from trainfit.reports.ladder_plot import ladder_plot
-from trainfit.tuning.ladder_records import Ladder, LadderStep
-from trainfit.tuning.records import Interval
+from trainfit.core import codec
+from trainfit.reports.plots import ladder_plot
+from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.tuned_cache import Interval
 
 ROOT = Path(__file__).parent.parent
 

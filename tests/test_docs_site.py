@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from job_tiny import be_quick, words
-from trainfit.catalogue import gpus
 from trainfit.cli.main import run
+from trainfit.hardware.catalogue import gpus
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "docs" / "colab-t4.ipynb"

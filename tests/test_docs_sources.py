@@ -9,7 +9,7 @@ import pytest
 
 from trainfit.cli.main import COMMANDS
 from trainfit.conf import SCHEMAS, compose, options
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 
 ROOT = Path(__file__).parent.parent
 SOURCES = (ROOT / "docs" / "sources.md").read_text()
@@ -112,10 +112,10 @@ def test_every_make_target_is_one():
 
 
 def test_every_finding_that_is_named_exists():
-    from trainfit.doctor import machine, runs
+    from trainfit.doctor import host_checks, run_checks
     from trainfit.doctor.patterns import PATTERNS
 
-    known = {fault.fault.id for fault in (*machine.CHECKS, *PATTERNS, *runs.CHECKS)}
+    known = {fault.fault.id for fault in (*host_checks.CHECKS, *PATTERNS, *run_checks.CHECKS)}
     assert known & set(code(SOURCES)) >= {"cuda_oom", "no_gpu", "run_waits"}
     plain = {span for span in code(SOURCES) if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", span)}
     assert plain - known - _not_findings() == set()

@@ -9,10 +9,10 @@ import torch
 
 from job_tiny import quick_plan
 from trainfit import hardware_optimizer as ho
-from trainfit.catalogue import find
 from trainfit.conf import compose
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
 from trainfit.planning import planner
 from trainfit.runtime import undo
 

@@ -7,19 +7,19 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainfit.catalogue import lookup as lookup
     from trainfit.conf import compose as compose
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
+    from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.jobs.batch_size import find_batch_size as find_batch_size
+    from trainfit.jobs.job_plan import plan as plan
+    from trainfit.jobs.recommended import recommend as recommend
     from trainfit.measuring import measure as measure
-    from trainfit.measuring.observing import observe as observe
+    from trainfit.measuring.observe import observe as observe
     from trainfit.planning import estimate as estimate
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
-    from trainfit.tasks.batch_size import find_batch_size as find_batch_size
-    from trainfit.tasks.planned import plan as plan
-    from trainfit.tasks.recommended import recommend as recommend
 
 __version__ = "0.1.0"
 
@@ -30,12 +30,12 @@ _HOMES = {
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
-    "find_batch_size": "trainfit.tasks.batch_size",
-    "lookup": "trainfit.catalogue",
+    "find_batch_size": "trainfit.jobs.batch_size",
+    "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
-    "observe": "trainfit.measuring.observing",
-    "plan": "trainfit.tasks.planned",
-    "recommend": "trainfit.tasks.recommended",
+    "observe": "trainfit.measuring.observe",
+    "plan": "trainfit.jobs.job_plan",
+    "recommend": "trainfit.jobs.recommended",
     "report": "trainfit.reports.report",
     "undo": "trainfit.runtime",
 }

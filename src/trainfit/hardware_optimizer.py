@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from trainfit.conf import preset
-from trainfit.errors import BadInput, did_you_mean
+from trainfit.core.errors import BadInput, did_you_mean
+from trainfit.core.records import Applied, HardwareProfile, RuntimeSettings
 from trainfit.hardware import detect
 from trainfit.measuring import MemoryTracker, benchmark_dataloader
 from trainfit.planning import preset_for_memory, workers
-from trainfit.records import Applied, HardwareProfile, RuntimeSettings
 from trainfit.runtime import apply, compile_model
 
 __all__ = [
@@ -71,7 +71,7 @@ def get_recommended_config(gpu_memory_gb: float | None = None) -> dict[str, Any]
 
 def _planned() -> dict[str, Any]:
     """The plan for this machine in the guide's keys, and the model that it is for."""
-    from trainfit.tasks.recommended import recommend
+    from trainfit.jobs.recommended import recommend
 
     found = recommend(detect())
     names = (
@@ -103,9 +103,9 @@ def _row(name: str) -> dict[str, Any]:
 
 def print_hardware_info() -> None:
     """Print the machine and what to set on it."""
-    from trainfit.catalogue import find
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs.recommended import recommend, subject
     from trainfit.reports import terminal
-    from trainfit.tasks.recommended import recommend, subject
 
     profile, console = detect(), terminal.console()
     specs = [None if gpu.slug is None else find(gpu.slug) for gpu in profile.gpus]

@@ -14,7 +14,7 @@ import pytest
 from trainfit import __version__
 from trainfit.cli import main as entry
 from trainfit.cli.main import COMMANDS, run
-from trainfit.tasks import recommended
+from trainfit.jobs import recommended
 
 pytestmark = pytest.mark.usefixtures("tiny_default")
 
@@ -26,7 +26,7 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def as_here(words: list[str]) -> str:
     """The start of a program that runs the command with that model."""
     return (
-        "import sys\nfrom trainfit.tasks import recommended\n"
+        "import sys\nfrom trainfit.jobs import recommended\n"
         f"recommended.OVERRIDES = {recommended.OVERRIDES!r}\n"
         f"from trainfit.cli.main import run\ncode = run({words!r})\n"
     )
@@ -254,7 +254,7 @@ def test_measuring_from_the_command_line(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr("trainfit.measuring.machine.ITEM_SECONDS", 0.1)
+    monkeypatch.setattr("trainfit.measuring.machine_rates.ITEM_SECONDS", 0.1)
     assert run(["check", "--measure", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     rates = {item["name"]: item["value"] for item in data["measured"]["items"]}
@@ -273,7 +273,7 @@ def test_a_cache_that_cannot_be_written_is_a_note(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file"))
-    monkeypatch.setattr("trainfit.measuring.machine.ITEM_SECONDS", 0.05)
+    monkeypatch.setattr("trainfit.measuring.machine_rates.ITEM_SECONDS", 0.05)
     assert run(["check", "--measure", "--json"]) == 0
     captured = capsys.readouterr()
     assert json.loads(captured.out)["measured"]["items"]

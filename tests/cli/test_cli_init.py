@@ -9,8 +9,7 @@ import yaml
 
 from trainfit.cli.main import run
 from trainfit.conf import SCHEMAS, compose, keys
-from trainfit.conf.starting import field_texts
-from trainfit.conf.user_file import with_file
+from trainfit.conf.starting import field_texts, with_file
 
 
 def write(path: Path, text: str) -> Path:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainfit.catalogue import gpus
 from trainfit.cli.main import run
+from trainfit.hardware.catalogue import gpus
 
 MEMORY = {
     "weights_gib",

@@ -28,9 +28,8 @@ from trainfit.cli.main import run
 from trainfit.conf import options
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.engine.observers import Observer
+from trainfit.jobs import exports, job_plan
 from trainfit.planning import planner
-from trainfit.tasks import planned
-from trainfit.tasks.encoder import export
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -114,7 +113,7 @@ def test_every_shipped_experiment_trains(task: str, experiment: str, tmp_path: P
 
 
 def test_resume_goes_on(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyPatch):
-    from trainfit.reports import training
+    from trainfit.reports import training_lines
 
     class Stop(Observer):
         def on_step(self, step: int) -> None:
@@ -122,10 +121,10 @@ def test_resume_goes_on(tmp_path: Path, capsys: Any, monkeypatch: pytest.MonkeyP
                 os.kill(os.getpid(), signal.SIGINT)
 
     def watch(composed: Any) -> Any:
-        return training.Show(watch=lambda _title: (Stop(),))
+        return training_lines.Show(watch=lambda _title: (Stop(),))
 
     with monkeypatch.context() as patch:
-        patch.setattr(training, "show", watch)
+        patch.setattr(training_lines, "show", watch)
         assert run(["train", "nli", *nli_words(tmp_path), "--json"]) == 130
     stopped = end_of(capsys)
     assert stopped["status"] == "stopped"
@@ -211,7 +210,7 @@ def test_bad_input_is_one_line(
 ):
     here = detect_once()
     bare = replace(here, gpus=(), cpu=replace(here.cpu, native_bf16=False))
-    monkeypatch.setattr(planned, "detect", lambda: bare)
+    monkeypatch.setattr(job_plan, "detect", lambda: bare)
     monkeypatch.setitem(__import__("sys").modules, "mlflow", None)
     made = make(tmp_path)
     capsys.readouterr()
@@ -228,7 +227,7 @@ def test_bad_input_is_one_line(
 def test_a_preset_for_a_gpu_is_refused_without_one(
     preset: str, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(planned, "detect", lambda: replace(detect_once(), gpus=()))
+    monkeypatch.setattr(job_plan, "detect", lambda: replace(detect_once(), gpus=()))
     assert run(["train", "nli", f"hardware={preset}"]) == 2
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith(f"trainfit: hardware={preset}, but there is no GPU here")
@@ -247,7 +246,7 @@ def test_a_full_disk_fails_the_run_and_nothing_is_lost(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(export, "_write_encoder", full)
+        patch.setattr(exports, "_write_encoder", full)
         assert run(["train", "nli", *nli_words(tmp_path)]) == 1
     lines = capsys.readouterr().err.splitlines()
     assert "No space left on device" in lines[-1]
@@ -307,7 +306,7 @@ def test_predict_a_file(trained: Path, tmp_path: Path, capsys: Any):
 
 def test_predict_gives_the_scores_of_the_job(trained: Path, capsys: Any):
     """A fold's own export, asked for a post that it held out, says what predictions.csv says."""
-    from trainfit.tasks.encoder.predict import predict_texts
+    from trainfit.jobs.predict import predict_texts
 
     with (trained.parent.parent / "data" / "redsm5_posts.csv").open() as file:
         texts = {row["post_id"]: row["text"] for row in csv.DictReader(file)}

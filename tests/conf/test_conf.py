@@ -10,10 +10,10 @@ from conf_documents import SHOWN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.catalogue import model_shape
 from trainfit.conf import SCHEMAS, compose, keys, options, preset
 from trainfit.conf.aliases import ALIASES
-from trainfit.errors import BadConfig, BadInput
+from trainfit.core.errors import BadConfig, BadInput
+from trainfit.hardware.catalogue import model_shape
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "presets.csv").open()))
 TASKS = list(SCHEMAS)

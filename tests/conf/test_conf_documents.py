@@ -18,23 +18,24 @@ import numpy as np
 import pytest
 from conf_documents import BLOCKS, COMMANDS, SHOWN
 
-from trainfit import cached
-from trainfit.catalogue import find
 from trainfit.cli.main import run
 from trainfit.cli.train import job_module
 from trainfit.conf import SCHEMAS, Composed, compose, composition, options
-from trainfit.conf.user_file import with_file
+from trainfit.conf.starting import with_file
+from trainfit.core import caches
+from trainfit.core.records import HardwareProfile, Precision
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
-from trainfit.packing import dealing
-from trainfit.planning import cpu_choice, fitting, planner, probing
+from trainfit.hardware.catalogue import find
+from trainfit.jobs import job_plan
+from trainfit.jobs.encoder_setup import Prepared
+from trainfit.jobs.gpt_setup import Prepared as GptPrepared
+from trainfit.packing import steps
+from trainfit.planning import cpu_choice, fit, planner
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
-from trainfit.planning.memory import Answer, Room
-from trainfit.planning.timing import Done, Work
-from trainfit.records import HardwareProfile, Precision
-from trainfit.tasks import planned
-from trainfit.tasks.encoder.prepared import Prepared
-from trainfit.tasks.gpt.prepared import Prepared as GptPrepared
+from trainfit.planning.estimator import probes
+from trainfit.planning.estimator.estimate import Answer, Room
+from trainfit.planning.estimator.step_time import Done, Work
 
 GPUS = ("t4", "v100", "3090", "4090", "a100", "h200")
 TASKS = list(SCHEMAS)
@@ -51,7 +52,7 @@ NO_HALF = (
     "set it to auto or off"
 )
 TOO_LARGE = "exit 2: ['trainfit: the job does not fit this machine; "
-ASSUMED = planned.assumed_lengths
+ASSUMED = job_plan.assumed_lengths
 
 
 def synthetic(task: str, longest: int) -> Any:
@@ -108,14 +109,14 @@ def machines() -> dict[str, HardwareProfile]:
 @pytest.fixture
 def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(cached, "write", lambda *_: None)
+    monkeypatch.setattr(caches, "write", lambda *_: None)
     monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
-    monkeypatch.setattr(probing, "_ask", answer)
+    monkeypatch.setattr(probes, "_ask", answer)
     monkeypatch.setattr(cpu_choice, "_timed", times)
     monkeypatch.setattr(planner, "start", lambda _children: None)
-    monkeypatch.setattr(dealing, "_SAMPLE_SEQUENCES", 512)
-    monkeypatch.setattr(dealing, "_SAMPLE_LEAST_STEPS", 8)
-    monkeypatch.setattr(fitting, "_LOOKED_AT", 4)
+    monkeypatch.setattr(steps, "_SAMPLE_SEQUENCES", 512)
+    monkeypatch.setattr(steps, "_SAMPLE_LEAST_STEPS", 8)
+    monkeypatch.setattr(fit, "_LOOKED_AT", 4)
 
 
 @contextmanager
@@ -142,8 +143,8 @@ def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
         )
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(planned, "detect", lambda: profile)
-        patch.setattr(planned, "assumed_lengths", DATA[data])
+        patch.setattr(job_plan, "detect", lambda: profile)
+        patch.setattr(job_plan, "assumed_lengths", DATA[data])
         patch.setattr(job_module(task), "prepare", prepare)
         yield
 

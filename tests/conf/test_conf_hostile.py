@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 
 from trainfit.conf import SCHEMAS, compose
 from trainfit.conf.composition import as_word, keys, parse_word
-from trainfit.conf.user_file import with_file
+from trainfit.conf.starting import with_file
 from trainfit.conf.yaml_files import read_yaml
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 
 SCALARS = (
     st.none()

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from trainfit.core.errors import BadInput
 from trainfit.data.folds import Fold, Folds, check_apart, check_folds, split
-from trainfit.errors import BadInput
 
 
 @settings(max_examples=25)

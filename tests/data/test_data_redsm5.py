@@ -8,18 +8,12 @@ import pytest
 from torch.utils.data import DataLoader
 
 from job_tiny import write_redsm5
-from trainfit.data.criteria import CRITERIA
-from trainfit.data.nli import (
-    nli_dataset,
-    sample_negatives,
-    split_corpus,
-    tokenize_corpus,
-)
-from trainfit.data.redsm5 import ANNOTATIONS, POSTS, read_redsm5
+from trainfit.core.errors import BadInput
+from trainfit.data.pairs import nli_dataset, sample_negatives, split_corpus, tokenize_corpus
+from trainfit.data.redsm5 import ANNOTATIONS, CRITERIA, POSTS, read_redsm5
 from trainfit.data.redsm5_nli_dataset import load_redsm5_nli
 from trainfit.data.synthetic import make_corpus, write_files
 from trainfit.data.tokenizers import learn_tokenizer
-from trainfit.errors import BadInput
 
 SECRET = "nobody may read this"
 

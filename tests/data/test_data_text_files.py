@@ -9,14 +9,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import token_cache
-from trainfit.data.synthetic_texts import CLASSES, make_texts
+from trainfit.data.labelled_texts import load_text_files, text_datasets
+from trainfit.data.synthetic import CLASSES, make_texts
 from trainfit.data.text_files import Columns, read_chunks
-from trainfit.data.textclass import load_text_files, text_datasets
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
-from trainfit.errors import BadInput, TrainfitWarning
 
 WHO = Columns(group="who")
 FORMATS = ["csv", "jsonl", "parquet", "datasets"]

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 
 from job_tiny import detect_once
 from trainfit.cli.main import run
-from trainfit.data import corpus, preparing
+from trainfit.core.errors import BadInput
+from trainfit.data import corpus, token_preparation
 from trainfit.data.bpe import load_bpe, short_words
 from trainfit.data.corpus import END_OF_TEXT, find_files, read_pieces, standard_library
-from trainfit.data.preparing import Preparation, embedded_tokens, prepare_tokens
 from trainfit.data.token_files import open_tokens, unigram_entropy
-from trainfit.errors import BadInput
-from trainfit.tasks import planned
+from trainfit.data.token_preparation import Preparation, embedded_tokens, prepare_tokens
+from trainfit.jobs import job_plan
 
 TREES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper kapok larch maple"
 WORDS = TREES.split(" ")
@@ -130,7 +130,7 @@ def test_processes_change_nothing(tmp_path: Path, made: Path):
 
 
 def test_a_vocabulary_over_16_bits_takes_32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(preparing, "dtype_for", lambda _: "uint32")
+    monkeypatch.setattr(token_preparation, "dtype_for", lambda _: "uint32")
     prepare_tokens([write(tmp_path / "texts", texts(60))], tmp_path / "wide", HOW)
     data = open_tokens(tmp_path / "wide")
     assert data.train.dtype == np.uint32
@@ -168,7 +168,7 @@ def test_the_standard_library_is_read_once(monkeypatch: pytest.MonkeyPatch, tmp_
     assert {"argparse.py", "json", "decoder.py"} & names
     assert not any("site-packages" in path.parts or "test" in path.parts for path in files)
     few = write(tmp_path / "few", texts(60))
-    monkeypatch.setattr(preparing, "standard_library", lambda: sorted(few.iterdir()))
+    monkeypatch.setattr(token_preparation, "standard_library", lambda: sorted(few.iterdir()))
     folder = embedded_tokens(HOW)
     before = (folder / "train.bin").stat().st_mtime_ns
     assert embedded_tokens(HOW) == folder
@@ -271,7 +271,7 @@ WRONG = {
 def test_wrong_files_are_refused_in_one_line(
     made: Path, spoil: Any, capsys: Any, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(planned, "detect", detect_once)
+    monkeypatch.setattr(job_plan, "detect", detect_once)
     spoil(made)
     with pytest.raises(BadInput) as caught:
         open_tokens(made)
@@ -331,7 +331,7 @@ def test_a_preparation_that_is_killed_leaves_no_folder(
     def breaks(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(preparing, "_check_split", breaks)
+    monkeypatch.setattr(token_preparation, "_check_split", breaks)
     with pytest.raises(KeyboardInterrupt):
         prepare_tokens([write(tmp_path / "texts", texts(60))], tmp_path / "out", HOW)
     assert [path.name for path in tmp_path.iterdir()] == ["texts"]

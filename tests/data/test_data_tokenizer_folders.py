@@ -14,10 +14,10 @@ from tokenizers import ByteLevelBPETokenizer
 from tokenizers import Tokenizer as Backend
 
 from tokenizer_folders import KINDS, WORDS, tokenizer_folder
+from trainfit.core.errors import BadInput
 from trainfit.data import load_tokenizer
 from trainfit.data.tokenizers import pad_id, tokenizer_hash
 from trainfit.data.tokens import encode_texts, tokenize_pairs
-from trainfit.errors import BadInput
 
 TEXT = "the quiet river and a zebra zoo"
 POSTS = (" ".join(WORDS), "happy town", "bread " * 200)

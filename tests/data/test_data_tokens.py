@@ -10,12 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.data.collate import collate_packed, collate_padded
-from trainfit.data.invented import CUES
-from trainfit.data.synthetic import make_corpus
+from trainfit.core.errors import BadInput
+from trainfit.data.batches import collate_packed, collate_padded
+from trainfit.data.synthetic import CUES, make_corpus
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer, pad_id, tokenizer_hash
 from trainfit.data.tokens import from_lists, tokenize_pairs, tokenize_texts
-from trainfit.errors import BadInput
 from trainfit.kernels.layout import lay_out
 
 POST = "one two three four five six seven eight nine ten"
@@ -179,9 +178,9 @@ def test_a_tokenizer_is_loaded_from_a_folder_and_one_line_says_that_there_is_non
 
 def test_importing_the_data_package_is_light():
     code = (
-        "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds, trainfit.data.nli;"
-        "import trainfit.data.textclass, trainfit.data.synthetic, trainfit.data.synthetic_texts;"
-        "import trainfit.tasks.encoder.metrics, trainfit.tasks.encoder.baselines;"
+        "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds, trainfit.data.pairs;"
+        "import trainfit.data.labelled_texts, trainfit.data.synthetic, trainfit.data.synthetic;"
+        "import trainfit.jobs.metrics, trainfit.jobs.baselines;"
         "heavy = {'torch', 'sklearn', 'transformers', 'pyarrow', 'scipy', 'datasets'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )

@@ -12,18 +12,18 @@ from doctor_logs import HARMLESS, ILL, ill
 
 from trainfit.cli.main import COMMANDS, run
 from trainfit.conf import SCHEMAS, compose
-from trainfit.doctor import machine, runs
+from trainfit.core.errors import BadInput
+from trainfit.doctor import host_checks, run_checks
 from trainfit.doctor.page import troubleshooting
 from trainfit.doctor.patterns import PATTERNS
-from trainfit.errors import BadInput
 
 ROOT = Path(__file__).parent.parent.parent
 FAULTS = {
     fault.id: fault
     for fault in (
-        *(check.fault for check in machine.CHECKS),
+        *(check.fault for check in host_checks.CHECKS),
         *(pattern.fault for pattern in PATTERNS),
-        *(check.fault for check in runs.CHECKS),
+        *(check.fault for check in run_checks.CHECKS),
     )
 }
 
@@ -126,7 +126,7 @@ def test_the_page_names_every_fault_once():
     for id, fault in FAULTS.items():
         assert page.count(f"`{id}`, {fault.severity}.") == 1
         assert fault.why in page
-    assert len(FAULTS) == len(machine.CHECKS) + len(PATTERNS) + len(runs.CHECKS)
+    assert len(FAULTS) == len(host_checks.CHECKS) + len(PATTERNS) + len(run_checks.CHECKS)
 
 
 # ── what the steps say can be done ────────────────────────────────────────────────────────────

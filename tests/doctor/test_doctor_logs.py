@@ -9,10 +9,10 @@ from doctor_logs import HARMLESS, ILL, SECRET, ill
 from hypothesis import given
 from hypothesis import strategies as st
 
+from trainfit.core.errors import BadInput
 from trainfit.doctor import Finding, diagnose_text, read_log
 from trainfit.doctor.patterns import PATTERNS, Pattern
 from trainfit.doctor.patterns.out_of_memory import read_numbers
-from trainfit.errors import BadInput
 
 
 def of(findings: tuple[Finding, ...]) -> set[str]:

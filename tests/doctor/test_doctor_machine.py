@@ -23,11 +23,18 @@ from hardware_fakes import (
 )
 
 from trainfit.cli.main import run
+from trainfit.core.records import CompileSupport, Note
 from trainfit.doctor import Facts, Finding, examine, gather, is_healthy
-from trainfit.doctor.activity import GpuActivity, GpuProcess, watch_gpus
-from trainfit.doctor.facts import DiskRates, device_nodes, disk_rates, nccl_version
-from trainfit.doctor.machine import CHECKS
-from trainfit.records import CompileSupport, Note
+from trainfit.doctor.facts import (
+    DiskRates,
+    GpuActivity,
+    GpuProcess,
+    device_nodes,
+    disk_rates,
+    nccl_version,
+    watch_gpus,
+)
+from trainfit.doctor.host_checks import CHECKS
 
 HEALTHY = Facts(
     profile=profile(fake_torch(H200), FakeNvml(H200)),

@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 
 from trainfit.cli.main import run
-from trainfit.doctor import examine_run
-from trainfit.doctor.runs import CHECKS
-from trainfit.errors import BadInput
-from trainfit.records import (
+from trainfit.core.errors import BadInput
+from trainfit.core.records import (
     Event,
     MemoryEstimate,
     Plan,
@@ -20,6 +18,8 @@ from trainfit.records import (
     TaskSpec,
     Workload,
 )
+from trainfit.doctor import examine_run
+from trainfit.doctor.run_checks import CHECKS
 
 PLAN = Plan(
     fits=True,

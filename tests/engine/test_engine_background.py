@@ -9,11 +9,11 @@ from typing import Any
 import pytest
 from engine_toy import ToyTask, final_bits, settings
 
+from trainfit.core.errors import RunFailed
 from trainfit.engine import background, checkpoint
 from trainfit.engine.checkpoint import listed
 from trainfit.engine.loop import train
 from trainfit.engine.session import Session
-from trainfit.errors import RunFailed
 
 EVERY_3 = {"checkpoint_steps": 3, "eval_steps": 100, "metric": None, "keep_checkpoints": 9}
 

@@ -15,12 +15,12 @@ from engine_faults import Faults, plant
 from engine_ranks import on_ranks
 from engine_toy import ToyTask, final_bits, final_weights, settings
 
+from trainfit.core.records import RunResult
 from trainfit.engine.distributed import World, find_world, first_says, gather, joined
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import trained_parameters
-from trainfit.engine.watch import Watch
-from trainfit.records import RunResult
+from trainfit.engine.watchdog import Watch
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
 
@@ -58,7 +58,7 @@ def test_a_step_dealt_over_two_ranks_is_the_same_step(
 
 
 def gradients_of_rank(rank: int, folder: Path) -> None:
-    from trainfit.data.loading import StepLoader
+    from trainfit.data.batches import StepLoader
     from trainfit.engine.distributed import fill_gradients, sum_gradients
     from trainfit.engine.optimizer import build_optimizer
     from trainfit.engine.settings import LoaderSettings
@@ -144,8 +144,8 @@ def stop_and_go_on(rank: int, run: Path) -> None:
 
 
 def fail_to_write(rank: int, run: Path) -> None:
+    from trainfit.core.errors import RunFailed
     from trainfit.engine import checkpoint
-    from trainfit.errors import RunFailed
 
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
@@ -221,7 +221,7 @@ def test_ranks_share_the_steps_of_one_in_the_same_order() -> None:
 
 def _seen(task: ToyTask, ranks: int, epoch: int, cut: Any, in_step: bool) -> list[list[int]]:
     """The sequences of each step, over all ranks, by what is handed to collate."""
-    from trainfit.data.loading import StepLoader
+    from trainfit.data.batches import StepLoader
     from trainfit.engine.settings import LoaderSettings
 
     seen: list[list[int]] = [[] for _ in task.steps(epoch)]

@@ -10,10 +10,10 @@ import pytest
 import torch
 from engine_toy import ToyTask, cuts
 
-from trainfit.data.loading import StepLoader, to_device
+from trainfit.core.errors import RunFailed
+from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.settings import LoaderSettings
-from trainfit.errors import RunFailed
-from trainfit.measuring.evidence.process import count_workers
+from trainfit.measuring.evidence import count_workers
 
 CPU = torch.device("cpu")
 NONE = LoaderSettings(persistent_workers=True, pin_memory=True, prefetch_factor=4)

@@ -16,12 +16,13 @@ from engine_toy import ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.engine import checkpoint, run_folder
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.records import Event, RunResult
+from trainfit.engine import checkpoint
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.engine.settings import LoaderSettings, LoopSettings, ScheduleSettings
-from trainfit.errors import BadInput, RunFailed
-from trainfit.records import Event, RunResult
+from trainfit.runs import run_folder
 
 
 def rows(run: Path, kind: str) -> list[dict[str, Any]]:
@@ -233,10 +234,10 @@ def test_a_seed_gives_the_same_bits_and_another_does_not(tmp_path: Path) -> None
 def test_a_compiled_model_trains_and_saves_plain_names(tmp_path: Path) -> None:
     task = ToyTask(dropout=0.0)
     with pytest.MonkeyPatch.context() as patch:
-        from trainfit.engine import beginning
+        from trainfit.engine import setup
         from trainfit.runtime import compile_blocks
 
-        patch.setattr(beginning, "compile_blocks", partial(compile_blocks, backend="eager"))
+        patch.setattr(setup, "compile_blocks", partial(compile_blocks, backend="eager"))
         train(task, settings(task, compile=True, epochs=1.0), tmp_path / "compiled")
     train(task, settings(task, epochs=1.0), tmp_path / "plain")
     compiled, plain = final_weights(tmp_path / "compiled"), final_weights(tmp_path / "plain")
@@ -322,7 +323,7 @@ class ReplayedTask(ToyTask):
 def test_gradients_add_up_though_a_graph_writes_to_the_same_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trainfit.engine.beginning.compile_blocks", lambda *_, **__: None)
+    monkeypatch.setattr("trainfit.engine.setup.compile_blocks", lambda *_, **__: None)
     plain = settings(ToyTask(), cut_changes=((0, 2),))
     train(ToyTask(), plain, tmp_path / "plain")
     expected = final_bits(tmp_path / "plain")

@@ -11,16 +11,15 @@ import torch
 from engine_toy import ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 
-from trainfit.data.loading import StepLoader, to_device
+from trainfit.core.records import RuntimeSettings
+from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.precision import loss_scale
 from trainfit.engine.readings import Readings
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
-from trainfit.engine.step import plain_step
+from trainfit.engine.step import loss_scale, plain_step
 from trainfit.packing import ladder
-from trainfit.records import RuntimeSettings
 from trainfit.runtime import applied
 
 pytestmark = pytest.mark.gpu

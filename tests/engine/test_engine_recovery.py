@@ -11,11 +11,11 @@ import torch
 from engine_faults import Faults, plant
 from engine_toy import ToyTask, final_bits, final_weights, settings
 
+from trainfit.core.errors import RunFailed
+from trainfit.core.records import RunResult
 from trainfit.engine import recovery
 from trainfit.engine.loop import train
 from trainfit.engine.memory_errors import is_out_of_memory, once
-from trainfit.errors import RunFailed
-from trainfit.records import RunResult
 
 PHASES = ("step", "update", "evaluation")
 

@@ -15,13 +15,13 @@ from engine_children import context
 from engine_ranks import DeepTask, launched, on_ranks, train_deep
 from engine_toy import settings
 
-from trainfit.engine import checkpoint, sharded_files
+from trainfit.core.errors import BadInput
+from trainfit.core.records import RunResult
+from trainfit.engine import checkpoint, fsdp
 from trainfit.engine.checkpoint import latest_good
 from trainfit.engine.distributed import World
 from trainfit.engine.loop import train
 from trainfit.engine.relaunch import Launch, Process, find_launch
-from trainfit.errors import BadInput
-from trainfit.records import RunResult
 
 OFTEN: dict[str, Any] = {"checkpoint_steps": 3, "eval_steps": 5}
 LIMIT = 60
@@ -111,7 +111,7 @@ def die_writing(rank: int, run: Path, who: int, point: str, options: dict[str, A
         if point == "manifest":
             patch.setattr(checkpoint, "_check_seen", dying(checkpoint._check_seen))
         else:
-            patch.setattr(sharded_files, "write", dying(sharded_files.write))
+            patch.setattr(fsdp, "write", dying(fsdp.write))
         train_deep(rank, run, {}, options)
 
 

@@ -17,9 +17,9 @@ import torch
 from engine_children import context, train_in_child
 from engine_toy import ToyTask, final_bits, settings
 
+from trainfit.core.records import Event
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
-from trainfit.records import Event
 
 LONG = {"epochs": 8.0, "checkpoint_steps": 2, "eval_steps": 7}
 

@@ -16,12 +16,12 @@ import psutil
 import pytest
 from engine_toy import ToyTask, settings
 
-from trainfit.engine import checkpoint, run_lock
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.engine import checkpoint, relaunch
 from trainfit.engine.distributed import World
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
-from trainfit.engine.run_lock import writing
-from trainfit.errors import BadInput, RunFailed
+from trainfit.engine.relaunch import writing
 
 _HOLD = """
 import sys, time
@@ -77,7 +77,7 @@ def test_a_lock_of_a_dead_process_is_waited_for(
     run = tmp_path / "run"
     said = json.loads((run / "writer.json").read_text()) | {"started": 1.0}
     (run / "writer.json").write_text(json.dumps(said))
-    monkeypatch.setattr(run_lock, "_PATIENCE", 0.5)
+    monkeypatch.setattr(relaunch, "_PATIENCE", 0.5)
     began = time.monotonic()
     with pytest.raises(BadInput, match="is written to by"), writing(run, World()):
         pass

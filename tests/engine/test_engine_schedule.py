@@ -6,9 +6,8 @@ import math
 
 import pytest
 
-from trainfit.engine.schedule import rate_factor, warmup_steps
-from trainfit.engine.settings import ScheduleSettings
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.engine.settings import ScheduleSettings, rate_factor, warmup_steps
 
 
 def factors(total: int, **settings: object) -> list[float]:

@@ -12,15 +12,14 @@ from engine_toy import Toy, ToyTask, cuts
 from torch import nn
 from torch.nn import functional
 
-from trainfit.data.loading import StepLoader
+from trainfit.core.errors import BadInput
+from trainfit.core.records import TaskSpec
+from trainfit.data.batches import StepLoader
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
-from trainfit.engine.precision import LossScale, autocast, loss_scale
 from trainfit.engine.settings import LoaderSettings, OptimizerSettings
-from trainfit.engine.step import accumulate, finish, plain_step
-from trainfit.errors import BadInput
+from trainfit.engine.step import LossScale, accumulate, autocast, finish, loss_scale, plain_step
 from trainfit.packing import fit_budget, fit_padded
-from trainfit.planning.memory import Request, Target, ask
-from trainfit.records import TaskSpec
+from trainfit.planning.estimator.estimate import Request, Target, ask
 
 CPU = torch.device("cpu")
 KINDS = ("adamw_fused", "adamw")

@@ -18,8 +18,8 @@ from fuzz_values import (
     WRONG_NUMBERS,
 )
 
-from trainfit.codec import describe
 from trainfit.conf.composition import key_type, keys
+from trainfit.core.codec import describe
 
 TASKS = ("nli", "textclass", "gpt")
 

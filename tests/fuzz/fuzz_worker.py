@@ -53,10 +53,10 @@ def _warm_up() -> None:
 
 def _warm_planner() -> dict[str, Any]:
     """Have the planner's processes import torch before a case is timed."""
-    from trainfit.planning.memory import Request, ask
-    from trainfit.records import TaskSpec
+    from trainfit.core.records import TaskSpec
+    from trainfit.planning.estimator.estimate import Request, ask
 
-    task = TaskSpec(factory="trainfit.tasks.gpt.probe:probe", arguments={"name": "nowhere"})
+    task = TaskSpec(factory="trainfit.jobs.probes:gpt_step", arguments={"name": "nowhere"})
     for child in (0, 1):
         ask([Request(task=task, targets=())], child)
     return {"code": 0}

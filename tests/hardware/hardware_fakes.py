@@ -11,11 +11,11 @@ from typing import Any
 
 import pynvml
 
+from trainfit.core.records import CompileSupport, Cpu, HardwareProfile, Note
 from trainfit.hardware.detection import assemble
 from trainfit.hardware.host import Host
 from trainfit.hardware.nvml import probe_nvml
 from trainfit.hardware.torch_probe import probe_torch
-from trainfit.records import CompileSupport, Cpu, HardwareProfile, Note
 
 MIB, GIB = 1 << 20, 1 << 30
 PID = 4242

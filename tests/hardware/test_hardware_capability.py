@@ -2,13 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from trainfit.catalogue import gpus
-from trainfit.hardware.capability import (
-    cuda_wheel,
-    has_kernels,
-    native_dtypes,
-    parse_capability,
-)
+from trainfit.hardware.catalogue import gpus
+from trainfit.hardware.nvml import cuda_wheel, has_kernels, native_dtypes, parse_capability
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from hardware_fakes import GIB, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.hardware.cgroup import Limits, read_limits
+from trainfit.hardware.host import Limits, read_limits
 
 V1_NO_LIMIT = "9223372036854771712\n"
 V2 = "29 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"

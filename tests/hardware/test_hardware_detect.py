@@ -22,11 +22,11 @@ from hardware_fakes import (
     profile,
 )
 
-from trainfit.catalogue import find
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if, detect, detection
+from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import probe_host
 from trainfit.hardware.nvml import NvmlGpu, NvmlReport
-from trainfit.records import HardwareProfile
 
 # ── machines that are as they should be ───────────────────────────────────────────────────────
 
@@ -110,7 +110,8 @@ def test_importing_the_package_imports_nothing_heavy() -> None:
 
 def test_as_if_does_not_ask_torch() -> None:
     code = (
-        "import sys; from trainfit.hardware import as_if; from trainfit.catalogue import find;"
+        "import sys; from trainfit.hardware import as_if;"
+        "from trainfit.hardware.catalogue import find;"
         "as_if(find('t4')); print('torch' in sys.modules)"
     )
     assert python(code) == "False"

@@ -12,10 +12,16 @@ from hardware_fakes import GIB, tree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.hardware.cgroup import Limits, read_limits
-from trainfit.hardware.cpu import probe_cpu
-from trainfit.hardware.host import free_disk, memory_allowed, nvidia_on_pci, probe_host
-from trainfit.records import Cpu
+from trainfit.core.records import Cpu
+from trainfit.hardware.host import (
+    Limits,
+    free_disk,
+    memory_allowed,
+    nvidia_on_pci,
+    probe_cpu,
+    probe_host,
+    read_limits,
+)
 
 XEON = (
     "processor\t: 0\nmodel name\t: Intel(R) Xeon(R) Platinum 8481C\n"

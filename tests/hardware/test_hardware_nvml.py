@@ -19,8 +19,8 @@ from hardware_fakes import (
     used,
 )
 
+from trainfit.core.records import GpuState, PcieLink
 from trainfit.hardware.nvml import NvmlReport, probe_nvml
-from trainfit.records import GpuState, PcieLink
 
 BUSY_H200 = used(
     H200,

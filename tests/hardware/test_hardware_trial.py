@@ -6,10 +6,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from trainfit.catalogue import find
 from trainfit.hardware import as_if, detect
-from trainfit.hardware.detection import _tried
-from trainfit.hardware.trial import bf16_fault
+from trainfit.hardware.catalogue import find
+from trainfit.hardware.detection import _tried, bf16_fault
 
 
 def child(code: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.hardware.visible import resolve
+from trainfit.hardware.access import resolve
 
 ONE, TWO, SLICE = "GPU-8932f937-d72c-4106", "GPU-8a00ffee-0000-1111", "MIG-90443af0-2fe6-57fb"
 UUIDS = [[ONE, SLICE], [TWO]]

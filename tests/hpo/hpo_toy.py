@@ -14,10 +14,10 @@ from typing import Any
 import optuna
 from optuna.trial import TrialState
 
-from trainfit.conf.hpo import Dimension, compose_study
-from trainfit.hpo.desk import FINISHED, Claim, Desk, Outcome, quiet
+from trainfit.conf.search_space_files import Dimension, compose_study
+from trainfit.hpo.fleet import work
 from trainfit.hpo.storage import open_database
-from trainfit.hpo.worker import work
+from trainfit.hpo.trial_queue import FINISHED, Claim, Desk, Outcome, quiet
 
 SPACE = {
     "x": Dimension(kind="uniform", low=-1.0, high=1.0),

@@ -18,9 +18,9 @@ from sqlalchemy.exc import DatabaseError
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.hpo.desk import FINISHED
 from trainfit.hpo.fleet import check_room, seats
 from trainfit.hpo.studies import find_study
+from trainfit.hpo.trial_queue import FINISHED
 
 HERE = Path(__file__).parent
 QUICKLY = HERE / "hpo_quickly.py"
@@ -250,7 +250,7 @@ def test_workers_take_gpus_in_turn_and_share_them_by_their_memory():
 
 
 def test_more_workers_than_a_gpu_has_room_for_are_refused(tmp_path: Path):
-    from trainfit.errors import BadInput
+    from trainfit.core.errors import BadInput
 
     asked: list[float] = []
 

@@ -17,9 +17,8 @@ import pytest
 from hpo_toy import chains, finished, run_toy, running, slowly, toy_desk, value_of
 from optuna.trial import TrialState
 
-from trainfit.hpo.desk import WORKER, Claim, Desk, Outcome, quiet
-from trainfit.hpo.worker import work
-from trainfit.hpo.workers import is_gone, this_worker
+from trainfit.hpo.fleet import work
+from trainfit.hpo.trial_queue import WORKER, Claim, Desk, Outcome, is_gone, quiet, this_worker
 
 TOY = Path(__file__).parent / "hpo_toy.py"
 ELSEWHERE = {"machine": "another machine", "pid": 1, "born": 0.0}

@@ -15,8 +15,8 @@ from typing import Any
 import optuna
 import pytest
 
-from trainfit.hpo.desk import FINISHED
-from trainfit.hpo.space import as_words
+from trainfit.hpo.search_space import as_words
+from trainfit.hpo.trial_queue import FINISHED
 
 SEEDS = (43, 44, 45)
 

@@ -10,11 +10,11 @@ from optuna.trial import TrialState
 
 from gpt_tiny import be_quick, gpt_words
 from trainfit.hpo.final import finish
-from trainfit.hpo.gpt import GptObjective
-from trainfit.hpo.running import run_trial
-from trainfit.hpo.setting import read_setting
+from trainfit.hpo.fleet import work
+from trainfit.hpo.gpt_objective import GptObjective
+from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.studies import open_study
-from trainfit.hpo.worker import work
+from trainfit.hpo.study_settings import read_setting
 
 
 def test_a_study_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -10,7 +10,7 @@ import pytest
 from hpo_toy import finished, run_toy, toy_desk
 from test_hpo_desk import check_crowd, crowd
 
-from trainfit.hpo.worker import work
+from trainfit.hpo.fleet import work
 
 
 @pytest.fixture(scope="module")

@@ -21,21 +21,20 @@ from optuna.trial import TrialState
 from torch import nn
 
 from job_tiny import be_quick, nli_words, quick_plan, words, write_texts
-from trainfit.conf.hpo import compose_study
+from trainfit.conf.search_space_files import compose_study
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.records import Plan
 from trainfit.engine import loop, recovery
-from trainfit.errors import BadInput, RunFailed
 from trainfit.hpo import final as ending
-from trainfit.hpo.encoder import EncoderObjective
-from trainfit.hpo.running import run_trial
-from trainfit.hpo.setting import Setting, read_setting
+from trainfit.hpo.encoder_objective import EncoderObjective
+from trainfit.hpo.fleet import work
+from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.status import status_of
 from trainfit.hpo.studies import OpenStudy, find_study, open_study
-from trainfit.hpo.worker import work
+from trainfit.hpo.study_settings import Setting, read_setting
+from trainfit.jobs import frozen, nli
+from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.planning import planner
-from trainfit.records import Plan
-from trainfit.tasks.encoder import frozen
-from trainfit.tasks.encoder.classifier import EncoderClassifier
-from trainfit.tasks.nli import train as nli
 
 SMALL = (
     "hpo.trials=4",

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.errors import BadInput
-from trainfit.records import Receipt
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Receipt
 
 pytest.importorskip("lightning", reason="Lightning is optional and not installed")
 

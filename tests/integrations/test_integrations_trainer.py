@@ -10,10 +10,10 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
+from trainfit.core.records import Receipt
 from trainfit.integrations import TrainfitCallback, oom_advice
+from trainfit.integrations.flops import work_of
 from trainfit.integrations.meter import Meter
-from trainfit.integrations.work import work_of
-from trainfit.records import Receipt
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 50
 LENGTHS = [5, 12, 7, 9, 12, 3, 8, 10] * 4

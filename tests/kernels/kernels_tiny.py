@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainfit.tasks import ClassifierSettings, EncoderClassifier, build_classifier
+from trainfit.jobs import ClassifierSettings, EncoderClassifier, build_classifier
 
 VOCABULARY = 90
 FILLER = 89

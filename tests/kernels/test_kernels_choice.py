@@ -12,10 +12,10 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from kernels_tiny import packed, padded, tiny
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.kernels import attention, varlen
+from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.layout import lay_out
-from trainfit.kernels.masked import MaskedAttention
 from trainfit.kernels.varlen import VarlenAttention, obstacle
 
 HALF = (torch.float16, torch.bfloat16)

@@ -12,7 +12,7 @@ from kernels_tiny import in_the_interpreter
 from torch import Tensor
 from torch.nn import functional
 
-from trainfit.kernels.cross_entropy import IGNORED, loss_and_slopes
+from trainfit.kernels.fused_ops import IGNORED, loss_and_slopes
 
 
 def made(rows: int, classes: int, *, spread: float, seed: int) -> tuple[Tensor, Tensor]:

@@ -11,10 +11,10 @@ import torch
 from kernels_tiny import FILLER, in_the_interpreter, logits_and_gradients, packed, padded
 from torch import Tensor
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.jobs import ClassifierSettings, EncoderClassifier, build_classifier
 from trainfit.kernels import disentangled
 from trainfit.kernels.supported import model_obstacle
-from trainfit.tasks import ClassifierSettings, EncoderClassifier, build_classifier
 
 LENGTHS = (50, 200, 1, 130, 77, 160)
 NO_DROPOUT = dict.fromkeys(("attention_dropout", "feed_forward_dropout", "head_dropout"), 0.0)

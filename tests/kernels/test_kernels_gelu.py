@@ -10,7 +10,7 @@ from kernels_tiny import in_the_interpreter
 from torch.nn import functional
 
 from trainfit.kernels import varlen
-from trainfit.kernels.gelu import gelu
+from trainfit.kernels.fused_ops import gelu
 
 POINTS = torch.linspace(-12, 12, 4001)
 

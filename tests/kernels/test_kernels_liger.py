@@ -11,15 +11,15 @@ from torch import nn
 from transformers import AutoConfig
 from transformers.models.gemma3 import modeling_gemma3
 
-from trainfit.catalogue import find
 from trainfit.conf import compose
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.hardware import as_if
-from trainfit.kernels import liger
-from trainfit.measuring.evidence import Evidence
+from trainfit.hardware.catalogue import find
+from trainfit.jobs import ClassifierSettings, build_classifier, job_plan
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.kernels import supported
 from trainfit.measuring.receipt import make_receipt
-from trainfit.tasks import ClassifierSettings, build_classifier, planned
-from trainfit.tasks.encoder.classifier import EncoderClassifier
+from trainfit.measuring.trace import Evidence
 
 SMALL = {
     "num_hidden_layers": 2,
@@ -75,7 +75,7 @@ def test_without_it_no_layer_is_touched(patched: list[Any]):
 
 
 def test_a_family_without_its_layers_says_so():
-    assert liger.obstacle("gemma3_text") is None
+    assert supported.obstacle("gemma3_text") is None
     with pytest.raises(BadInput, match="no layers for bert"):
         build("bert", liger=True)
 
@@ -96,19 +96,19 @@ def test_where_it_is_not_installed_one_line_says_so(monkeypatch: pytest.MonkeyPa
 )
 def test_a_plan_with_it_where_it_cannot_run_is_refused(name: str, gpu: str | None, reason: str):
     composed = compose("nli", [f"model.name={name}", "optimization.liger=true"])
-    profile = planned.machine(composed, gpu)
+    profile = job_plan.machine(composed, gpu)
     if gpu is None:
         assert not profile.gpus
     with pytest.raises(BadInput, match=reason):
-        planned.answer(composed, planned.question(composed), profile)
+        job_plan.answer(composed, job_plan.question(composed), profile)
 
 
 def test_it_is_refused_where_it_is_not_installed(monkeypatch: pytest.MonkeyPatch):
     composed = compose("nli", ["model.name=gemma-3-1b-it", "optimization.liger=true"])
     here = replace(as_if(find("h200")), simulated=False)
-    monkeypatch.setattr(liger, "is_installed", lambda: False)
+    monkeypatch.setattr(supported, "is_installed", lambda: False)
     with pytest.raises(BadInput, match="not installed") as caught:
-        planned.answer(composed, planned.question(composed), here)
+        job_plan.answer(composed, job_plan.question(composed), here)
     assert "pip install liger-kernel" in str(caught.value)
 
 

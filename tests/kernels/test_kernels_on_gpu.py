@@ -10,11 +10,11 @@ import torch
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, padded, tiny
 from torch import Tensor
 
+from trainfit.jobs import EncoderClassifier
 from trainfit.kernels import attention
+from trainfit.kernels.attention import masked_attention
 from trainfit.kernels.layout import lay_out
-from trainfit.kernels.masked import masked_attention
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
-from trainfit.tasks import EncoderClassifier
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (50, 200, 1, 130, 77, 160)

@@ -11,7 +11,7 @@ import torch
 from kernels_tiny import in_the_interpreter, logits_and_gradients, packed, tiny
 from torch import Tensor
 
-from trainfit.kernels.softcapped import softcapped_attention
+from trainfit.kernels.varlen import softcapped_attention
 
 
 def plain(

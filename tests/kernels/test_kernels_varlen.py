@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from kernels_reference import install_reference
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, tiny
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.kernels import attention
+from trainfit.kernels.attention import MaskedAttention, masked_attention
 from trainfit.kernels.layout import Layout, lay_out
-from trainfit.kernels.masked import MaskedAttention, masked_attention
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
 
 CALL: dict[str, Any] = {"scaling": None, "dropout": 0.0, "windowed": False, "softcap": None}

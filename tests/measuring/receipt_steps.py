@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.measuring.evidence import Evidence
-from trainfit.measuring.looking import looking
+from trainfit.core.records import ReceiptItem, Scalar
+from trainfit.measuring.profiled_step import looking
 from trainfit.measuring.receipt import make_receipt
-from trainfit.records import ReceiptItem, Scalar
+from trainfit.measuring.trace import Evidence
 
 
 class Block(nn.Module):

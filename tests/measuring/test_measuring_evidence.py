@@ -14,10 +14,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from trainfit import kernels
-from trainfit.errors import TrainfitWarning
+from trainfit.core.errors import TrainfitWarning
 from trainfit.kernels.disentangled import disentangled_attention
-from trainfit.kernels.softcapped import softcapped_attention
-from trainfit.measuring.evidence import traced
+from trainfit.kernels.varlen import softcapped_attention
+from trainfit.measuring.trace import traced
 from trainfit.runtime import compile_blocks
 
 
@@ -319,7 +319,7 @@ def test_the_profiler_is_silent_and_leaves_the_results_alone(capfd: pytest.Captu
 
 
 def test_another_profiler_is_left_alone():
-    from trainfit.measuring.looking import looking
+    from trainfit.measuring.profiled_step import looking
 
     with torch.profiler.profile() as own, looking(0, []) as look:
         torch.ones(2) + 1

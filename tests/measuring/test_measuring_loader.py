@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from trainfit.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.measuring import benchmark_dataloader, time_loader
 
 

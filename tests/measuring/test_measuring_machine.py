@@ -5,10 +5,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from trainfit.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import detect
-from trainfit.measuring import machine, measure, remember, remembered
-from trainfit.records import HardwareProfile
+from trainfit.measuring import machine_rates, measure, remember, remembered
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def cpu() -> HardwareProfile:
 def test_the_cpu_is_measured_against_an_independent_clock(
     cpu: HardwareProfile, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(machine, "ITEM_SECONDS", 0.2)
+    monkeypatch.setattr(machine_rates, "ITEM_SECONDS", 0.2)
     names: list[str] = []
     measured = measure(cpu, tmp_path, progress=names.append)
     items = {item.name: item for item in measured.items}
@@ -42,10 +42,10 @@ def test_the_cpu_is_measured_against_an_independent_clock(
 
 def test_measurements_are_kept_per_device(cpu: HardwareProfile, tmp_path: Path):
     assert remembered(cpu) is None
-    item = machine._measurement("copy", "GB/s", 1.0, [0.5, 0.25, 1.0], None)
+    item = machine_rates._measurement("copy", "GB/s", 1.0, [0.5, 0.25, 1.0], None)
     assert item.value == 2.0  # the median rate, not the rate of the mean
-    taken = machine.Measurements(
-        device=machine.device_name(cpu), torch="2", driver=None, taken="now", items=(item,)
+    taken = machine_rates.Measurements(
+        device=machine_rates.device_name(cpu), torch="2", driver=None, taken="now", items=(item,)
     )
     path = remember(taken)
     assert remembered(cpu) == taken
@@ -57,12 +57,12 @@ def test_measurements_are_kept_per_device(cpu: HardwareProfile, tmp_path: Path):
 
 def test_a_folder_that_cannot_be_written_is_one_line(tmp_path: Path):
     with pytest.raises(BadInput, match="cannot measure the disk"):
-        machine._disk(tmp_path / "none")
+        machine_rates._disk(tmp_path / "none")
 
 
 def test_measuring_leaves_torch_as_it_was(cpu: HardwareProfile, tmp_path: Path):
     before = (torch.backends.cuda.matmul.allow_tf32, torch.get_float32_matmul_precision())
-    machine._matmul("tf32", "cpu", None)
+    machine_rates._matmul("tf32", "cpu", None)
     assert before == (
         torch.backends.cuda.matmul.allow_tf32,
         torch.get_float32_matmul_precision(),

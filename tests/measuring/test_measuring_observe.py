@@ -13,7 +13,7 @@ from receipt_steps import Model, train
 
 import trainfit
 from trainfit.cli.main import run
-from trainfit.measuring.scripts import run_observed
+from trainfit.measuring.observe import run_observed
 
 SCRIPT = """
 import sys, torch
@@ -203,10 +203,10 @@ def test_a_command_that_is_not_there_is_bad_input(capfd: pytest.CaptureFixture[s
 
 
 def test_a_hidden_sitecustomize_still_runs(tmp_path: Path):
-    from trainfit.measuring import scripts
+    from trainfit.measuring import observe
 
     (tmp_path / "sitecustomize.py").write_text("import sys\nsys.theirs = True\n")
-    paths = f"{scripts._INJECTED}:{tmp_path}"
+    paths = f"{observe._INJECTED}:{tmp_path}"
     code = "import sys; assert sys.theirs; assert 'torch' not in sys.modules"
     given = {"PYTHONPATH": paths, "TRAINFIT_OBSERVE": str(tmp_path)}
     subprocess.run([sys.executable, "-c", code], env=given, check=True)

@@ -9,9 +9,9 @@ import pytest
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.engine import beginning
+from trainfit.engine import setup
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.measuring.evidence import Evidence
+from trainfit.measuring.trace import Evidence
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def test_an_optimizer_flipped_behind_the_plans_back_is_noticed(
     from dataclasses import replace
 
     monkeypatch.setattr(
-        beginning,
+        setup,
         "build_optimizer",
         lambda model, settings: build_optimizer(model, replace(settings, kind="adamw")),
     )

@@ -7,8 +7,8 @@ import torch
 from receipt_steps import Model, evidence, items, train
 from torch.nn import functional
 
+from trainfit.core.records import RuntimeSettings
 from trainfit.measuring.timing import time_work
-from trainfit.records import RuntimeSettings
 from trainfit.runtime import applied, compile_blocks
 
 pytestmark = pytest.mark.gpu

@@ -6,11 +6,11 @@ import statistics
 import numpy as np
 import pytest
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.core.records import GpuState
 from trainfit.hardware.nvml import NvmlGpu
-from trainfit.measuring.sampling import sampled
+from trainfit.measuring.gpu_sampling import sampled
 from trainfit.measuring.timing import median_interval, time_work
-from trainfit.records import GpuState
 
 
 def test_the_interval_holds_the_true_median_about_as_often_as_it_says():

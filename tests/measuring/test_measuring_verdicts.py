@@ -11,18 +11,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from receipt_steps import items
 
-from trainfit.errors import BadInput
-from trainfit.measuring.evidence import (
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Receipt
+from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
+from trainfit.measuring.trace import (
     AttentionSeen,
     BatchesSeen,
     CompilerSeen,
     Evidence,
     ProductsSeen,
     SwitchesSeen,
+    read,
 )
-from trainfit.measuring.evidence.trace import read
-from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
-from trainfit.records import Receipt
 
 
 def seen(**changes: Any) -> Evidence:
@@ -110,7 +110,7 @@ def event(name: str, start: int, end: int, device: str = "CPU", **more: Any) -> 
 
 
 def test_copies_are_weighed_by_their_bytes():
-    from trainfit.measuring.evidence.process import batches
+    from trainfit.measuring.evidence import batches
 
     trace = read(
         [

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from trainfit.packing.lengths import IntArray
+from trainfit.packing.steps import IntArray
 
 MEAN_WORDS, LEAST_WORDS, MOST_WORDS = 294.7, 2, 6990
 SPREAD = 0.9

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packing_lengths import redsm5_lengths
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.packing import (
     Cut,
     Fill,

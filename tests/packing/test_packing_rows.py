@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 from trainfit.packing import row_offsets, row_positions
 
 SEQUENCES = st.lists(st.integers(1, 40), max_size=12)

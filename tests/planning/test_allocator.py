@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.errors import BadInput
-from trainfit.planning.allocator import CachingAllocator, Event, replay
+from trainfit.core.errors import BadInput
+from trainfit.planning.estimator.allocator import CachingAllocator, Event, replay
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 FOLDER = Path(__file__).parent / "allocator_traces"

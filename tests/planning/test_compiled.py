@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from planning_models import write_bert
 
-from trainfit.planning.memory import Answer, Request, Target, ask
-from trainfit.records import TaskSpec
+from trainfit.core.records import TaskSpec
+from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
 
-ENCODER = "trainfit.tasks.encoder.probe:probe"
+ENCODER = "trainfit.jobs.probes:encoder_step"
 WIDTH, LAYERS, ROWS, LENGTH = 256, 4, 8, 128
 
 
@@ -103,7 +103,7 @@ def test_a_gpt_can_be_compiled_too():
     requests = [
         Request(
             task=TaskSpec(
-                factory="trainfit.tasks.gpt.probe:probe", arguments=arguments | {"compile": on}
+                factory="trainfit.jobs.probes:gpt_step", arguments=arguments | {"compile": on}
             ),
             targets=(hopper,),
         )
@@ -119,7 +119,7 @@ def test_a_process_that_asks_is_not_changed_by_it(folder: str):
     code = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]);"
         "from test_compiled import asked; asked(sys.argv[2], compile=True);"
-        "assert 'trainfit.planning.compiled' not in sys.modules;"
+        "assert 'trainfit.planning.estimator.compiled_steps' not in sys.modules;"
         "assert torch.fx.GraphModule.__deepcopy__.__module__ == 'torch.fx.graph_module'"
     )
     here = str(Path(__file__).parent)
@@ -152,7 +152,7 @@ def test_a_gpt_that_is_compiled_whole_keeps_what_its_checkpoints_keep():
     requests = [
         Request(
             task=TaskSpec(
-                factory="trainfit.tasks.gpt.probe:probe",
+                factory="trainfit.jobs.probes:gpt_step",
                 arguments=arguments | {"checkpointing": mode},
             ),
             targets=(hopper,),

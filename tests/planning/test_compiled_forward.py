@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from trainfit.planning.memory import Request, Target, ask, estimate
-from trainfit.records import TaskSpec
+from trainfit.core.records import TaskSpec
+from trainfit.planning.estimator.estimate import Request, Target, ask, estimate
 
 HERE = Path(__file__)
 RESULTS = HERE.parent.parent.parent / "benchmarks" / "results"
@@ -19,7 +19,7 @@ def test_a_frozen_encoder_takes_what_was_measured():
     variants = json.loads((RESULTS / "2026-11-15-nli-h200.json").read_text())["variants"]
     [measured] = next(each["rounds"] for each in variants if each["method"] == "frozen")
     predicted = estimate(
-        "trainfit.tasks.encoder.probe:probe",
+        "trainfit.jobs.probes:encoder_step",
         "h200",
         name="gemma-3-1b-it",
         weights="random",
@@ -47,7 +47,7 @@ def gated(form: str) -> tuple[Any, Any]:
     import torch
     from torch import nn
 
-    from trainfit.planning.compiled import simulate
+    from trainfit.planning.estimator.compiled_steps import simulate
 
     forms: dict[str, Any] = {
         "product": lambda gate, up: gate.tanh() * up,

@@ -10,15 +10,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from job_tiny import tiny_model
-from trainfit.catalogue import find
 from trainfit.conf import compose
-from trainfit.errors import RunFailed, TrainfitWarning
+from trainfit.core.errors import RunFailed, TrainfitWarning
+from trainfit.core.records import Cpu, HardwareProfile
 from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
+from trainfit.jobs import job_plan
 from trainfit.planning import cpu_choice
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes, choose, decide
 from trainfit.planning.question import Choice, Question
-from trainfit.records import Cpu, HardwareProfile
-from trainfit.tasks import planned
 
 Seconds = dict[tuple[str, int], float]
 
@@ -40,7 +40,7 @@ def model(tmp_path: Path) -> str:
 
 
 def question(*words: str, lengths: list[int] | None = None) -> Question:
-    return planned.question(compose("nli", ["model.method=full", *words]), lengths)
+    return job_plan.question(compose("nli", ["model.method=full", *words]), lengths)
 
 
 def times(seconds: Seconds) -> StepTimes:

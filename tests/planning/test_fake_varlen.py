@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 
-from trainfit.catalogue import find
-from trainfit.planning.memory import estimate_all
-from trainfit.planning.temporaries import Device, temporary_bytes
-from trainfit.records import MemoryEstimate, TaskSpec
+from trainfit.core.records import MemoryEstimate, TaskSpec
+from trainfit.hardware.catalogue import find
+from trainfit.planning.estimator.estimate import estimate_all
+from trainfit.planning.estimator.recorder import Device, temporary_bytes
 
 # tokens, heads, heads of keys, size of a head, sequences; bytes that the backward pass takes
 TEMPORARY = [
@@ -46,7 +46,7 @@ def test_what_the_backward_pass_takes_while_it_runs(
 
 
 def packed_step(tokens: int, lengths: list[int], longest: int, **settings: Any) -> tuple[Any, Any]:
-    from trainfit.tasks import ClassifierSettings, build_classifier, classification_loss
+    from trainfit.jobs import ClassifierSettings, build_classifier, classification_loss
 
     model = build_classifier(ClassifierSettings(**settings))
 

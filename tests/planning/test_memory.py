@@ -8,12 +8,19 @@ from typing import Any
 
 import pytest
 
-from trainfit import codec
-from trainfit.catalogue import find
-from trainfit.errors import BadInput, RunFailed, TrainfitWarning
-from trainfit.planning.memory import Request, Target, ask, estimate, estimate_all, recorded_error
-from trainfit.planning.timing import calibration, recorded_time_error
-from trainfit.records import TaskSpec
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
+from trainfit.core.records import TaskSpec
+from trainfit.hardware.catalogue import find
+from trainfit.planning.estimator.estimate import (
+    Request,
+    Target,
+    ask,
+    estimate,
+    estimate_all,
+    recorded_error,
+)
+from trainfit.planning.estimator.step_time import calibration, recorded_time_error
 from truth import recorded
 
 ROOT = Path(__file__).parent.parent.parent
@@ -228,7 +235,7 @@ def test_this_process_is_left_alone():
 
     before = set(sys.modules)
     ask_own("linear")
-    assert "trainfit.planning.fake_cuda" not in set(sys.modules) - before
+    assert "trainfit.planning.estimator.fake_cuda" not in set(sys.modules) - before
     assert not isinstance(torch.ones(1), torch._subclasses.FakeTensor)
 
 

@@ -12,23 +12,24 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from planning_models import write_bert
 
-from trainfit.catalogue import find, gpus
-from trainfit.catalogue.models import model_shape
 from trainfit.conf import compose
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Measurement, Measurements, Plan, Workload
 from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find, gpus
+from trainfit.hardware.model_shapes import model_shape
+from trainfit.jobs.job_plan import assumed_lengths, model_facts, plan, plan_all, question
 from trainfit.packing import coarser_cuts, ladder
-from trainfit.planning import decisions, planner, probing
-from trainfit.planning.fitting import Speed, look_at
-from trainfit.planning.memory import CONTEXT_GIB, GIB, MARGIN, target
-from trainfit.planning.probing import Taken
+from trainfit.planning import decide, planner
+from trainfit.planning.estimator import probes
+from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, target
+from trainfit.planning.estimator.probes import Taken
+from trainfit.planning.estimator.step_time import Done, Work, rates, seconds
+from trainfit.planning.fit import Speed, look_at
 from trainfit.planning.question import Pin, Question
-from trainfit.planning.timing import Done, Work, rates, seconds
-from trainfit.records import Measurement, Measurements, Plan, Workload
-from trainfit.tasks.planned import assumed_lengths, model_facts, plan, plan_all, question
 
 LAYERS, WIDTH, VOCABULARY, INNER, POSITIONS = 6, 128, 1000, 512, 256
-ENCODER = "trainfit.tasks.encoder.probe:probe"
+ENCODER = "trainfit.jobs.probes:encoder_step"
 
 
 @pytest.fixture(scope="module")
@@ -175,14 +176,14 @@ def test_small_depths_tell_what_all_layers_take(folder: str):
         "micro_batches": 2,
     }
     h200 = (target(find("h200"), 100.0),)
-    told = probing.take(ENCODER, [arguments], h200, LAYERS)[0][0]
-    whole = probing.exactly(ENCODER, arguments, h200)[0]
+    told = probes.take(ENCODER, [arguments], h200, LAYERS)[0][0]
+    whole = probes.exactly(ENCODER, arguments, h200)[0]
     assert told.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.002)
     # One segment more or less: what is reserved is a staircase.
     assert told.peak_reserved == pytest.approx(whole.peak_reserved, abs=24 << 20)
     assert told.weights == whole.weights
 
-    def kernels(taken: probing.Taken) -> float:
+    def kernels(taken: probes.Taken) -> float:
         found = rates(find("h200"), "bf16")
         assert found is not None
         return sum(w * seconds(d, found).kernels for w, d in taken.done)
@@ -192,7 +193,7 @@ def test_small_depths_tell_what_all_layers_take(folder: str):
 
 def test_the_same_question_is_not_run_twice(folder: str, monkeypatch: pytest.MonkeyPatch):
     first = small(folder, gpu="h200")
-    monkeypatch.setattr(probing, "ask", lambda _: pytest.fail("asked again"))
+    monkeypatch.setattr(probes, "ask", lambda _: pytest.fail("asked again"))
     assert small(folder, gpu="h200") == first
 
 
@@ -238,7 +239,7 @@ def test_the_effective_batch_is_the_product_where_it_is_not_given(
     batch: int | None, steps: int | None, ranks: int
 ):
     pins = {"batch_size": batch, "gradient_accumulation_steps": steps}
-    chosen = decisions.effective_batch(
+    chosen = decide.effective_batch(
         asked(**{k: v for k, v in pins.items() if v is not None}), ranks
     )
     assert chosen.value == (16 if batch is None else batch * (steps or 1) * ranks)
@@ -262,9 +263,7 @@ def test_a_precision_that_the_device_lacks_falls_back_with_a_reason(
     profile = as_if(find(gpu or "t4"))
     profile = replace(profile, cpu=replace(profile.cpu, native_bf16=native))
     pins = {"precision": Pin(value=asked_for, origin=origin)}
-    found = decisions.precision(
-        replace(asked(), pins=pins), profile, profile.gpus[0] if gpu else None
-    )
+    found = decide.precision(replace(asked(), pins=pins), profile, profile.gpus[0] if gpu else None)
     assert found.value == chosen
     assert said in found.why
     assert (asked_for == chosen) or found.why.startswith(f"{asked_for} was asked for")

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.catalogue import find
+from trainfit.hardware.catalogue import find
 from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.planning import preset_for, preset_for_memory, workers
 

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from trainfit.planning.memory import GIB
-from trainfit.planning.spreading import room_gained
-from trainfit.records import MemoryEstimate
+from trainfit.core.records import MemoryEstimate
+from trainfit.planning.estimator.estimate import GIB
+from trainfit.planning.estimator.probes import room_gained
 
 ALONE = MemoryEstimate(
     weights_gib=12.0,

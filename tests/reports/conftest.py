@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report_runs import write_run
 
-from trainfit.records import (
+from trainfit.core.records import (
     MemoryEstimate,
     Plan,
     Reason,
@@ -41,7 +41,7 @@ TIME = TimeEstimate(
 )
 PLAN = Plan(
     fits=True,
-    task=TaskSpec(factory="trainfit.tasks.nli:build", arguments={"model": "gemma-3-1b-it"}),
+    task=TaskSpec(factory="trainfit.jobs.nli:build", arguments={"model": "gemma-3-1b-it"}),
     workload=Workload(
         lengths=(120, 300, 512),
         sequences=13_356,

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from trainfit.records import Event, Plan, Receipt, ReceiptItem, RunResult
+from trainfit.core.records import Event, Plan, Receipt, ReceiptItem, RunResult
 
 OOM = Event(kind="oom", step=200, seconds=31.0, text="cut into 4 micro-batches from here on")
 SKIP = Event(kind="skipped", step=410, seconds=60.0, text="step 410: loss nan; no update")

@@ -12,9 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.conf import compose
-from trainfit.records import Plan
-from trainfit.reports.plan_arguments import even_batch
-from trainfit.reports.plan_formats import FORMATS, accelerate, hf, lightning
+from trainfit.core.records import Plan
+from trainfit.integrations.plan_exports import FORMATS, accelerate, even_batch, hf, lightning
 
 Make = Callable[..., Plan]
 TRAINER = {

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from trainfit.conf import compose
 from trainfit.conf.schema import SCHEMAS
-from trainfit.records import Plan, RuntimeSettings
-from trainfit.reports.plan_formats import hydra, shell
-from trainfit.reports.plan_overrides import command_line, overrides
+from trainfit.core.records import Plan, RuntimeSettings
+from trainfit.integrations.plan_exports import hydra, shell
+from trainfit.integrations.plan_words import command_line, overrides
 
 Make = Callable[..., Plan]
 PLANNED = {

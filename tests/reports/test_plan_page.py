@@ -6,9 +6,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from trainfit.records import Measurement, Plan, Reason, TimeEstimate
-from trainfit.reports.plan import UNRECORDED, duration, plan_page, verdict
-from trainfit.reports.plan_comparison import comparison, comparison_data, ranked
+from trainfit.core.records import Measurement, Plan, Reason, TimeEstimate
+from trainfit.reports.plan_page import (
+    UNRECORDED,
+    comparison,
+    comparison_data,
+    duration,
+    plan_page,
+    ranked,
+    verdict,
+)
 
 Make = Callable[..., Plan]
 UNKNOWN = TimeEstimate(

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.errors import BadInput
-from trainfit.records import MemoryEstimate, Plan
-from trainfit.reports.plan_plot import memory_plot, parts_at_peak, write_plot
+from trainfit.core.errors import BadInput
+from trainfit.core.records import MemoryEstimate, Plan
+from trainfit.reports.plots import memory_plot, parts_at_peak, write_plot
 
 Make = Callable[..., Plan]
 SVG = "{http://www.w3.org/2000/svg}"

@@ -9,10 +9,10 @@ import torch
 
 from job_tiny import SECRET, be_quick, nli_words
 from trainfit.cli.main import run
+from trainfit.core.records import GpuState, HardwareProfile, Receipt, RunResult
+from trainfit.engine import trackers
 from trainfit.hardware.nvml import open_sampler
-from trainfit.records import GpuState, HardwareProfile, Receipt, RunResult
-from trainfit.reports import gpu_log
-from trainfit.tasks.encoder.scores import FoldScores, JobResult
+from trainfit.jobs.scores import FoldScores, JobResult
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def test_the_scores_are_those_of_the_run(trained: tuple[Path, str], capsys):
 def test_a_page_that_cannot_be_written_spoils_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
-    from trainfit.errors import RunFailed
+    from trainfit.core.errors import RunFailed
     from trainfit.reports import report
 
     def fail(*_arguments: object) -> Path:
@@ -108,9 +108,9 @@ def test_samples_are_written_beside_the_log_and_not_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = [0.0]
-    monkeypatch.setattr(gpu_log, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     path = tmp_path / "gpus.jsonl"
-    track = gpu_log.make_tracker(path, lambda: [{"index": 0, "temperature_c": 60}])
+    track = trackers.make_tracker(path, lambda: [{"index": 0, "temperature_c": 60}])
     for step, seconds in ((1, 0.0), (2, 0.4), (3, 1.2), (4, 1.3), (5, 9.0)):
         now[0] = seconds
         track({"kind": "train", "step": step})
@@ -123,7 +123,7 @@ def test_samples_are_written_beside_the_log_and_not_too_often(
 def test_without_a_gpu_nothing_is_asked(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    assert gpu_log.gpu_trackers(tmp_path) == ()
+    assert trackers.gpu_trackers(tmp_path) == ()
 
 
 class Driver:

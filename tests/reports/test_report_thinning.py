@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
-from trainfit.reports.thinning import thin
+from trainfit.runs.reader import thin
 
 values = st.floats(-1e6, 1e6) | st.just(float("nan"))
 

@@ -16,9 +16,8 @@ from report_runs import train_rows, write_end, write_rows, write_run
 from rich.console import Console
 
 from trainfit.cli.main import run as cli
-from trainfit.records import Plan
-from trainfit.reports.watch import follow, frame
-from trainfit.reports.watching import Tail, Watcher
+from trainfit.core.records import Plan
+from trainfit.reports.live import Tail, Watcher, follow, frame
 
 Make = Callable[..., Plan]
 

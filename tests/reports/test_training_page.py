@@ -13,13 +13,13 @@ import pytest
 from rich.console import Console
 
 from trainfit.conf import compose
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Event, RunResult
 from trainfit.engine.observers import TrainRow
-from trainfit.errors import BadInput
-from trainfit.records import Event, RunResult
-from trainfit.reports import training
-from trainfit.reports.tracking import open_trackers
-from trainfit.tasks.encoder.metrics import binary_metrics
-from trainfit.tasks.encoder.scores import FoldScores, JobResult, summarise
+from trainfit.engine.trackers import open_trackers
+from trainfit.jobs.metrics import binary_metrics
+from trainfit.jobs.scores import FoldScores, JobResult, summarise
+from trainfit.reports import training_lines
 
 ROW = TrainRow(
     step=30,
@@ -72,16 +72,16 @@ def result(folds: int) -> JobResult:
 
 
 def test_the_bar_has_loss_rates_mfu_memory_and_time_left():
-    shown = training.bar_numbers(ROW)
+    shown = training_lines.bar_numbers(ROW)
     for part in ("loss 0.4321", "16.0 samples/s", "4,096 tokens/s", "mfu 31.4%", "3.25 GiB"):
         assert part in shown
     assert "3 min 0 s left" in shown  # 90 steps of 2 seconds
-    assert "mfu" not in training.bar_numbers(replace(ROW, mfu=None))
+    assert "mfu" not in training_lines.bar_numbers(replace(ROW, mfu=None))
 
 
 def test_a_terminal_gets_a_bar_and_lines_above_it():
     screen = io.StringIO()
-    bar = training.Bar(Console(file=screen, force_terminal=True, width=200), "fold 1 of 5")
+    bar = training_lines.Bar(Console(file=screen, force_terminal=True, width=200), "fold 1 of 5")
     bar.on_line("Device: cpu")
     bar.on_start(0, 120)
     bar.on_step(30)
@@ -100,7 +100,7 @@ def test_a_terminal_gets_a_bar_and_lines_above_it():
 
 def test_elsewhere_there_are_plain_lines():
     paper = io.StringIO()
-    lines = training.Lines(Console(file=paper, width=40), "fold 1 of 5")
+    lines = training_lines.Lines(Console(file=paper, width=40), "fold 1 of 5")
     lines.on_log(ROW)
     lines.on_log(replace(ROW, step=40))  # too soon after the one before
     lines.on_log(replace(ROW, step=120))  # the last is always told
@@ -110,24 +110,24 @@ def test_elsewhere_there_are_plain_lines():
 
 
 def test_scores_stand_beside_the_baselines():
-    page = text_of(training.result_page(result(3)))
+    page = text_of(training_lines.result_page(result(3)))
     assert "Held-out scores over 3 folds" in page
     for word in ("fold 3", "mean", "std", "95% interval", "0.6125", "TF-IDF", "majority", "A.1"):
         assert word in page
     assert "3 oom" in page
     assert "3 min 3 s of training" in page
-    assert "Held-out test scores" in text_of(training.result_page(result(1)))
+    assert "Held-out test scores" in text_of(training_lines.result_page(result(1)))
 
 
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]):
-    training.end(result(3), as_json=True)
+    training_lines.end(result(3), as_json=True)
     data = json.loads(capsys.readouterr().out)
     assert data["metrics"]["mean"]["f1"] == pytest.approx((1 + 0.8 + 1) / 3)
     assert [event["text"] for event in data["events"]][1] == "fold 2: memory ran out"
 
 
 def test_a_stopped_job_says_how_to_go_on(capsys: pytest.CaptureFixture[str]):
-    training.end(replace(result(1), status="stopped"), as_json=False)
+    training_lines.end(replace(result(1), status="stopped"), as_json=False)
     assert "trainfit train nli --resume runs/x" in capsys.readouterr().out
 
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from trainfit.errors import BadInput
-from trainfit.records import Applied, Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Applied, Plan, RuntimeSettings, TaskSpec, Workload
 from trainfit.runtime import applied, apply, undo
 
 Observe = Callable[[], dict[str, Any]]

@@ -13,7 +13,7 @@ from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
-from trainfit.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.runtime import compile_blocks, compile_model, eagerly
 
 

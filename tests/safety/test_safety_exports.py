@@ -11,14 +11,14 @@ from pathlib import Path
 import pytest
 from tasks_tiny import TINY, tiny
 
-from trainfit import checksums
 from trainfit.cli.main import run
+from trainfit.core import checksums
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import learn_tokenizer
-from trainfit.errors import BadInput, TrainfitWarning
-from trainfit.tasks.encoder import export
-from trainfit.tasks.encoder.predict import load_export
-from trainfit.tasks.gpt import export as gpt_export
-from trainfit.tasks.gpt.model import Gpt, GptShape
+from trainfit.jobs import exports
+from trainfit.jobs import exports as gpt_export
+from trainfit.jobs.models.gpt_model import Gpt, GptShape
+from trainfit.jobs.predict import load_export
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +29,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     model = tiny("bert-base", method="lora", overrides=sizes).eval()
     facts = {"classes": ["x", "y", "z"], "max_length": 38, "pad_id": 0, "eval_batch_size": 8}
     tokenizer = learn_tokenizer(["some words to learn from"], vocabulary=320)
-    export.write(folder / "export", model, tokenizer, facts)
+    exports.write_classifier(folder / "export", model, tokenizer, facts)
     (folder / "run.json").write_text('{"id": "0"}')
     return folder
 
@@ -111,7 +111,7 @@ def test_an_adapter_names_nothing_to_import(exported: Path, tmp_path: Path):
 
 def test_a_gpt_is_checked_too(tmp_path: Path):
     shape = GptShape(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=8)
-    gpt_export.write(tmp_path / "export", Gpt(shape), None)
+    gpt_export.write_gpt(tmp_path / "export", Gpt(shape), None)
     assert gpt_export.read(tmp_path / "export").shape.n_embd == 8
     path = tmp_path / "export" / "config.json"
     path.write_text(path.read_text().replace('"n_layer": 1', '"n_layer": 2'))

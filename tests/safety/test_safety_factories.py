@@ -10,14 +10,14 @@ from typing import Any
 import pytest
 from tuning_toy import plan
 
-from trainfit import codec
-from trainfit.errors import BadInput
-from trainfit.planning import child
-from trainfit.planning.memory import Request
-from trainfit.records import OWN_FACTORIES, Plan, TaskSpec
-from trainfit.tasks import planned, tuned
-from trainfit.tasks.batch_size import find_batch_size, job_of
-from trainfit.tuning.ladder_rows import NAIVE_FACTORY
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.records import OWN_FACTORIES, Plan, TaskSpec
+from trainfit.jobs import job_plan, tuned_plans
+from trainfit.jobs.batch_size import find_batch_size, job_of
+from trainfit.planning.estimator import child
+from trainfit.planning.estimator.estimate import Request
+from trainfit.tuning.ladder.rungs import NAIVE_FACTORY
 
 
 @pytest.fixture
@@ -72,6 +72,6 @@ def test_what_a_user_names_is_imported(trap: Path):
 
 
 def test_every_factory_of_a_written_plan_is_allowed():
-    assert {*planned._FACTORIES.values(), *tuned.FACTORIES.values()} == set(OWN_FACTORIES)
+    assert {*job_plan._FACTORIES.values(), *tuned_plans.FACTORIES.values()} == set(OWN_FACTORIES)
     for factory in OWN_FACTORIES:
         assert callable(TaskSpec(factory=factory, arguments={}, from_file=True).function())

@@ -15,12 +15,12 @@ import transformers
 from transformers import AutoConfig, AutoModel, BertConfig, BertModel
 from transformers.integrations import hub_kernels
 
+from trainfit.core.errors import BadInput
+from trainfit.core.files import cache_folder
 from trainfit.data import model_files, weights_child
 from trainfit.data.model_files import plain_config, weight_files
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
-from trainfit.errors import BadInput
-from trainfit.files import cache_folder
-from trainfit.tasks.encoder.backbone import build_encoder
+from trainfit.jobs.models.backbone import build_encoder
 
 SMALL: dict[str, Any] = {
     "vocab_size": 60,

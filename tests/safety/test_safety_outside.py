@@ -12,10 +12,10 @@ import pytest
 
 from trainfit.cli.main import run
 from trainfit.conf import compose
-from trainfit.measuring import scripts
-from trainfit.measuring.observing import Observed
-from trainfit.records import Receipt
-from trainfit.reports import tracking
+from trainfit.core.records import Receipt
+from trainfit.engine import trackers
+from trainfit.measuring import observe
+from trainfit.measuring.observe import Observed
 
 HIDDEN = "hiddenword"
 URL = f"https://me:{HIDDEN}@example.org/data"
@@ -37,7 +37,7 @@ def test_a_tracker_gets_neither_values_nor_a_command_with_a_secret(
     typed = ["trainfit", "train", f"data.data_dir={URL}", "--password", HIDDEN]
     monkeypatch.setattr(sys, "argv", typed)
     composed = compose("nli", [f"data.data_dir='{URL}'"])
-    [_] = tracking.open_trackers("wandb", tmp_path, composed)
+    [_] = trackers.open_trackers("wandb", tmp_path, composed)
     assert HIDDEN not in wandb.told
     assert "https://***@example.org/data" in wandb.told
     assert sys.argv is typed
@@ -48,7 +48,7 @@ def test_a_receipt_names_the_command_without_its_secrets(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     seen = Observed(steps=3, receipt=Receipt(run="", items=()))
-    monkeypatch.setattr(scripts, "run_observed", lambda *_: (0, seen))
+    monkeypatch.setattr(observe, "run_observed", lambda *_: (0, seen))
     words = ["python", "train.py", "--password", HIDDEN, f"--db={URL}", f"API_KEY={HIDDEN}"]
     own = ["verify", *([form] if form else []), "--", *words]
     assert run(own) == 0

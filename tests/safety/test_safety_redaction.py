@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.cli import main
-from trainfit.errors import BadConfig, BadInput
-from trainfit.redaction import HIDDEN, redact, redact_values, redact_words
+from trainfit.core.errors import HIDDEN, BadConfig, BadInput, redact, redact_values, redact_words
 
 SECRET = st.text(string.ascii_letters + string.digits + "-_.!$*%", min_size=8, max_size=30)
 

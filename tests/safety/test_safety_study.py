@@ -10,13 +10,13 @@ import pytest
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.engine import run_folder
-from trainfit.errors import BadInput
-from trainfit.files import check_name, check_path
+from trainfit.core.errors import BadInput
+from trainfit.core.files import check_name, check_path
 from trainfit.hpo import fleet
-from trainfit.hpo.setting import STORAGE, read_setting
 from trainfit.hpo.storage import open_database
 from trainfit.hpo.studies import find_study
+from trainfit.hpo.study_settings import STORAGE, read_setting
+from trainfit.runs import run_folder
 
 URL = "postgresql://zeno:hiddenword@db.example/study"
 

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from job_tiny import be_quick, words
 from trainfit.cli.main import run
-from trainfit.data.classes import check_classes
-from trainfit.errors import BadInput
-from trainfit.tasks.encoder.choosing import configure
-from trainfit.tasks.textclass import train as textclass
+from trainfit.core.errors import BadInput
+from trainfit.data.text_files import check_classes
+from trainfit.jobs import textclass
+from trainfit.jobs.configuration import configure
 
 PLANTED = "quabberword"
 """Stands in cells of the data alone."""

@@ -12,11 +12,7 @@ import torch
 from torch import Tensor, nn
 from tuning_toy import plan as toy_plan
 
-from trainfit.catalogue import find
-from trainfit.engine.settings import LoopSettings, OptimizerSettings
-from trainfit.hardware import as_if
-from trainfit.packing import ladder
-from trainfit.records import (
+from trainfit.core.records import (
     CompileSupport,
     HardwareProfile,
     Plan,
@@ -25,6 +21,10 @@ from trainfit.records import (
     TaskSpec,
     Workload,
 )
+from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
+from trainfit.packing import ladder
 from trainfit.tuning.trial import Setup
 
 BATCH, STEPS = 4, 10

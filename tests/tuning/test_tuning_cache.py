@@ -14,13 +14,14 @@ import tuning_toy as toy
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.catalogue import find
-from trainfit.errors import TrainfitWarning
+from trainfit.core import caches
+from trainfit.core.errors import TrainfitWarning
+from trainfit.core.records import HardwareProfile, Workload
 from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
 from trainfit.planning.question import Pin, Question
-from trainfit.records import HardwareProfile, Workload
-from trainfit.tuning import cache
-from trainfit.tuning.records import TuneResult
+from trainfit.tuning import tuned_cache
+from trainfit.tuning.tuned_cache import TuneResult
 
 SECRET_LENGTHS = (7, 11, 13, 500)
 
@@ -54,10 +55,10 @@ RESULT = TuneResult(best=toy.plan(num_workers=3), trials=(), seconds=4.0)
 
 
 def test_the_same_job_finds_it(folder: Path) -> None:
-    path = cache.write(question(), machine(), RESULT)
+    path = tuned_cache.write(question(), machine(), RESULT)
     assert path is not None
     assert path.is_relative_to(folder)
-    assert cache.read(question(), machine()) == RESULT
+    assert tuned_cache.read(question(), machine()) == RESULT
 
 
 OTHERS: dict[str, dict[str, Any]] = {
@@ -73,38 +74,38 @@ OTHERS: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("what", OTHERS)
 def test_another_job_does_not(what: str) -> None:
-    cache.write(question(), machine(), RESULT)
+    tuned_cache.write(question(), machine(), RESULT)
     changes = dict(OTHERS[what])
     if "workload" in changes:
         changes["workload"] = replace(question().workload, **changes["workload"])
-    assert cache.read(question(**changes), machine()) is None
+    assert tuned_cache.read(question(**changes), machine()) is None
 
 
 def test_nor_another_machine_or_number_of_ranks() -> None:
-    cache.write(question(), machine(), RESULT)
-    assert cache.read(question(), machine("t4")) is None
-    assert cache.read(question(), machine(), ranks=2) is None
+    tuned_cache.write(question(), machine(), RESULT)
+    assert tuned_cache.read(question(), machine("t4")) is None
+    assert tuned_cache.read(question(), machine(), ranks=2) is None
 
 
 def test_what_does_not_matter_for_speed_does_not_matter() -> None:
-    cache.write(question(), machine(), RESULT)
+    tuned_cache.write(question(), machine(), RESULT)
     longer = replace(question().workload, epochs=30)
     seeded = {"seed": Pin(value=3, origin="override")}
-    assert cache.read(question(workload=longer, pins=seeded), machine()) == RESULT
+    assert tuned_cache.read(question(workload=longer, pins=seeded), machine()) == RESULT
 
 
 def test_another_driver_makes_it_stale_and_says_so() -> None:
-    cache.write(question(), machine(), RESULT)
+    tuned_cache.write(question(), machine(), RESULT)
     with pytest.warns(TrainfitWarning, match=r"stale and was ignored \(changed since: driver\)"):
-        assert cache.read(question(), machine(driver="590.2")) is None
+        assert tuned_cache.read(question(), machine(driver="590.2")) is None
 
 
 def test_so_do_other_libraries_and_our_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
-    cache.write(question(), machine(), RESULT)
-    monkeypatch.setattr(cache, "_version", lambda name: "9.9" if name == "torch" else None)
-    monkeypatch.setattr(cache, "_sources", lambda: "other")
+    tuned_cache.write(question(), machine(), RESULT)
+    monkeypatch.setattr(caches, "_version", lambda name: "9.9" if name == "torch" else None)
+    monkeypatch.setattr(caches, "sources", lambda: "other")
     with pytest.warns(TrainfitWarning, match="changed since: libraries, sources"):
-        assert cache.read(question(), machine()) is None
+        assert tuned_cache.read(question(), machine()) is None
 
 
 def test_and_a_model_folder_that_was_changed(tmp_path: Path) -> None:
@@ -112,33 +113,33 @@ def test_and_a_model_folder_that_was_changed(tmp_path: Path) -> None:
     model.mkdir()
     (model / "config.json").write_text("{}")
     named = question(arguments={"name": str(model)})
-    cache.write(named, machine(), RESULT)
-    assert cache.read(named, machine()) == RESULT
+    tuned_cache.write(named, machine(), RESULT)
+    assert tuned_cache.read(named, machine()) == RESULT
     (model / "config.json").write_text('{"hidden_size": 3}')
     with pytest.warns(TrainfitWarning, match="changed since: config"):
-        assert cache.read(named, machine()) is None
+        assert tuned_cache.read(named, machine()) is None
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"identity": 3}', "\xff\x00"])
 def test_a_damaged_file_is_thrown_away_with_a_line(content: str) -> None:
-    path = cache.write(question(), machine(), RESULT)
+    path = tuned_cache.write(question(), machine(), RESULT)
     assert path is not None
     path.write_text(content)
     with pytest.warns(TrainfitWarning, match="is damaged and was thrown away") as caught:
-        assert cache.read(question(), machine()) is None
+        assert tuned_cache.read(question(), machine()) is None
     assert len(caught) == 1
     assert len(str(caught[0].message).splitlines()) == 1
     assert not path.exists()
 
 
 def test_a_file_that_was_swapped_is_stale() -> None:
-    path = cache.write(question(), machine(), RESULT)
+    path = tuned_cache.write(question(), machine(), RESULT)
     assert path is not None
-    named = cache.identity(question(task="textclass"), machine(), 1)
-    other = cache.place(named, cache.histogram(SECRET_LENGTHS, 512))
+    named = tuned_cache.identity(question(task="textclass"), machine(), 1)
+    other = tuned_cache.place(named, tuned_cache.histogram(SECRET_LENGTHS, 512))
     other.write_text(path.read_text())
     with pytest.warns(TrainfitWarning, match="stale"):
-        assert cache.read(question(task="textclass"), machine()) is None
+        assert tuned_cache.read(question(task="textclass"), machine()) is None
 
 
 def test_a_cache_that_cannot_be_written_costs_a_line(
@@ -147,7 +148,7 @@ def test_a_cache_that_cannot_be_written_costs_a_line(
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "file"))
     with pytest.warns(TrainfitWarning, match="nothing is kept"):
-        cache.write(question(), machine(), RESULT)
+        tuned_cache.write(question(), machine(), RESULT)
     assert (tmp_path / "file").read_text() == ""
 
 
@@ -159,24 +160,24 @@ def test_another_fold_of_the_same_data_finds_it() -> None:
         lengths = tuple(draws.permutation(data)[:1500].tolist())
         return question(workload=replace(question().workload, lengths=lengths))
 
-    cache.write(fold(whole), machine(), RESULT)
-    assert cache.read(fold(whole), machine()) == RESULT
-    assert cache.read(fold(whole // 4 + 1), machine()) is None
-    cache.write(fold(whole // 4 + 1), machine(), replace(RESULT, seconds=9.0))
-    assert cache.read(fold(whole), machine()) == RESULT
+    tuned_cache.write(fold(whole), machine(), RESULT)
+    assert tuned_cache.read(fold(whole), machine()) == RESULT
+    assert tuned_cache.read(fold(whole // 4 + 1), machine()) is None
+    tuned_cache.write(fold(whole // 4 + 1), machine(), replace(RESULT, seconds=9.0))
+    assert tuned_cache.read(fold(whole), machine()) == RESULT
 
 
 @given(st.lists(st.integers(1, 512), min_size=1, max_size=50))
 def test_a_distance_is_a_share(lengths: list[int]) -> None:
-    one = cache.histogram(lengths, 512)
-    assert cache.distance(one, one) == 0
-    other = cache.histogram([1], 512)
+    one = tuned_cache.histogram(lengths, 512)
+    assert tuned_cache.distance(one, one) == 0
+    other = tuned_cache.histogram([1], 512)
     expected = 1 - sum(length <= 16 for length in lengths) / len(lengths)
-    assert cache.distance(one, other) == pytest.approx(expected, abs=0.01)
+    assert tuned_cache.distance(one, other) == pytest.approx(expected, abs=0.01)
 
 
 def test_lengths_are_kept_as_shares_alone() -> None:
-    path = cache.write(question(), machine(), RESULT)
+    path = tuned_cache.write(question(), machine(), RESULT)
     assert path is not None
     kept = json.loads(path.read_text())["content"]["lengths"]
     assert len(kept) == 32

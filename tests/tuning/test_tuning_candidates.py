@@ -12,12 +12,7 @@ import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.catalogue import find
-from trainfit.hardware import as_if
-from trainfit.kernels import liger
-from trainfit.packing import cut_step, deal_steps, ladder
-from trainfit.planning.question import Pin, Question
-from trainfit.records import (
+from trainfit.core.records import (
     CompileSupport,
     HardwareProfile,
     Plan,
@@ -25,8 +20,20 @@ from trainfit.records import (
     TimeEstimate,
     Workload,
 )
-from trainfit.tuning.candidates import Variant, neighbours, promising
-from trainfit.tuning.space import Space, differences, predicted_gib, with_budget
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
+from trainfit.kernels import supported
+from trainfit.packing import cut_step, deal_steps, ladder
+from trainfit.planning.question import Pin, Question
+from trainfit.tuning.candidates import (
+    Space,
+    Variant,
+    differences,
+    neighbours,
+    predicted_gib,
+    promising,
+    with_budget,
+)
 
 LENGTHS = tuple(int(n) for n in np.random.default_rng(0).integers(20, 512, 192))
 TIME = TimeEstimate(
@@ -266,7 +273,7 @@ def test_a_gpt_has_a_kernel_to_choose_and_nothing_to_pack() -> None:
 def test_liger_is_tried_where_it_is_installed_and_has_the_layers(
     installed: bool, reason: str | None, offered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liger, "is_installed", lambda: installed)
+    monkeypatch.setattr(supported, "is_installed", lambda: installed)
     here = space()
     here = replace(here, question=replace(here.question, no_liger=reason))
     found = tried(neighbours(here, here.base), here.base)

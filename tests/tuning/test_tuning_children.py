@@ -13,12 +13,12 @@ from pathlib import Path
 import pytest
 import tuning_toy as toy
 
-from trainfit.errors import RunFailed
-from trainfit.records import MemoryEstimate, TaskSpec
+from trainfit.core.errors import RunFailed
+from trainfit.core.records import MemoryEstimate, TaskSpec
 from trainfit.tuning.children import Children
-from trainfit.tuning.conclusion import conclude
-from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.search import search
+from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuner import conclude
 
 QUICK = {"steps": 3, "warm_up": 1}
 

@@ -19,12 +19,12 @@ import torch
 from gpt_tiny import gpt_words
 from job_tiny import SECRET, be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.records import Plan
-from trainfit.tasks import tuned
+from trainfit.core.records import Plan
+from trainfit.jobs import tuned_plans
 from trainfit.tuning import tuner
-from trainfit.tuning.conclusion import RATE
-from trainfit.tuning.records import Candidate, Interval, Trial, TuneResult
 from trainfit.tuning.trial import run_trial
+from trainfit.tuning.tuned_cache import Candidate, Interval, Trial, TuneResult
+from trainfit.tuning.tuner import RATE
 
 EAGER = "optimization.compile=false"
 
@@ -47,7 +47,7 @@ class Here:
     real = False
 
     def __init__(self, modules: Sequence[str]) -> None:
-        assert modules[0].startswith("trainfit.tasks.")
+        assert modules[0].startswith("trainfit.jobs.")
 
     def __enter__(self) -> Here:
         return self
@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(
     if how == "damaged":
         path.write_text(path.read_text()[:200])
     else:
-        monkeypatch.setattr("trainfit.tuning.cache._sources", lambda: "other")
+        monkeypatch.setattr("trainfit.tuning.tuned_cache._sources", lambda: "other")
     plan, said = trained(capsys, *words)
     assert plan.optimizer == "adamw_fused"
     assert len(re.findall(rf"trainfit: note: .*{how} and was (?:ignored|thrown away)", said)) == 1
@@ -188,16 +188,18 @@ def test_a_cache_that_cannot_be_used_costs_one_line(
 def test_a_short_run_is_not_compiled_for_nothing(here: type[Here]) -> None:
     import tuning_toy as toy
 
-    from trainfit.records import TimeEstimate
+    from trainfit.core.records import TimeEstimate
 
     def compiled(rate: float) -> Plan:
         told = dict.fromkeys(TimeEstimate.__dataclass_fields__)
         return toy.plan(compile=True, time=TimeEstimate(**told | {"samples_per_second": rate}))
 
     # 96 sequences in all: at 10 a second they are over before the compiler is.
-    assert tuned.adopt(toy.plan(), compiled(10.0)) == toy.plan()  # its budget was not for eager
-    assert tuned.adopt(toy.plan(), compiled(1.0)).compile
-    assert tuned.adopt(toy.plan(compile=True), compiled(10.0)).compile
+    assert (
+        tuned_plans.adopt(toy.plan(), compiled(10.0)) == toy.plan()
+    )  # its budget was not for eager
+    assert tuned_plans.adopt(toy.plan(), compiled(1.0)).compile
+    assert tuned_plans.adopt(toy.plan(compile=True), compiled(10.0)).compile
 
 
 def test_an_interrupt_shows_what_was_measured(

@@ -12,23 +12,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfit
-from trainfit.errors import BadInput, RunFailed
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.records import HardwareProfile, TaskSpec
 from trainfit.hardware import as_if
-from trainfit.planning.memory import GIB, Request, Target, ask, told
-from trainfit.records import HardwareProfile, TaskSpec
-from trainfit.tasks.batch_size import find_batch_size, job_of
-from trainfit.tasks.gpt import probe as gpt_probe
-from trainfit.tasks.planned import plan
-from trainfit.tuning import finder, finding_device
-from trainfit.tuning.finder import cuts, find
-from trainfit.tuning.finder_page import page
-from trainfit.tuning.finder_records import BatchSizeFound, Job
-from trainfit.tuning.finding import Measured
+from trainfit.jobs import probes as gpt_probe
+from trainfit.jobs.batch_size import find_batch_size, job_of
+from trainfit.jobs.job_plan import plan
+from trainfit.planning.estimator.estimate import GIB, Request, Target, ask, told
+from trainfit.tuning.finder import device, finder
+from trainfit.tuning.finder.finder import BatchSizeFound, Job, cuts, find, page
+from trainfit.tuning.finder.growth import Measured
 
 TINY = ("gpt", "model.name=gpt-tiny", "data.max_length=64", "training.effective_batch_size=32")
 TINY += ("device.use_cuda=false",)
 ROOM = 0.25
-PROBE = "trainfit.tasks.gpt.probe:probe"
+PROBE = "trainfit.jobs.probes:gpt_step"
 
 
 @cache
@@ -183,7 +181,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     gpu = replace(here.gpus[0], state=replace(here.gpus[0].state, memory_used_by_others_gib=3.0))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(finding_device, "measure_on", lambda *_: fake.measure)
+    monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
     job = Job(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
     found = finder._probe(job, replace(here, gpus=(gpu,)), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
@@ -206,8 +204,8 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
 def test_a_task_spec_that_cannot_be_predicted_is_probed_all_the_same(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(finding_device, "measure_on", lambda *_: fake.measure)
-    job = Job(factory="trainfit.errors:BadInput")
+    monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
+    job = Job(factory="trainfit.core.errors:BadInput")
     found = finder._probe(job, replace(here, gpus=here.gpus), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
     assert any(reason.startswith("no prediction") for reason in found.reasons)
@@ -223,7 +221,7 @@ def seen_rows(monkeypatch, arguments):
         return plain(model, optimizer, loss, batches, weight, **more)
 
     monkeypatch.setattr(gpt_probe, "plain_step", noting)
-    steps = finding_device.Steps(PROBE, arguments, device="cpu")
+    steps = device.Steps(PROBE, arguments, device="cpu")
     for rows in (1, 3):
         steps(rows)()
     return steps, seen

@@ -8,14 +8,13 @@ import pytest
 import torch
 
 import trainfit
+from trainfit.core.records import TaskSpec
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.engine.workspaces import take_workspaces
-from trainfit.records import TaskSpec
-from trainfit.tasks.batch_size import job_of
-from trainfit.tasks.planned import plan
-from trainfit.tuning.finder import find
-from trainfit.tuning.finder_records import Job
-from trainfit.tuning.finding_device import Steps, device_for_probes
+from trainfit.engine.optimizer import take_workspaces
+from trainfit.jobs.batch_size import job_of
+from trainfit.jobs.job_plan import plan
+from trainfit.tuning.finder.device import Steps, device_for_probes
+from trainfit.tuning.finder.finder import Job, find
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -156,7 +155,7 @@ def test_a_step_of_ones_own_is_found_without_a_prediction(cap):
 
 def test_a_compiled_step_is_compiled_for_each_probe():
     spec = TaskSpec(
-        factory="trainfit.tasks.gpt.probe:probe",
+        factory="trainfit.jobs.probes:gpt_step",
         arguments={
             "name": "gpt-tiny",
             "width": 128,

@@ -12,10 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.planning.memory import Request, Target, ask, told
-from trainfit.records import TaskSpec
-from trainfit.tuning.finding import GIB, Measured, Peak, Range, Search, search
-from trainfit.tuning.finding_prediction import predictor
+from trainfit.core.records import TaskSpec
+from trainfit.planning.estimator.estimate import Request, Target, ask, told
+from trainfit.tuning.finder.growth import GIB, Measured, Peak, Range, Search, predictor, search
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = json.loads((ROOT / "benchmarks/results/2026-11-15-finder-h200.json").read_text())

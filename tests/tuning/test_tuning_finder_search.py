@@ -10,21 +10,22 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.errors import RunFailed
-from trainfit.planning.allocator import Event, replay
-from trainfit.planning.memory import Room
-from trainfit.tuning.finding import (
+from trainfit.core.errors import RunFailed
+from trainfit.planning.estimator.allocator import Event, replay
+from trainfit.planning.estimator.estimate import Room
+from trainfit.tuning.finder.growth import (
     GIB,
     Measured,
     Peak,
     Range,
     Search,
     knee,
+    law,
+    most_rows,
+    peak_of,
     search,
     small_sizes,
 )
-from trainfit.tuning.finding_lines import law, most_rows
-from trainfit.tuning.finding_prediction import peak_of
 
 MIB = 1 << 20
 

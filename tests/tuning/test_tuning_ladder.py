@@ -13,18 +13,18 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Plan
 from trainfit.measuring import timing
 from trainfit.measuring.timing import median_interval, ratio_interval, rounds_interval
-from trainfit.records import Plan
 from trainfit.reports.ladder_page import ladder_page, write_ladder
-from trainfit.reports.ladder_plot import ladder_plot
-from trainfit.reports.run_data import read_run
-from trainfit.reports.sections.ladder import ladder_section
-from trainfit.tuning import clock
-from trainfit.tuning.ladder import Ladder, LadderStep, climb
-from trainfit.tuning.records import Candidate, Trial
+from trainfit.reports.plots import ladder_plot
+from trainfit.reports.sections.study import ladder_section
+from trainfit.runs.reader import read_run
+from trainfit.tuning import trial
+from trainfit.tuning.ladder.climb import Ladder, LadderStep, climb
 from trainfit.tuning.trial import run_trial
+from trainfit.tuning.tuned_cache import Candidate, Trial
 
 BEST = toy.plan(
     packed=True,
@@ -324,7 +324,7 @@ def test_a_row_that_does_not_exist_is_told():
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr("trainfit.tuning.ladder.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainfit.tuning.ladder.climb.time.monotonic", lambda: now[0])
 
     class Slow(Machine):
         def __call__(self, candidate: Candidate, **rest: Any) -> Trial:
@@ -469,7 +469,7 @@ def test_sleeps_that_are_saved_are_found(monkeypatch: pytest.MonkeyPatch):
         now += seconds
 
     monkeypatch.setattr(toy, "time", SimpleNamespace(sleep=sleep))
-    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: now))
+    monkeypatch.setattr(trial, "time", SimpleNamespace(perf_counter=lambda: now))
     found = climb(toy.plan(), toy.SPEC, toy.machine(), run=in_process, steps=8, rounds=1)
     steps = named(found.steps)
     slowest = before = toy.FAST + sum(toy.COSTS.values())
@@ -499,7 +499,7 @@ def test_a_trial_that_kills_its_process_is_a_row():
 
 
 def test_liger_has_no_place_where_it_has_no_layers(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainfit.kernels.liger.is_installed", lambda: True)
+    monkeypatch.setattr("trainfit.kernels.supported.is_installed", lambda: True)
     for obstacle in (None, "Liger has no layers for bert"):
         found = climbed(best=BEST, rounds=1, no_liger=obstacle)
         reasons = {one.name: one.reason for one in found.not_applicable}

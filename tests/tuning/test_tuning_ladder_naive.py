@@ -15,20 +15,19 @@ from torch.nn import functional
 from torch.profiler import profile
 
 from job_tiny import quick_plan, tiny_model
-from trainfit import codec
 from trainfit.conf import compose
+from trainfit.core import codec
+from trainfit.core.records import Plan, TaskSpec
 from trainfit.engine.loop import train
 from trainfit.hardware import detect
-from trainfit.measuring.evidence import Evidence
-from trainfit.measuring.evidence.process import count_workers
+from trainfit.jobs.job_plan import question
+from trainfit.measuring.evidence import count_workers
+from trainfit.measuring.trace import Evidence
 from trainfit.packing import cut_step
-from trainfit.records import Plan, TaskSpec
 from trainfit.runtime import applied
-from trainfit.tasks.planned import question
-from trainfit.tuning.ladder_naive import NaiveTask, ShuffledCut, attend, eager_attention
-from trainfit.tuning.ladder_optimizations import rungs_for
-from trainfit.tuning.ladder_rows import Row
-from trainfit.tuning.ladder_rungs import THOUGHTFUL, Naive, setting
+from trainfit.tuning.ladder.naive import NaiveTask, ShuffledCut, attend, eager_attention
+from trainfit.tuning.ladder.optimizations import rungs_for
+from trainfit.tuning.ladder.rungs import THOUGHTFUL, Naive, Row, setting
 from trainfit.tuning.trial import build
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, 200)
@@ -48,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, TaskSpec]:
         "config": codec.encode(composed.config),
         "lengths": LENGTHS.tolist(),
     }
-    return plan, TaskSpec(factory="trainfit.tasks.encoder.trial:trial", arguments=arguments)
+    return plan, TaskSpec(factory="trainfit.jobs.encoder_trial:encoder_trial", arguments=arguments)
 
 
 def looked_at(job: tuple[Plan, TaskSpec], row: Row, folder: Path) -> Evidence:

@@ -13,12 +13,12 @@ import torch
 
 from trainfit.cli.main import run
 from trainfit.conf import compose
-from trainfit.records import Plan
-from trainfit.tasks import planned, tuned
+from trainfit.core.records import Plan
+from trainfit.jobs import job_plan, tuned_plans
+from trainfit.tuning.candidates import changed
 from trainfit.tuning.children import Children
-from trainfit.tuning.records import Candidate
-from trainfit.tuning.space import changed
 from trainfit.tuning.trial import run_trial
+from trainfit.tuning.tuned_cache import Candidate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 WORDS = (
@@ -31,25 +31,27 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def job() -> tuned.Job:
+def job() -> tuned_plans.Job:
     composed = compose("nli", WORDS)
-    return tuned.Job(
+    return tuned_plans.Job(
         composed=composed,
-        question=planned.question(composed),
-        profile=planned.machine(composed),
+        question=job_plan.question(composed),
+        profile=job_plan.machine(composed),
     )
 
 
 @pytest.fixture(scope="module")
-def base(job: tuned.Job) -> Plan:
+def base(job: tuned_plans.Job) -> Plan:
     return job.ask({})
 
 
-def candidate(job: tuned.Job, plan: Plan) -> Candidate:
-    return Candidate(settings={}, plan=plan, task=tuned.trial_task(job))
+def candidate(job: tuned_plans.Job, plan: Plan) -> Candidate:
+    return Candidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
 
 
-def test_times_are_the_clocks_and_peaks_are_the_allocators(job: tuned.Job, base: Plan) -> None:
+def test_times_are_the_clocks_and_peaks_are_the_allocators(
+    job: tuned_plans.Job, base: Plan
+) -> None:
     began = time.perf_counter()
     found = run_trial(candidate(job, base), steps=20, warm_up=4)
     wall = time.perf_counter() - began
@@ -64,7 +66,7 @@ def test_times_are_the_clocks_and_peaks_are_the_allocators(job: tuned.Job, base:
     assert torch.cuda.memory_allocated() < 2**26  # nothing else is left for the next one
 
 
-def test_memory_that_really_runs_out_is_an_outcome(job: tuned.Job, base: Plan) -> None:
+def test_memory_that_really_runs_out_is_an_outcome(job: tuned_plans.Job, base: Plan) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 1.5 * 2**30 / total))
     try:
@@ -75,7 +77,7 @@ def test_memory_that_really_runs_out_is_an_outcome(job: tuned.Job, base: Plan) -
     assert run_trial(candidate(job, base), steps=3, warm_up=1).status == "ok"
 
 
-def test_a_second_compiled_trial_is_compiled_too(job: tuned.Job, base: Plan) -> None:
+def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.Job, base: Plan) -> None:
     compiled = changed(base, compile=True)
     for _ in range(2):
         torch._dynamo.utils.counters.clear()
@@ -84,10 +86,10 @@ def test_a_second_compiled_trial_is_compiled_too(job: tuned.Job, base: Plan) -> 
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_a_child_measures_what_this_process_does(job: tuned.Job, base: Plan) -> None:
+def test_a_child_measures_what_this_process_does(job: tuned_plans.Job, base: Plan) -> None:
     """It may be quicker: steps this short wait for Python, and a process of tests is full."""
     here = run_trial(candidate(job, base), steps=20, warm_up=4)
-    with Children(["trainfit.tasks.encoder.trial"]) as children:
+    with Children(["trainfit.jobs.encoder_trial"]) as children:
         there = children.run(candidate(job, base), steps=20, warm_up=4, limit=120)
     first, second = here.samples_per_second, there.samples_per_second
     assert first is not None
@@ -112,7 +114,9 @@ def test_tune_keeps_its_time_and_its_choice_is_no_slower_than_the_plan(
     assert found["gain"] is None or found["gain"] >= 0.98
 
 
-def test_a_way_of_compiling_that_does_not_exist_is_a_record(job: tuned.Job, base: Plan) -> None:
+def test_a_way_of_compiling_that_does_not_exist_is_a_record(
+    job: tuned_plans.Job, base: Plan
+) -> None:
     found = run_trial(
         candidate(job, replace(base, compile_mode="?", compile=True)), steps=1, warm_up=0
     )

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from trainfit import codec
-from trainfit.records import MemoryEstimate
-from trainfit.tuning import space
-from trainfit.tuning.records import TuneResult
+from trainfit.core import codec
+from trainfit.core.records import MemoryEstimate
+from trainfit.tuning import candidates
+from trainfit.tuning.tuned_cache import TuneResult
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = json.loads((ROOT / "benchmarks/results/2026-11-15-tune-h200.json").read_text())
@@ -79,7 +79,7 @@ def test_the_planners_own_takes_the_memory_that_was_promised(name: str) -> None:
 def test_an_eager_step_takes_no_more_than_the_bound_says(name: str) -> None:
     """By what is compared with the GPU's memory before a candidate without the compiler runs."""
     promised, eager = promise(step_at_once(name, "default")), step_at_once(name, "off")
-    bound = promised.peak_reserved_gib + promised.activations_gib * (space._EAGER - 1)
+    bound = promised.peak_reserved_gib + promised.activations_gib * (candidates._EAGER - 1)
     assert eager["peak_reserved_gib"] < bound
 
 

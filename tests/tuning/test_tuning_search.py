@@ -11,10 +11,10 @@ import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.records import Scalar
-from trainfit.tuning.conclusion import RATE, conclude
-from trainfit.tuning.records import Candidate, Trial
+from trainfit.core.records import Scalar
 from trainfit.tuning.search import Found, search
+from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuner import RATE, conclude
 
 BATCH = 16
 AXES: dict[str, tuple[Scalar, Scalar]] = {

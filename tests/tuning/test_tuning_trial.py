@@ -11,12 +11,12 @@ import pytest
 import torch
 import tuning_toy as toy
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
+from trainfit.core.records import TaskSpec
 from trainfit.measuring.timing import median_interval
-from trainfit.records import TaskSpec
 from trainfit.runtime import compile_model, forget_compiled
-from trainfit.tuning.records import Candidate, Trial
 from trainfit.tuning.trial import run_trial
+from trainfit.tuning.tuned_cache import Candidate, Trial
 
 SLEEP = 0.02
 
@@ -81,7 +81,7 @@ def test_a_factory_that_is_not_there_is_a_failure(factory: str) -> None:
 
 
 def test_a_compiler_that_fails_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainfit.errors import TrainfitWarning
+    from trainfit.core.errors import TrainfitWarning
 
     plain = toy.ToyTask.loss
 

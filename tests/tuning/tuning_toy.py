@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from trainfit.core.records import MemoryEstimate, Plan, RuntimeSettings, Scalar, TaskSpec, Workload
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.packing import fit_padded
-from trainfit.records import MemoryEstimate, Plan, RuntimeSettings, Scalar, TaskSpec, Workload
-from trainfit.tuning.records import Candidate
 from trainfit.tuning.trial import Setup
+from trainfit.tuning.tuned_cache import Candidate
 
 BATCH, LENGTH, STEPS = 4, 8, 12
 MEMORY = MemoryEstimate(

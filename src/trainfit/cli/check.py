@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from trainfit.records import HardwareProfile, Measurements, Recommendation
+    from trainfit.core.records import HardwareProfile, Measurements, Recommendation
 
 
 @click.command()
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 )
 def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     """Hardware, what it supports, and the settings to start from."""
-    from trainfit.catalogue import find, gpus
-    from trainfit.errors import BadInput
+    from trainfit.core.errors import BadInput
+    from trainfit.hardware.catalogue import find, gpus
     from trainfit.measuring import remembered
     from trainfit.reports import terminal
 
@@ -57,9 +57,9 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
 
 def _recommended(profile: HardwareProfile) -> Recommendation | None:
     """The settings to start from; a plan that cannot be made hides nothing of the machine."""
-    from trainfit.errors import TrainfitError
+    from trainfit.core.errors import TrainfitError
+    from trainfit.jobs import recommended
     from trainfit.reports import terminal
-    from trainfit.tasks import recommended
 
     try:
         with terminal.busy(f"planning {recommended.subject()} (kept for the next time)"):
@@ -72,9 +72,9 @@ def _recommended(profile: HardwareProfile) -> Recommendation | None:
 def _profile(gpu: str | None) -> HardwareProfile:
     from dataclasses import replace
 
-    from trainfit.catalogue import find
+    from trainfit.core.records import Note
     from trainfit.hardware import as_if, detect
-    from trainfit.records import Note
+    from trainfit.hardware.catalogue import find
 
     if gpu is None:
         return detect()
@@ -102,7 +102,7 @@ def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
 
 
 def _data(profile: Any, specs: Any, recommended: Any, measured: Any) -> dict[str, Any]:
-    from trainfit import codec
+    from trainfit.core import codec
 
     return {
         **codec.encode(profile),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from typing import Any
+
 import click
 
 SHELLS = ("bash", "zsh", "fish")
@@ -24,3 +27,90 @@ def command(shell: str) -> None:
     script = get_completion_class(shell)
     assert script is not None  # click brings these three
     click.echo(script(trainfit, {}, "trainfit", "_TRAINFIT_COMPLETE").source())
+
+
+TASKS = ("nli", "textclass", "gpt")
+
+
+def task_argument(**more: Any) -> Callable[[Any], Any]:
+    """The argument TASK, completed."""
+    return click.argument("task", shell_complete=complete_task, **more)
+
+
+def overrides_argument() -> Callable[[Any], Any]:
+    """The argument OVERRIDES, completed by the keys of the task before it."""
+    return click.argument("overrides", nargs=-1, shell_complete=complete_override)
+
+
+def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    """The tasks that begin like this."""
+    return _beginning(begun, TASKS)
+
+
+def complete_override(context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
+    """Keys that begin like this; after the =, what the key takes."""
+    task = context.params.get("task")
+    if task not in TASKS:
+        return []
+    key, equals, _ = begun.partition("=")
+    if equals:
+        return _beginning(begun, (f"{key}={value}" for value in _values(task, key)))
+    if (key := _split_off(context)) in _keys(task):
+        return _beginning(begun, _values(task, key))
+    return _beginning(begun, (f"{name}=" for name in _keys(task)))
+
+
+def _split_off(context: click.Context) -> str:
+    """The key before the word: bash makes key, = and value three words."""
+    words = [word for word in context.params.get("overrides") or () if word != "="]
+    return words[-1] if words else ""
+
+
+def _beginning(begun: str, words: Iterable[str]) -> list[str]:
+    return [word for word in words if word.startswith(begun)]
+
+
+def _keys(task: str) -> tuple[str, ...]:
+    from trainfit.conf.composition import GROUPS, keys
+
+    return (*GROUPS, *keys(task))
+
+
+def _values(task: str, key: str) -> list[str]:
+    """The names of a preset, or the words that a key may have."""
+    from trainfit.conf.composition import GROUPS, options, schema_of
+
+    if key in GROUPS:
+        return list(options(task, key))
+    return [_shown(value) for value in _words(_kind(schema_of(task), key))]
+
+
+def _kind(kind: Any, key: str) -> Any:
+    from trainfit.core import codec
+
+    for part in key.split("."):
+        kind = codec.hints(kind).get(part) if isinstance(kind, type) else None
+    return kind
+
+
+def _words(kind: Any) -> list[Any]:
+    """The fixed values of a type: choices, true and false, null."""
+    from typing import Annotated, Literal, get_args, get_origin
+
+    if get_origin(kind) is Literal:
+        return list(get_args(kind))
+    if kind is bool:
+        return [True, False]
+    if kind is type(None):
+        return [None]
+    if get_origin(kind) is Annotated:
+        return []
+    return [word for inner in get_args(kind) for word in _words(inner)]
+
+
+def _shown(value: Any) -> str:
+    return {True: "true", False: "false", None: "null"}[value] if _is_word(value) else str(value)
+
+
+def _is_word(value: Any) -> bool:
+    return value is None or isinstance(value, bool)

@@ -8,11 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completing import overrides_argument, task_argument
-from trainfit.cli.config_file import config_option
+from trainfit.cli.completion import overrides_argument, task_argument
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
+
+
+config_option = click.option(
+    "--config",
+    "config_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="A YAML file of yours, as `trainfit init` writes one; key=value words win over it.",
+)
 
 
 @click.command()
@@ -27,7 +34,7 @@ def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_
     training.batch_size=20, and later ones win.
     """
     from trainfit.conf import compose
-    from trainfit.conf.user_file import with_file
+    from trainfit.conf.starting import with_file
     from trainfit.reports import terminal
 
     composed = compose(task, with_file(task, config_file, overrides))

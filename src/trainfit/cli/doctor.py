@@ -45,8 +45,8 @@ def command(log: Path | None, run: str | None, as_json: bool) -> int:
 
 
 def _find(log: Path | None, run: str | None, *, quiet: bool) -> tuple[Finding, ...]:
+    from trainfit.core.errors import BadInput
     from trainfit.doctor import examine, examine_run, gather, read_log
-    from trainfit.errors import BadInput
     from trainfit.reports import terminal
 
     if log is not None and run is not None:
@@ -54,7 +54,7 @@ def _find(log: Path | None, run: str | None, *, quiet: bool) -> tuple[Finding, .
     if log is not None:
         return read_log(log)
     if run is not None:
-        from trainfit.engine import run_folder
+        from trainfit.runs import run_folder
 
         return examine_run(run_folder.find(run, Path("runs")))
     console = terminal.console(stderr=True)
@@ -91,6 +91,6 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _data(findings: Sequence[Finding], healthy: bool) -> dict[str, Any]:
-    from trainfit import codec
+    from trainfit.core import codec
 
     return {"healthy": healthy, "findings": codec.encode(findings)}

@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.config_file import config_option
+from trainfit.cli.config import config_option
 
 if TYPE_CHECKING:
     from pathlib import Path
 
     from trainfit.hpo.objective import Objective
-    from trainfit.hpo.setting import Setting
     from trainfit.hpo.studies import OpenStudy
+    from trainfit.hpo.study_settings import Setting
 
 _TASKS = {
     "nli": "Search the settings of an NLI job.",
@@ -50,13 +50,13 @@ def _search(
 ) -> int:
     import time
 
-    from trainfit.cli.hpo_pages import result_page
     from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.pages import study_page
     from trainfit.cli.train import report_on
-    from trainfit.conf.user_file import with_file
+    from trainfit.conf.starting import with_file
     from trainfit.hpo.final import finish, summarise
-    from trainfit.hpo.setting import read_setting
     from trainfit.hpo.studies import open_study
+    from trainfit.hpo.study_settings import read_setting
     from trainfit.reports import terminal
 
     begun = time.perf_counter()
@@ -75,7 +75,7 @@ def _search(
         click.echo(json.dumps(_encoded(result)))
     else:
         again = " ".join(["trainfit hpo", task, *setting.words])
-        terminal.console().print(result_page(result, str(setting.folder), again))
+        terminal.console().print(study_page(result, str(setting.folder), again))
     report_on(str(setting.folder), as_json)
     return 0 if best is not None else INTERRUPTED
 
@@ -90,11 +90,11 @@ class _Objectives:
     def get(self, share: float = 1.0) -> Objective:
         """The job with a share of the GPU's memory."""
         from trainfit.hpo.objective import open_objective
-        from trainfit.reports import training
+        from trainfit.reports import training_lines
 
         if share not in self._made:
             composed, metric = self._setting.composed, self._setting.hpo.metric
-            show = training.show(composed)
+            show = training_lines.show(composed)
             self._made[share] = open_objective(composed, metric, share=share, show=show)
         return self._made[share]
 
@@ -103,11 +103,10 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
     """The trials, in this process or in several."""
     import os
 
-    from trainfit.cli.hpo_pages import Board
-    from trainfit.hpo.fleet import check_room, run_fleet, seats
-    from trainfit.hpo.running import run_trial
+    from trainfit.cli.pages import Board
+    from trainfit.hpo.fleet import check_room, run_fleet, seats, work
+    from trainfit.hpo.run_trial import run_trial
     from trainfit.hpo.status import status_of
-    from trainfit.hpo.worker import work
     from trainfit.reports import terminal
 
     board = Board(terminal.console(stderr=True))
@@ -121,7 +120,7 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
 
 
 def _gpus(opened: OpenStudy) -> int:
-    from trainfit.tasks.planned import machine
+    from trainfit.jobs.job_plan import machine
 
     return len(machine(opened.setting.composed).gpus)
 
@@ -129,8 +128,8 @@ def _gpus(opened: OpenStudy) -> int:
 def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float) -> int:
     """Be one of several workers."""
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.hpo.running import run_trial
-    from trainfit.hpo.worker import work
+    from trainfit.hpo.fleet import work
+    from trainfit.hpo.run_trial import run_trial
 
     run = partial(run_trial, opened, objectives.get(share))
     ended = work(opened.desk(), run, parent=parent)
@@ -170,7 +169,7 @@ for _task, _about in _TASKS.items():
 @_JSON
 def status(study: str | None, storage: str | None, as_json: bool) -> None:
     """Trials of a STUDY, the best so far and the time left; without one, all studies."""
-    from trainfit.cli.hpo_pages import status_page, studies_page
+    from trainfit.cli.pages import status_page, studies_page
     from trainfit.hpo.status import status_of
     from trainfit.hpo.storage import reading_study
     from trainfit.hpo.studies import find_study, list_studies
@@ -229,8 +228,8 @@ def _default_storage() -> str:
     import os
     from pathlib import Path
 
-    from trainfit.errors import BadInput
-    from trainfit.hpo.setting import STORAGE, default_storage
+    from trainfit.core.errors import BadInput
+    from trainfit.hpo.study_settings import STORAGE, default_storage
 
     if not os.environ.get(STORAGE) and not Path("runs/hpo.db").is_file():
         raise BadInput(
@@ -240,6 +239,6 @@ def _default_storage() -> str:
 
 
 def _encoded(record: Any) -> Any:
-    from trainfit import codec
+    from trainfit.core import codec
 
     return codec.encode(record)

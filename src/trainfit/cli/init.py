@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainfit.cli.completing import task_argument
+from trainfit.cli.completion import task_argument
 
 
 @click.command()
@@ -22,8 +22,8 @@ def command(task: str, output: Path | None) -> None:
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file
-    from trainfit.errors import BadInput
-    from trainfit.files import check_output, write_output
+    from trainfit.core.errors import BadInput
+    from trainfit.core.files import check_output, write_output
 
     schema_of(task)
     path = check_output(output or Path(f"{task}.yaml"))

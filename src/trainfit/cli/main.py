@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import io
+import math
 import os
 import sys
 import traceback
@@ -14,8 +15,7 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from trainfit import __version__
-from trainfit.errors import TrainfitError, TrainfitWarning, brief, did_you_mean
-from trainfit.redaction import redact
+from trainfit.core.errors import TrainfitError, TrainfitWarning, brief, did_you_mean, redact
 
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
@@ -143,3 +143,23 @@ def _show_warning(
     else:
         text = redact(warnings.formatwarning(message, category, filename, lineno, line))
     (file or sys.stderr).write(text)
+
+
+class Number(click.FloatRange):
+    """A finite number within bounds; click's own range takes nan."""
+
+    name = "number"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        """The number, or an error that names the option and the bounds."""
+        number: float = super().convert(value, param, ctx)
+        if not math.isfinite(number):
+            self.fail(f"{value} is no finite number", param, ctx)
+        return number
+
+
+SEED = click.IntRange(0, 2**32 - 1)
+MANY = click.IntRange(1, 10**6)
+ABOVE_0 = Number(0, 10**6, min_open=True)

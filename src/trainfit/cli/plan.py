@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completing import overrides_argument, task_argument
-from trainfit.cli.config_file import config_option
-from trainfit.cli.numbers import ABOVE_0
+from trainfit.cli.completion import overrides_argument, task_argument
+from trainfit.cli.config import config_option
+from trainfit.cli.main import ABOVE_0
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
-    from trainfit.records import Plan
+    from trainfit.core.records import Plan
 
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
@@ -68,18 +68,18 @@ def command(
     plan for other programs.
     """
     from trainfit.conf import compose
-    from trainfit.conf.user_file import with_file
-    from trainfit.errors import BadInput
+    from trainfit.conf.starting import with_file
+    from trainfit.core.errors import BadInput
+    from trainfit.jobs import job_plan
     from trainfit.planning import planner
-    from trainfit.reports import plan as page
+    from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
-    from trainfit.reports.plan_plot import check_plot
-    from trainfit.tasks import planned
+    from trainfit.reports.plots import check_plot
 
     form = "json" if as_json else form
     if plot is not None:
         check_plot(plot)
-    composed = compose(task, planned.with_model(with_file(task, config_file, overrides), model))
+    composed = compose(task, job_plan.with_model(with_file(task, config_file, overrides), model))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":
@@ -87,10 +87,10 @@ def command(
             raise BadInput("--gpu all makes one table", "leave out --plot, --memory and --format")
         _compare(composed, watts, price, form)
         return
-    question = planned.question(composed, None, watts, price)
-    profile = planned.machine(composed, gpu)
+    question = job_plan.question(composed, None, watts, price)
+    profile = job_plan.machine(composed, gpu)
     with terminal.busy("planning"):
-        made = planned.answer(composed, question, profile, memory_gib=memory)
+        made = job_plan.answer(composed, question, profile, memory_gib=memory)
     if plot is not None:
         with terminal.busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))
@@ -104,26 +104,26 @@ def command(
 
 def data(plan: Plan) -> dict[str, Any]:
     """A plan for a program."""
-    from trainfit import codec
+    from trainfit.core import codec
 
     encoded: dict[str, Any] = codec.encode(plan)
     return encoded
 
 
 def _compare(composed: Composed, watts: float | None, price: float | None, form: str) -> None:
-    from trainfit.reports import plan_comparison, terminal
-    from trainfit.tasks import planned
+    from trainfit.jobs import job_plan
+    from trainfit.reports import plan_page, terminal
 
     with terminal.busy("planning for every GPU"):
-        rows = planned.plan_all(composed, watts, price)
+        rows = job_plan.plan_all(composed, watts, price)
     if form == "json":
-        click.echo(json.dumps(plan_comparison.comparison_data(rows), indent=2))
+        click.echo(json.dumps(plan_page.comparison_data(rows), indent=2))
     else:
-        terminal.console().print(plan_comparison.comparison(rows))
+        terminal.console().print(plan_page.comparison(rows))
 
 
 def _draw(path: Path, plan: Plan, points: Any) -> None:
-    from trainfit.reports.plan_plot import memory_plot, write_plot
+    from trainfit.reports.plots import memory_plot, write_plot
 
     assert plan.memory is not None
     title = f"{plan.task.arguments['name']} on {plan.gpu or 'this machine'}"
@@ -131,7 +131,7 @@ def _draw(path: Path, plan: Plan, points: Any) -> None:
 
 
 def _hand_over(form: str, plan: Plan, composed: Composed) -> None:
-    from trainfit.reports.plan_formats import FORMATS as HANDOVERS
+    from trainfit.integrations.plan_exports import FORMATS as HANDOVERS
 
     handover = HANDOVERS[form](plan, composed)
     click.echo(handover.text)

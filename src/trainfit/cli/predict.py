@@ -41,10 +41,10 @@ def command(
     RUN is the folder of a finished run; one with folds answers with the mean of its models. An NLI
     model answers for every criterion unless one is named.
     """
-    from trainfit.engine import run_folder
-    from trainfit.errors import BadInput
-    from trainfit.files import check_output, write_output
-    from trainfit.tasks.encoder import predict
+    from trainfit.core.errors import BadInput
+    from trainfit.core.files import check_output, write_output
+    from trainfit.jobs import predict
+    from trainfit.runs import run_folder
 
     if (text is None) == (path is None):
         raise BadInput("give one of --text and --file", "say what to classify")

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainfit.cli.numbers import SEED
+from trainfit.cli.main import SEED
 
 if TYPE_CHECKING:
-    from trainfit.data.preparing import Progress
+    from trainfit.data.token_preparation import Progress
 
 
 @click.command()
@@ -63,9 +63,9 @@ def command(
     TASK is gpt. A tokenizer is learned from the corpus, or given. Further files and folders may
     follow the first after --input.
     """
-    from trainfit import codec
-    from trainfit.data.preparing import Preparation, prepare_tokens
-    from trainfit.errors import BadInput
+    from trainfit.core import codec
+    from trainfit.core.errors import BadInput
+    from trainfit.data.token_preparation import Preparation, prepare_tokens
 
     if task != "gpt":
         raise BadInput(
@@ -105,7 +105,7 @@ def command(
 
 def _unescaped(separator: str) -> str:
     """The separator as it stands in the files: a typed escape means a character."""
-    from trainfit.errors import BadInput, brief
+    from trainfit.core.errors import BadInput, brief
 
     try:
         found = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")

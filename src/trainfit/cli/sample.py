@@ -7,7 +7,7 @@ from pathlib import Path
 
 import click
 
-from trainfit.cli.numbers import MANY, SEED, Number
+from trainfit.cli.main import MANY, SEED, Number
 
 
 @click.command()
@@ -44,8 +44,8 @@ def command(
     RUN is the folder of a run of `trainfit train gpt`; one that is not finished writes with its
     best checkpoint.
     """
-    from trainfit.engine import run_folder
-    from trainfit.tasks.gpt.sampling import open_writer
+    from trainfit.jobs.sampling import open_writer
+    from trainfit.runs import run_folder
 
     writer = open_writer(run_folder.find(run, Path("runs")))
     text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)

@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completing import overrides_argument, task_argument
-from trainfit.cli.config_file import config_option
+from trainfit.cli.completion import overrides_argument, task_argument
+from trainfit.cli.config import config_option
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
 
 JOBS = {
-    "nli": "trainfit.tasks.nli.train",
-    "textclass": "trainfit.tasks.textclass.train",
-    "gpt": "trainfit.tasks.gpt.train",
+    "nli": "trainfit.jobs.nli",
+    "textclass": "trainfit.jobs.textclass",
+    "gpt": "trainfit.jobs.gpt_run",
 }
 
 
@@ -43,28 +43,28 @@ def command(
     on made-up data, or for gpt on the source of Python's standard library.
     """
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.conf.user_file import with_file
+    from trainfit.conf.starting import with_file
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
-    from trainfit.reports import training  # torch, which a wrong word should not wait for
+    from trainfit.reports import training_lines
 
-    for note in composed.notes if training.is_first_rank() else ():
+    for note in composed.notes if training_lines.is_first_rank() else ():
         click.echo(f"trainfit: note: {note}", err=True)
     job = job_module(task)
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
-    result = job.train(composed, training.show(composed), resume=run)
-    training.end(result, as_json=as_json)
-    if result.status == "finished" and training.is_first_rank():
+    result = job.train(composed, training_lines.show(composed), resume=run)
+    training_lines.end(result, as_json=as_json)
+    if result.status == "finished" and training_lines.is_first_rank():
         report_on(result.run, as_json)
     return INTERRUPTED if result.status == "stopped" else 0
 
 
 def check_job(task: str) -> None:
     """Refuse what is none."""
-    from trainfit.errors import BadInput, did_you_mean
+    from trainfit.core.errors import BadInput, did_you_mean
 
     if task not in JOBS:
         fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
@@ -82,9 +82,9 @@ def _composed(
     task: str, overrides: tuple[str, ...], resume: str | None
 ) -> tuple[Composed, Path | None]:
     """The configuration of a new run, or that of the run to go on with."""
-    from trainfit.engine import run_folder
-    from trainfit.errors import BadInput
-    from trainfit.tasks.encoder.choosing import configure, configured_by
+    from trainfit.core.errors import BadInput
+    from trainfit.jobs.configuration import configure, configured_by
+    from trainfit.runs import run_folder
 
     if resume is None:
         return configure(task, overrides), None
@@ -99,7 +99,7 @@ def _composed(
 
 def report_on(run: str, as_json: bool) -> None:
     """End with the path of the run's page; a page that cannot be written spoils no run."""
-    from trainfit.errors import TrainfitError
+    from trainfit.core.errors import TrainfitError
     from trainfit.reports.report import place, report, write
 
     try:
@@ -111,14 +111,14 @@ def report_on(run: str, as_json: bool) -> None:
 
 
 def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
-    from trainfit import codec
-    from trainfit.reports import plan as page
+    from trainfit.core import codec
+    from trainfit.jobs import encoder_setup
+    from trainfit.jobs.job_plan import machine
+    from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
-    from trainfit.tasks.encoder import prepared
-    from trainfit.tasks.planned import machine
 
     profile = machine(composed)
-    make_plan = getattr(job, "make_plan", prepared.make_plan)
+    make_plan = getattr(job, "make_plan", encoder_setup.make_plan)
     plan = make_plan(job.prepare(composed), profile)
     if as_json:
         data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}

@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completing import overrides_argument, task_argument
-from trainfit.cli.config_file import config_option
-from trainfit.cli.numbers import ABOVE_0
+from trainfit.cli.completion import overrides_argument, task_argument
+from trainfit.cli.config import config_option
+from trainfit.cli.main import ABOVE_0
 
 if TYPE_CHECKING:
-    from trainfit.tasks.tuned import Job
+    from trainfit.jobs.tuned_plans import Job
 
 
 @click.command()
@@ -53,8 +53,8 @@ def command(
     of their own.
     """
     from trainfit.cli.train import check_job
-    from trainfit.conf.user_file import with_file
-    from trainfit.errors import BadInput
+    from trainfit.conf.starting import with_file
+    from trainfit.core.errors import BadInput
 
     if ladder and batch_size_only:
         raise BadInput("--ladder and --batch-size-only are two questions", "give one of them")
@@ -73,17 +73,16 @@ def command(
 def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     """The job as `train` would begin it: its own data decides the lengths."""
     from trainfit.cli.train import job_module
+    from trainfit.jobs import encoder_setup, job_plan
+    from trainfit.jobs.configuration import configure
     from trainfit.reports import terminal
-    from trainfit.tasks import planned
-    from trainfit.tasks.encoder import prepared
-    from trainfit.tasks.encoder.choosing import configure
 
     composed = configure(task, words)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    profile = planned.machine(composed)
+    profile = job_plan.machine(composed)
     module = job_module(task)
-    tuned_job = getattr(module, "tuned_job", prepared.tuned_job)
+    tuned_job = getattr(module, "tuned_job", encoder_setup.tuned_job)
     with terminal.busy("preparing the data", quiet=quiet):
         job: Job = tuned_job(module.prepare(composed), profile)
     return job
@@ -91,9 +90,9 @@ def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
 
 def _tune(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.tune_pages import result_data, result_page, trial_line, watched
+    from trainfit.cli.pages import result_data, result_page, trial_line, watched
+    from trainfit.jobs.tuned_plans import MINUTES, tune
     from trainfit.reports import terminal
-    from trainfit.tasks.tuned import MINUTES, tune
 
     minutes = minutes or MINUTES
     with watched("tuning", minutes * 60, quiet=as_json) as say:
@@ -107,13 +106,13 @@ def _tune(job: Job, minutes: float | None, as_json: bool, output: Path | None) -
 
 
 def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
-    from trainfit import codec
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.tune_pages import watched
+    from trainfit.cli.pages import watched
+    from trainfit.core import codec
+    from trainfit.jobs.tuned_plans import trial_task, with_tuned
     from trainfit.reports import terminal
     from trainfit.reports.ladder_page import ladder_page, step_line, write_ladder
-    from trainfit.tasks.tuned import trial_task, with_tuned
-    from trainfit.tuning.ladder import MINUTES, climb
+    from trainfit.tuning.ladder.climb import MINUTES, climb
 
     minutes = minutes or MINUTES
     with terminal.busy("planning", quiet=as_json):
@@ -139,11 +138,10 @@ def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None)
 
 
 def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
-    from trainfit import codec
+    from trainfit.core import codec
+    from trainfit.jobs.batch_size import job_of
     from trainfit.reports import terminal
-    from trainfit.tasks.batch_size import job_of
-    from trainfit.tuning.finder import find
-    from trainfit.tuning.finder_page import page
+    from trainfit.tuning.finder.finder import find, page
 
     with terminal.busy("finding the batch size", quiet=as_json):
         found = find(job_of(job.ask({})), job.profile)
@@ -155,7 +153,7 @@ def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
 
 def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
     """As JSON to a program, to a file, or to both."""
-    from trainfit.files import write_output
+    from trainfit.core.files import write_output
 
     text = json.dumps(data, indent=2)
     if output is not None:

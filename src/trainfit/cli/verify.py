@@ -51,7 +51,7 @@ def command(
     or --markdown its own output goes to the standard error.
     """
     from trainfit.cli import verify_pages as pages
-    from trainfit.errors import BadInput
+    from trainfit.core.errors import BadInput
 
     if as_json and markdown:
         raise BadInput("--json and --markdown were both given", "give one of them")
@@ -76,7 +76,7 @@ def command(
 
 def _show(verified: Verified, text: str | None, output: Path | None) -> None:
     from trainfit.cli import verify_pages as pages
-    from trainfit.files import write_output
+    from trainfit.core.files import write_output
     from trainfit.reports import terminal
 
     if output is not None:
@@ -89,16 +89,15 @@ def _show(verified: Verified, text: str | None, output: Path | None) -> None:
 
 
 def _find(run: str) -> Path:
-    from trainfit.engine import run_folder
+    from trainfit.runs import run_folder
 
     return run_folder.find(run, Path("runs"))
 
 
 def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:
     from trainfit.cli import verify_pages as pages
-    from trainfit.errors import BadInput
-    from trainfit.measuring.scripts import run_observed
-    from trainfit.redaction import redact, redact_words
+    from trainfit.core.errors import BadInput, redact, redact_words
+    from trainfit.measuring.observe import run_observed
 
     if not words:
         raise BadInput("there is no command after --", "give one, as in: python train.py")

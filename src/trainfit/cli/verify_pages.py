@@ -8,11 +8,11 @@ from datetime import date
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainfit import codec
-from trainfit.measuring.evidence import Evidence
-from trainfit.measuring.observing import Observed
+from trainfit.core import codec
+from trainfit.core.records import Receipt, ReceiptItem
+from trainfit.measuring.observe import Observed
 from trainfit.measuring.receipt import EVIDENCE, read_receipt
-from trainfit.records import Receipt, ReceiptItem
+from trainfit.measuring.trace import Evidence
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -81,7 +81,7 @@ def of_command(command: str, seen: Observed) -> Verified:
 def _figures(folder: Path) -> dict[str, float]:
     import numpy as np
 
-    from trainfit.reports.run_data import read_run
+    from trainfit.runs.reader import read_run
 
     part = read_run(folder).parts[0]
     columns = dict(part.train)

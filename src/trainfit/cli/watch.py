@@ -6,7 +6,7 @@ from pathlib import Path
 
 import click
 
-from trainfit.cli.numbers import Number
+from trainfit.cli.main import Number
 
 
 @click.command()
@@ -29,8 +29,7 @@ def command(run: str | None, once: bool, every: float, as_json: bool) -> int:
     the run, or on Ctrl-C, which leaves the run alone.
     """
     from trainfit.reports import terminal
-    from trainfit.reports.watch import follow, frame
-    from trainfit.reports.watching import Watcher
+    from trainfit.reports.live import Watcher, follow, frame
 
     watcher = Watcher(_find(run))
     if as_json:
@@ -48,8 +47,8 @@ def command(run: str | None, once: bool, every: float, as_json: bool) -> int:
 
 
 def _find(run: str | None) -> Path:
-    from trainfit.engine import run_folder
-    from trainfit.errors import BadInput
+    from trainfit.core.errors import BadInput
+    from trainfit.runs import run_folder
 
     root = Path("runs")
     if run is not None:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from trainfit.errors import BadInput, brief
+from trainfit.core.errors import BadInput, brief
 
 ALIASES: Mapping[str, str] = {
     "device.use_tf32": "device.tf32",

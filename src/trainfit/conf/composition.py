@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainfit import codec
 from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
 from trainfit.conf.schema import SCHEMAS, Config
-from trainfit.errors import BadConfig, BadInput, brief, did_you_mean
-from trainfit.redaction import redact_word
+from trainfit.core import codec
+from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainfit.codec import Length, PathName, Range
+from trainfit.core.codec import Length, PathName, Range
 
 Auto = Literal["auto"]
 Switch = bool | Auto

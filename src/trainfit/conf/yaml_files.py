@@ -12,8 +12,8 @@ from typing import Any
 
 import yaml
 
-from trainfit.errors import BadInput, reason
-from trainfit.files import read_text
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import read_text
 
 _LARGEST = 1 << 20
 _DEEPEST = 20

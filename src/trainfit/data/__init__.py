@@ -8,20 +8,20 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trainfit.data.collate import collate_packed as collate_packed
-    from trainfit.data.collate import collate_padded as collate_padded
+    from trainfit.data.batches import collate_packed as collate_packed
+    from trainfit.data.batches import collate_padded as collate_padded
     from trainfit.data.folds import split as split
-    from trainfit.data.nli import nli_dataset as nli_dataset
-    from trainfit.data.nli import split_corpus as split_corpus
-    from trainfit.data.nli import tokenize_corpus as tokenize_corpus
+    from trainfit.data.labelled_texts import load_text_files as load_text_files
+    from trainfit.data.labelled_texts import text_datasets as text_datasets
+    from trainfit.data.pairs import nli_dataset as nli_dataset
+    from trainfit.data.pairs import split_corpus as split_corpus
+    from trainfit.data.pairs import tokenize_corpus as tokenize_corpus
     from trainfit.data.redsm5 import Corpus as Corpus
     from trainfit.data.redsm5 import read_redsm5 as read_redsm5
     from trainfit.data.redsm5_nli_dataset import load_redsm5_nli as load_redsm5_nli
     from trainfit.data.synthetic import make_corpus as make_corpus
-    from trainfit.data.synthetic_texts import make_texts as make_texts
+    from trainfit.data.synthetic import make_texts as make_texts
     from trainfit.data.text_files import Columns as Columns
-    from trainfit.data.textclass import load_text_files as load_text_files
-    from trainfit.data.textclass import text_datasets as text_datasets
     from trainfit.data.tokenizers import learn_tokenizer as learn_tokenizer
     from trainfit.data.tokenizers import load_tokenizer as load_tokenizer
     from trainfit.data.tokens import Dataset as Dataset

@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import checksum, read_text
 from trainfit.data.corpus import END_OF_TEXT
-from trainfit.errors import BadInput, reason
-from trainfit.files import checksum, read_text
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -12,9 +12,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from trainfit import codec
-from trainfit.errors import BadInput, reason
-from trainfit.files import check_regular
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import check_regular
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 _CHILD = Path(__file__).with_name("columnar_child.py")

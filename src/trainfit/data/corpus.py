@@ -14,9 +14,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import check_regular, open_regular
 from trainfit.data.text_files import read_texts
-from trainfit.errors import BadInput, reason
-from trainfit.files import check_regular, open_regular
 
 END_OF_TEXT = "<|endoftext|>"
 _TABLES = (".csv", ".jsonl", ".parquet")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 
 IntArray = NDArray[np.int64]
 

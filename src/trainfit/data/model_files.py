@@ -17,9 +17,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainfit import cached, codec
-from trainfit.errors import BadInput, RunFailed, reason
-from trainfit.files import cache_folder, check_regular, checksum, read_text
+from trainfit.core import caches, codec
+from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.files import cache_folder, check_regular, checksum, read_text
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -194,7 +194,7 @@ def _converted(place: str, files: list[Path]) -> list[Path]:
     folder = cache_folder() / "weights" / key
     targets = [folder / f"{number}.safetensors" for number in range(len(files))]
     if not all(_is_whole(target) for target in targets):
-        cached.discard(folder)
+        caches.discard(folder)
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as building:
             made = Path(building) / "weights"

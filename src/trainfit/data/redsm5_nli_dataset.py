@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from trainfit.data.collate import collate_padded
-from trainfit.data.criteria import Wording
-from trainfit.data.nli import nli_dataset, split_corpus, tokenize_corpus
-from trainfit.data.redsm5 import read_redsm5
+from trainfit.data.batches import collate_padded
+from trainfit.data.pairs import nli_dataset, split_corpus, tokenize_corpus
+from trainfit.data.redsm5 import Wording, read_redsm5
 from trainfit.data.tokenizers import pad_id
 from trainfit.data.tokens import Tokens
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import product
 from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
@@ -19,10 +20,60 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.data.criteria import CRITERIA, SPECIAL_CASE, Wording
-from trainfit.data.invented import CUES, SENTENCE, compose
-from trainfit.data.redsm5 import ANNOTATIONS, POSTS, Annotation, Corpus, Post, label_posts
-from trainfit.files import write_whole
+from trainfit.core.files import write_whole
+from trainfit.data.redsm5 import (
+    ANNOTATIONS,
+    CRITERIA,
+    POSTS,
+    SPECIAL_CASE,
+    Annotation,
+    Corpus,
+    Post,
+    Wording,
+    label_posts,
+)
+
+_WORDS = [
+    "".join(pair)
+    for pair in product(
+        ("ba", "de", "fi", "go"),
+        ("lan", "mor", "nik", "pel", "rus", "sam", "ton", "vid"),
+    )
+]
+_WRITER = "mi"
+_SOMEONE = "tu"
+CUES = tuple(_WORDS[:12])
+_FILLERS = tuple(_WORDS[12:])
+SENTENCE = 4
+"""Words of a sentence that holds a cue; the last of a text may have fewer."""
+
+
+def sentence(words: int, cue: str | None, about_writer: bool, random: np.random.Generator) -> str:
+    """A sentence of so many words, with the cue in third place."""
+    rest = [_FILLERS[number] for number in random.integers(len(_FILLERS), size=words - 1)]
+    if cue is not None:
+        rest[1] = cue
+    return f"{' '.join([_WRITER if about_writer else _SOMEONE, *rest])}."
+
+
+def compose(
+    words: int, telling: list[tuple[str, bool]], random: np.random.Generator
+) -> tuple[list[str], list[int]]:
+    """Sentences of so many words in all, and which of them tell each cue.
+
+    `telling` has the cues, and whether each is told of the writer; the other sentences are about
+    either, so that the first words alone say nothing.
+    """
+    whole, rest = divmod(words, SENTENCE)
+    places = [int(n) for n in random.choice(whole, len(telling), replace=False)] if telling else []
+    told = dict(zip(places, telling, strict=True))
+    sizes = [SENTENCE] * whole + ([rest] if rest else [])
+    sentences = []
+    for place, size in enumerate(sizes):
+        cue, about_writer = told.get(place, (None, bool(random.integers(2))))
+        sentences.append(sentence(size, cue, about_writer, random))
+    return sentences, places
+
 
 Scale = Literal["small", "full"]
 
@@ -204,3 +255,38 @@ def _assign_lengths(
         fitting = int(np.searchsorted(free, told[number] * SENTENCE))
         assigned[number] = free.pop(int(random.integers(fitting, len(free))))
     return assigned
+
+
+CLASSES = ("clean", "flagged")
+_COUNT: dict[Scale, int] = {"small": 1200, "full": 20_000}
+_TEXT_WORDS: dict[Scale, tuple[int, int]] = {"small": (8, 40), "full": (8, 160)}
+_FLAGGED = 0.2
+_LURED = 0.4
+"""The share of clean texts that hold a cue too."""
+_CUES = CUES[9:]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Texts:
+    """Texts and the class of each."""
+
+    texts: list[str] = field(repr=False)
+    labels: NDArray[np.int64] = field(repr=False)
+
+
+def make_texts(scale: Scale = "small", seed: int = 0) -> Texts:
+    """The made-up texts of a seed, with the share of flagged ones exact."""
+    random = np.random.default_rng((seed, 9))
+    count = _COUNT[scale]
+    labels = random.permutation(np.arange(count) < round(_FLAGGED * count)).astype(np.int64)
+    return Texts(
+        texts=[_text(_TEXT_WORDS[scale], bool(label), random) for label in labels], labels=labels
+    )
+
+
+def _text(words: tuple[int, int], flagged: bool, random: np.random.Generator) -> str:
+    low, high = np.log(words)
+    size = max(SENTENCE, round(float(np.exp(random.uniform(low, high)))))
+    cue = _CUES[int(random.integers(len(_CUES)))]
+    telling = [(cue, flagged)] if flagged or random.random() < _LURED else []
+    return " ".join(compose(size, telling, random)[0])

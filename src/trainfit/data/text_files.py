@@ -2,18 +2,110 @@
 
 from __future__ import annotations
 
+import codecs
+import csv
 import hashlib
+import io
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from trainfit import codec
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import check_regular, checksum, open_regular
 from trainfit.data.columnar import check_saved_dataset, read_parquet, read_saved_dataset
-from trainfit.data.tables import LONGEST_LINE, read_csv, read_lines
-from trainfit.errors import BadInput, reason
-from trainfit.files import check_regular, checksum
+
+Row = tuple[int, dict[str, str]]
+LONGEST_LINE = 64 << 20
+"""Characters of a line or a text: more than any book has."""
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Longest first: one begins like the other."""
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """The lines of a UTF-8 file with their ends, with or without a byte order mark."""
+    check_regular(path)
+    try:
+        with open_regular(path) as raw:
+            start = raw.read(4)
+            for mark, name in _MARKS.items():
+                if start.startswith(mark):
+                    raise BadInput(f"{path} is {name} text", "save it as UTF-8")
+            raw.seek(0)
+            file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+            number = 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                _check_line(line, f"{path}: line {number}")
+                yield line
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8 text", "save it as UTF-8") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
+
+
+def _check_line(line: str, place: str) -> None:
+    if len(line) > LONGEST_LINE:
+        raise BadInput(
+            f"{place} has more than {LONGEST_LINE >> 20} million characters", "break it up"
+        )
+    if "\0" in line:
+        raise BadInput(
+            f"{place} has a NUL: the file is binary, or not UTF-8", "save it as UTF-8 text"
+        )
+
+
+def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Iterator[Row]:
+    """Each row's number, counted from 1 below the header, and its values in these columns.
+
+    A column may have several spellings; its values come under the first.
+    """
+    lines = csv.reader(read_lines(path), strict=True)
+    number = 0
+    try:
+        header = next(lines, [])
+        places = {_first(names): _place(path, header, names) for names in columns}
+        for number, values in enumerate(lines, 1):
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise BadInput(
+                    f"{path}: row {number} has {len(values)} fields, but the header {len(header)}",
+                    "quote fields that hold a comma",
+                )
+            yield number, {name: values[place] for name, place in places.items()}
+    except csv.Error as error:
+        # The messages of the csv module are fixed sentences: none quotes the file.
+        raise BadInput(
+            f"{path}: row {number + 1} cannot be read ({error})",
+            "quote fields as CSV does; for longer texts use JSONL or Parquet",
+        ) from None
+
+
+def _first(names: str | tuple[str, ...]) -> str:
+    return names if isinstance(names, str) else names[0]
+
+
+def _place(path: Path, header: list[str], names: str | tuple[str, ...]) -> int:
+    spellings = (names,) if isinstance(names, str) else names
+    places = [place for place, name in enumerate(header) if name in spellings]
+    if len(places) > 1:
+        raise BadInput(f"{path} has the column {spellings[0]} twice", "rename one of them")
+    if not places:
+        missing = " or ".join(spellings)
+        raise BadInput(f"{path} has no column {missing}", "name it in the first line of the file")
+    return places[0]
+
 
 _Rows = Iterator[tuple[int, dict[str, Any]]]
 _HALVES = re.compile("[\ud800-\udfff]")
@@ -195,3 +287,57 @@ class _Kinds:
             )
         if not self._kind:
             self._kind, self._row = kind, row
+
+
+IntArray = NDArray[np.int64]
+_WORD = re.compile(r"[\w.+:/-]{1,40}")
+_LONGEST, _MOST_WORDS = 100, 12
+"""Characters and words of a class name; more are a text in the wrong column."""
+_FEW = 20
+"""Classes that may be of one row each."""
+
+
+def class_order(names: Iterable[str]) -> list[str]:
+    """The names in an order that does not depend on the data's: as numbers where all are."""
+    distinct = sorted(set(names))
+    if all(name.removeprefix("-").isdecimal() for name in distinct):
+        return sorted(distinct, key=int)
+    return distinct
+
+
+def shown(name: str) -> str:
+    """A label for an error: itself where it can only be a name, never where it may be a text."""
+    return name if _WORD.fullmatch(name) else "(a label of several words)"
+
+
+def check_classes(names: Iterable[str], rows: int, place: str) -> None:
+    """Refuse labels that look like texts, without showing one: class names are written down.
+
+    Single words may be as many as rows in a small file; any others, at most half as many.
+    """
+    distinct = set(names)
+    several = any(not _WORD.fullmatch(name) for name in distinct)
+    if any(len(name) > _LONGEST or len(name.split()) > _MOST_WORDS for name in distinct):
+        what = f"{place} has labels of over {_LONGEST} characters or {_MOST_WORDS} words"
+    elif len(distinct) > (0 if several else _FEW) and 2 * len(distinct) > rows:
+        what = f"{place} has {len(distinct):,} different labels in {rows:,} rows"
+    else:
+        return
+    raise BadInput(f"{what}, as a column of texts has", "name the right one (data.label_column)")
+
+
+def count_classes(labels: IntArray, classes: int) -> list[int]:
+    """How many items each class has."""
+    counted: list[int] = np.bincount(labels, minlength=classes).tolist()
+    return counted
+
+
+def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
+    """A weight per class, inverse to its count, so that all classes weigh the same in sum."""
+    counted = count_classes(labels, len(names))
+    for name, count in zip(names, counted, strict=True):
+        if not count:
+            raise BadInput(
+                f"class {shown(name)} has no training example", "add some, or leave the class out"
+            )
+    return [len(labels) / (len(names) * count) for count in counted]

@@ -24,14 +24,22 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit import cached
-from trainfit.data.classes import check_classes, class_order, shown
-from trainfit.data.text_files import Chunk, Columns, check_file, hash_content, read_chunks
+from trainfit.core import caches
+from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.files import cache_folder, checksum
+from trainfit.data.text_files import (
+    Chunk,
+    Columns,
+    check_classes,
+    check_file,
+    class_order,
+    hash_content,
+    read_chunks,
+    shown,
+)
 from trainfit.data.tokenizers import tokenizer_hash
 from trainfit.data.tokens import Tokens, encode_texts
-from trainfit.errors import BadInput, RunFailed, reason
-from trainfit.files import cache_folder, checksum
-from trainfit.hardware.cpu import allowed_by_affinity
+from trainfit.hardware.host import allowed_by_affinity
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -177,8 +185,8 @@ def _make(
             if not meta.sequences:
                 raise BadInput(f"{source} has no rows", "give a file with a text per row")
             check(meta.labels, meta.sequences)
-            cached.write(building / "meta.json", meta)
-            cached.discard(folder)
+            caches.write(building / "meta.json", meta)
+            caches.discard(folder)
             building.rename(folder)
         finally:
             shutil.rmtree(building, ignore_errors=True)
@@ -237,13 +245,13 @@ def _group(name: str) -> bytes:
 
 def _open(folder: Path) -> LabelledTokens | None:
     """The tokens in a folder; None where there are none, or none that are whole."""
-    meta = cached.read(_Meta, folder / "meta.json") if folder.exists() else None
+    meta = caches.read(_Meta, folder / "meta.json") if folder.exists() else None
     try:
         if meta is None or _checksums(folder) != meta.checksums:
             raise OSError(errno.EIO, "a file does not match its checksum")
     except OSError as error:
         if folder.exists():
-            cached.throw_away(folder, reason(error))
+            caches.throw_away(folder, reason(error))
         return None
     lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
     groups = np.fromfile(folder / "groups", dtype=np.int64)

@@ -20,11 +20,11 @@ from typing import Annotated, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit import codec
-from trainfit.codec import Range
+from trainfit.core import codec
+from trainfit.core.codec import Range
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.records import Record
 from trainfit.data.bpe import file_hash
-from trainfit.errors import BadInput, reason
-from trainfit.records import Record
 
 FORMAT = "trainfit tokens 1"
 META, TOKENIZER = "meta.json", "tokenizer.json"

@@ -11,10 +11,10 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
+from trainfit.core.errors import BadInput
+from trainfit.core.files import read_text
 from trainfit.data.bpe import short_words
 from trainfit.data.model_files import tokenizer_files
-from trainfit.errors import BadInput
-from trainfit.files import read_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer

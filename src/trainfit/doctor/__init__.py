@@ -10,9 +10,9 @@ table. The troubleshooting page is made from both.
 
 from trainfit.doctor.facts import Facts, gather
 from trainfit.doctor.finding import Finding, is_healthy
+from trainfit.doctor.host_checks import examine
 from trainfit.doctor.logs import diagnose_text, read_log
-from trainfit.doctor.machine import examine
-from trainfit.doctor.runs import examine_run
+from trainfit.doctor.run_checks import examine_run
 
 __all__ = [
     "Facts",

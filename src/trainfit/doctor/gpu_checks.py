@@ -6,12 +6,11 @@ import re
 from collections.abc import Iterator
 from statistics import mean
 
-from trainfit.doctor.activity import GpuActivity
 from trainfit.doctor.advice import BUSY, COMPILE, FEWER_PAUSES, IDLE, LOADER, PRECISION, RAISE_BATCH
-from trainfit.doctor.facts import Facts
+from trainfit.doctor.facts import Facts, GpuActivity
 from trainfit.doctor.finding import Check, Fault, Seen, check
-from trainfit.hardware.capability import parse_capability
-from trainfit.hardware.notes import MEMORY_IN_USE
+from trainfit.hardware.detection import MEMORY_IN_USE
+from trainfit.hardware.nvml import parse_capability
 
 
 @check(

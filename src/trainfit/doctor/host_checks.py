@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
+from trainfit.doctor import detected, gpu_checks
 from trainfit.doctor.facts import Facts
-from trainfit.doctor.finding import Check, Fault, Seen, check
+from trainfit.doctor.finding import Check, Fault, Finding, Seen, check, worst_first
 
 FEW_FILES = 1024
 FULL_SHM_GIB = 0.25
@@ -219,7 +220,7 @@ def slow_variables(facts: Facts) -> Iterator[Seen]:
             yield Seen(evidence=f"{name}={value}: {effect}.", mend=(f"`unset {name}`",))
 
 
-CHECKS: tuple[Check[Facts], ...] = (
+HOST_CHECKS: tuple[Check[Facts], ...] = (
     compile_support,
     shm_full,
     file_limit,
@@ -231,3 +232,10 @@ CHECKS: tuple[Check[Facts], ...] = (
     host_memory,
     slow_variables,
 )
+
+CHECKS: tuple[Check[Facts], ...] = (*detected.CHECKS, *gpu_checks.CHECKS, *HOST_CHECKS)
+
+
+def examine(facts: Facts) -> tuple[Finding, ...]:
+    """What is wrong with the machine, worst first."""
+    return worst_first(finding for check in CHECKS for finding in check(facts))

@@ -9,12 +9,12 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import TextIO
 
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import open_regular
 from trainfit.doctor.finding import Finding, worst_first
 from trainfit.doctor.patterns import PATTERNS, Context, Pattern
 from trainfit.doctor.patterns.pattern import Sign
 from trainfit.doctor.patterns.training import FP16
-from trainfit.errors import BadInput, reason
-from trainfit.files import open_regular
 
 _BLOCK = 1 << 20
 _MOST = 1000

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
-from trainfit.doctor import machine, runs
+from trainfit.doctor import host_checks, run_checks
 from trainfit.doctor.finding import Check, Fault
 from trainfit.doctor.patterns import PATTERNS
 
@@ -23,11 +23,11 @@ for those of a run. The steps are in the order to try them; `key=value` words go
 def troubleshooting() -> str:
     """The page."""
     parts = [_HEAD]
-    parts.append(_section("The machine", _with_looks(machine.CHECKS)))
+    parts.append(_section("The machine", _with_looks(host_checks.CHECKS)))
     parts.append(
         _section("A log", ((pattern.fault, f"Like: `{pattern.like}`") for pattern in PATTERNS))
     )
-    parts.append(_section("A run", _with_looks(runs.CHECKS)))
+    parts.append(_section("A run", _with_looks(run_checks.CHECKS)))
     return "\n".join(parts)
 
 

@@ -11,10 +11,13 @@ spread over the ranks (sharding.py) talks in every layer; all else is said here 
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from types import FrameType
 
 import torch
 import torch.distributed as dist
@@ -22,8 +25,8 @@ from torch import Tensor, nn
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
-from trainfit.engine.watch import Watch
-from trainfit.errors import RunFailed, TrainfitError
+from trainfit.core.errors import RunFailed, TrainfitError
+from trainfit.engine.watchdog import Watch
 
 _MEET = timedelta(minutes=30)
 """As long as torch itself waits: one rank may plan while the others come to the meeting."""
@@ -227,3 +230,74 @@ def gather(world: World, text: str) -> list[str]:
         part[: int(size) - 1].numpy().tobytes().decode()
         for part, size in zip(parts, sizes, strict=True)
     ]
+
+
+_Gap = tuple[torch.cuda.Event, torch.cuda.Event, float]
+
+
+class Waits:
+    """Adds up the waits of a window of steps."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._on_gpu = device.type == "cuda"
+        self._seconds = 0.0
+        self._last: torch.cuda.Event | None = None
+        self._gaps: list[_Gap] = []
+
+    def begin(self, waited: float) -> None:
+        """A step begins, for whose data the loop has waited so long."""
+        if not self._on_gpu:
+            self._seconds += waited
+        elif self._last is not None:
+            self._gaps.append((self._last, _mark(), waited))
+
+    def end(self) -> None:
+        """The work of the step is under way."""
+        if self._on_gpu:
+            self._last = _mark()
+
+    def take(self) -> float:
+        """The seconds since the last call; everything must have been computed."""
+        for end, begin, waited in self._gaps:
+            idle = end.elapsed_time(begin) / 1e3
+            self._seconds += min(waited, idle)
+        seconds, self._seconds = self._seconds, 0.0
+        self._last, self._gaps = None, []
+        return seconds
+
+
+def _mark() -> torch.cuda.Event:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+@dataclass(slots=True)
+class StopRequest:
+    """The signal that asked, if one has."""
+
+    name: str | None = None
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """Note the signals instead of dying of them, for the length of a block.
+
+    Only the main thread may do so; in another one the request stays empty.
+    """
+    request = StopRequest()
+
+    def note(number: int, _frame: FrameType | None) -> None:
+        if request.name is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        request.name = signal.Signals(number).name
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request
+        return
+    before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

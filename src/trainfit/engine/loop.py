@@ -11,22 +11,21 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from trainfit.data.loading import LoadedStep
-from trainfit.engine import beginning
-from trainfit.engine.distributed import joined
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.records import RunResult, RuntimeSettings, TrainTask
+from trainfit.data.batches import LoadedStep
+from trainfit.engine import setup
+from trainfit.engine.checkpoint import frozen_checksum
+from trainfit.engine.distributed import StopRequest, joined, stop_on_signals
 from trainfit.engine.evaluation import evaluate
-from trainfit.engine.journal import Journal, Tracker
-from trainfit.engine.named_tensors import frozen_checksum
 from trainfit.engine.observers import Observer, TrainRow, plain_line
-from trainfit.engine.opening import opening_lines
 from trainfit.engine.recovery import CannotGoOn, NotFinite, Parts, take_step
-from trainfit.engine.run_lock import writing
+from trainfit.engine.relaunch import writing
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
+from trainfit.engine.setup import opening_lines
 from trainfit.engine.sharded_step import MustRestart, take_sharded_step
-from trainfit.engine.signals import StopRequest, stop_on_signals
-from trainfit.errors import BadInput, RunFailed
-from trainfit.records import RunResult, RuntimeSettings, TrainTask
+from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runtime import applied
 
 
@@ -57,13 +56,13 @@ def train(
         stack.enter_context(writing(run, world))
         request = stack.enter_context(stop_on_signals())
         stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))
-        model = beginning.build_model(task)
+        model = setup.build_model(task)
         frozen = frozen_checksum(model)
-        parts = beginning.build_parts(task, settings, model, world, device)
+        parts = setup.build_parts(task, settings, model, world, device)
         stack.enter_context(closing(parts.loader))
         if world.size > 1:  # the same weights, and then to each rank its own dropout
             stack.enter_context(applied(RuntimeSettings(seed=settings.seed + world.rank)))
-        start = beginning.place(parts, run, frozen, resume=resume)
+        start = setup.place(parts, run, frozen, resume=resume)
         first = world.first
         session = Session(
             parts=parts,

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.optim.adamw import adamw
 
+from trainfit.core.errors import BadInput
+from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import once, retried
 from trainfit.engine.settings import OptimizerSettings
-from trainfit.engine.sharding import local
-from trainfit.errors import BadInput
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -177,3 +177,15 @@ def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, An
             raise
 
     retried(work)
+
+
+def take_workspaces() -> None:
+    """Multiply once on torch's default device, forward and backward.
+
+    cuBLAS takes a workspace for each thread that calls it, here the program's and autograd's, with
+    the thread's first product, and keeps it. In the middle of a step that is a piece of whatever
+    large block is free, and the rest of its segment can never be given back: with a GPT's logits
+    more than a gigabyte. Taken first, it has a segment of its own.
+    """
+    one = torch.ones(8, 8, requires_grad=True)
+    (one @ one).sum().backward()  # type: ignore[no-untyped-call]

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainfit.records import Record
+from trainfit.core.records import Record
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,16 +13,15 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from trainfit.data.loading import Batch, LoadedStep, StepLoader, to_device
+from trainfit.core.errors import OutOfMemory, RunFailed
+from trainfit.core.records import TrainTask
+from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
 from trainfit.engine import random_state
 from trainfit.engine.distributed import Verdict, World, fill_gradients, sum_gradients, vote
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
-from trainfit.engine.precision import LossScale
 from trainfit.engine.settings import LoopSettings
-from trainfit.engine.step import StepNumbers, accumulate, finish, out_of_graphs
-from trainfit.errors import OutOfMemory, RunFailed
-from trainfit.records import TrainTask
+from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
 
 
 class CannotGoOn(RunFailed):

@@ -10,25 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from trainfit.data.loading import LoadedStep
+from trainfit.core.records import Event, RunResult
+from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, random_state
 from trainfit.engine.background import Background, on_host
-from trainfit.engine.distributed import first_writes, gather
+from trainfit.engine.checkpoint import find_nonfinite, model_tensors, optimizer_tensors
+from trainfit.engine.distributed import Waits, first_writes, gather
 from trainfit.engine.evaluation import is_better, lost
-from trainfit.engine.journal import Journal
 from trainfit.engine.memory_errors import retried
-from trainfit.engine.named_tensors import find_nonfinite, model_tensors, optimizer_tensors
-from trainfit.engine.observers import Observer, TrainRow, as_scalars, make_row
-from trainfit.engine.progress import Progress, Window
+from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
 from trainfit.engine.readings import Reading, Readings
 from trainfit.engine.recovery import STEADIER, CannotGoOn, NotFinite, Parts, Taken
 from trainfit.engine.relaunch import Otherwise
-from trainfit.engine.schedule import rate_factor
-from trainfit.engine.waits import Waits
-from trainfit.measuring.looking import is_due, looking
-from trainfit.measuring.memory import GIB, MemoryTracker
+from trainfit.engine.settings import rate_factor
+from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
-from trainfit.records import Event, RunResult
+from trainfit.measuring.timing import GIB, MemoryTracker
+from trainfit.runs.event_log import Journal
 from trainfit.runtime import compile_seconds
 
 

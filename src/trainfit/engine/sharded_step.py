@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from trainfit.data.loading import LoadedStep, to_device
+from trainfit.core.errors import OutOfMemory
+from trainfit.data.batches import LoadedStep, to_device
 from trainfit.engine.distributed import Verdict, lost_rank, sum_over_ranks, vote
+from trainfit.engine.fsdp import joined_norm, synchronised
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.recovery import Parts, Taken, nothing_finer
 from trainfit.engine.relaunch import Otherwise, restarts_left
-from trainfit.engine.sharding import joined_norm, synchronised
 from trainfit.engine.step import accumulate, finish
-from trainfit.errors import OutOfMemory
 
 
 class MustRestart(OutOfMemory):

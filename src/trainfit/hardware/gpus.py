@@ -7,13 +7,12 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from trainfit.catalogue import GpuSpec, lookup
-from trainfit.errors import TrainfitWarning
-from trainfit.hardware.capability import Dtypes, native_dtypes, parse_capability
+from trainfit.core.errors import TrainfitWarning
+from trainfit.core.records import Gpu, GpuState
+from trainfit.hardware.catalogue import GpuSpec, lookup
 from trainfit.hardware.host import GIB
-from trainfit.hardware.nvml import NvmlGpu
+from trainfit.hardware.nvml import Dtypes, NvmlGpu, native_dtypes, parse_capability
 from trainfit.hardware.torch_probe import TorchDevice
-from trainfit.records import Gpu, GpuState
 
 _SLICE_NAME = re.compile(r" MIG (\S+)$")
 

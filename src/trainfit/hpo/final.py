@@ -17,20 +17,17 @@ from typing import Any
 import yaml
 from optuna.trial import FrozenTrial
 
-from trainfit import codec
 from trainfit.conf import Composed
-from trainfit.errors import RunFailed
-from trainfit.files import write_whole
-from trainfit.hpo.desk import REASON
-from trainfit.hpo.figures import figures_of, write_figures
+from trainfit.core import codec
+from trainfit.core.errors import RunFailed, redact_values, redact_words
+from trainfit.core.files import write_whole
+from trainfit.core.records import Record
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.setting import configure
-from trainfit.hpo.space import as_words
-from trainfit.hpo.status import best_of, count_states
+from trainfit.hpo.search_space import as_words
+from trainfit.hpo.status import best_of, count_states, figures_of, write_figures
 from trainfit.hpo.studies import OpenStudy
-from trainfit.hpo.workers import beating, is_gone, this_worker
-from trainfit.records import Record
-from trainfit.redaction import redact_values, redact_words
+from trainfit.hpo.study_settings import configure
+from trainfit.hpo.trial_queue import REASON, beating, is_gone, this_worker
 
 _FINAL, _CLAIM = "final", "final_claim"
 

@@ -14,14 +14,15 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from trainfit.engine.signals import stop_on_signals
-from trainfit.errors import BadInput, RunFailed
-from trainfit.hardware.cpu import allowed_by_affinity
+from trainfit.core.errors import BadInput, RunFailed, redact
+from trainfit.engine.distributed import StopRequest, stop_on_signals
+from trainfit.hardware.host import allowed_by_affinity
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.setting import STORAGE, Setting
 from trainfit.hpo.studies import OpenStudy
+from trainfit.hpo.study_settings import STORAGE, Setting
+from trainfit.hpo.trial_queue import Claim, Desk, Outcome, beating
 
 COMMAND = (sys.executable, "-m", "trainfit")
 _POLL = 0.5
@@ -140,3 +141,70 @@ def _verdict(codes: Sequence[int | None], asked: bool, logs: Path) -> Literal["d
 def _last_line(path: Path) -> str:
     lines = path.read_text(errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
+
+
+_TRIAL_POLL = 1.0
+"""Seconds between two looks for a trial that a dead worker left."""
+
+Run = Callable[[Claim], Outcome]
+Tell = Callable[[int, dict[str, Any], Outcome], None]
+"""Told of each trial that ended: its number, its parameters, and how."""
+
+
+def work(
+    desk: Desk, run: Run, *, parent: int | None = None, tell: Tell | None = None
+) -> Literal["done", "stopped"]:
+    """Run trials until none is left; `parent` is the process without which there is no point."""
+    with stop_on_signals() as request:
+        while request.name is None:
+            claim = desk.claim()
+            if claim == "done":
+                return "done"
+            if claim == "wait":
+                _wait(request, parent)
+            elif _work_on(desk, claim, run, request, parent, tell) == "stopped":
+                return "stopped"
+    return "stopped"
+
+
+def _wait(request: StopRequest, parent: int | None) -> None:
+    if parent is not None and os.getppid() != parent:
+        request.name = "SIGTERM"
+    else:
+        time.sleep(_TRIAL_POLL)
+
+
+def _is_asked(request: StopRequest) -> bool:
+    """Whether a signal has come, which it does behind the back of whoever reads the code."""
+    return request.name is not None
+
+
+def _work_on(
+    desk: Desk,
+    claim: Claim,
+    run: Run,
+    request: StopRequest,
+    parent: int | None,
+    tell: Tell | None,
+) -> str:
+    if _is_asked(request):  # while the trial was being claimed
+        desk.tell(claim.trial, Outcome(kind="stopped"))
+        return "stopped"
+    try:
+        with beating(lambda: desk.beat(claim.trial), desk.hpo.heartbeat, parent):
+            outcome = run(claim)
+    except KeyboardInterrupt:
+        desk.tell(claim.trial, Outcome(kind="stopped"))
+        return "stopped"
+    except Exception as error:
+        if _is_asked(request):  # a Ctrl-C reaches helper processes too, which die of it
+            desk.tell(claim.trial, Outcome(kind="stopped"))
+            return "stopped"
+        reason = f"{type(error).__name__}: {(redact(str(error)).splitlines() or [''])[0]}"
+        desk.tell(claim.trial, Outcome(kind="failed", reason=reason))
+        raise
+    if not desk.tell(claim.trial, outcome):
+        outcome = Outcome(kind="lost", reason="another worker has it")
+    if tell is not None:
+        tell(claim.trial.number, claim.params, outcome)
+    return outcome.kind

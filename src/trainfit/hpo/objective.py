@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trainfit.conf import Composed
+from trainfit.core.errors import BadInput, did_you_mean
+from trainfit.core.records import HardwareProfile, Plan, RunResult
 from trainfit.engine.observers import Observer
-from trainfit.errors import BadInput, did_you_mean
-from trainfit.records import HardwareProfile, Plan, RunResult
 
 MINIMISED = ("loss", "val_loss")
 """Metrics of which less is better."""
@@ -70,9 +70,9 @@ def open_objective(
 ) -> Objective:
     """The job of a configuration; `share` is what it may take of the GPU's memory."""
     if composed.task == "gpt":
-        from trainfit.hpo.gpt import GptObjective
+        from trainfit.hpo.gpt_objective import GptObjective
 
         return GptObjective(composed, metric, share=share, show=show)
-    from trainfit.hpo.encoder import EncoderObjective
+    from trainfit.hpo.encoder_objective import EncoderObjective
 
     return EncoderObjective(composed, metric, share=share, show=show)

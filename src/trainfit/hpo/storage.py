@@ -30,8 +30,7 @@ from sqlalchemy.exc import (
     SQLAlchemyError,
 )
 
-from trainfit.errors import MALFORMED, BadInput, RunFailed, reason
-from trainfit.redaction import redact_word
+from trainfit.core.errors import MALFORMED, BadInput, RunFailed, reason, redact_word
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120

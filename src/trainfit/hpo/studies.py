@@ -11,16 +11,22 @@ from typing import Any
 import optuna
 from optuna import Study
 
-from trainfit import codec
-from trainfit.conf.hpo import Dimension
-from trainfit.errors import BadInput, did_you_mean
-from trainfit.files import write_whole
-from trainfit.hpo.desk import Desk, quiet
+from trainfit.conf.search_space_files import Dimension
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, did_you_mean
+from trainfit.core.files import write_whole
 from trainfit.hpo.objective import Objective, check_metric, is_greater_better
-from trainfit.hpo.pruning import make_pruner, note_on, steps_per_fold
-from trainfit.hpo.setting import Setting, read_setting
-from trainfit.hpo.space import Space, defaults, fit_space
+from trainfit.hpo.search_space import (
+    Space,
+    defaults,
+    fit_space,
+    make_pruner,
+    note_on,
+    steps_per_fold,
+)
 from trainfit.hpo.storage import Database, open_database
+from trainfit.hpo.study_settings import Setting, read_setting
+from trainfit.hpo.trial_queue import Desk, quiet
 
 ABOUT = "trainfit"
 """The study's attribute that says what its trials are of."""

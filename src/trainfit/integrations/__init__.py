@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainfit.integrations.hf_trainer import TrainfitCallback
     from trainfit.integrations.lightning_callback import TrainfitLightningCallback
-    from trainfit.integrations.oom import oom_advice
+    from trainfit.integrations.meter import oom_advice
 
 _PLACES = {
     "TrainfitCallback": "hf_trainer",

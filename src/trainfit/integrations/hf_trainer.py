@@ -8,11 +8,9 @@ from typing import Any, Self
 
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
-from trainfit.integrations.meter import Meter
-from trainfit.integrations.observing import Observing
-from trainfit.integrations.oom import oom_advice
-from trainfit.measuring.observing import WARM_UP
-from trainfit.records import Receipt
+from trainfit.core.records import Receipt
+from trainfit.integrations.meter import Meter, Observing, oom_advice
+from trainfit.measuring.observe import WARM_UP
 
 
 class TrainfitCallback(TrainerCallback):

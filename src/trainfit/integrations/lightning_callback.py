@@ -5,12 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from trainfit.errors import BadInput
-from trainfit.integrations.meter import Meter
-from trainfit.integrations.observing import Observing
-from trainfit.integrations.oom import add_advice
-from trainfit.measuring.observing import WARM_UP
-from trainfit.records import Receipt
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Receipt
+from trainfit.integrations.meter import Meter, Observing, add_advice
+from trainfit.measuring.observe import WARM_UP
 
 try:
     from lightning.pytorch import Callback

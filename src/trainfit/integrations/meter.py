@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from trainfit.core.records import Receipt
+from trainfit.doctor import diagnose_text
 from trainfit.hardware.gpus import known_spec
-from trainfit.integrations.work import ModelWork, work_of
-from trainfit.measuring.memory import GIB, MemoryTracker
+from trainfit.integrations.flops import ModelWork, work_of
+from trainfit.measuring.observe import Observation, observe
+from trainfit.measuring.timing import GIB, MemoryTracker
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
@@ -138,3 +145,58 @@ def known_peak(precision: str) -> float | None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     spec = known_spec(properties.name, properties.total_memory / GIB)
     return None if spec is None else spec.peak_tflops(precision)
+
+
+RECEIPT = "trainfit_receipt.json"
+
+
+class Observing:
+    """Observes one training after another, and keeps the last one's receipt."""
+
+    def __init__(self, warm_up: int) -> None:
+        """Look at the step after `warm_up` ones."""
+        self._warm_up = warm_up
+        self._under_way = ExitStack()
+        self._seen: Observation | None = None
+        weakref.finalize(self, self._under_way.close)
+
+    def let_go(self) -> None:
+        """Of what was under way when an error ended it."""
+        self._under_way.close()
+        self._seen = None
+
+    def begin(self) -> None:
+        """Observe from now on."""
+        self.let_go()
+        self._seen = self._under_way.enter_context(observe(warm_up=self._warm_up))
+
+    def end(self, folder: Path, *, write: bool) -> Receipt | None:
+        """The receipt, written to `folder`; None for a training that was too short to look at."""
+        self._under_way.close()
+        if self._seen is None or self._seen.receipt is None:
+            return None
+        receipt = replace(self._seen.receipt, run=str(folder))
+        if write:
+            receipt.save(folder / RECEIPT)
+        return receipt
+
+
+_HEAD = "trainfit:"
+
+
+@contextmanager
+def oom_advice() -> Iterator[None]:
+    """Let errors through with the doctor's advice as a note, which Python prints below them."""
+    try:
+        yield
+    except Exception as error:
+        add_advice(error)
+        raise
+
+
+def add_advice(error: BaseException) -> None:
+    """Note what the doctor knows of this error, once."""
+    if any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
+        return
+    for finding in diagnose_text(f"{type(error).__name__}: {error}"):
+        error.add_note(f"{_HEAD} {finding.title} ({finding.evidence})\n{finding.mend}")

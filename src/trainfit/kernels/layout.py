@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trainfit.errors import BadInput
+from trainfit.core.errors import BadInput
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,28 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from trainfit.kernels.packed_tiles import find_sequence, load_rows, row_pointers
+
+@triton.jit
+def find_sequence(starts):
+    """Where this program's sequence begins, and its length."""
+    index = tl.program_id(1)
+    start = tl.load(starts + index)
+    return start, tl.load(starts + index + 1) - start
+
+
+@triton.jit
+def row_pointers(tensor, start, rows, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
+    """To rows of one head of a sequence in a `[tokens, heads, d]` tensor."""
+    first = tensor + (start.to(tl.int64) * HEADS + head) * HEAD
+    return first + rows[:, None] * (HEADS * HEAD) + tl.arange(0, HEAD)[None, :]
+
+
+@triton.jit
+def load_rows(tensor, start, rows, count, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
+    """Rows of one head of a sequence; zeros beyond its end."""
+    pointers = row_pointers(tensor, start, rows, head, HEADS, HEAD)
+    return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
+
 
 BLOCK = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}
 """Tokens of a tile by the size of a head: a large head leaves few registers."""

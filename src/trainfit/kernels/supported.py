@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from trainfit.core.errors import BadInput
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
 
 MODEL_TYPE = "deberta-v2"
 """What transformers calls DeBERTa-v3 too."""
@@ -28,3 +36,48 @@ def model_obstacle(fields: dict[str, Any]) -> str | None:
         return "its config does not say how large a head is"
     head = width // heads
     return None if head in _HEADS else f"it has heads of {head}"
+
+
+_GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "in_place": False}
+_NORMS: dict[str, dict[str, Any]] = {
+    "gemma": _GEMMA,
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "llama": {},
+    "mistral": {},
+    "qwen2": {},
+    "qwen3": {},
+}
+"""By family, how its norm is computed: Gemma's weights are stored less 1."""
+
+
+def obstacle(model_type: str) -> str | None:
+    """Why Liger has nothing for a family of models; None: it has."""
+    return None if model_type in _NORMS else f"Liger has no layers for {model_type}"
+
+
+def is_installed() -> bool:
+    """Whether liger-kernel can be found; that its kernels run is another matter."""
+    return find_spec("liger_kernel") is not None
+
+
+def use_liger(model: PreTrainedModel) -> None:
+    """Have the model's norms and feed-forwards computed by Liger's kernels; the weights stay."""
+    kind = model.config.model_type
+    if reason := obstacle(kind):
+        raise BadInput(reason, "set optimization.liger to false")
+    try:
+        patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
+    except ImportError as error:
+        raise BadInput(
+            f"liger-kernel cannot be imported ({error})",
+            "pip install liger-kernel, or set optimization.liger to false",
+        ) from error
+    for module in model.modules():
+        layer = type(module).__name__
+        if layer.endswith("RMSNorm"):
+            patches._patch_rms_norm_module(module, **_NORMS[kind])
+        elif layer.endswith("MLP") and kind.startswith("gemma"):
+            patches._patch_geglu_module(module)
+        elif layer.endswith("MLP"):
+            patches._patch_swiglu_module(module, patches.LigerSwiGLUMLP)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from trainfit.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, TrainfitWarning
 
 if TYPE_CHECKING:
     import torch

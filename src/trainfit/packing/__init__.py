@@ -5,12 +5,11 @@ cuts = ladder(lengths, effective_batch, cap_tokens)         # cuts[0], then for 
 for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
 """
 
-from trainfit.packing.cutting import Cut, coarser_cuts, cut_step, ladder
-from trainfit.packing.dealing import deal_steps, share_step
-from trainfit.packing.microbatch import Fill, MicroBatch, measure_fill
-from trainfit.packing.packed import PackedCut, fit_budget
+from trainfit.packing.cut_ladder import Cut, coarser_cuts, cut_step, ladder
+from trainfit.packing.packed import Fill, MicroBatch, PackedCut, fit_budget, measure_fill
 from trainfit.packing.padded import PaddedCut, fit_padded
 from trainfit.packing.rows import row_offsets, row_positions
+from trainfit.packing.steps import deal_steps, share_step
 
 __all__ = [
     "Cut",

@@ -3,22 +3,78 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
 
-from trainfit.packing.dealing import emptiest_first, sample_parts
-from trainfit.packing.lengths import (
+from trainfit.core.records import Record
+from trainfit.packing.steps import (
     IntArray,
     Lengths,
     check_fits,
     check_lengths,
     check_whole,
     divide_up,
+    emptiest_first,
     round_up,
+    sample_parts,
 )
-from trainfit.packing.microbatch import MicroBatch
-from trainfit.records import Record
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MicroBatch(Record):
+    """Sequences that go through the model together, and the shape they go in.
+
+    A packed one has a single row that holds the sequences end to end; a padded one has a row for
+    each. One without sequences is all filler: it keeps the ranks in step.
+    """
+
+    sequences: tuple[int, ...]
+    tokens: int
+    """Tokens of the sequences, without filler or padding."""
+    rows: int
+    width: int
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens in a row, as the model sees them."""
+        return self.rows, self.width
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fill(Record):
+    """How much of what the model computes is real."""
+
+    micro_batches: int
+    shapes: int
+    """Distinct ones: each is compiled once."""
+    tokens: int
+    capacity: int
+    """Tokens with filler and padding."""
+
+    @property
+    def fill(self) -> float:
+        """The share of real tokens."""
+        return self.tokens / self.capacity if self.capacity else 1.0
+
+    @property
+    def padding(self) -> float:
+        """The share of filler or padding."""
+        return 1.0 - self.fill
+
+
+def measure_fill(micro_batches: Iterable[MicroBatch]) -> Fill:
+    """How well these micro-batches fill their shapes."""
+    count = tokens = capacity = 0
+    shapes = set()
+    for batch in micro_batches:
+        count += 1
+        tokens += batch.tokens
+        capacity += batch.rows * batch.width
+        shapes.add(batch.shape)
+    return Fill(micro_batches=count, shapes=len(shapes), tokens=tokens, capacity=capacity)
+
 
 # Steps that may need a micro-batch more than planned, before all are planned with one more.
 _EXCEPTIONS = 0.02

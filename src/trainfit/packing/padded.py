@@ -9,17 +9,17 @@ from typing import Self
 
 import numpy as np
 
-from trainfit.packing.dealing import sample_parts
-from trainfit.packing.lengths import (
+from trainfit.core.records import Record
+from trainfit.packing.packed import MicroBatch
+from trainfit.packing.steps import (
     IntArray,
     Lengths,
     check_fits,
     check_lengths,
     check_whole,
     round_up,
+    sample_parts,
 )
-from trainfit.packing.microbatch import MicroBatch
-from trainfit.records import Record
 
 # What starting a micro-batch costs, in tokens: cutting finer must save more padding than that.
 _START_COST = 256

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.errors import BadInput
-from trainfit.packing.lengths import check_whole, divide_up
+from trainfit.core.errors import BadInput
+from trainfit.packing.steps import check_whole, divide_up
 
 
 def row_offsets(

@@ -17,14 +17,13 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from trainfit import cached
-from trainfit.errors import RunFailed, TrainfitError
-from trainfit.files import keeps_cache
-from trainfit.planning import kept
-from trainfit.planning.probing import folder_content
-from trainfit.planning.question import Choice, Question
-from trainfit.planning.rules import lacks
-from trainfit.records import HardwareProfile, Precision, Record
+from trainfit.core import caches
+from trainfit.core.errors import RunFailed, TrainfitError
+from trainfit.core.files import keeps_cache
+from trainfit.core.records import HardwareProfile, Precision, Record
+from trainfit.planning.estimator import estimate
+from trainfit.planning.estimator.probes import folder_content
+from trainfit.planning.question import Choice, Question, lacks
 
 CLEAR = 1.05
 """How many times as fast a choice must be to win: less is within the noise."""
@@ -89,7 +88,9 @@ def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoic
         return _fp32(usual, "this CPU has no native bf16")
     request = _request(question, usual.value, ranks, fewer=free)
     asked = request.to_json(indent=None)
-    place = kept.place("steps", profile.cpu.to_json(), folder_content(question.arguments), asked)
+    place = estimate.place(
+        "steps", profile.cpu.to_json(), folder_content(question.arguments), asked
+    )
     found = _timed(place, asked)
     if found.error is not None:
         return _fp32(usual, found.error)
@@ -178,7 +179,7 @@ def _request(question: Question, threads: int, ranks: int, *, fewer: bool) -> St
 @lru_cache(maxsize=64)
 def _timed(place: Path, asked: str) -> StepTimes:
     """The times that are kept at a place; those of the first to write them count for all."""
-    found = cached.read(StepTimes, place)
+    found = caches.read(StepTimes, place)
     if found is not None:
         return found
     if not keeps_cache():
@@ -188,8 +189,8 @@ def _timed(place: Path, asked: str) -> StepTimes:
     except TrainfitError as error:
         return StepTimes(error=f"no step could be timed: {error.what}")
     if not place.exists():
-        cached.write(place, times)
-    return cached.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
+        caches.write(place, times)
+    return caches.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
 
 
 def time_steps(asked: str) -> StepTimes:

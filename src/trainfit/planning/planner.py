@@ -12,25 +12,8 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from trainfit import cached, codec
-from trainfit.catalogue import GpuSpec, find
-from trainfit.hardware import as_if
-from trainfit.hardware.gpus import catalogue_gpu
-from trainfit.packing import Cut, PackedCut, PaddedCut
-from trainfit.planning import kept
-from trainfit.planning.advice import what_would_fit
-from trainfit.planning.basis import Basis, basis_for, target_for
-from trainfit.planning.compiling import decide_compile, may_compile
-from trainfit.planning.cpu_choice import choose
-from trainfit.planning.fitting import Candidate, Cutting, Fitter, Speed
-from trainfit.planning.memory import Target, start
-from trainfit.planning.probing import folder_content
-from trainfit.planning.promises import memory_of, time_of
-from trainfit.planning.question import Question
-from trainfit.planning.reasons import reasons_for
-from trainfit.planning.spreading import room_gained, spread
-from trainfit.planning.weighing import fitter_for, held_back, modes_of, weigh
-from trainfit.records import (
+from trainfit.core import caches, codec
+from trainfit.core.records import (
     Gpu,
     GpuState,
     HardwareProfile,
@@ -40,6 +23,27 @@ from trainfit.records import (
     RuntimeSettings,
     TaskSpec,
 )
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.hardware.gpus import catalogue_gpu
+from trainfit.packing import Cut, PackedCut, PaddedCut
+from trainfit.planning.compile_choice import decide_compile, may_compile
+from trainfit.planning.cpu_choice import choose
+from trainfit.planning.cuts import (
+    Basis,
+    basis_for,
+    fitter_for,
+    held_back,
+    modes_of,
+    target_for,
+    weigh,
+)
+from trainfit.planning.estimator import estimate
+from trainfit.planning.estimator.estimate import Target, start
+from trainfit.planning.estimator.probes import folder_content, room_gained, spread
+from trainfit.planning.explain import memory_of, reasons_for, time_of, what_would_fit
+from trainfit.planning.fit import Candidate, Cutting, Fitter, Speed
+from trainfit.planning.question import Question
 
 _SAMPLE = 256
 _SM_STEP = 48
@@ -59,8 +63,8 @@ def plan(
     """
     gpu = profile.gpus[0] if profile.gpus else None
     target = target_for(profile, gpu, memory_gib)
-    place = kept.place("plans", *_asked(question, profile, target, ranks, measured))
-    found = cached.read(Plan, place)
+    place = estimate.place("plans", *_asked(question, profile, target, ranks, measured))
+    found = caches.read(Plan, place)
     if found is not None:
         return found
     start(2)
@@ -73,7 +77,7 @@ def plan(
         fitter = fitter_for(question, basis, (roomy,))
         shared = _planned(question, profile, basis, fitter, 0, roomy, ranks, measured, exact=True)
         made = spread(shared, gained) if shared.fits else made
-    cached.write(place, made)
+    caches.write(place, made)
     return made
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainfit.records import Record, Scalar, Workload
+from trainfit.core.records import Cpu, Gpu, Precision, Record, Scalar, Workload
+from trainfit.hardware.catalogue import GpuSpec, find
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,3 +63,62 @@ class Choice:
     def __iter__(self) -> Iterator[Any]:
         """For unpacking into value, why and alternatives."""
         return iter((self.value, self.why, self.alternatives))
+
+
+# Presets by the least memory (GiB, as a program sees it) that they were written for. A 16 GB card
+# shows 14.5 to 16, a 24 GB one 22 to 24 or 25.8 in decimal GB, and neither may fall into another
+# row; where a size has several rows the cautious one stands here.
+_BY_MEMORY = (
+    (139.0, "h200"),
+    (79.0, "h100"),
+    (44.0, "a40"),
+    (39.0, "a100"),
+    (30.0, "rtx_5090"),
+    (21.5, "gpu_3090"),
+    (14.0, "t4"),
+    (0.0, "gpu_low_mem"),
+)
+MAX_WORKERS = 8
+GB_PER_WORKER = 3
+
+
+def preset_for_memory(memory_gib: float, native_bf16: bool = False) -> str:
+    """The cautious preset for a GPU of which only the memory is known."""
+    name = next(name for least, name in _BY_MEMORY if memory_gib >= least)
+    return "rtx_4080" if name == "t4" and native_bf16 else name
+
+
+def workers(cores: int, gpu_memory_gb: float | None) -> int:
+    """Loader processes: two cores are left for the training process itself."""
+    limits = [cores - 2, MAX_WORKERS]
+    if gpu_memory_gb is not None:
+        limits.append(math.ceil(gpu_memory_gb) // GB_PER_WORKER)  # the box says 24, a program 23.5
+    return max(0, min(limits))
+
+
+def preset_for(gpu: Gpu | None) -> tuple[str, str]:
+    """The preset written for a GPU, or the cautious one for its memory; and why that one."""
+    if gpu is None:
+        return "cpu", "no GPU that torch can use"
+    spec = None if gpu.slug is None else find(gpu.slug)
+    advice = _advice(spec)
+    if spec is not None and spec.preset is not None:
+        return spec.preset, f"written for {gpu.name}{advice}"
+    name = preset_for_memory(gpu.memory_gib, gpu.native_bf16)
+    return name, f"the cautious preset for {gpu.memory_gib:.1f} GiB ({gpu.name}){advice}"
+
+
+def _advice(spec: GpuSpec | None) -> str:
+    if spec is None or spec.batch_advice is None:
+        return ""
+    low, high = spec.batch_advice
+    return f"; the tuning guide's batch for a small GPT is {low} to {high}"
+
+
+def lacks(precise: Precision, cpu: Cpu, gpu: Gpu | None) -> str | None:
+    """Why the GPU, or without one the CPU, cannot multiply in a precision; None: it can."""
+    if gpu is None:
+        able = precise == "fp32" or (precise == "bf16" and cpu.native_bf16)
+        return None if able else "this CPU does not multiply it"
+    able = {"bf16": gpu.native_bf16, "fp16": gpu.fp16}.get(precise, True)
+    return None if able else f"compute capability {gpu.compute_capability} has none"

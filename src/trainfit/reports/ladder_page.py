@@ -8,11 +8,11 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.files import write_output
-from trainfit.reports.ladder_plot import ladder_plot
-from trainfit.reports.numbers import MISSING, plain, shown
-from trainfit.tuning.ladder_records import BASELINE, Ladder, LadderStep
-from trainfit.tuning.records import Interval
+from trainfit.core.files import write_output
+from trainfit.reports.model import MISSING, plain, shown
+from trainfit.reports.plots import ladder_plot
+from trainfit.tuning.ladder.rungs import BASELINE, Ladder, LadderStep
+from trainfit.tuning.tuned_cache import Interval
 
 
 def ladder_page(ladder: Ladder) -> RenderableType:

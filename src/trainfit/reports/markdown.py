@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from trainfit.reports.figures import (
+from trainfit.reports.model import (
     Block,
     Chapter,
     Intervals,
@@ -15,8 +15,9 @@ from trainfit.reports.figures import (
     Remark,
     Stack,
     Table,
+    cell,
+    shown,
 )
-from trainfit.reports.numbers import cell, shown
 
 if TYPE_CHECKING:
     from trainfit.reports.report import Report

@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import TypeVar
 
 from trainfit import __version__
-from trainfit.engine import run_folder
-from trainfit.errors import MALFORMED, BadInput, TrainfitWarning
-from trainfit.files import write_output
-from trainfit.records import Record
-from trainfit.reports.figures import Block, Chapter, Headline, Remark, Section
-from trainfit.reports.numbers import shown
-from trainfit.reports.run_data import Run, read_run
-from trainfit.reports.sections.comparison import comparison, main_score
-from trainfit.reports.sections.curves import speed_section, training_section
-from trainfit.reports.sections.ladder import ladder_section
-from trainfit.reports.sections.promise import (
+from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
+from trainfit.core.files import write_output
+from trainfit.core.records import Record
+from trainfit.reports.model import Block, Chapter, Headline, Remark, Section, shown
+from trainfit.reports.sections.curves import comparison, main_score, speed_section, training_section
+from trainfit.reports.sections.run import (
+    device_of,
+    events_section,
     measured_memory,
+    model_of,
     plan_section,
     promise_section,
+    receipt_section,
     seconds_of,
+    setting,
     typical,
 )
-from trainfit.reports.sections.proof import events_section, receipt_section
 from trainfit.reports.sections.scores import scores_section
-from trainfit.reports.sections.setting import device_of, model_of, setting
-from trainfit.reports.sections.study import is_study, study_chapter
+from trainfit.reports.sections.study import is_study, ladder_section, study_chapter
+from trainfit.runs import run_folder
+from trainfit.runs.reader import Run, read_run
 
 _ROOT = Path("runs")
 T = TypeVar("T")

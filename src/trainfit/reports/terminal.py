@@ -11,9 +11,9 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.catalogue import GpuSpec
 from trainfit.conf import Composed
-from trainfit.records import Gpu, HardwareProfile, Measurements, Note, Recommendation
+from trainfit.core.records import Gpu, HardwareProfile, Measurements, Note, Recommendation
+from trainfit.hardware.catalogue import GpuSpec
 
 PLAIN_WIDTH = 110
 

@@ -5,8 +5,7 @@ it back; `applied` does both around a block. `compile_model` and `compile_blocks
 survive the compiler; `eagerly` sets what they made aside, `forget_compiled` drops it.
 """
 
-from trainfit.runtime.applying import applied, apply, undo
-from trainfit.runtime.compiling import (
+from trainfit.runtime.compile import (
     compile_blocks,
     compile_model,
     compile_seconds,
@@ -14,6 +13,7 @@ from trainfit.runtime.compiling import (
     forget_compiled,
     repeated_blocks,
 )
+from trainfit.runtime.switches import applied, apply, undo
 
 __all__ = [
     "applied",

@@ -7,7 +7,7 @@ import re
 import sys
 from contextlib import ExitStack
 
-from trainfit.records import Change
+from trainfit.core.records import Change
 
 # All three are honoured, and an older name wins over the newer one. So every variable that is there
 # is amended, and only where there is none is the new name used.

@@ -1,19 +1,17 @@
-"""The switches that are torch's own: one small function each.
-
-Every one sets its value, leaves in `restore` what puts the old one back, and returns what torch
-says afterwards, which is not always what was asked.
-"""
+"""Apply settings to this process, and take them back in the reverse order."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import random
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from trainfit.errors import BadInput
-from trainfit.records import Change
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Applied, Change, Plan, RuntimeSettings
+from trainfit.runtime import environment
 from trainfit.runtime.environment import cuda_started, has_segments, set_variable
 
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -179,3 +177,146 @@ def _cached() -> tuple[int, bool | None]:
         return cuda.memory_reserved(), None
     segments = cuda.memory_snapshot()
     return sum(s["total_size"] for s in segments), all(s["active_size"] for s in segments)
+
+
+_LEVEL = "fp32_precision"
+
+
+def tf32(on: bool, restore: ExitStack) -> Change:
+    """Let float32 matrix products and convolutions run in TF32 on the GPUs that have it."""
+    before = _reads()
+    _write_matmul(on, restore)
+    _write_cudnn(on, restore)
+    return Change(name="tf32", requested=on, before=before, after=_reads())
+
+
+def _reads() -> bool | str:
+    """Whether TF32 is on, or for what alone it is."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    parts = {"matmul": torch.backends.cuda.matmul, "conv": cudnn.conv, "rnn": cudnn.rnn}
+    on = [name for name, part in parts.items() if part.fp32_precision == "tf32"]
+    return bool(on) if len(on) in (0, len(parts)) else f"{' and '.join(on)} only"
+
+
+def _write_matmul(on: bool, restore: ExitStack) -> None:
+    import torch
+
+    backends: Any = torch.backends
+    above = {backends.cuda.matmul: (backends, backends.cudnn), backends.mkldnn.matmul: (backends,)}
+    for part, levels in above.items():
+        restore.callback(setattr, part, _LEVEL, _own(part, *levels))
+    for part in above:
+        part.fp32_precision = "ieee"  # now nothing contradicts the old flag, and it can be read
+    restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
+    # Not by way of set_float32_matmul_precision: its "medium" allows TF32 too, and its "high" would
+    # also lower the CPU's part, which stays exact here.
+    backends.cuda.matmul.allow_tf32 = on
+
+
+def _write_cudnn(on: bool, restore: ExitStack) -> None:
+    import torch
+
+    backends: Any = torch.backends
+    cudnn = backends.cudnn
+    value = "tf32" if on else "ieee"
+    flag = _cudnn_flag()
+    own = {part: _own(part, backends, cudnn) for part in (cudnn.conv, cudnn.rnn)}
+    # The old setter's off is "none" for conv and rnn, which follows this level. Inductor's
+    # convolutions ask it too.
+    restore.callback(setattr, cudnn, _LEVEL, _own(cudnn, backends))
+    cudnn.fp32_precision = value
+    # conv and rnn begin with a default that no setter can bring back (TF32, unless a level above
+    # says otherwise), so they are written only where they stand wrong.
+    if flag == on and all(part.fp32_precision == value for part in own):
+        return
+    for part, before in own.items():
+        restore.callback(setattr, part, _LEVEL, before)
+    restore.callback(setattr, cudnn, "allow_tf32", flag)
+    cudnn.allow_tf32 = on
+
+
+def _cudnn_flag() -> bool:
+    """The old flag of cuDNN, also where it contradicts the tree."""
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    try:
+        return bool(cudnn.allow_tf32)
+    except RuntimeError:  # torch's answer where the flag is not what conv and rnn say
+        return bool(cudnn.conv.fp32_precision != "tf32")
+
+
+def _own(part: Any, *above: Any) -> str:
+    """What `part` of the tree holds itself; "none" where it follows the levels `above`."""
+    seen = part.fp32_precision
+    with ExitStack() as probe:
+        for level in above:
+            probe.callback(setattr, level, _LEVEL, level.fp32_precision)
+            level.fp32_precision = "none"
+        own = part.fp32_precision
+    return str(own) if own == seen else "none"
+
+
+# A switch sets its value, leaves in the stack what puts the old one back, and tells what it reads
+# now. The order matters: the allocator is settled before anything could start CUDA, and the choice
+# of cuDNN's kernels by time gives way to determinism.
+_SWITCHES: dict[str, Callable[[Any, ExitStack], Change]] = {
+    "expandable_segments": environment.expandable_segments,
+    "deterministic": deterministic,
+    "cudnn_benchmark": cudnn_benchmark,
+    "tf32": tf32,
+    "num_threads": num_threads,
+    "attention": attention,
+    "seed": seed,
+    "empty_cache": empty_cache,
+}
+
+# The records are plain data, so what restores the old state is kept here, the latest last. It
+# belongs to the process, as the state does.
+_in_force: list[tuple[Applied, ExitStack]] = []
+
+
+def apply(settings: RuntimeSettings | Plan) -> Applied:
+    """Set every switch that `settings` names, or none of them when one cannot be set.
+
+    Read `Applied.changes` for what each switch reads now: a switch that could not be moved says
+    why in its note. Pass the result to `undo` to put everything back.
+    """
+    wanted = settings.runtime if isinstance(settings, Plan) else settings
+    with ExitStack() as restore:
+        asked = {name: getattr(wanted, name) for name in _SWITCHES}
+        asked["empty_cache"] = asked["empty_cache"] or None  # not to empty it asks for nothing
+        done = Applied(
+            changes=tuple(
+                _SWITCHES[name](value, restore)
+                for name, value in asked.items()
+                if value is not None
+            )
+        )
+        _in_force.append((done, restore.pop_all()))
+    return done
+
+
+def undo(done: Applied) -> None:
+    """Put back all that `done` changed, and before it whatever was applied since.
+
+    What was undone already, or was applied by another process, is left alone.
+    """
+    if not any(done is entry for entry, _ in _in_force):
+        return
+    latest = None
+    while latest is not done:
+        latest, restore = _in_force.pop()
+        restore.close()
+
+
+@contextmanager
+def applied(settings: RuntimeSettings | Plan) -> Iterator[Applied]:
+    """Apply `settings` for the length of a block, however the block ends."""
+    done = apply(settings)
+    try:
+        yield done
+    finally:
+        undo(done)

@@ -7,6 +7,7 @@ of their own, so that Ctrl-C is their parent's to handle.
 
 from __future__ import annotations
 
+import importlib
 import os
 import queue
 import shutil
@@ -18,14 +19,73 @@ import threading
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import Self, TextIO
 
-from trainfit.errors import RunFailed
-from trainfit.records import Plan
-from trainfit.tuning.child import READY, Request
-from trainfit.tuning.records import Candidate, Status, Trial, folder_prefix
+from trainfit.core.errors import RunFailed
+from trainfit.core.records import Plan, Record
+from trainfit.tuning.tuned_cache import Candidate, Status, Trial, folder_prefix
+
+READY = "ready"
+_LOOK_EVERY = 1.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request(Record):
+    """A trial to run."""
+
+    candidate: Candidate
+    steps: int
+    warm_up: int
+    most_seconds: float | None = None
+
+
+def main(modules: list[str]) -> None:
+    """Import what the trials need, say so, and answer."""
+    answers = _own_pipe()
+    _end_with_parent(os.getppid())
+    from trainfit.tuning.trial import run_trial
+
+    for module in modules:
+        importlib.import_module(module)
+    _say(answers, READY)
+    for line in sys.stdin:
+        request = Request.from_json(line, "the search")
+        trial = run_trial(
+            request.candidate,
+            steps=request.steps,
+            warm_up=request.warm_up,
+            most_seconds=request.most_seconds,
+        )
+        _say(answers, trial.to_json(indent=None))
+
+
+def _own_pipe() -> TextIO:
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    return answers
+
+
+def _say(answers: TextIO, line: str) -> None:
+    answers.write(line + "\n")
+    answers.flush()
+
+
+def _end_with_parent(parent: int) -> None:
+    """A parent that was killed cannot end its children, and a trial may hang."""
+
+    def look() -> None:
+        while os.getppid() == parent:
+            time.sleep(_LOOK_EVERY)
+        os._exit(1)
+
+    threading.Thread(target=look, name="parent", daemon=True).start()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
 
 START_SECONDS = 180.0
 """What the imports of a child may take, on a slow disk."""
@@ -127,7 +187,7 @@ class _Child:
         # What the parent can import, the child must find too.
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainfit.tuning.child", *modules],
+            [sys.executable, "-m", "trainfit.tuning.children", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,

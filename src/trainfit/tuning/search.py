@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
+from trainfit.core.records import Scalar
 from trainfit.measuring.timing import median_interval
-from trainfit.records import Scalar
 from trainfit.tuning.children import mode_of
-from trainfit.tuning.records import Candidate, Interval, Trial
+from trainfit.tuning.tuned_cache import Candidate, Interval, Trial
 
 WARM_UP = 4
 """Steps before the clock: CUDA graphs are recorded in the third."""

@@ -39,7 +39,7 @@ class _Waiting:
 
 def _observe(module: Any) -> None:
     try:
-        from trainfit.measuring.observing import observe_process
+        from trainfit.measuring.observe import observe_process
     except ImportError:  # another Python than trainfit's: the program runs as it is
         return
     observe_process(Path(_FOLDER) / f"{os.getpid()}.json", module)

@@ -6,10 +6,11 @@ as readable on a phone as on paper. The template turns these views into markup.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from trainfit.reports.figures import (
+from trainfit.reports.model import (
     Form,
     Interval,
     Intervals,
@@ -18,10 +19,71 @@ from trainfit.reports.figures import (
     Parallel,
     Series,
     Stack,
+    shown,
+    tick,
 )
-from trainfit.reports.html import axes
-from trainfit.reports.html.axes import Axis
-from trainfit.reports.numbers import shown, tick
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """A stretch of numbers, linear or logarithmic."""
+
+    low: float
+    high: float
+    ticks: tuple[float, ...]
+    log: bool = False
+
+    def place(self, value: float) -> float:
+        """Where a number is, from 0 at the low end to 1 at the high one."""
+        if self.log:
+            low, high = math.log10(self.low), math.log10(self.high)
+            return (math.log10(max(value, 1e-300)) - low) / (high - low)
+        return (value - self.low) / (self.high - self.low)
+
+
+def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> Axis:
+    """An axis over `low` to `high` and, unless `tight`, on to the next round numbers."""
+    if high <= low:
+        room = abs(low) * 0.05 or 1.0
+        low, high = low - room, high + room
+    step = _round_step((high - low) / count)
+    if not tight:
+        low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
+    first = math.ceil(low / step - 1e-9)
+    last = math.floor(high / step + 1e-9)
+    ticks = tuple(_clean(n * step) for n in range(first, last + 1))
+    return Axis(low, high, ticks)
+
+
+def logarithmic(low: float, high: float) -> Axis:
+    """An axis over positive numbers, with ticks at powers of ten, or every few of them."""
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
+    every = max(1, math.ceil((last - first) / 5))
+    ticks = tuple(10.0**n for n in range(first, last + 1) if (n - first) % every == 0)
+    inside = tuple(tick for tick in ticks if low * 0.999 <= tick <= high * 1.001)
+    return Axis(low, high, inside or ticks[:1], log=True)
+
+
+def span(values: Iterable[float | None]) -> tuple[float, float] | None:
+    """The least and the greatest of what is finite."""
+    found = [value for value in values if value is not None and math.isfinite(value)]
+    return (min(found), max(found)) if found else None
+
+
+def thinned(ticks: Sequence[float], most: int) -> tuple[float, ...]:
+    """Every second tick, or every third …, so that no more than `most` are left."""
+    return tuple(ticks[:: max(1, math.ceil(len(ticks) / most))])
+
+
+def _round_step(rough: float) -> float:
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
+
+
+def _clean(value: float) -> float:
+    """0.30000000000000004 is 0.3."""
+    return float(f"{value:.12g}")
+
 
 URGENT = ("oom", "failed", "skipped")
 
@@ -76,8 +138,7 @@ def lines_view(figure: Lines) -> LinesView | None:
         paths=tuple(path for series in figure.series for path in _paths(series, x, y)),
         x_ticks=tuple(Label(_percent(x.place(v)), _x_text(v, figure)) for v in x.ticks),
         y_ticks=tuple(
-            Label(_percent(1 - y.place(v)), tick(v, figure.form))
-            for v in axes.thinned(y.ticks, most)
+            Label(_percent(1 - y.place(v)), tick(v, figure.form)) for v in thinned(y.ticks, most)
         ),
         references=tuple(
             Label(_percent(1 - y.place(r.y)), r.label)
@@ -96,21 +157,21 @@ def lines_view(figure: Lines) -> LinesView | None:
 
 def _x_axis(figure: Lines) -> Axis | None:
     if figure.unit_square:
-        return axes.linear(0.0, 1.0)
-    found = axes.span(value for series in figure.series for value in series.x)
-    return None if found is None else axes.linear(min(found[0], 0.0), found[1], 5, tight=True)
+        return linear(0.0, 1.0)
+    found = span(value for series in figure.series for value in series.x)
+    return None if found is None else linear(min(found[0], 0.0), found[1], 5, tight=True)
 
 
 def _y_axis(figure: Lines) -> Axis | None:
     if figure.unit_square:
-        return axes.linear(0.0, 1.0)
+        return linear(0.0, 1.0)
     levels = [reference.y for reference in figure.references]
-    found = axes.span([*(v for series in figure.series for v in series.y), *levels])
+    found = span([*(v for series in figure.series for v in series.y), *levels])
     if found is None:
         return None
     if figure.log and found[0] > 0:
-        return axes.logarithmic(found[0], found[1])
-    return axes.linear(min(found[0], 0.0) if figure.from_zero else found[0], found[1])
+        return logarithmic(found[0], found[1])
+    return linear(min(found[0], 0.0) if figure.from_zero else found[0], found[1])
 
 
 def _x_text(value: float, figure: Lines) -> str:
@@ -164,15 +225,15 @@ class IntervalsView:
 
 def intervals_view(figure: Intervals) -> IntervalsView | None:
     """The view of rows of intervals."""
-    found = axes.span(v for r in figure.rows for v in (r.value, r.low, r.high))
+    found = span(v for r in figure.rows for v in (r.value, r.low, r.high))
     if found is None:
         return None
     low = 0.0 if figure.bars else found[0]
     high = found[1] if figure.top is None else figure.top
-    axis = axes.linear(min(low, high), max(found[1], high), tight=figure.top is not None)
+    axis = linear(min(low, high), max(found[1], high), tight=figure.top is not None)
     if figure.top is not None:
         least = min(axis.low - (axis.high - axis.low) * 0.08, axis.ticks[0])
-        ticks = axes.linear(max(0.0, least), axis.high, tight=True).ticks
+        ticks = linear(max(0.0, least), axis.high, tight=True).ticks
         axis = Axis(max(0.0, least), axis.high, ticks)
     inside = [r for r in figure.references if axis.low <= r.y <= axis.high]
     beyond = [f"{r.label} {shown(r.y, figure.form)}" for r in figure.references if r not in inside]
@@ -241,7 +302,7 @@ class ParallelView:
 
 def parallel_view(figure: Parallel) -> ParallelView | None:
     """The view of trials across their parameters."""
-    found = axes.span(figure.values)
+    found = span(figure.values)
     if found is None or len(figure.axes) < 2:
         return None
     low, high = found

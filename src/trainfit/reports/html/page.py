@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
-from trainfit.reports.figures import Lines, Section, Table
 from trainfit.reports.html import geometry
-from trainfit.reports.numbers import cell
+from trainfit.reports.model import Lines, Section, Table, cell
 
 if TYPE_CHECKING:
     from trainfit.reports.report import Report

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from trainfit.records import Scalar
-from trainfit.reports.figures import (
+from trainfit.core.records import Scalar
+from trainfit.reports.model import (
     Block,
     Interval,
     Intervals,
@@ -20,8 +20,9 @@ from trainfit.reports.figures import (
     Section,
     Series,
     Table,
+    cell,
 )
-from trainfit.reports.judged import (
+from trainfit.reports.predictions import (
     Curve,
     Predictions,
     average_precision,
@@ -30,8 +31,7 @@ from trainfit.reports.judged import (
     read_predictions,
     roc_curve,
 )
-from trainfit.reports.numbers import cell
-from trainfit.reports.run_data import Run
+from trainfit.runs.reader import Run
 
 _FIGURES = ("f1", "precision", "recall", "macro_f1", "accuracy", "auc")
 _BASELINES = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}

@@ -1,0 +1,265 @@
+"""What `trainfit tune` prints: a bar while it measures, then the trials, the best and its gain."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from trainfit.core import codec
+from trainfit.core.records import Scalar
+from trainfit.measuring.timing import median_interval
+from trainfit.reports import terminal
+from trainfit.reports.plan_page import duration
+from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
+
+if TYPE_CHECKING:
+    from trainfit.hpo.final import StudyResult
+    from trainfit.hpo.status import StudyStatus, TrialRow
+
+
+_STYLES = {"skipped": "dim"}
+
+
+@contextmanager
+def watched(what: str, seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
+    """What lines about trials are said to: above a bar of the time in a terminal, else plainly."""
+    console = terminal.console(stderr=True)
+    if quiet:
+        yield lambda _line: None
+    elif not console.is_terminal:
+        yield lambda line: console.print(Text(line), soft_wrap=True)
+    else:
+        with _TimeBar(what, seconds, console) as bar:
+            yield lambda line: bar.console.print(Text(line), soft_wrap=True)
+
+
+class _TimeBar(Progress):
+    """A bar that follows the clock."""
+
+    def __init__(self, what: str, seconds: float, console: Console) -> None:
+        self._began, self._seconds = time.monotonic(), seconds
+        super().__init__(
+            TextColumn(what),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed:.0f}/{task.total:.0f} s"),
+            console=console,
+            transient=True,
+        )
+        self.add_task("", total=seconds)
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        """The bar as it is now."""
+        for task in self.tasks:
+            task.completed = min(self._seconds, time.monotonic() - self._began)
+        yield from super().get_renderables()
+
+
+def trial_line(trial: Trial) -> str:
+    """A trial in one line."""
+    what = describe(trial.settings)
+    if trial.samples_per_second is None:
+        return f"{what}: {trial.status}" + (f" ({trial.note})" if trial.note else "")
+    rate = _rate(trial.samples_per_second)
+    return f"{what}: {rate} samples/s, in {trial.seconds:.1f} s"
+
+
+def describe(settings: dict[str, Scalar]) -> str:
+    """What a candidate changes, in words."""
+    if not settings:
+        return "as planned"
+    return ", ".join(f"{name}={_value(value)}" for name, value in settings.items())
+
+
+def _value(value: Scalar) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def result_page(result: TuneResult) -> RenderableType:
+    """The trials, the best first, and what it gives."""
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    table.add_column("settings", overflow="fold")
+    for name in ("samples/s", "of planned", "GiB", "first steps"):
+        table.add_column(name, justify="right", no_wrap=True)
+    rows = _joined(result.trials)
+    for trial in rows:
+        if trial.samples_per_second is not None:
+            table.add_row(*_cells(trial, result.planned_samples_per_second))
+    rest = [trial for trial in rows if trial.samples_per_second is None]
+    lines = [Text(trial_line(trial), _STYLES.get(trial.status, "yellow")) for trial in rest]
+    return Group(table, "", *lines, *([""] if lines else []), *map(Text, _ending(result)))
+
+
+def _joined(trials: tuple[Trial, ...]) -> list[Trial]:
+    """One row for each candidate, over all its trials; the fastest first, what failed last."""
+    groups: dict[str, list[Trial]] = {}
+    for trial in trials:
+        groups.setdefault(describe(trial.settings), []).append(trial)
+    rows = []
+    for group in groups.values():
+        rates = [
+            samples / max(seconds, 1e-9)
+            for trial in group
+            for samples, seconds in zip(trial.step_samples, trial.step_seconds, strict=True)
+        ]
+        last = group[-1]
+        joined = median_interval(rates) if rates and last.status == "ok" else None
+        first = group[0].first_steps_seconds
+        rows.append(replace(last, samples_per_second=joined, first_steps_seconds=first))
+    return sorted(rows, key=lambda t: -(t.samples_per_second.value if t.samples_per_second else 0))
+
+
+def _cells(trial: Trial, planned: Interval | None) -> tuple[str, ...]:
+    rate = trial.samples_per_second
+    assert rate is not None
+    return (
+        describe(trial.settings),
+        _rate(rate),
+        "" if planned is None else f"{rate.value / planned.value:.2f}×",
+        "" if trial.peak_memory_gib is None else f"{trial.peak_memory_gib:.1f}",
+        "" if trial.first_steps_seconds is None else f"{trial.first_steps_seconds:.1f} s",
+    )
+
+
+def _rate(rate: Interval) -> str:
+    return f"{rate.value:,.1f} [{rate.low:,.1f}–{rate.high:,.1f}]"
+
+
+def _ending(result: TuneResult) -> Iterator[str]:
+    if result.samples_per_second is None:
+        yield "Nothing could be measured: the plan stays as it is."
+    elif not result.changes:
+        yield f"Best: as planned, {_rate(result.samples_per_second)} samples/s."
+    else:
+        gain = "" if result.gain is None else f", {result.gain:.2f} times the plan's own"
+        yield f"Best: {describe(result.changes)}"
+        yield f"      {_rate(result.samples_per_second)} samples/s{gain}."
+    yield from result.notes
+    end = {"finished": "", "time is up": "; the time was up", "interrupted": "; interrupted"}
+    measured = sum(trial.status == "ok" for trial in result.trials)
+    yield f"{measured} trials in {result.seconds:.0f} s{end[result.ended]}."
+    if result.samples_per_second is not None:
+        yield "`trainfit train` of the same job uses this from now on; tune=off does not."
+
+
+def result_data(result: TuneResult) -> dict[str, Any]:
+    """The result for a program."""
+    data: dict[str, Any] = codec.encode(result)
+    return data | {"gain": result.gain}
+
+
+class Board:
+    """Says each finished trial once, and where the study stands, on standard error."""
+
+    def __init__(self, console: Console) -> None:
+        """Print on `console`."""
+        self._console = console
+        self._seen: set[int] = set()
+
+    def forget(self, status: StudyStatus) -> None:
+        """What was finished before this command is not news."""
+        self._seen = {row.number for row in status.trials if row.state in _ENDED}
+
+    def show(self, status: StudyStatus) -> None:
+        """Print what has ended since the last look."""
+        news = [r for r in status.trials if r.state in _ENDED and r.number not in self._seen]
+        for row in news:
+            self._seen.add(row.number)
+            self._console.print(Text(study_trial_line(row)), soft_wrap=True)
+        if news:
+            self._console.print(Text(_progress(status), "dim"), soft_wrap=True)
+
+
+_ENDED = ("complete", "pruned", "fail")
+
+
+def study_trial_line(row: TrialRow) -> str:
+    """A trial in one line."""
+    value = "" if row.value is None else f" {row.value:.4f}"
+    reason = f" ({row.reason})" if row.reason else ""
+    took = "" if row.seconds is None else f" in {duration(row.seconds)}"
+    return f"trial {row.number}: {row.state}{value}{took}{reason}; {short(row.params)}"
+
+
+def _progress(status: StudyStatus) -> str:
+    parts = [f"{status.finished} of {status.wanted} trials"]
+    if status.best is not None and status.best.value is not None:
+        best = status.best
+        parts.append(f"best {status.metric} {best.value:.4f} in trial {best.number}")
+    if status.eta_seconds:
+        parts.append(f"about {duration(status.eta_seconds)} left")
+    return ", ".join(parts)
+
+
+def short(params: Mapping[str, Any]) -> str:
+    """Parameters by the last part of their keys."""
+    return ", ".join(f"{key.split('.')[-1]} {_study_value(value)}" for key, value in params.items())
+
+
+def _study_value(value: Any) -> str:
+    return f"{value:.3g}" if isinstance(value, float) else str(json.loads(json.dumps(value)))
+
+
+def status_page(status: StudyStatus) -> RenderableType:
+    """A study with its trials."""
+    counts = ", ".join(f"{count} {state}" for state, count in status.counts.items())
+    table = Table(box=None, pad_edge=False)
+    for name in ("trial", "state", status.metric, "time", "parameters"):
+        table.add_column(name, justify="right" if name in ("trial", status.metric) else "left")
+    for row in status.trials:
+        mark = status.best is not None and row.number == status.best.number
+        table.add_row(
+            str(row.number),
+            row.state,
+            "–" if row.value is None else f"{row.value:.4f}",
+            "–" if row.seconds is None else duration(row.seconds),
+            row.reason if row.state != "complete" and row.reason else short(row.params),
+            style="bold" if mark else None,
+        )
+    title = Text(f"{status.study}: {status.task}, {status.metric} to {status.direction}")
+    return Group(title, Text(_progress(status)), Text(counts, "dim"), "", table)
+
+
+def studies_page(found: list[StudyStatus]) -> RenderableType:
+    """Every study of a storage."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("study", "task", "finished", "best", "metric", "left"):
+        table.add_column(name)
+    for one in found:
+        best = one.best.value if one.best is not None else None
+        table.add_row(
+            one.study,
+            one.task,
+            f"{one.finished} of {one.wanted}",
+            "–" if best is None else f"{best:.4f}",
+            one.metric,
+            duration(one.eta_seconds) if one.eta_seconds else "–",
+        )
+    return table
+
+
+def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
+    """How a study ended."""
+    best = result.best
+    if best is None:
+        return Text(f"Stopped. The same command goes on: {again}")
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_row("best trial", str(best.trial))
+    table.add_row("validation", f"{best.value:.4f}, the mean over folds")
+    for name, value in best.test.items():
+        table.add_row(f"test {name}", f"{value:.4f}")
+    for key, value in best.params.items():
+        table.add_row(key, _study_value(value))
+    counts = ", ".join(f"{count} {state}" for state, count in result.trials.items())
+    ends = f"{counts}; {duration(result.seconds)}; final model {best.run}; study folder {folder}"
+    return Group(table, Text(ends))

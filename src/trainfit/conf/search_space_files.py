@@ -1,0 +1,243 @@
+"""The configuration of a study: how it is run, and which keys of a job it searches.
+
+It stands beside the job's own configuration, in the folder hpo/ of each task, because no other
+command reads it. On the command line `hpo.trials=20` sets a field, `hpo=embedded` chooses a file,
+and Hydra's sweeps change the space: `training.learning_rate=tag(log,interval(1e-6,1e-4))`,
+`model.pooling=mean,max`, `model.lora_rank=range(4,33)`. A plain value takes a key out of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from trainfit.conf.aliases import canonical_key
+from trainfit.conf.composition import as_word, key_type, keys, parse_word, schema_of, task_folder
+from trainfit.conf.schema import Name, Share, Steps
+from trainfit.core import codec
+from trainfit.core.codec import Length, Range
+from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean
+from trainfit.core.files import check_name
+
+Number = Annotated[float, Range(-1e15, 1e15)]
+Count = Annotated[int, Range(0, 10**6)]
+Seconds = Annotated[int, Range(1, 10**6)]
+Kind = Literal["log", "uniform", "int", "categorical"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Dimension:
+    """What a searched key may take."""
+
+    kind: Kind
+    """log: a number, evenly over its magnitudes; uniform: evenly; int; categorical: a choice."""
+    low: Number | None = None
+    high: Number | None = None
+    choices: tuple[Any, ...] = ()
+    when: dict[str, tuple[Any, ...]] = field(default_factory=dict)
+    """Searched only where these keys have one of these values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HpoConfig:
+    """`hpo.…` of `trainfit hpo`."""
+
+    study: Name | None
+    """null: named after the job and its settings, so that the same command finds it again."""
+    storage: Annotated[str, Length(1, 4096)] | None
+    """sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
+    trials: Annotated[int, Range(1, 10**6)]
+    """Of the whole study, over all workers and restarts."""
+    hours: Annotated[float, Range(0, 10**5)] | None
+    """No trial begins after so many hours of this command; null: no limit."""
+    metric: Name
+    """On the validation part; the mean over folds is the trial's value."""
+    sampler_startup: Count
+    """Trials at random before the sampler (TPE) learns from them."""
+    pruner: Literal["median", "hyperband", "wilcoxon", "none"]
+    """median and hyperband compare trials after every epoch; wilcoxon after every fold."""
+    pruner_startup: Count
+    """Trials that the median needs before it prunes."""
+    pruner_warmup: Count
+    """Evaluations of a trial before it may be pruned."""
+    pruner_threshold: Share
+    """The p-value under which wilcoxon prunes."""
+    least_steps: Steps
+    """An effective batch that leaves an epoch fewer steps is left out of the space."""
+    heartbeat: Seconds
+    """Seconds between two signs of life of a worker."""
+    grace: Seconds
+    """Seconds without one after which its trial is given to another."""
+    retries: Count
+    """How often a trial is begun again whose worker died."""
+    config: dict[str, Any]
+    """Keys of the job that a study sets, unless the command does."""
+    space: dict[str, Dimension]
+    """By key of the job's configuration."""
+
+    def __post_init__(self) -> None:
+        """Refuse a name that would lead out of runs_dir: a folder is named after the study."""
+        if self.study is not None:
+            check_name(self.study, "hpo.study")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyWords:
+    """The words of a command, read."""
+
+    hpo: HpoConfig
+    job: tuple[str, ...]
+    """Words for the job's own configuration, those of hpo.config first."""
+    notes: tuple[str, ...] = ()
+
+
+def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -> StudyWords:
+    """The study's configuration and the job's words, or one error with every mistake in them.
+
+    `otherwise` is the file of hpo/ to take where the words name none.
+    """
+    schema_of(task)
+    chosen, settings, sweeps, job, problems = _sorted_words(task, words)
+    try:
+        hpo = codec.decode(HpoConfig, _shipped(task, chosen or otherwise) | settings, "hpo")
+    except BadInput as error:
+        raise BadConfig([*problems, *getattr(error, "problems", (error,))]) from None
+    fixed = {canonical_key(word.partition("=")[0], keys(task)) for word in job}
+    space = {k: d for k, d in hpo.space.items() if k not in fixed} | sweeps
+    problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
+    if not space:
+        problems.append(BadInput("the search space is empty", "leave some keys to be searched"))
+    if problems:
+        raise problems[0] if len(problems) == 1 else BadConfig(problems)
+    first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
+    notes = [f"{key} is given: it is not searched" for key in hpo.space if key in fixed]
+    return StudyWords(hpo=replace(hpo, space=space), job=(*first, *job), notes=tuple(notes))
+
+
+def studies(task: str) -> tuple[str, ...]:
+    """The names that `hpo=` takes for a task."""
+    schema_of(task)
+    return tuple(sorted(path.stem for path in (task_folder(task) / "hpo").glob("*.yaml")))
+
+
+def _sorted_words(
+    task: str, words: Sequence[str]
+) -> tuple[str | None, dict[str, Any], dict[str, Dimension], list[str], list[BadInput]]:
+    """The chosen file, fields of hpo, searched keys, the job's words, and what is wrong."""
+    chosen: str | None = None
+    settings: dict[str, Any] = {}
+    sweeps: dict[str, Dimension] = {}
+    job: list[str] = []
+    problems: list[BadInput] = []
+    for word in words:
+        try:
+            override = parse_word(word)
+            written = override.key_or_group
+            if written == "hpo":
+                chosen = _known(task, str(override.value()))
+            elif written.startswith("hpo."):
+                _set(settings, written.removeprefix("hpo."), override.value())
+            elif override.is_sweep_override():
+                key = canonical_key(written, keys(task)) or written
+                sweeps[key] = _swept(override.value(), word)
+            else:
+                job.append(word)
+        except BadInput as error:
+            problems.append(error)
+    return chosen, settings, sweeps, job, problems
+
+
+def _known(task: str, name: str) -> str:
+    names = studies(task)
+    if name not in names:
+        fix = did_you_mean(name, names, f"the choices are {', '.join(names)}")
+        raise BadInput(f"unknown hpo={name} for {task}", fix)
+    return name
+
+
+def _set(settings: dict[str, Any], name: str, value: Any) -> None:
+    fields = HpoConfig.__dataclass_fields__
+    if name not in fields:
+        fix = did_you_mean(name, fields, f"the fields of hpo are {', '.join(fields)}")
+        raise BadInput(f"unknown key hpo.{name}", fix)
+    settings[name] = value
+
+
+def _swept(sweep: Any, word: str) -> Dimension:
+    """A sweep of Hydra's grammar as a dimension."""
+    kind: Kind = "log" if "log" in sweep.tags else "uniform"
+    match type(sweep).__name__:
+        case "IntervalSweep":
+            return Dimension(kind=kind, low=float(sweep.start), high=float(sweep.end))
+        case "RangeSweep" if sweep.step == 1:
+            return Dimension(kind="int", low=float(sweep.start), high=float(sweep.stop) - 1)
+        case "ChoiceSweep":
+            return Dimension(kind="categorical", choices=tuple(sweep.list))
+    fix = "use interval(low,high), range(first,end) or a list of values"
+    raise BadInput(f"cannot search {brief(word)!r}", fix)
+
+
+def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
+    """What makes a dimension impossible to search."""
+    if name not in keys(task):
+        fix = did_you_mean(name, keys(task), f"`trainfit config {task}` shows the keys")
+        return BadInput(f"unknown parameter {name} in the search space", fix)
+    if strange := [key for key in one.when if key not in keys(task)]:
+        fix = did_you_mean(strange[0], keys(task))
+        return BadInput(f"unknown key {strange[0]} in the condition of {name}", fix)
+    if one.kind == "categorical":
+        empty = BadInput(f"the search space of {name} has no choices", "give it some")
+        return _refused(task, name, one.choices) if one.choices else empty
+    return _range_fault(name, one) or _refused(task, name, _ends(one))
+
+
+def _range_fault(name: str, one: Dimension) -> BadInput | None:
+    """Find the fault in the ends of a range, whatever the key takes."""
+    if one.low is None or one.high is None:
+        return BadInput(f"the search space of {name} has no low and high", "give both")
+    if not math.isfinite(one.high - one.low):
+        what = f"the range of {name} is not finite: {one.low:g} to {one.high:g}"
+        return BadInput(what, "give two numbers")
+    if not one.low < one.high:
+        what = f"the range of {name} is empty: {one.low:g} to {one.high:g}"
+        return BadInput(what, "give a low below the high")
+    if one.kind == "int" and not (one.low.is_integer() and one.high.is_integer()):
+        what = f"the range of {name} is of whole numbers: {one.low:g} to {one.high:g}"
+        return BadInput(what, "give whole ones, or use a uniform range")
+    if one.kind == "log" and not one.low > 0:
+        what = f"the range of {name} begins at {one.low:g}, which has no logarithm"
+        return BadInput(what, "begin above 0, or use a uniform range")
+    return None
+
+
+def _ends(one: Dimension) -> tuple[Any, ...]:
+    """The least and the greatest value that can be sampled, as the sampler gives them."""
+    assert one.low is not None
+    assert one.high is not None
+    return (int(one.low), int(one.high)) if one.kind == "int" else (one.low, one.high)
+
+
+def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
+    """The first of the values that the key would not take."""
+    for value in values:
+        try:
+            codec.decode(key_type(task, name), value)
+        except BadInput as error:
+            what = error.what.removeprefix("value is ")
+            return BadInput(f"{name} is searched at {brief(what)}", error.fix)
+    return None
+
+
+@cache
+def _shipped(task: str, name: str) -> dict[str, Any]:
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with initialize_config_dir(str(task_folder(task) / "hpo"), version_base="1.3"):
+        data = OmegaConf.to_container(hydra_compose(name))
+    assert isinstance(data, dict)
+    return {str(key): value for key, value in data.items()}

@@ -1,0 +1,1 @@
+"""Shared by every part: errors, files, typed JSON, records, the table of settings."""

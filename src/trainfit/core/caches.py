@@ -1,0 +1,103 @@
+"""Records of a cache: sealed with a checksum, and thrown away with a word where they are damaged.
+
+    {"sha256": "…", "content": {…}}    the checksum of the content as compact JSON
+
+A cache saves time and holds nothing else: what cannot be read, or written, ends no command.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import warnings
+from contextlib import suppress
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+from trainfit.core import codec
+from trainfit.core.errors import TrainfitError, TrainfitWarning, reason
+from trainfit.core.files import write_whole
+
+T = TypeVar("T")
+_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel")
+_READ = (".py", ".json", ".csv")
+_PAGES = ("cli", "reports", "doctor", "integrations", "hpo", "conf")
+"""Packages that decide nothing about a step's memory or speed."""
+
+
+def libraries() -> dict[str, str | None]:
+    """Versions of the libraries that a cached answer depends on; None for those not installed."""
+    return {name: _version(name) for name in _LIBRARIES}
+
+
+@cache
+def sources() -> str:
+    """Digest of the package's own files that a cached answer depends on."""
+    digest, home = hashlib.sha256(), Path(__file__).parent.parent
+    for path in sorted(home.rglob("*")):
+        if path.suffix in _READ and path.relative_to(home).parts[0] not in _PAGES:
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def read(kind: type[T], path: Path) -> T | None:
+    """The record kept there; None where there is none, or none that is whole."""
+    try:
+        sealed = codec.read_object(path)
+        if sealed.get("sha256") != _checksum(sealed.get("content")):
+            raise ValueError("it does not match its checksum")
+        return codec.decode(kind, sealed["content"], str(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TrainfitError) as error:
+        throw_away(path, reason(error))
+        return None
+
+
+def write(path: Path, record: object) -> bool:
+    """Keep a record; False, with a warning, where the cache cannot be written."""
+    content = codec.encode(record)
+    sealed = {"sha256": _checksum(content), "content": content}
+    try:
+        write_whole(path, json.dumps(sealed, allow_nan=False) + "\n")
+    except OSError as error:
+        _warn_unwritten(path.parent, reason(error))
+        return False
+    return True
+
+
+def throw_away(path: Path, why: str) -> None:
+    """Remove a file or folder of a cache that is damaged, and say so."""
+    discard(path)
+    text = f"{path} is damaged and was thrown away ({why})"
+    warnings.warn(text, TrainfitWarning, stacklevel=3)
+
+
+@cache  # a plan writes many records: one line is enough
+def _warn_unwritten(folder: Path, why: str) -> None:
+    text = f"results are not kept in {folder} ({why}); set TRAINFIT_CACHE to a folder of yours"
+    warnings.warn(text, TrainfitWarning, stacklevel=3)
+
+
+def discard(path: Path) -> None:
+    """Remove whatever stands there, as far as it can be."""
+    with suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink()
+
+
+def _checksum(content: Any) -> str:
+    text = json.dumps(content, separators=(",", ":"), sort_keys=True)
+    return hashlib.sha256(text.encode()).hexdigest()

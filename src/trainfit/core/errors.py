@@ -1,0 +1,186 @@
+"""One error family. Every message says what was wrong, with the value, and what to do about it."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+HIDDEN = "***"
+_TOKEN = "".join(rf"(?<!{kind}_)" for kind in ("pad", "eos", "bos", "unk", "cls", "sep", "mask"))
+"""A tokenizer's own tokens are no secrets."""
+_NAMES = (
+    rf"(?:pass(?:word|wd|phrase)?|pwd|secret|{_TOKEN}token|credentials?"
+    r"|(?:api|access|private|auth)[_-]?key)"
+)
+_SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+_SHORTEST = 6
+"""Characters of a variable's value; a shorter one would be found in innocent words."""
+
+_URL = re.compile(r"(:/(?:/|(?=[^\s/?#@:]+:)))(?:[^\s/?#'\"<>]*|[^\s/?#@:'\"<>]*:[^\s@]*)@")
+"""The second form is a password with a slash in it, which database drivers take.
+
+A path that was made of a URL has one slash.
+"""
+_URL_WORD = re.compile(r"(://)(?:[^/?#]*|[^/?#@:]*:.*)@", re.DOTALL)
+"""As a word of a command, which may hold spaces."""
+_ASSIGNED = re.compile(
+    rf"((?<![\w.-])[\w.-]*?(?:(?<![a-z]){_NAMES}|password)['\"]?=\s?|"
+    r"\b[\w.-]*(?:password|secret)['\"]?\s?:\s?)"
+    r"(?:'[^'\n]*'|\"[^\"\n]*\"|[^\s&;,'\"]+)",
+    re.IGNORECASE,
+)
+_BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
+
+
+def redact(text: str) -> str:
+    """The text without credentials in URLs, named secrets and the values of secret variables."""
+    text = _URL.sub(rf"\1{HIDDEN}@", text)
+    for pattern in (_BEARER, _ASSIGNED):
+        text = pattern.sub(rf"\1{HIDDEN}", text)
+    for value in _variables(os.environ):
+        text = text.replace(value, HIDDEN)
+    return text
+
+
+def redact_word(word: str) -> str:
+    """One word of a command, or a URL: a password in it may hold spaces."""
+    return redact(_URL_WORD.sub(rf"\1{HIDDEN}@", word))
+
+
+def redact_words(words: Iterable[str]) -> list[str]:
+    """The words of a command, with the word after an option such as --password hidden too."""
+    shown: list[str] = []
+    hide = False
+    for word in words:
+        shown.append(HIDDEN if hide and not word.startswith("-") else redact_word(word))
+        hide = word.startswith("-") and _SECRET_NAME.search(word) is not None
+    return shown
+
+
+def redact_values(value: Any) -> Any:
+    """Plain data with every text in it redacted, and what a secret's name stands for."""
+    if isinstance(value, str):
+        return redact(value)
+    if isinstance(value, Mapping):
+        return {key: _named(str(key), item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [redact_values(item) for item in value]
+    return value
+
+
+def _named(name: str, value: Any) -> Any:
+    if isinstance(value, str) and value and _SECRET_NAME.search(name):
+        return HIDDEN
+    return redact_values(value)
+
+
+def _variables(environment: Mapping[str, str]) -> list[str]:
+    """The values of variables that are named like a secret, the longest first."""
+    found = {
+        value
+        for name, value in environment.items()
+        if _SECRET_VARIABLE.search(name)
+        and len(value) >= _SHORTEST
+        and not value.startswith(("/", "~", "."))
+    }
+    return sorted(found, key=len, reverse=True)
+
+
+MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError)
+"""Errors that code raises on data of another form than it expects."""
+
+
+class TrainfitWarning(UserWarning):
+    """Something a person should know about, and trainfit goes on."""
+
+
+class TrainfitError(Exception):
+    """Base of everything trainfit raises on purpose; the command line prints it as one line."""
+
+    exit_code = 1
+
+    def __init__(self, what: str, fix: str) -> None:
+        """Say `what` was wrong, naming the value, and the `fix`; secrets are left out."""
+        what, fix = redact(what), redact(fix)
+        super().__init__(f"{what}; {fix}" if fix else what)
+        self.what = what
+        self.fix = fix
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Errors of worker processes reach the process that started them."""
+        return type(self), (self.what, self.fix)
+
+
+class RunFailed(TrainfitError):
+    """The input was right, but the work could not be finished."""
+
+
+class OutOfMemory(RunFailed):
+    """Memory ran out, and every way around it was tried."""
+
+
+class BadInput(TrainfitError):
+    """A value given by the user, or read from a file, cannot be used."""
+
+    exit_code = 2
+
+
+class BadConfig(BadInput):
+    """Every problem of one configuration, gathered and raised once."""
+
+    def __init__(self, problems: Sequence[BadInput]) -> None:
+        """Join the `problems`, one line each."""
+        super().__init__("\n".join(str(problem) for problem in problems), "")
+        self.problems = tuple(problems)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """As above, with its own argument."""
+        return type(self), (self.problems,)
+
+
+def reason(error: BaseException) -> str:
+    """Why something failed, in one short line; an OSError's without the path."""
+    said = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
+    if len(said) > 1 and said[0].endswith(":"):
+        said[0] = f"{said[0]} {said[1].strip()}"
+    return brief(said[0]) if said else type(error).__name__
+
+
+@contextmanager
+def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
+    """Turn whatever a library raises over input of others into one line; `refusal` words it."""
+    try:
+        yield
+    except (TrainfitError, KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:  # a panic of a library in Rust is no Exception
+        raise refusal(reason(error)) from error
+
+
+def brief(text: str, most: int = 200) -> str:
+    """A text that fits into a line: its middle is left out where it is long."""
+    return text if len(text) <= most else f"{text[: most - 40]} … {text[-37:]}"
+
+
+def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
+    """The `choices` that look most like `word`, best first, and none that look much less so."""
+    folded = word[:200].lower()  # comparing takes the product of both lengths
+    likeness = {
+        choice: difflib.SequenceMatcher(None, folded, choice.lower()).ratio()
+        for choice in sorted(set(choices))
+    }
+    best = max(likeness.values(), default=0.0)
+    floor = max(0.5, best - 0.1)
+    close = sorted(likeness, key=lambda choice: (-likeness[choice], choice[:1] != word[:1]))
+    return [choice for choice in close if likeness[choice] >= floor][:count]
+
+
+def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
+    """A fix that names the nearest valid words, or `otherwise` when none is near."""
+    close = nearest(word, choices)
+    return f"did you mean {' or '.join(close)}?" if close else otherwise

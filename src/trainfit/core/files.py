@@ -1,0 +1,206 @@
+"""Files are written whole or not at all, and only regular files are read."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import stat
+import tempfile
+import warnings
+from functools import cache
+from io import BufferedReader
+from pathlib import Path
+
+from trainfit.core.errors import BadInput, TrainfitWarning, brief, reason
+
+LARGEST_TEXT = 256 << 20
+"""Bytes of a file that is read at once: more than any record of a run or a cache has."""
+LARGEST_LOG = 2 << 30
+"""The same of a file that grows with a run."""
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
+_KERNEL = (Path("/proc"), Path("/sys"))
+"""Their files are made up as they are read: no size, and some never end."""
+_NAME = re.compile(r"\w(?:[\w .,+=@-]*[\w+=@-])?")
+_LONGEST = 100
+"""Bytes of a name, of the 255 that file systems take: endings and numbers are added to it."""
+_LONGEST_PART = 255
+
+
+def open_regular(path: Path) -> BufferedReader:
+    """Open a regular file, or a link to one; OSError for anything else, which might never end."""
+    _check_kind(path, path.stat())
+    # Between the two calls another process may put a pipe there: it must not block.
+    flags = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
+    handle = os.open(path, flags)
+    try:
+        _check_kind(path, os.fstat(handle))
+        return os.fdopen(handle, "rb")
+    except BaseException:
+        os.close(handle)
+        raise
+
+
+def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
+    """Text of a regular file of at most so many bytes; OSError or ValueError where it has none."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"over {most >> 20} MiB", str(path))
+    return data.decode(errors=errors)
+
+
+def is_file(path: Path) -> bool:
+    """Look for a regular file; a name that no system takes names none."""
+    try:
+        return path.is_file()
+    except OSError:  # too long
+        return False
+
+
+def checksum(path: Path) -> str:
+    """SHA-256 of a regular file."""
+    with open_regular(path) as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def check_regular(path: Path, fix: str = "give a regular file") -> Path:
+    """The path of a file that can be read, or BadInput that names what is in its place."""
+    try:
+        open_regular(path).close()
+    except FileNotFoundError:
+        raise BadInput(f"no file {path}", fix) from None
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"cannot read {str(path)!r} ({reason(error)})", fix) from None
+    return path
+
+
+def _check_kind(path: Path, found: os.stat_result) -> None:
+    for is_kind, name in _KINDS:
+        if is_kind(found.st_mode):
+            raise OSError(errno.EINVAL, f"it is {name}, not a regular file", str(path))
+    for folder in _KERNEL:
+        if folder.is_dir() and folder.stat().st_dev == found.st_dev:
+            raise OSError(errno.EINVAL, f"it is a file of {folder}, not a regular file", str(path))
+
+
+def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> None:
+    """Write `content` to `path` so that a reader, or a crash, never sees half of it.
+
+    Without `parents`, a folder that is not there is an error and not made: what someone removed
+    must not come back half.
+    """
+    data = content.encode() if isinstance(content, str) else content
+    if parents:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        Path(temporary).replace(path)
+    except BaseException:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+    _sync_folder(path.parent)
+
+
+def check_name(name: str, key: str) -> str:
+    """Return a name that is one plain part of a path, or refuse it; `key` is where it was given."""
+    if _NAME.fullmatch(name) and len(name.encode()) <= _LONGEST:
+        return name
+    shown = name if len(name) <= 40 else f"{name[:40]}…"
+    raise BadInput(
+        f"{key} is {shown!r}, which cannot name a folder",
+        f"use letters, digits, spaces and .,+=@_- in {_LONGEST} bytes at most",
+    )
+
+
+def check_path(path: str | Path, key: str) -> Path:
+    """Return the path of a folder, or refuse one that no file system takes."""
+    text = str(path)
+    longest = max(len(os.fsencode(part)) for part in re.split(r"[\\/]", text))
+    if not text or "\0" in text or longest > _LONGEST_PART:
+        shown = text if len(text) <= 40 else f"{text[:40]}…"
+        raise BadInput(f"{key} is {shown!r}, which is no path", "give the path of a folder")
+    return Path(path)
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make a rename durable; Windows has no such call and needs none."""
+    if os.name == "nt":
+        return
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def check_output(path: Path, fix: str = "give another --output") -> Path:
+    """The path of a file to write, or BadInput where there is no room for one, before any work."""
+    try:
+        there = path.exists()
+        if there and not path.is_file():
+            raise OSError(errno.EINVAL, "it is there, and not a regular file", str(path))
+        if not there and path.is_symlink():
+            raise OSError(errno.ELOOP, "it is a link to nowhere", str(path))
+    except (OSError, ValueError) as error:  # ValueError: a NUL in the name
+        raise BadInput(f"cannot write {str(path)!r} ({reason(error)})", fix) from None
+    return path
+
+
+def write_output(path: Path, content: str | bytes, fix: str = "give another --output") -> None:
+    """Write a file that the user named; BadInput where it cannot be written."""
+    check_output(path, fix)
+    try:
+        write_whole(path, content)
+    except OSError as error:
+        raise BadInput(f"cannot write {str(path)!r} ({reason(error)})", fix) from None
+
+
+def cache_folder() -> Path:
+    """Where trainfit keeps what it measured: $TRAINFIT_CACHE, else the user's cache folder.
+
+    Where no folder can be made there, a temporary one of this process, with one note: a cache
+    saves time, and is no reason not to run.
+    """
+    if chosen := os.environ.get("TRAINFIT_CACHE"):
+        return _usable(Path(chosen).absolute())
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return _usable(Path(base, "trainfit"))
+
+
+def keeps_cache() -> bool:
+    """Tell a cache that is there for the next process too."""
+    folder = cache_folder()
+    return not _temporary.cache_info().currsize or folder != Path(_temporary().name)
+
+
+@cache
+def _usable(folder: Path) -> Path:
+    try:
+        folder = folder.expanduser()
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.R_OK | os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, "it cannot be written")
+    except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: no home folder
+        what = f"nothing is kept in the cache {brief(str(folder))} ({reason(error)})"
+        fix = "set TRAINFIT_CACHE to a folder that can be written"
+        warnings.warn(f"{what}; {fix}", TrainfitWarning, stacklevel=4)
+        return Path(_temporary().name)
+    return folder
+
+
+@cache
+def _temporary() -> tempfile.TemporaryDirectory[str]:
+    """A folder that is removed when the process ends."""
+    return tempfile.TemporaryDirectory(prefix="trainfit-cache-")

@@ -1,0 +1,257 @@
+"""From the steps of an epoch to collated micro-batches on the device.
+
+A step is the unit: its micro-batches are cut here, collated in worker processes (or in this one)
+ahead of time, and handed over together, so that a step can be computed again from what is at hand.
+A worker is sent the cut itself and keeps nothing, so another cut, another epoch or a start in the
+middle is only another list of jobs.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.records import TrainTask
+from trainfit.data.tokens import Indices, IntArray, Tokens
+from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step
+
+Batch = Mapping[str, Any]
+Job = tuple[tuple[MicroBatch, ...], int | None]
+"""The micro-batches of a step on this rank, and the slots of a packed one."""
+
+
+class LoaderOptions(Protocol):
+    """What a plan says about worker processes."""
+
+    @property
+    def num_workers(self) -> int: ...
+    @property
+    def pin_memory(self) -> bool: ...
+    @property
+    def persistent_workers(self) -> bool: ...
+    @property
+    def prefetch_factor(self) -> int | None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedStep:
+    """A step of this rank, collated, on the CPU."""
+
+    sequences: tuple[int, ...]
+    """Of all ranks."""
+    batches: list[Batch]
+    waited: float
+    """Seconds that the loop waited for it."""
+
+
+class StepLoader:
+    """Gives the steps of a task, cut and collated."""
+
+    def __init__(
+        self,
+        task: TrainTask,
+        options: LoaderOptions,
+        device: torch.device,
+        *,
+        rank: int = 0,
+        ranks: int = 1,
+        in_step: bool = False,
+    ) -> None:
+        """With `in_step` all ranks get as many micro-batches, some of them empty of sequences."""
+        self.lengths = np.asarray(task.lengths(), dtype=np.int64)
+        self._dataset = _Collated(task)
+        self._rank, self._ranks, self._in_step = rank, ranks, in_step
+        self._jobs = _Jobs()
+        self._loader: DataLoader[list[Batch]] | None = _build_loader(
+            self._dataset, self._jobs, options, device
+        )
+
+    def steps(self, steps: Sequence[Sequence[int]], cut: Cut) -> Generator[LoadedStep, None, None]:
+        """These steps in their order, cut by `cut`; a new call ends the one before."""
+        self._jobs.make = lambda: (self._job(step, cut) for step in steps)
+        arriving = iter(self.workers())
+        for step in steps:
+            started = time.perf_counter()
+            batches = _next(arriving)
+            yield LoadedStep(tuple(map(int, step)), batches, time.perf_counter() - started)
+
+    def load(self, step: Sequence[int], cut: Cut) -> list[Batch]:
+        """One step, collated here and now."""
+        return self._dataset[self._job(step, cut)]
+
+    def workers(self) -> DataLoader[list[Batch]]:
+        """The loader behind it, to see what it was built with."""
+        if self._loader is None:
+            raise ValueError("the loader is closed")
+        return self._loader
+
+    def close(self) -> None:
+        """End the workers now, not when Python gets to it."""
+        self._loader = None
+
+    def _job(self, step: Sequence[int], cut: Cut) -> Job:
+        own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
+        if not self._in_step:  # ranks that speak once per step need no filler to wait for others
+            own = tuple(batch for batch in own if batch.sequences)
+        return own, cut.slots if isinstance(cut, PackedCut) else None
+
+
+def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
+    """Each micro-batch on the device when its turn comes; from pinned memory without waiting."""
+    for batch in batches:
+        yield {
+            name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            for name, value in batch.items()
+        }
+
+
+class _Jobs:
+    """The order of work as DataLoader's sampler: what it yields is sent to a worker as it is."""
+
+    def __init__(self) -> None:
+        self.make: Callable[[], Iterator[Job]] = lambda: iter(())
+
+    def __iter__(self) -> Iterator[Job]:
+        return self.make()
+
+
+class _Collated(Dataset[list[Batch]]):
+    """Collates a job; it runs in the workers."""
+
+    def __init__(self, task: TrainTask) -> None:
+        self._task = task
+
+    def __getitem__(self, job: Job) -> list[Batch]:
+        batches, slots = job
+        return [self._task.collate(b.sequences, b.rows, b.width, slots) for b in batches]
+
+
+def _build_loader(
+    dataset: _Collated, jobs: _Jobs, options: LoaderOptions, device: torch.device
+) -> DataLoader[list[Batch]]:
+    workers: dict[str, Any] = {}
+    if options.num_workers:  # without workers torch refuses to be told about them
+        workers["persistent_workers"] = options.persistent_workers
+        if options.prefetch_factor is not None:
+            workers["prefetch_factor"] = options.prefetch_factor
+    return DataLoader(
+        dataset,
+        sampler=jobs,
+        batch_size=None,
+        num_workers=options.num_workers,
+        pin_memory=options.pin_memory and device.type == "cuda",
+        # Else every new iterator would draw from the state that dropout draws from.
+        generator=torch.Generator(),
+        **workers,
+    )
+
+
+def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
+    try:
+        return next(arriving)
+    except RuntimeError as error:
+        if "DataLoader worker (pid" not in str(error):
+            raise
+        raise RunFailed(
+            f"a loader process died ({str(error).splitlines()[0]})",
+            "give it more memory or shared memory, or fewer training.num_workers; then resume",
+        ) from error
+
+
+_IGNORED = -100
+"""The label of a slot or a row without a sequence: cross-entropy skips it."""
+
+
+def collate_packed(
+    tokens: Tokens, sequences: Indices, width: int, slots: int, pad_id: int = 0
+) -> dict[str, Tensor]:
+    """One row of `width` tokens: the sequences end to end, then filler.
+
+    `cu_seqlens` has where each sequence begins and where the filler does; unused slots are
+    sequences of no tokens there.
+    """
+    chosen = np.asarray(sequences, dtype=np.int64)
+    lengths = tokens.lengths[chosen]
+    used = int(lengths.sum())
+    if used > width or chosen.size > slots:
+        raise BadInput(
+            f"{chosen.size} sequences of {used} tokens for a row of {width} and {slots} slots",
+            "cut the step again",
+        )
+    ends = np.full(slots + 1, used, dtype=np.int32)
+    ends[0] = 0
+    ends[1 : chosen.size + 1] = np.cumsum(lengths)
+    target = np.arange(used)
+    batch = _gather(tokens, chosen, target, (1, width), pad_id)
+    return batch | {
+        "cu_seqlens": torch.from_numpy(ends),
+        "labels": _labels(tokens, chosen, slots),
+    }
+
+
+def collate_padded(
+    tokens: Tokens, sequences: Indices, rows: int, width: int, pad_id: int = 0
+) -> dict[str, Tensor]:
+    """A row per sequence, padded on the right; rows without one are all padding."""
+    chosen = np.asarray(sequences, dtype=np.int64)
+    lengths = tokens.lengths[chosen]
+    longest = int(lengths.max(initial=0))
+    if longest > width or chosen.size > rows:
+        raise BadInput(
+            f"{chosen.size} sequences of up to {longest} tokens for {rows} rows of {width}",
+            "cut the step again",
+        )
+    target = np.repeat(np.arange(chosen.size) * width, lengths) + _within(lengths)
+    mask = np.zeros((rows, width), dtype=np.int64)
+    mask.reshape(-1)[target] = 1
+    batch = _gather(tokens, chosen, target, (rows, width), pad_id)
+    return batch | {
+        "attention_mask": torch.from_numpy(mask),
+        "labels": _labels(tokens, chosen, rows),
+    }
+
+
+def _gather(
+    tokens: Tokens, chosen: IntArray, target: IntArray, shape: tuple[int, int], pad_id: int
+) -> dict[str, Tensor]:
+    """The tokens of the chosen sequences at their places in a batch of that shape."""
+    lengths = tokens.lengths[chosen]
+    source = np.repeat(tokens.starts[chosen], lengths) + _within(lengths)
+    batch = {"input_ids": _placed(tokens.ids, source, target, shape, pad_id)}
+    if tokens.types is not None:
+        batch["token_type_ids"] = _placed(tokens.types, source, target, shape, 0)
+    return batch
+
+
+def _placed(
+    values: NDArray[np.int32] | NDArray[np.uint8],
+    source: IntArray,
+    target: IntArray,
+    shape: tuple[int, int],
+    filler: int,
+) -> Tensor:
+    batch = np.full(shape, filler, dtype=np.int64)
+    batch.reshape(-1)[target] = values[source]
+    return torch.from_numpy(batch)
+
+
+def _within(lengths: IntArray) -> IntArray:
+    """The place of every token in its own sequence, sequences end to end."""
+    ends = np.cumsum(lengths)
+    within: IntArray = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
+    return within
+
+
+def _labels(tokens: Tokens, chosen: IntArray, places: int) -> Tensor:
+    labels = np.full(places, _IGNORED, dtype=np.int64)
+    labels[: chosen.size] = tokens.labels[chosen]
+    return torch.from_numpy(labels)

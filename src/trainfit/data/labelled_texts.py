@@ -1,0 +1,123 @@
+"""The text-classification job's data: files, or made-up texts, as train, validation and test."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainfit.core.errors import BadInput
+from trainfit.data.folds import check_apart, hold_out, make_folds
+from trainfit.data.text_files import Columns, balanced_weights, count_classes, shown
+from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
+from trainfit.data.tokens import Dataset, Tokens
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+
+def load_text_files(
+    train: Path | str,
+    tokenizer: Tokenizer,
+    *,
+    validation: Path | str | None = None,
+    test: Path | str | None = None,
+    columns: Columns | None = None,
+    max_length: int,
+    folds: int | None = None,
+    test_share: float = 0.2,
+    validation_share: float = 0.2,
+    seed: int = 0,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> tuple[Dataset, ...]:
+    """A dataset per fold, or one. What has no file of its own is split from the training file."""
+
+    def read(path: Path | str, known: list[str] | None = None) -> LabelledTokens:
+        return tokenize_file(
+            Path(path),
+            tokenizer,
+            max_length=max_length,
+            columns=columns or Columns(),
+            known=known,
+            processes=processes,
+            progress=progress,
+        )
+
+    base = read(train)
+    others = {
+        name: None if path is None else _same_classes(read(path, base.classes), base.classes)
+        for name, path in (("validation", validation), ("test", test))
+    }
+    return text_datasets(
+        base.tokens,
+        base.classes,
+        **others,
+        folds=folds,
+        test_share=test_share,
+        validation_share=validation_share,
+        seed=seed,
+    )
+
+
+def text_datasets(
+    tokens: Tokens,
+    classes: Sequence[str],
+    *,
+    validation: Tokens | None = None,
+    test: Tokens | None = None,
+    folds: int | None = None,
+    test_share: float = 0.2,
+    validation_share: float = 0.2,
+    seed: int = 0,
+) -> tuple[Dataset, ...]:
+    """Datasets of tokenised texts; the held-out test is taken first, unless one is given."""
+    if len(classes) < 2:
+        raise BadInput(
+            f"the training data has one class only, {shown(classes[0])}", "give examples of another"
+        )
+    if validation is not None and folds is not None:
+        raise BadInput(
+            f"cv.folds is {folds}, but there is a validation file", "leave one of them out"
+        )
+    items = np.arange(len(tokens))
+    if test is None:
+        items, held = hold_out(items, tokens.labels, tokens.groups, test_share, seed)
+        test = tokens.subset(held)
+    if validation is not None:
+        return (_dataset(tokens.subset(items), validation, test, classes),)
+    made = make_folds(
+        items, tokens.labels, tokens.groups, folds=folds, share=validation_share, seed=seed + 1
+    )
+    return tuple(
+        _dataset(tokens.subset(fold.train), tokens.subset(fold.validation), test, classes)
+        for fold in made
+    )
+
+
+def _same_classes(read: LabelledTokens, classes: list[str]) -> Tokens:
+    """The tokens with labels numbered as in training."""
+    numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
+    return replace(read.tokens, labels=numbers[read.tokens.labels])
+
+
+def _dataset(train: Tokens, validation: Tokens, test: Tokens, classes: Sequence[str]) -> Dataset:
+    parts = {"train": train, "validation": validation, "test": test}
+    groups = {name: part.groups for name, part in parts.items() if part.groups is not None}
+    check_apart(groups)
+    metadata: dict[str, Any] = {
+        "classes": list(classes),
+        "class_weights": balanced_weights(train.labels, classes),
+    }
+    for name, part in parts.items():
+        metadata[name] = {
+            "texts": len(part),
+            "by_class": count_classes(part.labels, len(classes)),
+            "tokens": int(part.lengths.sum()),
+            "mean_length": round(float(part.lengths.mean()), 1),
+            "longest": int(part.lengths.max()),
+        }
+    return Dataset(**parts, metadata=metadata)

@@ -1,0 +1,108 @@
+"""The NLI job's data: every post with every criterion, split by post, tokenised in memory only."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from trainfit.core.errors import BadInput
+from trainfit.data.folds import Fold, Folds, split
+from trainfit.data.redsm5 import CRITERIA, Corpus
+from trainfit.data.text_files import balanced_weights
+from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+CLASSES = ("no evidence", "evidence")
+
+
+def split_corpus(
+    corpus: Corpus,
+    *,
+    folds: int | None = None,
+    test_share: float = 0.2,
+    validation_share: float = 0.2,
+    seed: int = 0,
+) -> Folds:
+    """Folds of the pairs, whole posts each, with every criterion's positives spread evenly."""
+    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
+    return split(
+        strata,
+        corpus.post_of,
+        folds=folds,
+        test_share=test_share,
+        validation_share=validation_share,
+        seed=seed,
+    )
+
+
+def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> Tokens:
+    """All pairs in order. They stay in memory: tokens of posts are posts."""
+    return tokenize_pairs(
+        tokenizer,
+        corpus.texts,
+        corpus.criteria,
+        corpus.post_of,
+        corpus.criterion_of,
+        corpus.labels,
+        max_length=max_length,
+    )
+
+
+def nli_dataset(
+    tokens: Tokens,
+    folds: Folds,
+    fold: int,
+    *,
+    negative_ratio: float | None = None,
+    seed: int = 0,
+) -> Dataset:
+    """One fold of tokenised pairs; `negative_ratio` thins out the training part alone."""
+    chosen: Fold = folds.folds[fold]
+    kept = sample_negatives(tokens.labels, chosen.train, negative_ratio, seed)
+    parts = {"train": kept, "validation": chosen.validation, "test": folds.test}
+    for name, part in parts.items():
+        if not part.size:
+            raise BadInput(f"the {name} part has no pairs", "give it a share of the data")
+    datasets = {name: tokens.subset(part) for name, part in parts.items()}
+    return Dataset(**datasets, metadata=_metadata(datasets))
+
+
+def sample_negatives(
+    labels: IntArray, indices: IntArray, ratio: float | None, seed: int
+) -> IntArray:
+    """All positives with `ratio` negatives for each, drawn by the seed; all of them for None."""
+    if ratio is None:
+        return indices
+    positive, negative = indices[labels[indices] == 1], indices[labels[indices] == 0]
+    count = min(negative.size, round(ratio * positive.size))
+    drawn = np.random.default_rng((seed, 7)).choice(negative, count, replace=False)
+    return np.sort(np.concatenate([positive, drawn]))
+
+
+def _metadata(parts: dict[str, Tokens]) -> dict[str, Any]:
+    """What a person and the loss need to know of the parts, and no text."""
+    return {
+        "classes": list(CLASSES),
+        "criteria": [criterion.code for criterion in CRITERIA],
+        "class_weights": balanced_weights(parts["train"].labels, CLASSES),
+    } | {name: _describe(part) for name, part in parts.items()}
+
+
+def _describe(part: Tokens) -> dict[str, Any]:
+    assert part.groups is not None
+    assert part.criteria is not None
+    positive = np.bincount(part.criteria[part.labels == 1], minlength=len(CRITERIA))
+    return {
+        "pairs": len(part),
+        "posts": int(np.unique(part.groups).size),
+        "positives": int(part.labels.sum()),
+        "positives_by_criterion": {
+            criterion.code: int(count) for criterion, count in zip(CRITERIA, positive, strict=True)
+        },
+        "tokens": int(part.lengths.sum()),
+        "mean_length": round(float(part.lengths.mean()), 1),
+        "longest": int(part.lengths.max()),
+    }

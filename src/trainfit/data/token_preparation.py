@@ -1,0 +1,294 @@
+"""From a corpus to token files: learn a tokenizer, then tokenise document by document.
+
+Both passes stream, so a corpus may be larger than memory, and the folder gets its name when all of
+it is written: it is whole or not there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.core import caches
+from trainfit.core.codec import Length, Range
+from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.files import cache_folder
+from trainfit.core.records import Record
+from trainfit.data.bpe import end_of_text, file_hash, learn_bpe, load_bpe
+from trainfit.data.corpus import END_OF_TEXT, Piece, find_files, read_pieces, standard_library
+from trainfit.data.token_files import (
+    FILES,
+    META,
+    TOKENIZER,
+    Dtype,
+    Header,
+    Part,
+    dtype_for,
+    open_tokens,
+)
+from trainfit.hardware.host import allowed_by_affinity
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+Progress = Callable[[str, int, int], None]
+"""What is being done, the bytes done so far, and those of all files."""
+_LARGE = 8 << 20
+"""Bytes of a corpus from which on several processes pay for their start."""
+_LEARNED_FROM = 1 << 30
+"""Bytes that a tokenizer is learned from; of a larger corpus a share of the documents."""
+_TOGETHER = 1 << 20
+"""Characters that are sent to a process together."""
+_IN_WORKER: dict[str, Any] = {}
+"""The tokenizer of a worker process."""
+_Encoded = list[NDArray[np.uint32]]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Preparation(Record):
+    """How a corpus becomes tokens."""
+
+    vocab_size: Annotated[int, Range(257, 2**20)] = 30_000
+    special: tuple[Annotated[str, Length(1, 1000)], ...] = ()
+    """Words that are one token each, besides the end of a text."""
+    validation_share: Annotated[float, Range(0.0001, 0.5)] = 0.05
+    """Of the documents."""
+    seed: Annotated[int, Range(0, 2**32 - 1)] = 42
+    separator: str = END_OF_TEXT
+    """What ends a document within a text file."""
+    column: Annotated[str, Length(1, 500)] = "text"
+    """Of CSV, JSONL and Parquet files."""
+
+
+def prepare_tokens(
+    inputs: Sequence[Path],
+    output: Path,
+    how: Preparation | None = None,
+    *,
+    tokenizer: Path | None = None,
+    processes: int | None = None,
+    progress: Progress | None = None,
+) -> Header:
+    """Write the token files of these files and folders; no `inputs`: the standard library.
+
+    `tokenizer` is a tokenizer.json to use instead of learning one. `processes` None: by size.
+    """
+    try:
+        taken = output.exists() and (not output.is_dir() or any(output.iterdir()))
+    except OSError as error:
+        raise BadInput(f"cannot write {output} ({reason(error)})", "name a new folder") from None
+    if taken:
+        raise BadInput(f"{output} is there already", "name a new folder, or remove it")
+    files = find_files(inputs) if inputs else standard_library()
+    work = progress or (lambda *_: None)
+    return _prepare(files, output, how or Preparation(), tokenizer, processes, work)
+
+
+def embedded_tokens(how: Preparation, progress: Progress | None = None) -> Path:
+    """The folder with the tokens of Python's own source, made at the first time."""
+    files = standard_library()
+    digest = hashlib.sha256(json.dumps(asdict(how), sort_keys=True).encode())
+    for path in files:
+        digest.update(path.read_bytes())
+    folder = cache_folder() / "corpora" / f"python-{digest.hexdigest()[:32]}"
+    try:
+        open_tokens(folder)
+    except BadInput as error:
+        if folder.exists():
+            caches.throw_away(folder, error.what)
+        _prepare(files, folder, how, None, None, progress or (lambda *_: None))
+    return folder
+
+
+def _prepare(
+    files: Sequence[Path],
+    output: Path,
+    how: Preparation,
+    tokenizer: Path | None,
+    processes: int | None,
+    progress: Progress,
+) -> Header:
+    """Everything beside the folder, which then gets its name."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=output.parent, prefix=".building-"))
+    except OSError as error:
+        raise BadInput(
+            f"cannot write {output} ({error.strerror})", "choose another folder"
+        ) from None
+    try:
+        total = sum(path.stat().st_size for path in files)
+        made = _tokenizer(files, total, how, tokenizer, progress)
+        made.save(str(building / TOKENIZER))
+        count = processes or (allowed_by_affinity() if total >= _LARGE else 1)
+        encoded = _encode(files, how, building / TOKENIZER, count)
+        header = _write(building, encoded, made, how, lambda done: progress("tokens", done, total))
+        (building / META).write_text(header.to_json() + "\n")
+        if output.is_dir():
+            output.rmdir()
+        building.rename(output)
+    except OSError as error:
+        raise RunFailed(
+            f"cannot write {output} ({error.strerror})", "free some space and prepare again"
+        ) from error
+    finally:
+        shutil.rmtree(building, ignore_errors=True)
+    return header
+
+
+def _tokenizer(
+    files: Sequence[Path], total: int, how: Preparation, given: Path | None, progress: Progress
+) -> Tokenizer:
+    """The one given, or one learned from the documents that are trained on."""
+    if given is not None:
+        return load_bpe(given)
+    most = how.validation_share + (1 - how.validation_share) * min(1, _LEARNED_FROM / max(total, 1))
+
+    def texts() -> Iterator[str]:
+        done = 0
+        for piece in _pieces(files, how):
+            done += len(piece.text.encode(errors="replace"))
+            progress("tokenizer", done, total)
+            if how.validation_share <= piece.place <= most:
+                yield piece.text
+
+    return learn_bpe(texts(), how.vocab_size, how.special)
+
+
+def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
+    return read_pieces(files, seed=how.seed, separator=how.separator, column=how.column)
+
+
+# ── tokens ────────────────────────────────────────────────────────────────────────────────────
+
+
+def _encode(
+    files: Sequence[Path], how: Preparation, tokenizer: Path, processes: int
+) -> Iterator[tuple[Piece, NDArray[np.uint32]]]:
+    """Each piece with its tokens, in order; with several processes only a few are under way."""
+    if processes == 1:
+        _start_worker(tokenizer)
+        for piece in _pieces(files, how):
+            yield piece, _work([piece.text])[0]
+        return
+    # A fork of a process that has threads, as tokenizers starts them, may hang.
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (tokenizer,)) as pool:
+        waiting: deque[tuple[list[Piece], Future[_Encoded]]] = deque()
+        for group in _grouped(_pieces(files, how)):
+            waiting.append((group, pool.submit(_work, [piece.text for piece in group])))
+            if len(waiting) > 2 * processes:
+                pieces, future = waiting.popleft()
+                yield from zip(pieces, future.result(), strict=True)
+        for pieces, future in waiting:
+            yield from zip(pieces, future.result(), strict=True)
+
+
+def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+    """Enough of them to be worth sending."""
+    group: list[Piece] = []
+    size = 0
+    for piece in pieces:
+        group.append(piece)
+        size += len(piece.text)
+        if size >= _TOGETHER:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def _start_worker(tokenizer: Path) -> None:
+    _IN_WORKER["tokenizer"] = load_bpe(tokenizer)
+
+
+def _work(texts: list[str]) -> _Encoded:
+    made = _IN_WORKER["tokenizer"]
+    return [
+        np.array(made.encode(text, add_special_tokens=False).ids, dtype=np.uint32) for text in texts
+    ]
+
+
+class _Written:
+    """A token file as it grows."""
+
+    def __init__(self, path: Path, dtype: Dtype) -> None:
+        self._file: BinaryIO = path.open("wb")
+        self._dtype = np.dtype(dtype).newbyteorder("<")
+        self._digest = hashlib.sha256()
+        self._tokens = self._documents = 0
+
+    def add(self, ids: NDArray[np.uint32], *, ends: int | None, last: bool) -> None:
+        """Append a piece, and after the last one of a document the token that ends it."""
+        if last and ends is not None:
+            ids = np.append(ids, np.uint32(ends))
+        data = ids.astype(self._dtype).tobytes()
+        self._file.write(data)
+        self._digest.update(data)
+        self._tokens += ids.size
+        self._documents += last
+
+    def close(self) -> Part:
+        """Have it reach the disk; what the header says of it."""
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        self._file.close()
+        return Part(
+            tokens=self._tokens, documents=self._documents, checksum=self._digest.hexdigest()
+        )
+
+
+def _write(
+    building: Path,
+    encoded: Iterator[tuple[Piece, NDArray[np.uint32]]],
+    tokenizer: Tokenizer,
+    how: Preparation,
+    progress: Callable[[int], None],
+) -> Header:
+    size, ends = tokenizer.get_vocab_size(), end_of_text(tokenizer)
+    dtype, done = dtype_for(size), 0
+    parts = {name: _Written(building / file, dtype) for name, file in FILES.items()}
+    try:
+        for piece, ids in encoded:
+            name = "validation" if piece.place < how.validation_share else "train"
+            parts[name].add(ids, ends=ends, last=piece.last)
+            done += len(piece.text.encode(errors="replace"))
+            progress(done)
+    finally:
+        train, validation = (parts[name].close() for name in ("train", "validation"))
+    _check_split(train, validation)
+    return Header(
+        dtype=dtype,
+        vocab_size=size,
+        train=train,
+        validation=validation,
+        tokenizer=file_hash(building / TOKENIZER),
+        end_of_text=ends,
+        seed=how.seed,
+        validation_share=how.validation_share,
+    )
+
+
+def _check_split(train: Part, validation: Part) -> None:
+    total = (train.documents or 0) + (validation.documents or 0)
+    if not total:
+        raise BadInput("the corpus is empty: no file has any text", "give files with text")
+    for name, part in (("training", train), ("validation", validation)):
+        if not part.documents:
+            raise BadInput(
+                f"of {total} documents none is left for {name}",
+                "give more of them, another --seed, or the text that divides one file into many "
+                "(--separator)",
+            )

@@ -1,0 +1,169 @@
+"""FSDP2: weights, gradients and optimizer state spread over the ranks, for what no GPU holds alone.
+
+Every repeated block, and what is left of the model, is gathered when it is computed and let go
+after it. So ranks talk inside forward and backward, one that runs out of memory cannot take its
+step again while the others wait for it, and the run starts again from its newest checkpoint with
+the next cut. Gradients are summed, not averaged: a step's loss is divided by the whole weight.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trainfit.core.errors import BadInput, RunFailed
+from trainfit.runtime.compile import repeated_blocks
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+    from torch.distributed.fsdp import FSDPModule
+
+
+T = TypeVar("T")
+
+
+def shard(model: nn.Module, device: torch.device) -> None:
+    """Spread a model that every rank has on its CPU, block by block; each keeps its shards."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    for module in (*repeated_blocks(model), model):
+        sharded = fully_shard(module, mesh=mesh)
+        sharded.set_gradient_divide_factor(1.0)
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+
+
+def reshard(model: nn.Module) -> None:
+    """Let go of what a forward pass without a backward pass left gathered."""
+    from torch.distributed.fsdp import FSDPModule
+
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def synchronised(model: nn.Module, batches: Iterable[T], count: int, *, once: bool) -> Iterator[T]:
+    """The `count` micro-batches of a step; gradients are summed after the last one.
+
+    Until then each rank holds its own whole gradient. Without `once` they are summed after every
+    micro-batch, and only shards of them are ever kept: more talk for less memory.
+    """
+    root = cast("FSDPModule", model)
+    for number, batch in enumerate(batches, start=1):
+        root.set_requires_gradient_sync(not once or number == count)
+        yield batch
+
+
+def joined_norm(norm: Tensor) -> Tensor:
+    """The norm of the whole gradient from that of this rank's shards."""
+    norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
+    dist.all_gather(norms, norm)
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms)))
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The shard of this rank, or the tensor itself where it is whole; the same memory."""
+    # Asked by its method: to import the class takes as long as all the rest of the engine.
+    return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
+
+
+_SHARD = "shard-{:05d}-*.safetensors"
+
+
+def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Write the shards of all ranks; what all have whole is written once, by the first of them."""
+    from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    writer = HuggingFaceStorageWriter(str(folder), save_distributed=True)
+    planner = DefaultSavePlanner(dedup_save_to_lowest_rank=True)
+    with _one_line(f"cannot write {folder}"):
+        save(dict(tensors), storage_writer=writer, planner=planner)
+
+
+def own_files(folder: Path, rank: int) -> list[Path]:
+    """The files that `write` made for this rank."""
+    return sorted(folder.glob(_SHARD.format(rank + 1)))
+
+
+def is_sharded(folder: Path) -> bool:
+    """Whether `write` made what is in there."""
+    return any(folder.glob("shard-*.safetensors"))
+
+
+@torch.no_grad()
+def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
+    """Fill these, whole or sharded, with what is in `folder`, which must hold just the same ones.
+
+    Whoever has a process group calls it on every rank. The files may have been written by any
+    number of ranks, also by one that did not shard.
+    """
+    _check_same(_saved(folder), tensors)
+    _load(folder, tensors, alone=False)
+
+
+def read_whole(folder: Path) -> dict[str, Tensor]:
+    """What is in `folder`, put together on this rank."""
+    saved = _saved(folder)
+    tensors = {n: torch.empty(s.size, dtype=s.properties.dtype) for n, s in saved.items()}
+    _load(folder, tensors, alone=True)
+    return tensors
+
+
+def is_state(name: str, saved: Mapping[str, object]) -> bool:
+    """Whether this names optimizer state: that of another tensor which is there."""
+    return name.rpartition("/")[0] in saved
+
+
+def _saved(folder: Path) -> dict[str, TensorStorageMetadata]:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+
+    found = HuggingFaceStorageReader(str(folder)).read_metadata().state_dict_metadata
+    return dict(found)  # type: ignore[arg-type]
+
+
+def _load(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader = HuggingFaceStorageReader(str(folder))
+    with _one_line(f"cannot read {folder}"), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        load(dict(tensors), storage_reader=reader, no_dist=alone)
+
+
+def _check_same(saved: Mapping[str, TensorStorageMetadata], own: Mapping[str, Tensor]) -> None:
+    if missing := sorted(own.keys() ^ saved.keys()):
+        raise BadInput(
+            f"the checkpoint and the model differ in {len(missing)} tensors, such as {missing[0]}",
+            "use the configuration of the run",
+        )
+    for name, tensor in own.items():
+        if saved[name].size != tensor.shape:
+            shapes = f"{tuple(saved[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
+            raise BadInput(f"{name} is {shapes}", "use the configuration of the run")
+
+
+@contextmanager
+def _one_line(what: str) -> Iterator[None]:
+    """What fails on any rank fails on all, with the first cause in a line."""
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        yield
+    except CheckpointException as error:  # no Exception, and of many lines
+        rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
+        text = (str(cause).splitlines() or [type(cause).__name__])[0]
+        raise RunFailed(
+            f"{what} on rank {rank} ({text})",
+            "free some space or make it writable, and go on with --resume",
+        ) from None

@@ -1,0 +1,303 @@
+"""How a run begins: the parts are built, and a run that was left is put back where it was."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
+from trainfit.core.records import Record, TrainTask
+from trainfit.data.batches import StepLoader
+from trainfit.engine import checkpoint, fsdp, random_state
+from trainfit.engine.checkpoint import load_model, load_optimizer, model_tensors, optimizer_tensors
+from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
+from trainfit.engine.fsdp import shard
+from trainfit.engine.memory_errors import is_out_of_memory
+from trainfit.engine.observers import Progress
+from trainfit.engine.optimizer import build_optimizer, keep_trained_in_float32, take_workspaces
+from trainfit.engine.random_state import RandomState
+from trainfit.engine.recovery import Buffers, Parts
+from trainfit.engine.relaunch import Launch, Otherwise, find_launch, left_over
+from trainfit.engine.settings import LoopSettings
+from trainfit.engine.step import loss_scale
+from trainfit.packing import PackedCut, PaddedCut
+from trainfit.runs import event_log
+from trainfit.runtime import compile_blocks, compile_model
+from trainfit.runtime.switches import attention_order
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where a run begins in this process, and what is to be told about it."""
+
+    progress: Progress
+    resumed: bool
+    """From a checkpoint."""
+    events: tuple[tuple[str, str], ...] = ()
+
+
+def build_model(task: TrainTask) -> nn.Module:
+    """The task's model where the task makes it, ready to train."""
+    model = _fits(task.build_model, "the model")
+    keep_trained_in_float32(model)
+    return model.train()
+
+
+def build_parts(
+    task: TrainTask, settings: LoopSettings, model: nn.Module, world: World, device: torch.device
+) -> Parts:
+    """All that a step needs, on the device."""
+    if device.type == "cuda":
+        with device:
+            _fits(take_workspaces, "cuBLAS's workspace")
+    sharded = settings.sharding == "fsdp" and world.size > 1
+    if sharded:
+        spread_weights(world, model)  # on the CPU: no GPU has room for all of it
+        _fits(lambda: shard(model, device), "this rank's share of the model")
+    else:
+        _fits(lambda: model.to(device), "the model")
+        spread_weights(world, model)
+    optimizer = _fits(lambda: build_optimizer(model, settings.optimizer), "the optimizer's state")
+    if settings.compile:
+        whole = settings.compile_scope == "model" and not sharded
+        padded = isinstance(settings.cuts[0], PaddedCut)
+        of_any_size = True if padded and len(set(task.lengths())) > 1 else None
+        compile_ = compile_model if whole else compile_blocks
+        compile_(model, settings.compile_mode, dynamic=of_any_size)
+    return Parts(
+        task=task,
+        settings=settings,
+        model=model,
+        buffers=Buffers(model),
+        optimizer=optimizer,
+        scale=loss_scale(settings.precision, device),
+        loader=StepLoader(
+            task, settings.loader, device, rank=world.rank, ranks=world.size, in_step=sharded
+        ),
+        world=world,
+        device=device,
+        sharded=sharded,
+    )
+
+
+def _fits(build: Callable[[], T], what: str) -> T:
+    try:
+        return build()
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            f"{what} alone does not fit the memory",
+            "take a smaller model, train fewer weights (model.method=lora), or a larger device",
+        ) from error
+
+
+def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start:
+    """Where the run begins: at its newest good checkpoint, or at the first step."""
+    launch = find_launch(parts.world)
+    with first_writes(parts.world) as looks:
+        found = _look(run, launch, resume) if looks else _Found()
+    found = _Found.from_json(first_says(parts.world, found.to_json(indent=None)))
+    events = [("damaged", text) for text in found.faults]
+    if found.folder is not None:
+        folder = Path(found.folder)
+        progress, more = _restore(parts, folder, frozen)
+        events += [("resumed", f"from {folder.name}"), *more]
+    else:
+        progress = Progress(eval_batch_size=parts.settings.eval_batch_size)
+        if found.resume:
+            events.append(("resumed", "from the beginning: there is no checkpoint yet"))
+    events += _do_otherwise(progress, found.otherwise, parts.settings)
+    if parts.world.first:
+        event_log.forget_after(run, progress.step)
+        launch.note(run)
+    return Start(progress, found.folder is not None, tuple(events))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Found(Record):
+    """What the first rank found in the folder, and tells the others."""
+
+    resume: bool = False
+    folder: str | None = None
+    faults: tuple[str, ...] = ()
+    otherwise: Otherwise = field(default_factory=Otherwise)
+
+
+def _look(run: Path, launch: Launch, resume: bool) -> _Found:
+    """The newest good checkpoint, for a run that goes on or that torchrun starts again."""
+    resume = resume or launch.is_restart(run)
+    if not resume and checkpoint.listed(run):
+        raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
+    run.mkdir(parents=True, exist_ok=True)
+    checkpoint.clear_unfinished(run)
+    folder, faults = checkpoint.latest_good(run)
+    for text in faults:
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+    return _Found(
+        resume=resume,
+        folder=None if folder is None else str(folder),
+        faults=faults,
+        otherwise=left_over(run),
+    )
+
+
+def _do_otherwise(
+    progress: Progress, change: Otherwise, settings: LoopSettings
+) -> list[tuple[str, str]]:
+    """Heed what an earlier process left; where that changes anything, it is worth a line."""
+    events = []
+    rung = min(max(progress.rung, change.rung), len(settings.cuts) - 1)
+    if rung != progress.rung:
+        progress.use_rung(rung)
+        pieces = settings.cuts[rung].micro_batches
+        events.append(("oom", f"memory ran out: steps are cut into {pieces} from here"))
+    size = min(progress.eval_batch_size, change.eval_batch_size or progress.eval_batch_size)
+    if size != progress.eval_batch_size:
+        progress.eval_batch_size = size
+        events.append(("oom", f"memory ran out: evaluations of {size} sequences from here"))
+    return events
+
+
+def _restore(
+    parts: Parts, folder: Path, frozen: str | None
+) -> tuple[Progress, tuple[tuple[str, str], ...]]:
+    """Put everything back as it was when the checkpoint was written."""
+    state = checkpoint.read_state(folder)
+    if state["frozen"] != frozen:
+        raise BadInput(
+            f"the weights that are not trained are not those {folder} was trained with",
+            "use the model of the run",
+        )
+    if parts.sharded:
+        weights = model_tensors(parts.model)
+        state_of = optimizer_tensors(parts.model, parts.optimizer)
+        fsdp.read_into(folder, weights | state_of)
+    else:
+        contents = checkpoint.read(folder)
+        load_model(parts.model, contents.model)
+        load_optimizer(parts.model, parts.optimizer, contents.optimizer)
+    if parts.scale is not None and state["scale"] is not None:
+        factor, quiet = (torch.tensor(value, device=parts.device) for value in state["scale"])
+        parts.scale.factor, parts.scale.quiet_steps = factor, quiet
+    progress = Progress.from_data(state["progress"], str(folder))
+    progress.use_rung(min(progress.rung, len(parts.settings.cuts) - 1))
+    states = state["random"]
+    if len(states) != parts.world.size:
+        text = f"saved by {len(states)} ranks, now there are {parts.world.size}: dropout differs"
+        return progress, (("ranks", text),)
+    own = RandomState.from_json(states[parts.world.rank], str(folder))
+    random_state.put_back(own, parts.device)
+    return progress, ()
+
+
+_KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
+_FLASH_FROM = (8, 0)
+"""Compute capability from which on torch has a flash kernel, for half precision alone."""
+
+
+def opening_lines(parts: Parts, attention: str | None = None) -> list[str]:
+    """Device, TF32, precision, attention, optimizer and loader, as they are now.
+
+    `attention` is the line of a task that knows more about it than torch's switches tell.
+    """
+    return [
+        _device(parts),
+        _tf32(parts),
+        f"Precision: {parts.settings.precision}"
+        + ("" if parts.scale is None else " with loss scaling"),
+        attention or _attention(parts),
+        _optimizer(parts),
+        _loader(parts),
+        _batches(parts),
+        *([_ranks(parts)] if parts.world.size > 1 else []),
+    ]
+
+
+def _device(parts: Parts) -> str:
+    ranks = f", {parts.world.size} ranks" if parts.world.size > 1 else ""
+    if parts.device.type != "cuda":
+        return f"Device: {parts.device.type} ({torch.get_num_threads()} threads){ranks}"
+    return f"Device: cuda ({torch.cuda.get_device_name(parts.device)}){ranks}"
+
+
+def _tf32(parts: Parts) -> str:
+    backends: Any = torch.backends
+    matmul = backends.cuda.matmul.fp32_precision == "tf32"
+    cudnn = backends.cudnn.conv.fp32_precision == "tf32"
+    if parts.device.type != "cuda":
+        return "TF32 does not apply: there is no GPU"
+    capability = torch.cuda.get_device_capability(parts.device)
+    where = {(True, True): "matmul and cuDNN", (True, False): "matmul", (False, True): "cuDNN"}
+    if (matmul, cudnn) not in where:
+        return f"TF32 off (GPU compute capability {capability})"
+    return (
+        f"TF32 enabled for {where[matmul, cudnn]} operations (GPU compute capability {capability})"
+    )
+
+
+def _attention(parts: Parts) -> str:
+    if parts.device.type != "cuda":
+        return "SDPA attention on padded rows of like length"
+    capability = torch.cuda.get_device_capability(parts.device)
+    flash = capability >= _FLASH_FROM and parts.settings.precision != "fp32"
+    usable = [kind for kind in attention_order() if kind in _KERNELS and (flash or kind != "flash")]
+    first, *others = [_KERNELS[kind] for kind in usable] or ["no"]
+    rest = f" (fallbacks: {', '.join(others)})" if others else ""
+    return f"SDPA {first} Attention backend enabled{rest}"
+
+
+def _optimizer(parts: Parts) -> str:
+    groups = parts.optimizer.param_groups
+    kind = "fused " if all(group["fused"] for group in groups) else ""
+    settings = parts.settings.optimizer
+    trained = sum(p.numel() for group in groups for p in group["params"])
+    whole = sum(p.numel() for p in parts.model.parameters())
+    return (
+        f"Using {kind}{type(parts.optimizer).__name__} optimizer"
+        f" (lr={settings.learning_rate:g}, wd={groups[0]['weight_decay']:g})"
+        f" on {trained:,} of {whole:,} weights"
+    )
+
+
+def _loader(parts: Parts) -> str:
+    loader = parts.loader.workers()
+    return (
+        f"DataLoader settings: num_workers={loader.num_workers}, pin_memory={loader.pin_memory},"
+        f" prefetch_factor={loader.prefetch_factor}"
+    )
+
+
+def _ranks(parts: Parts) -> str:
+    ranks = parts.world.size
+    batch = len(parts.task.steps(0)[0])
+    share = (
+        f"{batch // ranks}" if batch % ranks == 0 else f"{batch // ranks} or {batch // ranks + 1}"
+    )
+    model = (
+        "each holds a share of the model (FSDP2)"
+        if parts.sharded
+        else "each holds the model, and gradients are summed once a step"
+    )
+    return (
+        f"{ranks} ranks: steps of {batch} sequences, {share} on each; {model};"
+        " samples/s and tokens/s are of all, MFU is per GPU"
+    )
+
+
+def _batches(parts: Parts) -> str:
+    cut = parts.settings.cuts[0]
+    kind = "packed" if isinstance(cut, PackedCut) else "padded"
+    compiled = any(module._compiled_call_impl is not None for module in parts.model.modules())
+    return (
+        f"Steps of {cut.micro_batches} {kind} micro-batches of up to {cut.tokens:,} tokens,"
+        f" {'compiled' if compiled else 'not compiled'}"
+    )

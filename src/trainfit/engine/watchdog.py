@@ -1,0 +1,132 @@
+"""A rank that dies is noticed by the others, also where they wait for a GPU that waits for it.
+
+gloo tells of a process that is gone; NCCL's kernels wait on. So every rank keeps a connection to
+the first one, on which nothing is said: it ends when the process at its other end does, and the
+kernel's keepalives end it when the machine is lost. They are answered without Python, so a rank
+that is busy for minutes is not taken for dead.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import warnings
+from contextlib import closing, suppress
+
+from trainfit.core.errors import TrainfitWarning
+
+_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
+"""Half a minute of silence from a machine, and it is lost."""
+_GRACE = 5.0
+"""Seconds in which a rank may still say by itself what is wrong."""
+_CONNECT = 10.0
+_BYE = b"."
+_WORD = 16
+
+
+class Watch:
+    """The connections of this rank, and the thread that waits for one to end."""
+
+    def __init__(self) -> None:
+        self._over = threading.Event()
+        self._selector = selectors.DefaultSelector()
+        self._thread = threading.Thread(target=self._wait, name="watch over ranks", daemon=True)
+        self._listener: socket.socket | None = None
+        self._word = b""
+
+    def listen(self) -> str:
+        """Wait for the others, as the first rank; returns how they find it."""
+        family, host = _own_address()
+        self._word = secrets.token_hex(_WORD // 2).encode()
+        self._listener = socket.create_server(("", 0), family=family)
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._thread.start()
+        return f"{host} {self._listener.getsockname()[1]} {self._word.decode()}"
+
+    def connect(self, address: str) -> None:
+        """Find the first rank, as one of the others."""
+        host, port, word = address.split()
+        problem: OSError | None = None
+        for name in (host, os.environ.get("MASTER_ADDR", host)):
+            try:
+                connection = socket.create_connection((name, int(port)), timeout=_CONNECT)
+                connection.sendall(word.encode())
+            except OSError as error:
+                problem = error
+                continue
+            self._keep(connection)
+            self._thread.start()
+            return
+        text = f"cannot watch over the first rank at {host} ({problem}): if its machine is lost"
+        warnings.warn(f"{text}, this rank waits for half an hour", TrainfitWarning, stacklevel=2)
+
+    def close(self, *, well: bool) -> None:
+        """Part from the others; unless all is `well` they take this rank for dead."""
+        self._over.set()
+        if self._thread.is_alive() and threading.current_thread() is not self._thread:
+            self._thread.join()
+        for key in list(self._selector.get_map().values()):
+            connection = key.fileobj
+            assert isinstance(connection, socket.socket)
+            with suppress(OSError), closing(connection):
+                if well and connection is not self._listener:
+                    connection.sendall(_BYE)
+        self._selector.close()
+
+    def _keep(self, connection: socket.socket) -> None:
+        connection.settimeout(_CONNECT)
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._selector.register(connection, selectors.EVENT_READ)
+
+    def _wait(self) -> None:
+        while not self._over.is_set():
+            for key, _ in self._selector.select(timeout=0.2):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                if connection is self._listener:
+                    self._accept(self._listener)
+                elif self._heard(connection) == _BYE:
+                    self._selector.unregister(connection)
+                    connection.close()
+                elif not self._over.wait(_GRACE):
+                    _end_now()
+
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        connection.settimeout(_CONNECT)
+        if self._heard(connection, _WORD) == self._word:
+            self._keep(connection)
+        else:  # not one of ours
+            connection.close()
+
+    def _heard(self, connection: socket.socket, size: int = 1) -> bytes:
+        try:
+            return connection.recv(size, socket.MSG_WAITALL)
+        except OSError:
+            return b""
+
+
+def _own_address() -> tuple[socket.AddressFamily, str]:
+    """The address of this machine that others reach it by."""
+    master = os.environ.get("MASTER_ADDR", "localhost")
+    family, _, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # nothing is sent: this only picks the way
+        return family, str(probe.getsockname()[0])
+
+
+def _end_now() -> None:
+    """The main thread may wait for the dead rank for ever, so nothing is asked of it."""
+    print(
+        "trainfit: another rank has died; see its message, and go on with --resume",
+        file=sys.stderr,
+        flush=True,
+    )
+    os._exit(1)

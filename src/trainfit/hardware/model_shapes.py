@@ -1,0 +1,207 @@
+"""The shapes of the models the documents name: planned and built by name, without a download."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from trainfit.core import codec
+from trainfit.core.codec import Length, Range, decode
+from trainfit.core.errors import BadConfig, BadInput, did_you_mean, reason
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+
+OWN_GPT = "trainfit_gpt"
+"""The `model_type` of trainfit's own GPT, which transformers does not know."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """What is published about a model, enough to build it with random weights."""
+
+    slug: str
+    hub: str | None
+    """The id on the Hugging Face hub; None for trainfit's own models."""
+    names: tuple[str, ...]
+    """Further spellings that mean the same model."""
+    kind: Literal["encoder", "decoder"]
+    """As published: a decoder attends backwards only, an encoder both ways."""
+    parameters: Annotated[int, Range(1)]
+    """The exact number in the backbone, tied weights counted once."""
+    parameters_note: str
+    """What that number counts, and what it leaves out."""
+    source: str
+    config: dict[str, Any] = field(hash=False)
+    """The fields of its transformers config and `model_type`; read it, do not write to it."""
+
+    @property
+    def spellings(self) -> tuple[str, ...]:
+        """Every name that `model_shape` takes for it."""
+        return (self.slug, *([self.hub] if self.hub else []), *self.names)
+
+
+@cache
+def model_shapes() -> tuple[ModelShape, ...]:
+    """Every model of the catalogue."""
+    text = resources.files("trainfit.hardware").joinpath("models.json").read_text(encoding="utf-8")
+    return decode(tuple[ModelShape, ...], json.loads(text), "models.json")
+
+
+@cache
+def _by_spelling() -> dict[str, ModelShape]:
+    return {name.lower(): shape for shape in model_shapes() for name in shape.spellings}
+
+
+def model_shape(name: str) -> ModelShape:
+    """The model by its slug, hub id or another of its names, in any case."""
+    shape = _by_spelling().get(name.strip().lower())
+    if shape is not None:
+        return shape
+    spellings = [spelling for shape in model_shapes() for spelling in shape.spellings]
+    slugs = ", ".join(shape.slug for shape in model_shapes())
+    near = did_you_mean(name.strip(), spellings, f"the catalogue has {slugs}.")
+    raise BadInput(
+        f"unknown model {name!r}",
+        f"{near} For any other model give a local folder that holds its config.json",
+    )
+
+
+def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig:
+    """A new transformers config of the model, with `overrides` in place before it is built.
+
+    Some fields act only while the config is built (Gemma 3 halves its sliding window when
+    `use_bidirectional_attention` is set), so that setting them afterwards is too late.
+    """
+    if shape.config["model_type"] == OWN_GPT:
+        raise BadInput(
+            f"{shape.slug} is trainfit's own GPT architecture, not a transformers model",
+            "build it with the gpt task, or name a model that is on the hub, such as gpt2",
+        )
+    from transformers import AutoConfig
+
+    # A config keeps and edits the lists and dicts it is given: the catalogue's own must not change.
+    config: PretrainedConfig = AutoConfig.for_model(**deepcopy(shape.config) | overrides)
+    return config
+
+
+_Layers = Annotated[int, Range(1, 512)]
+_Width = Annotated[int, Range(1, 65_536)]
+_Inner = Annotated[int, Range(1, 2**20)]
+_Heads = Annotated[int, Range(1, 1024)]
+_Positions = Annotated[int, Range(1, 2**25)]
+_Share = Annotated[float, Range(0, 1)]
+_Name = Annotated[str, Length(1, 100)]
+_KINDS: dict[Any, tuple[str, ...]] = {
+    Annotated[int, Range(1, 2**24)]: ("vocab_size", "embedding_size"),
+    _Layers: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
+    _Width: ("hidden_size", "n_embd", "d_model", "dim"),
+    _Heads: ("num_attention_heads", "n_head", "n_heads", "num_heads"),
+    _Heads | None: ("num_key_value_heads",),
+    Annotated[int, Range(1, 8192)] | None: ("head_dim",),
+    _Inner | None: ("intermediate_size", "d_ff", "n_inner"),
+    _Positions: ("max_position_embeddings", "n_positions", "n_ctx"),
+    Annotated[int, Range(1, 2**25)] | None: ("sliding_window", "local_attention"),
+    Annotated[int, Range(0, 65_536)]: ("type_vocab_size",),
+    Annotated[int, Range(-1, 2**24)] | None: ("pad_token_id",),
+    Annotated[int, Range(-1, 2**20)]: ("position_buckets", "max_relative_positions"),
+    _Share | None: (
+        "attention_dropout",
+        "attention_probs_dropout_prob",
+        "attn_pdrop",
+        "classifier_dropout",
+        "dropout",
+        "embd_pdrop",
+        "embedding_dropout",
+        "hidden_dropout",
+        "hidden_dropout_prob",
+        "mlp_dropout",
+        "pooler_dropout",
+        "resid_pdrop",
+    ),
+    Annotated[float, Range(0, 1)]: (
+        "layer_norm_eps",
+        "layer_norm_epsilon",
+        "norm_eps",
+        "rms_norm_eps",
+    ),
+    Annotated[float, Range(0, 1000)]: ("initializer_range", "initializer_factor"),
+    _Name: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
+    tuple[str, ...] | None: ("layer_types",),
+    str | tuple[str, ...] | None: ("pos_att_type",),
+    Annotated[int, Range(0, 1024)] | None: ("conv_kernel_size",),
+}
+"""Type and bounds of each field, by the names that models have for it."""
+_TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
+_FIX = "give a folder that save_pretrained wrote"
+
+
+def read_model_config(folder: Path) -> dict[str, Any]:
+    """The fields of config.json in a model's folder, checked."""
+    path = folder / "config.json"
+    try:
+        fields = codec.read_object(path)
+    except FileNotFoundError:
+        raise BadInput(f"no config.json in {folder}", _FIX) from None
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot read config.json in {folder} ({reason(error)})", _FIX) from None
+    check_fields(fields, str(folder))
+    return fields
+
+
+def check_fields(fields: Mapping[str, Any], name: str) -> None:
+    """Raise BadInput with everything that is wrong in the config of the model `name`."""
+    where = f"the config of {name}"
+    nested = fields.get("text_config")
+    problems = list(_problems(fields, where))
+    if nested is not None and not isinstance(nested, Mapping):
+        problems.append(BadInput(f"{where}: text_config is no object", _FIX))
+    elif nested is not None:
+        problems += _problems(nested, f"{where}: text_config")
+    if problems:
+        raise problems[0] if len(problems) == 1 else BadConfig(problems)
+
+
+def _problems(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
+    wrong = False
+    for name, value in fields.items():
+        if name not in _TYPES:
+            continue
+        try:
+            codec.decode(_TYPES[name], value, where)
+        except BadInput as error:
+            wrong = True
+            what = error.what.removeprefix(f"{where}: value")
+            yield BadInput(f"{where}: {name}{what}", error.fix)
+    if not wrong:
+        yield from _contradictions(fields, where)
+
+
+def _contradictions(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
+    """Sizes that do not go together."""
+    width, heads = (_first(fields, _KINDS[kind]) for kind in (_Width, _Heads))
+    groups, pad = fields.get("num_key_value_heads"), fields.get("pad_token_id")
+    vocabulary, layers = fields.get("vocab_size"), fields.get("num_hidden_layers")
+    if width and heads and not fields.get("head_dim") and width % heads:
+        what = f"{where}: a width of {width} does not divide among {heads} heads"
+        yield BadInput(what, "give a multiple")
+    if heads and groups and heads % groups:
+        what = f"{where}: {heads} heads do not divide among {groups} for keys and values"
+        yield BadInput(what, "give a divisor")
+    if vocabulary and pad is not None and pad >= vocabulary:
+        what = f"{where}: pad_token_id is {pad} in a vocabulary of {vocabulary}"
+        yield BadInput(what, "give one of its ids, or null")
+    types = fields.get("layer_types")
+    if layers and types and len(types) != layers:
+        yield BadInput(f"{where}: {len(types)} layer_types for {layers} layers", "give one each")
+
+
+def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((fields[name] for name in names if name in fields), None)

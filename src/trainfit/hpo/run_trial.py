@@ -1,0 +1,125 @@
+"""One trial: composed as a run of its own, planned, trained fold by fold, and cleaned up after.
+
+Whatever its parameters do to memory ends this trial and not the study: what does not fit is
+rejected before it starts, and what runs out of memory all the same ends as pruned, with the memory
+given back.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from trainfit.conf import Composed
+from trainfit.core.errors import BadInput, OutOfMemory, TrainfitError
+from trainfit.core.records import Plan
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.observers import Observer
+from trainfit.engine.recovery import CannotGoOn
+from trainfit.hpo.objective import Objective, is_greater_better
+from trainfit.hpo.search_space import Reporter, mean
+from trainfit.hpo.studies import OpenStudy
+from trainfit.hpo.trial_queue import FOLDS, Claim, Outcome
+
+Watch = Callable[[int, int], Sequence[Observer]]
+"""Observers of a trial's fold, by their numbers."""
+_ATTENTION_DROPOUT = "model.attention_dropout"
+
+
+def run_trial(
+    open_study: OpenStudy, objective: Objective, claim: Claim, watch: Watch | None = None
+) -> Outcome:
+    """Train a trial's folds; how it ended is returned, and only bugs and full disks raise."""
+    facts: dict[str, Any] = {}
+    try:
+        return _run(open_study, objective, claim, watch or (lambda _t, _f: ()), facts)
+    except optuna.TrialPruned as pruned:
+        return Outcome(kind="pruned", reason=f"pruned {pruned}", facts=facts)
+    except optuna.exceptions.UpdateFinishedTrialError:
+        return Outcome(kind="lost")
+    except Exception as error:
+        if isinstance(error, OutOfMemory) or is_out_of_memory(error):
+            reason = f"out of memory: {_first_line(error)}"
+        elif isinstance(error, CannotGoOn):
+            reason = f"diverged: {_first_line(error)}"
+        else:
+            raise
+        return Outcome(kind="pruned", reason=reason, facts=facts)
+    finally:
+        # The error, and with it the frames that hold the model, is gone when this is left.
+        give_back_memory()
+
+
+def _run(
+    open_study: OpenStudy,
+    objective: Objective,
+    claim: Claim,
+    watch: Watch,
+    facts: dict[str, Any],
+) -> Outcome:
+    setting, trial = open_study.setting, claim.trial
+    composed = setting.compose(claim.params)
+    plan = _plan(objective, composed, claim.params)
+    if isinstance(plan, str):
+        return Outcome(kind="pruned", reason=f"rejected: {plan}")
+    facts["plan"] = _in_short(plan)
+    metric, start = setting.hpo.metric, time.perf_counter()
+    reporter = Reporter(
+        trial,
+        metric,
+        greater=is_greater_better(metric),
+        by_fold=setting.hpo.pruner == "wilcoxon",
+        folds=open_study.folds,
+        steps=open_study.steps,
+    )
+    values: list[float] = list(trial.user_attrs.get(FOLDS, []))
+    for fold in range(len(values), open_study.folds):
+        reporter.begin(values)
+        folder = trial_folder(setting.folder, trial.number) / f"fold-{fold + 1}"
+        observers = (reporter, *watch(trial.number, fold))
+        result = objective.train(composed, plan, fold, folder, observers)
+        facts["seconds"] = time.perf_counter() - start
+        facts["peak_memory_gib"] = result.peak_memory_gib
+        if result.status == "stopped":
+            return Outcome(kind="stopped", facts=facts)
+        value = result.metrics.get(metric, math.nan)
+        if not math.isfinite(value):
+            return Outcome(kind="pruned", reason=f"{metric} is not finite", facts=facts)
+        reporter.ended(value)
+        values.append(value)
+        trial.set_user_attr(FOLDS, values)
+    return Outcome(kind="complete", value=mean(values), facts=facts)
+
+
+def _plan(objective: Objective, composed: Composed, params: Mapping[str, Any]) -> Plan | str:
+    """The plan, or why the trial cannot be run by one."""
+    try:
+        plan = objective.plan(composed)
+    except BadInput as error:
+        return str(error)
+    if plan.packed and params.get(_ATTENTION_DROPOUT):
+        return f"packed rows have no attention dropout; leave {_ATTENTION_DROPOUT} out of the space"
+    if plan.fits:
+        return plan
+    need = f"needs {plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "does not fit"
+    return "; ".join([f"the plan {need}", *plan.advice[:1]])
+
+
+def _in_short(plan: Plan) -> dict[str, Any]:
+    names = ("effective_batch_size", "batch_size", "gradient_accumulation_steps", "compile")
+    return {name: getattr(plan, name) for name in names}
+
+
+def trial_folder(study: Path, number: int) -> Path:
+    """Where a trial's logs are."""
+    return study / "trials" / f"{number:04d}"
+
+
+def _first_line(error: BaseException) -> str:
+    said = error.what if isinstance(error, TrainfitError) else str(error).strip()
+    return (said.splitlines() or [type(error).__name__])[0]

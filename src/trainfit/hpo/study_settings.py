@@ -1,0 +1,119 @@
+"""What a command asks of a study: the job to vary, the space, the name and the place."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainfit.conf import Composed
+from trainfit.conf.composition import parse_word
+from trainfit.conf.search_space_files import HpoConfig, compose_study
+from trainfit.core import codec
+from trainfit.hpo.search_space import BATCH, as_words
+
+STORAGE = "TRAINFIT_HPO_STORAGE"
+"""Environment variable with the URL of the database, which keeps a password out of `ps`."""
+_MACHINE = (
+    "runs_dir",
+    "tracking",
+    "baselines",
+    "device.",
+    "optimization.",
+    "training.batch_size",
+    "training.eval_batch_size",
+    "training.num_workers",
+    "training.pin_memory",
+    "training.persistent_workers",
+    "training.prefetch_factor",
+    "training.logging_steps",
+    "training.checkpoint_steps",
+    "training.keep_checkpoints",
+    "model.use_gradient_checkpointing",
+    "model.use_flash_attention",
+)
+"""What may differ between workers of one study: how a step is computed, not what."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """A study as a command describes it."""
+
+    task: str
+    words: tuple[str, ...]
+    """As they were typed, but for the storage: they are written down, and it may hold a secret."""
+    job_words: tuple[str, ...]
+    hpo: HpoConfig
+    composed: Composed
+    """The configuration that trials vary: trial 0."""
+    notes: tuple[str, ...]
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The configured values by key, with the effective batch as a number."""
+        from trainfit.jobs import job_plan
+
+        batch = job_plan.question(self.composed).workload.effective_batch_size
+        return self.composed.values() | {BATCH: batch}
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """What makes the trials of two commands comparable."""
+        values = {k: v for k, v in self.values.items() if not k.startswith(_MACHINE)}
+        return values | {"hpo.metric": self.hpo.metric, "hpo.space": codec.encode(self.hpo.space)}
+
+    @property
+    def name(self) -> str:
+        """Of the study: the one given, or one that follows from its settings."""
+        if self.hpo.study is not None:
+            return self.hpo.study
+        text = json.dumps(codec.encode(self.identity), sort_keys=True)
+        return f"{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+
+    @property
+    def storage(self) -> str:
+        """The URL of the database."""
+        return self.hpo.storage or default_storage(Path(self.values["runs_dir"]))
+
+    @property
+    def folder(self) -> Path:
+        """Where the study's files are; made when it is opened."""
+        return Path(self.values["runs_dir"]) / f"hpo-{self.name}"
+
+    def compose(self, params: Mapping[str, Any]) -> Composed:
+        """The configuration of a trial, by the way that `trainfit train` takes."""
+        return configure(self.task, [*self.job_words, *as_words(params)])
+
+
+def default_storage(runs: Path) -> str:
+    """Database of the environment variable, or a file in the folder of the runs."""
+    return os.environ.get(STORAGE) or f"sqlite:///{runs.absolute() / 'hpo.db'}"
+
+
+def read_setting(task: str, words: Sequence[str]) -> Setting:
+    """What the words of a command ask for, or one error with every mistake in them."""
+    asked = compose_study(task, words)
+    composed = configure(task, asked.job)
+    if composed.origins["model.name"] == f"experiment {task}_embedded":
+        asked = compose_study(task, words, "embedded")
+        composed = configure(task, asked.job)
+    typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")
+    return Setting(
+        task=task,
+        words=typed,
+        job_words=asked.job,
+        hpo=asked.hpo,
+        composed=composed,
+        notes=(*composed.notes, *asked.notes),
+    )
+
+
+def configure(task: str, words: Sequence[str]) -> Composed:
+    """A job's configuration as `trainfit train` composes it."""
+    from trainfit.jobs import configuration
+
+    return configuration.configure(task, words)

@@ -1,0 +1,303 @@
+"""A plan in the words of other tools: transformers, Lightning, accelerate, Hydra, a shell.
+
+Each format is a text that its tool takes as it is, with notes on what the tool has no argument
+for and a person does in their own script.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from trainfit.conf import Composed, Config
+from trainfit.core.records import Plan
+from trainfit.integrations.plan_words import command_line, overrides
+
+
+@dataclass(frozen=True, slots=True)
+class EvenBatch:
+    """Batches of one size whose number makes up the effective batch."""
+
+    size: int
+    accumulation: int
+    notes: tuple[str, ...]
+
+
+def even_batch(plan: Plan) -> EvenBatch:
+    """The largest even split of a rank's effective batch that stays within the planned memory.
+
+    A padded batch is as wide as its longest sequence, so it may hold no more rows than the
+    planned tokens allow at that width.
+    """
+    share = max(1, round(plan.effective_batch_size / plan.ranks))
+    longest = min(
+        plan.workload.max_length, max(plan.workload.lengths, default=plan.workload.max_length)
+    )
+    wanted = min(plan.batch_size, share)
+    rows = max(1, min(wanted, plan.micro_batch_tokens // longest))
+    size = max(n for n in range(1, rows + 1) if share % n == 0)
+    notes = []
+    if share * plan.ranks != plan.effective_batch_size:
+        notes.append(
+            f"an effective batch of {plan.effective_batch_size} does not divide over {plan.ranks} "
+            f"ranks: {share * plan.ranks} is what this comes to"
+        )
+    if rows < wanted:
+        notes.append(
+            f"at most {rows} sequences of {longest} tokens fit the planned "
+            f"{plan.micro_batch_tokens:,} tokens of a batch when padded"
+        )
+    if size < rows:
+        notes.append(
+            f"batches of {size} instead of {rows} hold the effective batch of {share} per rank "
+            f"exactly; {share // rows * rows} or {(share // rows + 1) * rows} would keep {rows}"
+        )
+    return EvenBatch(size, share // size, tuple(notes))
+
+
+def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
+    """Keywords of transformers' TrainingArguments."""
+    training, batch = config.training, even_batch(plan)
+    arguments: dict[str, Any] = {
+        "per_device_train_batch_size": batch.size,
+        "per_device_eval_batch_size": plan.eval_batch_size,
+        "gradient_accumulation_steps": batch.accumulation,
+        "num_train_epochs": training.num_epochs,
+        "max_steps": training.max_steps or -1,
+        "learning_rate": training.learning_rate,
+        "weight_decay": training.weight_decay,
+        "warmup_steps": _warmup(config),
+        "lr_scheduler_type": _scheduler(config),
+        "max_grad_norm": training.max_grad_norm or 0.0,
+        "bf16": plan.precision == "bf16",
+        "fp16": plan.precision == "fp16",
+        "gradient_checkpointing": plan.gradient_checkpointing != "none",
+        "torch_compile": plan.compile,
+        "optim": "adamw_torch_fused" if plan.optimizer == "adamw_fused" else "adamw_torch",
+        "dataloader_num_workers": plan.num_workers,
+        "dataloader_pin_memory": plan.pin_memory,
+        "dataloader_persistent_workers": plan.persistent_workers,
+        "dataloader_prefetch_factor": plan.prefetch_factor,
+        "eval_strategy": "epoch" if training.eval_steps is None else "steps",
+        "logging_steps": training.logging_steps,
+        "seed": config.seed,
+        "full_determinism": config.device.deterministic,
+    }
+    if plan.gradient_checkpointing != "none":
+        arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
+    if plan.compile:  # a mode without torch_compile would turn it on
+        arguments["torch_compile_mode"] = plan.compile_mode
+    if plan.liger:
+        arguments["use_liger_kernel"] = True
+    if plan.runtime.tf32 is not None:
+        arguments["tf32"] = plan.runtime.tf32
+    if training.eval_steps is not None:
+        arguments["eval_steps"] = training.eval_steps
+    if _device(plan, config) == "cpu":
+        arguments["use_cpu"] = True
+    return arguments
+
+
+def trainer_arguments(plan: Plan, config: Config) -> dict[str, Any]:
+    """Keywords of Lightning's Trainer; the loader and the optimizer are the user's own there."""
+    training, batch = config.training, even_batch(plan)
+    steps, epochs = training.max_steps, training.num_epochs
+    if steps is None and epochs != int(epochs):  # Lightning knows whole epochs only
+        steps = max(1, round(epochs * plan.workload.sequences / plan.effective_batch_size))
+    arguments: dict[str, Any] = {
+        "accelerator": _device(plan, config),
+        "devices": plan.ranks,
+        "num_nodes": 1,
+        "strategy": "auto" if plan.ranks == 1 else "ddp",
+        "precision": {"bf16": "bf16-mixed", "fp16": "16-mixed", "fp32": "32-true"}[plan.precision],
+        "accumulate_grad_batches": batch.accumulation,
+        "gradient_clip_val": training.max_grad_norm,
+        "max_epochs": int(epochs) if steps is None else -1,
+        "max_steps": steps or -1,
+        "log_every_n_steps": training.logging_steps,
+        "deterministic": config.device.deterministic,
+        "benchmark": config.device.cudnn_benchmark and not config.device.deterministic,
+    }
+    if training.eval_steps is not None:  # counted there in batches, and across epochs
+        arguments["val_check_interval"] = training.eval_steps * batch.accumulation
+        arguments["check_val_every_n_epoch"] = None
+    if training.eval_iters is not None:
+        arguments["limit_val_batches"] = training.eval_iters
+    return arguments
+
+
+def launch_config(plan: Plan, config: Config) -> dict[str, Any]:
+    """The file of `accelerate config`, for `accelerate launch --config_file`."""
+    cpu = _device(plan, config) == "cpu"
+    several = "MULTI_CPU" if cpu else "MULTI_GPU"
+    launch: dict[str, Any] = {
+        "compute_environment": "LOCAL_MACHINE",
+        "debug": False,
+        "distributed_type": "NO" if plan.ranks == 1 else several,
+        "downcast_bf16": "no",
+        "enable_cpu_affinity": False,
+        "gpu_ids": "all",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "mixed_precision": "no" if plan.precision == "fp32" else plan.precision,
+        "num_machines": 1,
+        "num_processes": plan.ranks,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "use_cpu": cpu,
+    }
+    if plan.compile:
+        launch["dynamo_config"] = {
+            "dynamo_backend": "INDUCTOR",
+            "dynamo_mode": plan.compile_mode,
+            "dynamo_use_dynamic": False,
+            "dynamo_use_fullgraph": False,
+        }
+    return launch
+
+
+def _device(plan: Plan, config: Config) -> str:
+    """The kind of device: cpu or gpu, and auto where the plan is for whatever is there."""
+    if config.device.use_cuda is False:
+        return "cpu"
+    return "gpu" if plan.gpu is not None or config.device.use_cuda is True else "auto"
+
+
+def _warmup(config: Config) -> float:
+    """Steps, or below 1 the share of them, which is how transformers reads it."""
+    ratio, steps = config.training.warmup_ratio, config.training.warmup_steps
+    return min(ratio, math.nextafter(1, 0)) if ratio is not None else steps or 0
+
+
+def _scheduler(config: Config) -> str:
+    name = config.training.scheduler
+    return "constant_with_warmup" if name == "constant" and _warmup(config) else name
+
+
+@dataclass(frozen=True, slots=True)
+class Handover:
+    """A plan for another tool."""
+
+    text: str
+    """What the tool reads; nothing else belongs on standard output."""
+    notes: tuple[str, ...] = ()
+    """What the text cannot say, a sentence each."""
+
+
+def hf(plan: Plan, composed: Composed) -> Handover:
+    """A JSON object for `TrainingArguments(output_dir=…, **arguments)`."""
+    training = composed.config.training
+    notes = [*_unfit(plan), *_unsaid(plan)]
+    if plan.gradient_checkpointing == "selective":
+        notes.append(
+            "selective checkpointing was planned, and TrainingArguments has only the whole: "
+            "less memory, and slower"
+        )
+    if training.eval_iters is not None:
+        notes.append(f"cut the validation data to {training.eval_iters} batches yourself")
+    if training.early_stopping_patience is not None:
+        patience = training.early_stopping_patience
+        notes.append(f"add EarlyStoppingCallback(early_stopping_patience={patience})")
+    if plan.ranks > 1:
+        notes.append(f"start the script with torchrun --nproc-per-node {plan.ranks}")
+    arguments = training_arguments(plan, composed.config)
+    return Handover(json.dumps(arguments, indent=2), tuple(notes))
+
+
+def lightning(plan: Plan, composed: Composed) -> Handover:
+    """A JSON object for `Trainer(**arguments)`."""
+    config = composed.config
+    notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
+    if plan.compile:
+        notes.append(f"compile the model: torch.compile(model, mode={plan.compile_mode!r})")
+    if config.training.early_stopping_patience is not None:
+        patience = config.training.early_stopping_patience
+        notes.append(f"add EarlyStopping(patience={patience}) on your validation metric")
+    return Handover(json.dumps(trainer_arguments(plan, config), indent=2), tuple(notes))
+
+
+def accelerate(plan: Plan, composed: Composed) -> Handover:
+    """The YAML file that `accelerate launch --config_file` takes."""
+    config = composed.config
+    notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
+    steps = even_batch(plan).accumulation
+    notes.append(f"build Accelerator(gradient_accumulation_steps={steps})")
+    if config.training.max_grad_norm:
+        norm = config.training.max_grad_norm
+        notes.append(f"clip: accelerator.clip_grad_norm_(model.parameters(), {norm:g})")
+    text = yaml.safe_dump(launch_config(plan, config), sort_keys=False)
+    return Handover(text.rstrip("\n"), tuple(notes))
+
+
+def hydra(plan: Plan, composed: Composed) -> Handover:
+    """Overrides for trainfit itself, one in a line."""
+    return Handover("\n".join(overrides(plan, composed)), _unfit(plan))
+
+
+def shell(plan: Plan, composed: Composed) -> Handover:
+    """Environment variables, and the command that trains with this plan."""
+    return Handover(command_line(plan, composed), _unfit(plan))
+
+
+FORMATS: Mapping[str, Callable[[Plan, Composed], Handover]] = {
+    "hf": hf,
+    "lightning": lightning,
+    "accelerate": accelerate,
+    "hydra": hydra,
+    "shell": shell,
+}
+
+
+def _unfit(plan: Plan) -> tuple[str, ...]:
+    if plan.fits:
+        return ()
+    return ("this plan does not fit" + (f": {plan.advice[0]}" if plan.advice else ""),)
+
+
+def _unsaid(plan: Plan) -> list[str]:
+    """What none of the other tools has an argument for."""
+    load = plan.workload
+    notes = [*even_batch(plan).notes, f"cut sequences at {load.max_length} tokens"]
+    if load.method == "frozen":
+        notes.append("planned with a frozen encoder: set requires_grad=False on it")
+    elif load.method != "full":
+        notes.append(f"planned for {load.method}: give the trainer a model wrapped by peft")
+    if plan.weights_dtype != "float32":
+        notes.append(f"weights that are not trained are planned in {plan.weights_dtype}: cast them")
+    if plan.packed:
+        notes.append("planned with packed rows; batches here are padded, and slower for it")
+    if plan.runtime.expandable_segments:
+        notes.append("export PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts")
+    return notes
+
+
+def _in_the_script(plan: Plan, config: Config) -> list[str]:
+    """What is code, not an argument, for tools that leave loader and optimizer to the user."""
+    loader = {
+        "batch_size": even_batch(plan).size,
+        "num_workers": plan.num_workers,
+        "pin_memory": plan.pin_memory,
+        "persistent_workers": plan.persistent_workers,
+        "prefetch_factor": plan.prefetch_factor,
+    }
+    training = config.training
+    fused = plan.optimizer == "adamw_fused"
+    warmup = training.warmup_steps if training.warmup_ratio is None else training.warmup_ratio
+    notes = [
+        f"loader: DataLoader(…, {', '.join(f'{key}={value}' for key, value in loader.items())}), "
+        f"and batch_size={plan.eval_batch_size} for validation",
+        f"optimizer: AdamW(…, lr={training.learning_rate:g}, "
+        f"weight_decay={training.weight_decay:g}, fused={fused})",
+        f"schedule: {training.scheduler}, warmup {warmup or 0:g}",
+        f"seed: {config.seed}",
+    ]
+    if plan.gradient_checkpointing != "none":
+        notes.append("checkpointing: model.gradient_checkpointing_enable()")
+    if plan.runtime.tf32:
+        notes.append('TF32: torch.set_float32_matmul_precision("high")')
+    return notes

@@ -1,0 +1,97 @@
+"""A plan as overrides that pin it for `trainfit train`, and as a command line for a shell."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from typing import Any
+
+from trainfit.conf import Composed, keys
+from trainfit.core.records import Plan
+
+# A word that Hydra reads as the text it is. A number, or true, would be read as something else.
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
+
+
+_CHECKPOINTING = {"none": False, "selective": "selective", "full": True}
+
+
+def overrides(plan: Plan, composed: Composed) -> list[str]:
+    """What composes to the same configuration with every planned setting pinned."""
+    pinned = pins(plan, composed)
+    chosen = {
+        key: value
+        for key, value in composed.values().items()
+        if composed.origins[key] == "override" and key not in pinned
+    }
+    groups = {"hardware": composed.hardware}
+    if composed.experiment is not None:
+        groups["experiment"] = composed.experiment
+    return [f"{key}={_spelled(value)}" for key, value in {**groups, **chosen, **pinned}.items()]
+
+
+def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
+    """The planned settings by their keys in the configuration; None where it cannot say one."""
+    load, checkpointing = plan.workload, plan.gradient_checkpointing
+    reasoned = {reason.setting: reason.value for reason in plan.reasons}
+    values = {
+        "device.use_cuda": True if plan.gpu is not None else None,
+        "device.mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
+        "device.tf32": plan.runtime.tf32,
+        "device.num_threads": plan.runtime.num_threads,
+        "model.method": None if load.method == "frozen" else load.method,
+        "model.freeze_encoder": load.method == "frozen",
+        "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],
+        "model.loss_chunk": plan.task.arguments.get("loss_chunk"),
+        "model.half_stream": reasoned.get("half_stream"),
+        "data.max_length": load.max_length,
+        "training.batch_size": plan.batch_size,
+        "training.eval_batch_size": plan.eval_batch_size,
+        "training.effective_batch_size": plan.effective_batch_size,
+        "training.num_workers": plan.num_workers,
+        "training.pin_memory": plan.pin_memory,
+        "training.persistent_workers": plan.persistent_workers,
+        "training.prefetch_factor": plan.prefetch_factor,
+        "optimization.optimizer": plan.optimizer,
+        "optimization.compile": plan.compile,
+        "optimization.compile_mode": plan.compile_mode,
+        "optimization.liger": plan.liger or None,
+        "optimization.gradient_accumulation_steps": plan.gradient_accumulation_steps,
+    }
+    known = keys(composed.task)
+    return {key: value for key, value in values.items() if value is not None and key in known}
+
+
+def command_line(plan: Plan, composed: Composed) -> str:
+    """The variables to export and the command, quoted for a POSIX shell."""
+    lines = [f"export {name}={shlex.quote(value)}" for name, value in _variables(plan).items()]
+    start = ["trainfit"]
+    if plan.ranks > 1:
+        start = ["torchrun", "--standalone", "--nproc-per-node", str(plan.ranks), "-m", "trainfit"]
+    words = [*start, "train", composed.task]
+    parts = [shlex.join(words), *(shlex.quote(word) for word in overrides(plan, composed))]
+    return "\n".join([*lines, " \\\n    ".join(parts)])
+
+
+def _variables(plan: Plan) -> dict[str, str]:
+    """What torch and CUDA read once, when they start."""
+    runtime = plan.runtime
+    variables = {}
+    if runtime.expandable_segments is not None:
+        variables["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{runtime.expandable_segments}"
+    if runtime.deterministic:
+        variables["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
+    if runtime.num_threads is not None:
+        variables["OMP_NUM_THREADS"] = str(runtime.num_threads)
+    return variables
+
+
+def _spelled(value: Any) -> str:
+    """A value in Hydra's grammar, quoted where a bare word would mean something else."""
+    from hydra.core.override_parser.types import Quote, QuotedString
+
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if not isinstance(value, str):
+        return str(value)
+    return value if _PLAIN.fullmatch(value) else QuotedString(value, Quote.single).with_quotes()

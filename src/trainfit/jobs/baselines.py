@@ -1,0 +1,185 @@
+"""What a model must beat: always the same answer, and a count of words per criterion.
+
+Both see exactly the folds that the model sees. The count of words is taken at its best: several
+declared variants are tried by cross-validation inside the training part, and neither the choice
+nor the threshold ever looks at what is evaluated.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.data.folds import make_folds
+from trainfit.data.redsm5 import CRITERIA, Corpus
+from trainfit.data.tokens import Dataset, Tokens
+from trainfit.jobs.metrics import Metrics, binary_metrics, by_group, class_metrics
+
+IntArray = NDArray[np.int64]
+Floats = NDArray[np.float64]
+VARIANTS: tuple[dict[str, Any], ...] = (
+    {"ngram_range": (1, 1), "C": 1.0},
+    {"ngram_range": (1, 1), "C": 10.0},
+    {"ngram_range": (1, 2), "C": 1.0},
+    {"ngram_range": (1, 2), "C": 10.0},
+)
+"""Words, or words and pairs of neighbours, with more or less regularisation."""
+_INNER_FOLDS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Baseline:
+    """A baseline's figures on a held-out part."""
+
+    overall: Metrics
+    by_criterion: dict[str, Metrics]
+    note: str
+    """What was chosen, and that it was chosen on training data."""
+
+
+def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Baseline:
+    """For each criterion the more common training label; F1 is 0 where that is the negative."""
+    scores = np.zeros(held.size)
+    for k in range(len(corpus.criteria)):
+        of_train, of_held = (corpus.criterion_of[part] == k for part in (train, held))
+        if of_train.any():
+            scores[of_held] = float(corpus.labels[train[of_train]].mean() > 0.5)
+    return _judge(corpus, held, scores, "the more common label of each criterion")
+
+
+def tfidf_baseline(
+    corpus: Corpus,
+    train: IntArray,
+    held: IntArray,
+    *,
+    variants: Sequence[dict[str, Any]] = VARIANTS,
+    seed: int = 0,
+) -> Baseline:
+    """TF-IDF and a logistic regression for each criterion."""
+    inner = [_inner_scores(corpus, train, variant, seed) for variant in variants]
+    labels = corpus.labels[train]
+    choices = [best_threshold(labels, scores) for scores in inner]
+    best = max(range(len(variants)), key=lambda n: choices[n][1])
+    threshold = choices[best][0]
+    scores = _fit_and_score(corpus, train, held, variants[best])
+    note = f"{variants[best]}, threshold {threshold:.2f}, both chosen by cross-validation in train"
+    return _judge(corpus, held, scores, note, threshold)
+
+
+def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
+    """The threshold with the best F1 on these (training) labels, and that F1."""
+    grid = np.unique(np.quantile(scores, np.linspace(0, 1, 101)))
+    f1s = [binary_metrics(labels, scores, float(threshold)).f1 for threshold in grid]
+    best = int(np.argmax(f1s))
+    return float(grid[best]), f1s[best]
+
+
+def _judge(
+    corpus: Corpus, held: IntArray, scores: Floats, note: str, threshold: float = 0.5
+) -> Baseline:
+    labels, criteria = corpus.labels[held], corpus.criterion_of[held]
+    codes = [criterion.code for criterion in CRITERIA]
+    return Baseline(
+        overall=binary_metrics(labels, scores, threshold),
+        by_criterion=by_group(labels, scores, criteria, codes, threshold),
+        note=note,
+    )
+
+
+def _inner_scores(corpus: Corpus, train: IntArray, variant: dict[str, Any], seed: int) -> Floats:
+    """A score for each training pair by a regression that has not seen its post."""
+    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
+    scores = np.zeros(corpus.labels.size)
+    for fold in make_folds(train, strata, corpus.post_of, folds=_INNER_FOLDS, share=0.5, seed=seed):
+        scores[fold.validation] = _fit_and_score(corpus, fold.train, fold.validation, variant)
+    return scores[train]
+
+
+def _fit_and_score(
+    corpus: Corpus, train: IntArray, held: IntArray, variant: dict[str, Any]
+) -> Floats:
+    """The scores of the held pairs: one regression per criterion on the words of the posts."""
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    known = np.unique(corpus.post_of[train])
+    words = TfidfVectorizer(ngram_range=variant["ngram_range"], sublinear_tf=True)
+    words.fit([corpus.texts[post] for post in known])
+    posts = np.union1d(known, corpus.post_of[held])
+    counted = words.transform([corpus.texts[post] for post in posts])
+
+    def of(pairs: IntArray) -> Any:
+        return counted[np.searchsorted(posts, corpus.post_of[pairs])]
+
+    scores = np.zeros(held.size)
+    for k in range(len(corpus.criteria)):
+        part, asked = (side[corpus.criterion_of[side] == k] for side in (train, held))
+        if part.size and asked.size:
+            answers = _regress(of(part), corpus.labels[part], of(asked), variant["C"])
+            scores[corpus.criterion_of[held] == k] = answers
+    return scores
+
+
+def _regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Floats:
+    """The chance of a 1 for each asked row; the one label there is, where there is one only."""
+    from sklearn.linear_model import LogisticRegression
+
+    if labels.min() == labels.max():
+        return np.full(asked.shape[0], float(labels[0]))
+    model = LogisticRegression(class_weight="balanced", C=strength, solver="liblinear")
+    probabilities: Floats = model.fit(known, labels).predict_proba(asked)[:, 1]
+    return probabilities
+
+
+_MOST = 50_000
+"""Texts that the regression learns from, at most."""
+
+
+def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
+    """The F1 of both on the test; they learn from training and validation texts together."""
+    classes = len(dataset.metadata["classes"])
+    labels = np.concatenate([dataset.train.labels, dataset.validation.labels])
+    common = int(np.bincount(labels, minlength=classes).argmax())
+    answers = np.tile(np.eye(classes)[common], (len(dataset.test), 1))
+    return {
+        "majority_f1": class_metrics(dataset.test.labels, answers).f1,
+        "bag_of_words_f1": _regression(dataset, classes, seed).f1,
+    }
+
+
+def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
+    from scipy.sparse import vstack
+    from sklearn.feature_extraction.text import TfidfTransformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import cross_val_predict
+    from sklearn.pipeline import make_pipeline
+
+    parts = (dataset.train, dataset.validation, dataset.test)
+    size = 1 + max(int(part.ids.max()) for part in parts)
+    known = vstack([count_tokens(part, size) for part in parts[:2]]).tocsr()
+    labels = np.concatenate([part.labels for part in parts[:2]])
+    chosen = np.random.default_rng(seed).permutation(labels.size)[:_MOST]
+    known, labels = known[chosen], labels[chosen]
+    model = make_pipeline(
+        TfidfTransformer(sublinear_tf=True),
+        LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000),
+    )
+    model.fit(known, labels)
+    found = model.predict_proba(count_tokens(dataset.test, size))
+    if classes > 2 or np.bincount(labels).min() < 3:
+        return class_metrics(dataset.test.labels, found)
+    inner = cross_val_predict(model, known, labels, cv=3, method="predict_proba")[:, 1]
+    threshold, _ = best_threshold(labels, inner)
+    return binary_metrics(dataset.test.labels, found[:, 1], threshold)
+
+
+def count_tokens(tokens: Tokens, size: int) -> Any:
+    """How often each token is in each text, as a sparse matrix."""
+    from scipy.sparse import csr_matrix
+
+    rows = np.repeat(np.arange(len(tokens)), tokens.lengths)
+    ids = np.concatenate([tokens.sequence(at) for at in range(len(tokens))])
+    return csr_matrix((np.ones(ids.size), (rows, ids)), shape=(len(tokens), size))

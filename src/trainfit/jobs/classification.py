@@ -1,0 +1,164 @@
+"""A classifier as the engine's TrainTask: its steps, its loss, its scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainfit.data.batches import collate_packed, collate_padded
+from trainfit.data.tokens import IntArray, Tokens
+from trainfit.jobs.metrics import class_metrics
+from trainfit.jobs.models.classifier import EncoderClassifier, classification_loss
+from trainfit.packing import deal_steps
+from trainfit.runtime import eagerly
+
+Probabilities = NDArray[np.float64]
+
+
+class ClassifierTask:
+    """Sequences with a label each, dealt into steps by length."""
+
+    def __init__(
+        self,
+        build: Callable[[], EncoderClassifier],
+        train: Tokens,
+        validation: Tokens,
+        *,
+        effective_batch: int,
+        seed: int = 0,
+        class_weights: Sequence[float] | None = None,
+        pad_id: int = 0,
+    ) -> None:
+        """`class_weights` make the loss of each class count so much; None: all alike."""
+        self._build = build
+        self._train, self._validation = train, validation
+        self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
+        self._class_weights = None if class_weights is None else np.asarray(class_weights)
+        self._longest = int(train.lengths.max()) if len(train) else None
+        self._on_device: dict[torch.device, Tensor] = {}
+
+    def build_model(self) -> nn.Module:
+        """A new model with its weights, on the CPU or where it will train."""
+        return self._build()
+
+    def lengths(self) -> Sequence[int]:
+        """Tokens in each training sequence."""
+        lengths: list[int] = self._train.lengths.tolist()
+        return lengths
+
+    def steps(self, epoch: int) -> Sequence[Sequence[int]]:
+        """An epoch's steps: each of the whole batch, all of nearly the same number of tokens."""
+        dealt = deal_steps(self._train.lengths, self._effective_batch, self._seed, epoch)
+        return [step.tolist() for step in dealt]
+
+    def weight(self, sequences: Sequence[int]) -> float:
+        """The number of sequences, or the sum of their classes' weights."""
+        if self._class_weights is None:
+            return float(len(sequences))
+        return float(self._class_weights[self._train.labels[list(sequences)]].sum())
+
+    def collate(
+        self, sequences: Sequence[int], rows: int, width: int, slots: int | None
+    ) -> Mapping[str, Tensor]:
+        """Packed with `slots`, else padded."""
+        if slots is None:
+            return collate_padded(self._train, sequences, rows, width, self._pad_id)
+        return collate_packed(self._train, sequences, width, slots, self._pad_id)
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """The summed loss; the step's weight is known beforehand, so no label is read here."""
+        inputs: dict[str, Any] = {name: t for name, t in batch.items() if name != "labels"}
+        if "cu_seqlens" in inputs:
+            # Else the kernel looks for sequences as long as the row, several times as slowly.
+            inputs["max_seqlen"] = self._longest
+        return classification_loss(
+            model(**inputs),
+            batch["labels"],
+            class_weights=self._weights_on(batch["labels"].device),
+            weight=1.0,
+        )[0]
+
+    def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
+        """Scores on the validation part."""
+        found = self.probabilities(model, batch_size)
+        labels = self._validation.labels
+        chance = np.maximum(found[np.arange(labels.size), labels], 1e-12)
+        return {"loss": float(-np.log(chance).mean()), **class_metrics(labels, found).scalars()}
+
+    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
+        """Of the validation part."""
+        return predict(model, self._validation, batch_size, self._pad_id)
+
+    def _weights_on(self, device: torch.device) -> Tensor | None:
+        """Copied to a device once: a copy in every micro-batch would make it wait."""
+        if self._class_weights is not None and device not in self._on_device:
+            self._on_device[device] = torch.tensor(self._class_weights, device=device).float()
+        return self._on_device.get(device)
+
+
+def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:
+    """The probability of each class for each sequence, in their order."""
+    logits = in_batches(model, model, tokens, batch_size, pad_id)
+    return logits.softmax(-1).numpy()
+
+
+@torch.no_grad()
+def in_batches(
+    model: nn.Module,
+    compute: Callable[..., Tensor],
+    tokens: Tokens,
+    batch_size: int,
+    pad_id: int = 0,
+    *,
+    packed: bool | None = None,
+) -> Tensor:
+    """What `compute`, the model or a part of it, gives for each sequence, in their order.
+
+    Packed where the device has a kernel for that: then a row holds as many tokens as so many of
+    the longest sequences have. Else sequences of like length go together. A compiled model is
+    asked eagerly: every width would be another shape to compile.
+    """
+    device = next(model.parameters()).device
+    if packed is None:
+        packed = isinstance(model, EncoderClassifier) and model.packs_here
+    order = np.argsort(tokens.lengths, kind="stable")[::-1]  # the largest first: if memory is
+    parts: list[Tensor] = []  # short, it shows at once
+    with eagerly(model):
+        for batch in (_packed if packed else _padded)(tokens, order, batch_size, pad_id):
+            inputs = {
+                name: value.to(device) if isinstance(value, Tensor) else value
+                for name, value in batch.items()
+                if name != "labels"
+            }
+            parts.append(compute(**inputs).double())
+    found = torch.cat(parts).cpu()  # once: a copy of each part would make the next one wait
+    return found[torch.from_numpy(np.argsort(order, kind="stable"))]
+
+
+def _padded(
+    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
+) -> Iterator[dict[str, Any]]:
+    for start in range(0, len(order), batch_size):
+        chosen = order[start : start + batch_size]
+        width = int(tokens.lengths[chosen].max())
+        yield collate_padded(tokens, chosen, len(chosen), width, pad_id)
+
+
+def _packed(
+    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
+) -> Iterator[dict[str, Any]]:
+    ends = np.cumsum(tokens.lengths[order])
+    longest = int(tokens.lengths.max(initial=0))
+    start = 0
+    while start < len(order):
+        before = int(ends[start - 1]) if start else 0
+        stop = int(np.searchsorted(ends, before + batch_size * longest, side="right"))
+        chosen = order[start:stop]
+        batch = collate_packed(tokens, chosen, int(ends[stop - 1]) - before, len(chosen), pad_id)
+        yield {**batch, "max_seqlen": longest}
+        start = stop

@@ -1,0 +1,197 @@
+"""What a classification job trains with: its configuration, its weights and its tokenizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
+from trainfit.conf.composition import as_word
+from trainfit.conf.schema import EncoderModel
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, reason
+from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
+from trainfit.hardware.model_shapes import model_shape
+from trainfit.jobs.models.classifier_settings import Weights
+
+if TYPE_CHECKING:
+    from trainfit.data.tokenizers import Tokenizer
+
+EncoderConfig = NliConfig | TextclassConfig
+_FREEZE = "model.freeze_encoder"
+"""Presets and experiments freeze a pretrained encoder; a random one is worth nothing frozen."""
+_OF_CHARACTERS = ("canine", "perceiver")
+"""Model types whose tokenizer needs no file."""
+_LEAST = 50
+_MOST_WORDS = 8192
+"""The largest vocabulary to learn; a model may have room for more."""
+
+
+def configure(task: str, overrides: Sequence[str]) -> Composed:
+    """The job's configuration; where neither data nor a model is named, that of the small one."""
+    composed = _filled(task, overrides)
+    model = composed.config.model
+    if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
+        return composed
+    if model.weights != "random":
+        raise BadInput(f"no tokenizer in {model.name}", NO_TOKENIZER_FIX)
+    note = f"no tokenizer in {model.name}: one is learned from the data (model.weights=random)"
+    return replace(composed, notes=(*composed.notes, note))
+
+
+def _lacks_tokenizer(folder: Path) -> bool:
+    """Tell from a folder's files alone, before anything is loaded."""
+    if not folder.is_dir() or has_tokenizer(folder):
+        return False
+    try:
+        kind = codec.read_object(folder / "config.json")["model_type"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # whoever loads it says more
+    return str(kind) not in _OF_CHARACTERS
+
+
+def _filled(task: str, overrides: Sequence[str]) -> Composed:
+    composed = compose(task, overrides)
+    if not made_up(composed) or composed.origins["model.name"] != "default":
+        return composed
+    name = f"{task}_embedded"
+    free = {
+        key: value
+        for key, value in layer(task, "experiment", name).items()
+        if composed.origins[key] == "default"
+        or (key == _FREEZE and composed.origins[key] != "override")
+    }
+    words = [as_word(key, value) for key, value in free.items()]
+    filled = compose(task, [*overrides, *words])
+    data = "the source of Python's standard library" if task == "gpt" else "made-up data"
+    note = f"no data is named: {data} and a small model (experiment={name})"
+    origins = filled.origins | dict.fromkeys(free, f"experiment {name}")
+    return replace(filled, origins=origins, notes=(*composed.notes, note))
+
+
+def configured_by(run: Path, task: str) -> Composed:
+    """The configuration that a run was started with."""
+    path = run / "config.json"
+    try:
+        written = codec.decode(_Written, codec.read_object(path), str(path))
+    except (OSError, ValueError) as error:
+        what = f"cannot read {path} ({reason(error)})"
+        raise BadInput(what, "give the folder of a run") from None
+    if written.task != task:
+        raise BadInput(f"{run} is a run of {written.task:.40}", f"resume it as {written.task:.40}")
+    return Composed(
+        task=task,
+        hardware=written.hardware,
+        experiment=written.experiment,
+        config=codec.decode(SCHEMAS[task], written.config, str(path)),
+        origins=written.origins,
+        notes=(),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Written:
+    """config.json of a run."""
+
+    task: str
+    hardware: str
+    experiment: str | None
+    config: Any
+    origins: dict[str, str]
+
+
+def made_up(composed: Composed) -> bool:
+    """Whether nobody named the job's data."""
+    config = composed.config
+    if isinstance(config, TextclassConfig):
+        return config.data.train is None
+    return config.data.data_dir is None
+
+
+def least_occurrences(composed: Composed) -> int:
+    """Times that a piece of text must occur to become a token, so that no rare name leaks."""
+    return 2 if made_up(composed) else _LEAST
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """Weights to begin with, and the tokenizer that goes with them."""
+
+    weights: Weights
+    tokenizer: Tokenizer
+
+    @property
+    def pad_id(self) -> int:
+        """What fills up rows."""
+        from trainfit.data.tokenizers import pad_id
+
+        return pad_id(self.tokenizer)
+
+
+def choose_weights(
+    model: EncoderModel,
+    *,
+    invented: bool,
+    texts: Callable[[], Iterable[str]],
+    least: int = 2,
+) -> Chosen:
+    """`texts` are what a tokenizer is learned from, where the model brings none.
+
+    Pieces of them that occur fewer than `least` times get no token of their own.
+    """
+    from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
+
+    weights, place = _source(model, invented)
+    if place is not None:
+        return Chosen(weights=weights, tokenizer=load_tokenizer(place))
+    size, pad_id = _vocabulary(model.name)
+    tokenizer = learn_tokenizer(
+        texts(), vocabulary=min(size, _MOST_WORDS), pad_id=pad_id, least=least
+    )
+    return Chosen(weights=weights, tokenizer=tokenizer)
+
+
+def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
+    """Random or pretrained, and where the tokenizer is; None: it is learned."""
+    folder = Path(model.name)
+    if folder.is_dir():
+        if model.weights != "random":
+            return "pretrained", model.name
+        return "random", None if _lacks_tokenizer(folder) else model.name
+    try:
+        hub = model_shape(model.name).hub
+    except BadInput:
+        if "/" not in model.name:
+            raise
+        hub = model.name
+    if hub is None and model.weights == "pretrained":
+        raise BadInput(f"{model.name} has no pretrained weights", "set model.weights=auto")
+    short = "/" not in model.name
+    if hub is None or model.weights == "random" or (model.weights == "auto" and invented and short):
+        return "random", None
+    return "pretrained", hub
+
+
+def _vocabulary(name: str) -> tuple[int, int]:
+    """How many tokens a model's embedding has room for, and which one is its padding."""
+    fields = _fields(name)
+    size, pad = fields.get("vocab_size"), fields.get("pad_token_id")
+    if not isinstance(size, int) or size < 300:
+        raise BadInput(
+            f"{name} has a vocabulary of {size}",
+            "a learned tokenizer needs room for 300 tokens; give a model with its own tokenizer",
+        )
+    return size, pad if isinstance(pad, int) and 0 <= pad <= 4 else 0
+
+
+def _fields(name: str) -> dict[str, Any]:
+    if Path(name).is_dir():
+        from trainfit.jobs.models.sources import read_config
+
+        fields = read_config(name)
+    else:
+        fields = model_shape(name).config
+    inner: dict[str, Any] = fields.get("text_config") or fields
+    return inner

@@ -1,0 +1,172 @@
+"""A trained classifier for use without trainfit.
+
+    export/encoder/           save_pretrained: AutoModel.from_pretrained loads it, bidirectional
+    export/adapter/           LoRA or DoRA alone: peft loads it on top of the encoder
+    export/head.safetensors   head.weight, head.bias, and the pooler's weights if it has any
+    export/head.json          classes, pooling, max_length, criteria
+    export/tokenizer…         AutoTokenizer.from_pretrained(export) loads it
+    export/checksums.json     of all of these; predict checks them before it loads anything
+
+It is written under another name and renamed, so that an export is whole or not there.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import safetensors.torch
+from torch import Tensor
+
+from trainfit.core import checksums, codec
+from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.files import write_whole
+from trainfit.data.bpe import load_bpe
+from trainfit.data.corpus import END_OF_TEXT
+from trainfit.data.model_files import plain_config, read_weights
+from trainfit.data.token_files import TOKENIZER
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
+from trainfit.jobs.models.gpt_model import Gpt
+from trainfit.jobs.models.sources import without_bars
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainfit.data.tokenizers import Tokenizer
+
+
+_ADAPTER = "lora_"
+_BASE = ".base_layer."
+
+
+def write_classifier(
+    folder: Path,
+    model: EncoderClassifier,
+    tokenizer: Tokenizer,
+    facts: dict[str, Any],
+) -> None:
+    """Write `model` with its tokenizer; `facts` go into head.json."""
+    unfinished = folder.with_name(f".unfinished-{folder.name}")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        with without_bars():
+            _write_encoder(unfinished, model.encoder)
+        head = {
+            name: tensor.detach().cpu().contiguous()
+            for name, tensor in model.state_dict().items()
+            if not name.startswith("encoder.")
+        }
+        safetensors.torch.save_file(head, unfinished / "head.safetensors")
+        _write_tokenizer(unfinished, tokenizer, model)
+        write_whole(unfinished / "head.json", json.dumps(_facts(model, facts), indent=2) + "\n")
+        checksums.write(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except (OSError, safetensors.SafetensorError) as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise RunFailed(
+            f"cannot write {folder} ({getattr(error, 'strerror', None) or error})",
+            f"free some space and go on with --resume {folder.parent}",
+        ) from error
+
+
+def _facts(model: EncoderClassifier, facts: dict[str, Any]) -> dict[str, Any]:
+    settings = model.settings
+    return {
+        "format": "trainfit classifier 1",
+        "pooling": settings.pooling,
+        "pool_tokens": settings.pool_tokens,
+        "dtype": settings.dtype if settings.method != "full" else "float32",
+        **facts,
+    }
+
+
+def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
+    if not getattr(encoder, "_hf_peft_config_loaded", False):
+        encoder.save_pretrained(folder / "encoder")
+        return
+    encoder.save_pretrained(folder / "adapter")
+    # With adapters in it, save_pretrained writes them alone; the rest is written as it was.
+    encoder._hf_peft_config_loaded = False
+    try:
+        encoder.save_pretrained(folder / "encoder", state_dict=_without_adapters(encoder))
+    finally:
+        encoder._hf_peft_config_loaded = True
+
+
+def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifier) -> None:
+    """The tokenizer, giving what the encoder takes and nothing that it would refuse."""
+    tokenizer.save_pretrained(folder)
+    path = folder / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    # transformers writes down where it had read a vocabulary: a path of this machine.
+    settings = {key: value for key, value in settings.items() if not key.endswith("_file")}
+    names = settings.get("model_input_names", tokenizer.model_input_names)
+    if not model.traits.token_types:
+        names = [name for name in names if name != "token_type_ids"]
+    path.write_text(json.dumps(settings | {"model_input_names": names}, indent=2) + "\n")
+
+
+def _without_adapters(encoder: PreTrainedModel) -> dict[str, Tensor]:
+    return {
+        name.replace(_BASE, "."): tensor
+        for name, tensor in encoder.state_dict().items()
+        if _ADAPTER not in name
+    }
+
+
+def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
+    """Write `model`, and its tokenizer where there is one."""
+    unfinished = folder.with_name(f".unfinished-{folder.name}")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir()
+        with without_bars():
+            to_gpt2(model).save_pretrained(unfinished)
+        if tokenizer is not None:
+            _write_gpt_tokenizer(unfinished, tokenizer, model.shape.block_size)
+        checksums.write(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise RunFailed(
+            f"cannot write {folder} ({error.strerror or error})",
+            f"free some space and go on with --resume {folder.parent}",
+        ) from error
+
+
+def read(folder: Path) -> Gpt:
+    """The model of an export; its files are checked first."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    checksums.check(folder)
+    try:
+        fields = codec.read_object(folder / "config.json")
+        config = GPT2Config(**plain_config(fields, str(folder)))
+        with without_bars():
+            other: GPT2LMHeadModel = GPT2LMHeadModel.from_pretrained(
+                None, config=config, state_dict=read_weights(str(folder))
+            )
+    except BadInput:
+        raise
+    except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
+        raise BadInput(
+            f"cannot load a GPT from {folder} ({reason(error)})", "give a folder `train gpt` wrote"
+        ) from None
+    return from_gpt2(other)
+
+
+def _write_gpt_tokenizer(folder: Path, path: Path, longest: int) -> None:
+    from transformers import PreTrainedTokenizerFast
+
+    ends = END_OF_TEXT if load_bpe(path).token_to_id(END_OF_TEXT) is not None else None
+    made = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_file=str(path), bos_token=ends, eos_token=ends, model_max_length=longest
+    )
+    made.save_pretrained(folder)
+    shutil.copyfile(path, folder / TOKENIZER)  # to the letter, so that its hash stays

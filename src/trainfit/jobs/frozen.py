@@ -1,0 +1,120 @@
+"""A frozen encoder's outputs depend on the tokens alone: computed once, and trained on often.
+
+The model that the engine trains is then the head alone. Its weights have the names that they have
+in the whole classifier, so a checkpoint is the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainfit.data.tokens import Tokens
+from trainfit.jobs.classification import ClassifierTask, Probabilities
+from trainfit.jobs.models.classifier import IGNORED, EncoderClassifier
+
+Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
+"""The pooled outputs of sequences `[sequences, width]`."""
+_Known = tuple[NDArray[np.int32], dict[int, NDArray[np.float64]]]
+"""By a sequence's start in the array; the array is held, so that its id stays its own."""
+_MOST_BYTES = 2 * 2**30
+_MOST_ENCODERS = 4
+"""Whose outputs are kept in memory, the last used."""
+
+
+class SharedFeatures:
+    """Outputs of frozen encoders, computed once for every fold and run of this process."""
+
+    def __init__(self) -> None:
+        self._known: dict[Hashable, _Known] = {}
+
+    def of(
+        self, tokens: Tokens, encoder: Hashable, compute: Callable[[Tokens], Probabilities]
+    ) -> Probabilities:
+        """The outputs of these sequences; `compute` gives those that are missing."""
+        key = (id(tokens.ids), encoder)
+        last = self._known.pop(key, (tokens.ids, {}))
+        self._known = dict(list(self._known.items())[1 - _MOST_ENCODERS :]) | {key: last}
+        known = last[1]
+        starts = tokens.starts.tolist()
+        missing = [place for place, start in enumerate(starts) if start not in known]
+        if missing:
+            found = compute(tokens.subset(missing))
+            known.update(zip((starts[place] for place in missing), found, strict=True))
+        return np.stack([known[start] for start in starts])
+
+
+class Head(nn.Module):
+    """The last part of a classifier, on pooled outputs."""
+
+    def __init__(self, model: EncoderClassifier) -> None:
+        super().__init__()
+        self.dropout, self.head = model.dropout, model.head
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dropout(pooled))
+        return logits
+
+
+class FrozenTask(ClassifierTask):
+    """Trains a head on the pooled outputs of the training and validation sequences."""
+
+    def __init__(
+        self,
+        build: Callable[[], EncoderClassifier],
+        train: Tokens,
+        validation: Tokens,
+        *,
+        pool: Pool,
+        **options: Any,
+    ) -> None:
+        """`options` are ClassifierTask's; `pool` runs the model that `build` makes."""
+        super().__init__(build, train, validation, **options)
+        self._pool = pool
+        self._pooled: dict[str, Tensor] = {}
+
+    def build_model(self) -> nn.Module:
+        """The head; or the whole model where there is something before it to train."""
+        model = self._build()
+        if not _can_be_cached(model, len(self._train) + len(self._validation)):
+            return model
+        for name, part in (("train", self._train), ("validation", self._validation)):
+            self._pooled[name] = torch.from_numpy(self._pool(model, part)).float()
+        return Head(model.cpu())
+
+    def collate(
+        self, sequences: Sequence[int], rows: int, width: int, slots: int | None
+    ) -> Mapping[str, Tensor]:
+        """The outputs of these sequences, filled up to the number that the shape has."""
+        if not self._pooled:
+            return super().collate(sequences, rows, width, slots)
+        chosen = torch.tensor(sequences, dtype=torch.long)
+        empty = (rows if slots is None else slots) - len(chosen)
+        labels = torch.from_numpy(self._train.labels)[chosen]
+        return {
+            "pooled": nn.functional.pad(self._pooled["train"][chosen], (0, 0, 0, empty)),
+            "labels": nn.functional.pad(labels, (0, empty), value=IGNORED),
+        }
+
+    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
+        """Of the validation part."""
+        if not self._pooled:
+            return super().probabilities(model, batch_size)
+        device = next(model.parameters()).device
+        parts = [
+            model(part.to(device)).double().softmax(-1).cpu().numpy()
+            for part in torch.split(self._pooled["validation"], batch_size)
+        ]
+        return np.concatenate(parts)
+
+
+def _can_be_cached(model: EncoderClassifier, sequences: int) -> bool:
+    """Whether nothing before the head is trained, and the outputs are no burden to memory."""
+    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+    size = sequences * model.head.in_features * 4
+    return trained <= {"head.weight", "head.bias"} and size <= _MOST_BYTES

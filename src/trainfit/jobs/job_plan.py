@@ -1,0 +1,373 @@
+"""From a configuration to a plan: what of a job the planner has to know.
+
+Nothing here imports torch: the planner builds the model in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainfit.conf import Composed, compose
+from trainfit.conf.composition import as_word
+from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.records import HardwareProfile, Plan, RuntimeSettings, Workload
+from trainfit.hardware import as_if, detect
+from trainfit.hardware.catalogue import GpuSpec, find, gpus
+from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config
+from trainfit.jobs import freezing
+from trainfit.jobs.gpt_plan import decide
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.kernels import supported
+from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
+from trainfit.measuring import remembered
+from trainfit.planning import planner
+from trainfit.planning.question import Pin, Question, lacks
+
+_KEYS = {
+    "device.tf32": "tf32",
+    "device.cudnn_benchmark": "cudnn_benchmark",
+    "device.deterministic": "deterministic",
+    "device.num_threads": "num_threads",
+    "device.expandable_segments": "expandable_segments",
+    "model.use_flash_attention": "flash",
+    "optimization.optimizer": "optimizer",
+    "optimization.compile": "compile",
+    "optimization.compile_mode": "compile_mode",
+    "optimization.liger": "liger",
+    "optimization.gradient_accumulation_steps": "gradient_accumulation_steps",
+    "training.batch_size": "batch_size",
+    "training.eval_batch_size": "eval_batch_size",
+    "training.effective_batch_size": "effective_batch_size",
+    "training.num_workers": "num_workers",
+    "training.pin_memory": "pin_memory",
+    "training.persistent_workers": "persistent_workers",
+    "training.prefetch_factor": "prefetch_factor",
+    "seed": "seed",
+}
+"""Keys of a configuration that a plan takes as they are."""
+_BATCHES = {"nli": 16, "textclass": 32, "gpt": 64}
+"""The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
+_ANYWHERE = ("auto", "cpu", "conservative")
+"""Presets that do not ask for a GPU."""
+_OWN_ATTENTION = ("deberta", "deberta-v2")
+_FACTORIES = {
+    "nli": "trainfit.jobs.probes:encoder_step",
+    "textclass": "trainfit.jobs.probes:encoder_step",
+    "gpt": "trainfit.jobs.probes:gpt_step",
+}
+# ReDSM5 as published: words per post, and pairs of a post with nine criteria.
+_POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
+_FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
+"""A classifier looks its tokens up: the size of the vocabulary is nothing to its speed."""
+_GPT_TOKENS = 10_000_000
+"""An epoch of pretraining where no data is named: about the standard library of Python."""
+
+
+def plan(
+    task: str,
+    *overrides: str,
+    gpu: str | None = None,
+    model: str | None = None,
+    memory_gib: float | None = None,
+    lengths: Sequence[int] | None = None,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+) -> Plan:
+    """The plan of nli, textclass or gpt on this machine, or on a GPU of the catalogue.
+
+    `overrides` are key=value words as on the command line. `lengths` are the tokens of each
+    training sequence, where they are known; else the documents' data is assumed.
+    """
+    composed = compose(task, with_model(overrides, model))
+    asked = question(composed, lengths, watts, price_per_hour)
+    profile = machine(composed, gpu)
+    return answer(composed, asked, profile, memory_gib=memory_gib)
+
+
+def answer(
+    composed: Composed,
+    asked: Question,
+    profile: HardwareProfile,
+    *,
+    memory_gib: float | None = None,
+    ranks: int = 1,
+) -> Plan:
+    """The planner's answer, with what was measured on this machine."""
+    if asked.pinned("liger"):
+        _check_liger(asked, profile)
+    measured = None if profile.simulated else remembered(profile)
+
+    def make(one: Question) -> Plan:
+        return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
+
+    if composed.task == "gpt":
+        return decide(composed, asked, make, gpu=bool(profile.gpus))
+    return freezing.decide(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
+
+
+def _check_liger(asked: Question, profile: HardwareProfile) -> None:
+    reason, fix = asked.no_liger, "leave it false"
+    if reason is None and not profile.gpus:
+        reason = "Liger's kernels are for GPUs"
+    elif reason is None and not profile.simulated and not supported.is_installed():
+        reason, fix = "liger-kernel is not installed", f"pip install liger-kernel, or {fix}"
+    if reason is not None:
+        raise BadInput(f"optimization.liger is true, and {reason}", fix)
+
+
+def plan_all(
+    composed: Composed,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+    among: Sequence[GpuSpec] | None = None,
+) -> list[tuple[str, Plan]]:
+    """The plans for the GPUs of the catalogue."""
+    specs = {spec.slug: spec for spec in among or gpus()}
+
+    def make(one: Question, slugs: list[str]) -> dict[str, Plan]:
+        return dict(planner.compare(one, [specs[slug] for slug in slugs]))
+
+    asked = question(composed, None, watts, price_per_hour)
+    return list(freezing.decide(composed, asked, make, list(specs)).items())
+
+
+def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
+    """Find this machine, or a GPU of the catalogue in it, and refuse what it cannot do."""
+    profile, device = detect() if gpu is None else as_if(find(gpu)), composed.config.device
+    if device.use_cuda is False:
+        profile = replace(profile, gpus=())
+    elif not profile.gpus and device.use_cuda is True:
+        raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
+    elif not profile.gpus and composed.hardware not in _ANYWHERE:
+        raise BadInput(
+            f"hardware={composed.hardware}, but there is no GPU here",
+            "use hardware=auto or cpu; "
+            f"`trainfit plan {composed.task} --gpu NAME` plans for any GPU",
+        )
+    asked = device.mixed_precision
+    own = composed.origins["device.mixed_precision"] == "override"
+    if own and not profile.gpus and asked in ("bf16", "fp16") and lacks(asked, profile.cpu, None):
+        raise BadInput(
+            f"device.mixed_precision is {asked}, which this CPU does not multiply",
+            "set it to auto or off",
+        )
+    return profile
+
+
+def question(
+    composed: Composed,
+    lengths: Sequence[int] | None = None,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+) -> Question:
+    """The planner's question."""
+    config = composed.config
+    facts = model_facts(config.model.name)
+    causal = isinstance(config, GptConfig)
+    if causal != facts.own_gpt:
+        need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
+        raise BadInput(f"{config.model.name} is no model for {composed.task}", f"give {need}")
+    if isinstance(config.model, GptModel):
+        arguments = {"name": config.model.name, **gpt_sizes(config.model)}
+    else:
+        decided = {"method": _method(config.model), "checkpointing": "none", "weights": "random"}
+        arguments = codec.encode(settings_from(config.model, **decided))
+    _positive("watts", watts)
+    _positive("a price per hour", price_per_hour)
+    return Question(
+        task=composed.task,
+        factory=_FACTORIES[composed.task],
+        arguments=arguments,
+        layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
+        workload=_workload(composed, lengths),
+        quick={} if causal else {"overrides": _FEW_TOKENS},
+        pins=_pins(composed),
+        default_batch=_BATCHES[composed.task],
+        unpackable=facts.unpackable,
+        packed_attention=facts.packed_attention,
+        no_liger=facts.no_liger,
+        causal=causal,
+        watts=watts,
+        price_per_hour=price_per_hour,
+    )
+
+
+def runtime_settings(config: Config, plan: Plan) -> RuntimeSettings:
+    """The process-wide switches of a run: the plan's, and the threads that were asked for."""
+    threads = config.device.num_threads
+    return plan.runtime if threads == "auto" else replace(plan.runtime, num_threads=threads)
+
+
+def gpt_sizes(model: GptModel) -> dict[str, Any]:
+    """What of a GPT is set, and not left to its name, the data or the plan."""
+    names = ("n_layer", "n_head", "n_embd", "vocab_size", "loss_chunk")
+    found = {name: getattr(model, name) for name in names}
+    sizes = {name: value for name, value in found.items() if value not in (None, "auto")}
+    sizes["half_stream"] = model.half_stream
+    return sizes | ({"dropout": model.dropout} if model.dropout else {})
+
+
+def _positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise BadInput(f"{name} is {value}", "give a number above 0")
+
+
+def with_model(overrides: Sequence[str], model: str | None) -> list[str]:
+    """The overrides, with the model that was named beside them."""
+    return [*overrides, *([] if model is None else [as_word("model.name", model)])]
+
+
+def _method(model: Any) -> Any:
+    assert isinstance(model, EncoderModel)
+    return "frozen" if model.freeze_encoder is True else model.method
+
+
+def _pins(composed: Composed) -> dict[str, Pin]:
+    values = composed.values()
+    pins = {
+        name: Pin(value=values[key], origin=composed.origins[key])
+        for key, name in _KEYS.items()
+        if values.get(key) not in ("auto", None)
+    }
+    precision = values["device.mixed_precision"]
+    if precision != "auto":
+        key = "device.mixed_precision"
+        pins["precision"] = Pin(
+            value="fp32" if precision == "off" else precision, origin=composed.origins[key]
+        )
+    recompute = values["model.use_gradient_checkpointing"]
+    if recompute != "auto":
+        mode = {True: "full", False: "none"}.get(recompute, recompute)
+        origin = composed.origins["model.use_gradient_checkpointing"]
+        pins["gradient_checkpointing"] = Pin(value=mode, origin=origin)
+    return pins
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """What of a model's config decides how it can be planned."""
+
+    layers: int
+    own_gpt: bool
+    unpackable: str | None
+    packed_attention: str
+    no_liger: str | None
+    vocabulary: int
+    """Rows of its embedding."""
+
+
+def model_facts(name: str) -> ModelFacts:
+    """From the catalogue, a local folder or the hub, without building anything."""
+    fields = _fields(name)
+    fields = fields.get("text_config") or fields
+    kind = fields.get("model_type")
+    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
+    if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
+        lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
+        fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
+        raise BadInput(f"the config of {name} has no {lacks}", fix)
+    return ModelFacts(
+        layers=layers,
+        own_gpt=kind == OWN_GPT,
+        unpackable=_unpackable(name, kind, fields),
+        packed_attention=_packed_attention(kind, fields),
+        no_liger=supported.obstacle(kind),
+        vocabulary=int(fields.get("vocab_size") or 0),
+    )
+
+
+def _fields(name: str) -> dict[str, Any]:
+    folder = Path(name)
+    if folder.is_dir():
+        return read_model_config(folder)
+    try:
+        return model_shape(name).config
+    except BadInput:
+        if "/" not in name:
+            raise
+    from trainfit.jobs.models.sources import read_config
+
+    return read_config(name)
+
+
+def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
+    if kind in _OWN_ATTENTION:
+        reason = model_obstacle(fields)
+        return None if reason is None else f"{name} has its own attention, and {reason}"
+    heads = fields.get("num_attention_heads", fields.get("n_head"))
+    width = fields.get("hidden_size", fields.get("n_embd"))
+    head = fields.get("head_dim") or (width // heads if heads and width else 64)
+    capped = bool(fields.get("attn_logit_softcapping"))
+    if head % 8 or head > 256 or (capped and head not in CAPPED_HEADS):
+        return f"{name} has heads of {head}"
+    return None
+
+
+def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
+    if kind in _OWN_ATTENTION:
+        return "disentangled"
+    return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
+
+
+def _workload(composed: Composed, lengths: Sequence[int] | None) -> Workload:
+    config = composed.config
+    longest = config.data.max_length
+    if lengths is None:
+        lengths = assumed_lengths(composed.task, longest).tolist()
+    elif not len(lengths) or min(lengths) < 1:
+        raise BadInput(
+            f"{len(lengths)} lengths, the least of them {min(lengths, default=None)}",
+            "give the tokens of each training sequence, 1 or more",
+        )
+    lengths = [min(int(length), longest) for length in lengths]
+    training = config.training
+    steps = training.max_steps
+    effective = _effective(composed)
+    epochs = training.num_epochs if steps is None else steps * effective / len(lengths)
+    return Workload(
+        lengths=tuple(lengths),
+        sequences=len(lengths),
+        max_length=longest,
+        effective_batch_size=effective,
+        epochs=epochs,
+        method="full" if isinstance(config, GptConfig) else _method(config.model),
+    )
+
+
+def _effective(composed: Composed) -> int:
+    training, optimization = composed.config.training, composed.config.optimization
+    if training.effective_batch_size != "auto":
+        return training.effective_batch_size
+    if training.batch_size == "auto":
+        return _BATCHES[composed.task]
+    steps = optimization.gradient_accumulation_steps
+    product = training.batch_size * (1 if steps == "auto" else steps)
+    if product > MOST_SEQUENCES:
+        raise BadInput(
+            f"training.batch_size {training.batch_size} × gradient_accumulation_steps {steps} "
+            f"is a step of {product:,} sequences",
+            f"use at most {MOST_SEQUENCES:,}",
+        )
+    return product
+
+
+def assumed_lengths(task: str, longest: int) -> Any:
+    """Lengths where the data is not here: ReDSM5's, short texts, or full blocks."""
+    if task == "gpt":
+        return np.full(max(1, _GPT_TOKENS // longest), longest)
+    draws = np.random.default_rng(0)
+    if task == "textclass":
+        words = np.exp(np.log(0.35 * longest) + 0.6 * draws.standard_normal(10_000))
+        return np.clip(np.round(words), 3, longest).astype(np.int64)
+    middle = np.log(_MEAN_WORDS) - _SPREAD**2 / 2
+    words = np.exp(middle + _SPREAD * draws.standard_normal(_POSTS))
+    tokens = np.maximum(2, np.round(words * _TOKENS_PER_WORD)).astype(np.int64)
+    criteria = draws.integers(12, 40, _CRITERIA)
+    return np.minimum(tokens[:, None] + criteria, longest).ravel()

@@ -1,0 +1,155 @@
+"""What of an encoder is trained, and what of it is kept for the backward pass."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from peft.tuners.lora.dora import DoraLinearLayer
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional
+
+from trainfit.core.errors import BadInput
+from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
+from trainfit.planning.estimator.step_work import make_fake
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_PROJECTIONS = (
+    ("q_proj", "k_proj", "v_proj", "o_proj"),  # Gemma, Llama, Qwen, Mistral
+    ("query", "key", "value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
+    ("query_proj", "key_proj", "value_proj", "attention.output.dense"),  # DeBERTa-v2, v3
+    ("Wqkv", "attn.Wo"),  # ModernBERT
+    ("attn.c_attn", "attn.c_proj"),  # GPT-2
+    ("q_lin", "k_lin", "v_lin", "out_lin"),  # DistilBERT
+)
+"""The query, key, value and output projections of attention, as each family calls them."""
+
+
+def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
+    """Leave trainable what the method trains: everything, nothing, or adapters."""
+    if settings.method == "frozen":
+        model.requires_grad_(False)
+    elif settings.method in ("lora", "dora"):
+        add_adapters(model, settings)
+
+
+def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
+    """LoRA or DoRA on the attention projections; everything else is frozen."""
+    from peft import LoraConfig
+    from transformers.pytorch_utils import Conv1D
+
+    names = projections(model)
+    layers = [model.get_submodule(name) for name in names]
+    model.requires_grad_(False)
+    model.add_adapter(
+        LoraConfig(
+            r=settings.lora_rank,
+            lora_alpha=settings.lora_alpha,  # type: ignore[arg-type]  # any number scales
+            lora_dropout=settings.lora_dropout,
+            target_modules=names,
+            use_dora=settings.method == "dora",
+            fan_in_fan_out=isinstance(layers[0], Conv1D),
+        )
+    )
+    make_compilable(model)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            # Small updates vanish in bf16 weights; adapters are small enough to keep whole.
+            parameter.data = parameter.data.float()
+
+
+def projections(model: nn.Module) -> list[str]:
+    """The full names of the attention projections in a model."""
+    names = [name for name, _ in model.named_modules()]
+    for family in _PROJECTIONS:
+        found = [name for name in names if name.endswith(tuple(f".{part}" for part in family))]
+        if all(any(name.endswith(f".{part}") for name in found) for part in family):
+            return found
+    raise BadInput(
+        f"no attention projections found in {type(model).__name__}",
+        "train it with method=full or frozen",
+    )
+
+
+def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
+    """Recompute all blocks, or every second one, in the backward pass."""
+    if how == "none":
+        return
+    model.gradient_checkpointing_enable(
+        {"use_reentrant": False}, every_n_layers=2 if how == "selective" else 1
+    )
+    # Needed by re-entrant checkpointing alone; it would run the backward pass of frozen parts.
+    model.disable_input_require_grads()  # type: ignore[no-untyped-call]
+
+
+def make_compilable(model: nn.Module) -> None:
+    """Have the DoRA layers of `model` take the forward below."""
+    for module in model.modules():
+        if type(module) is DoraLinearLayer:
+            module.__class__ = Dora
+
+
+class Dora(DoraLinearLayer):
+    """What an adapter adds to the output of its layer."""
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        lora_A: nn.Linear,
+        lora_B: nn.Linear,
+        scaling: float,
+        base_layer: nn.Module,
+        base_result: Tensor | None = None,
+        **_rest: Any,
+    ) -> Tensor:
+        """`base_result` is what the layer made of `x`, or None where `x` has gone through dropout.
+
+        The norm counts as a constant in the backward pass (section 4.3 of the paper).
+        """
+        weight: Any = base_layer.weight
+        weight = (weight.T if self.fan_in_fan_out else weight).to(x.dtype)
+        with torch.no_grad():
+            product = (lora_B.weight @ lora_A.weight).to(x.dtype)
+            norm = torch.linalg.norm(weight + scaling * product, dim=1)
+        scale = (self.weight / norm).view(1, -1)
+        bias: Any = getattr(base_layer, "bias", None)
+        if base_result is None:
+            base_result = functional.linear(x, weight)
+        elif bias is not None:
+            base_result = base_result - bias
+        adapted: Tensor = lora_B(lora_A(x))
+        added: Tensor = (scale - 1) * base_result + scale * adapted * scaling
+        return added
+
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def build_anywhere(build: Callable[[], ModuleT]) -> ModuleT:
+    """What `build` returns; under fake tensors, built on the meta device and made fake after."""
+    mode = detect_fake_mode()
+    if mode is None:
+        return build()
+    with unset_fake_temporarily(), torch.device("meta"):
+        model = build()
+    make_fake(model, mode)
+    return model
+
+
+def unscript(model: nn.Module) -> None:
+    """Replace TorchScript functions in the module of `model` by the Python they were made from.
+
+    The results are the same; TorchScript cannot run on fake tensors.
+    """
+    module = sys.modules[type(model).__module__]
+    for name, function in list(vars(module).items()):
+        if isinstance(function, torch.jit.ScriptFunction):
+            setattr(module, name, getattr(function, "_torchdynamo_inline", function))

@@ -1,0 +1,311 @@
+"""A transformers model as an encoder that looks both ways, on padded and on packed rows.
+
+Decoders (Gemma, Llama, Qwen, GPT-2) become encoders here: their layers call trainfit's attention,
+which knows no direction. Their config is marked too, so that the saved model does the same in plain
+transformers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainfit.core.errors import BadInput
+from trainfit.jobs.models import sources
+from trainfit.jobs.models.adapters import build_anywhere, unscript
+from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
+from trainfit.kernels import attention, disentangled, varlen
+from trainfit.kernels.attention import same_sequence
+from trainfit.kernels.layout import Layout
+from trainfit.kernels.supported import model_obstacle
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
+_FEED_FORWARD_DROPOUT = (
+    "hidden_dropout_prob",  # BERT: the embeddings' too, so GPT-2's second rate goes with the first
+    "mlp_dropout",
+    "resid_pdrop",
+    "embd_pdrop",
+    "hidden_dropout",
+    "dropout",
+)
+_OWN_ATTENTION = ("deberta", "deberta-v2")
+"""Encoders whose attention also reads positions: no other can stand in for it."""
+_LAYER_TYPES = {"full_attention", "sliding_attention"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traits:
+    """What a backbone needs in order to be run on rows."""
+
+    window: int | None
+    """In layers with a sliding window, tokens at this distance and beyond are not seen."""
+    first_position: int
+    """The position id of a sequence's first token."""
+    positions: int | None
+    """How long a sequence can be where positions are learned one by one; None: any length."""
+    token_types: bool
+    """Whether it tells the two texts of a pair apart by token_type_ids."""
+    own_attention: bool
+    head: int
+    """The size of an attention head."""
+    softcap: float | None
+    """Attention logits are squashed to this."""
+    attention_dropout: float
+
+
+def build_encoder(
+    source: str | PretrainedConfig,
+    *,
+    weights: Weights = "auto",
+    overrides: dict[str, Any] | None = None,
+    attention_dropout: float | None = None,
+    feed_forward_dropout: float | None = None,
+    dtype: WeightsDtype = "float32",
+) -> PreTrainedModel:
+    """A bidirectional encoder without a head or a pooler.
+
+    `source` is a name of the catalogue or the hub, a local folder, or a transformers config.
+    """
+    config, place = sources.find(source, weights, overrides or {})
+    text_config = config.get_text_config()
+    _set_dropout(text_config, _ATTENTION_DROPOUT, attention_dropout)
+    configured = _set_dropout(text_config, _FEED_FORWARD_DROPOUT, feed_forward_dropout)
+    model = build_anywhere(partial(sources.create, config, place, getattr(torch, dtype)))
+    if feed_forward_dropout and not configured:
+        _drop_outputs(_feed_forwards(model), feed_forward_dropout)
+    _look_both_ways(model)
+    if getattr(model, "pooler", None) is not None:
+        # The classifier has its own, and weights without gradients make DDP wait for them.
+        model.register_module("pooler", None)
+    return model
+
+
+def traits_of(model: PreTrainedModel) -> Traits:
+    """What each forward pass needs to know, looked up once."""
+    first = _first_position(model)
+    tables = [
+        module.num_embeddings - first
+        for name, module in model.named_modules()
+        if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
+    ]
+    return Traits(
+        window=_window(model.config),
+        first_position=first,
+        positions=min(tables, default=None),
+        token_types=(getattr(model.config, "type_vocab_size", None) or 0) > 1,
+        own_attention=model.config.model_type in _OWN_ATTENTION,
+        head=_head(model.config),
+        softcap=getattr(model.config, "attn_logit_softcapping", None),
+        attention_dropout=max(
+            getattr(model.config, name, None) or 0.0 for name in _ATTENTION_DROPOUT
+        ),
+    )
+
+
+def encode(
+    model: PreTrainedModel,
+    traits: Traits,
+    input_ids: Tensor,
+    layout: Layout,
+    *,
+    path: attention.Path = "auto",
+    token_type_ids: Tensor | None = None,
+    position_ids: Tensor | None = None,
+) -> Tensor:
+    """The hidden states `[B, T, width]`; every sequence sees all of itself and nothing else."""
+    _check_length(traits, layout)
+    positions = layout.positions if position_ids is None else position_ids
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids,
+        "position_ids": positions + traits.first_position,
+    }
+    if traits.token_types and token_type_ids is not None:
+        inputs["token_type_ids"] = token_type_ids
+    if not traits.own_attention:
+        inputs[attention.ARGUMENT] = attention.choose(
+            layout,
+            traits.window,
+            path=path,
+            dtype=model.dtype,
+            head=traits.head,
+            softcap=traits.softcap,
+            dropout=traits.attention_dropout if model.training else 0.0,
+        )
+        output = model(**inputs)
+    elif layout.cu_seqlens is None:
+        mask = None if layout.mask is None else layout.mask.long()
+        output = model(**inputs, attention_mask=mask)
+    else:
+        output = _encode_own(model, traits, inputs, layout, path)
+    hidden: Tensor = output.last_hidden_state
+    return hidden
+
+
+def _encode_own(
+    model: PreTrainedModel,
+    traits: Traits,
+    inputs: dict[str, Any],
+    layout: Layout,
+    path: attention.Path,
+) -> Any:
+    """DeBERTa on a packed row, where its distances are right inside each sequence.
+
+    Its model takes no mask of blocks and no attention of ours; its parts do.
+    """
+    reason = own_obstacle(model, traits, layout, demanded=path == "varlen")
+    if path == "varlen" and reason is not None:
+        raise BadInput(
+            f"no packed attention for {model.config.model_type} here: {reason}",
+            "set attention to auto",
+        )
+    embedded = model.get_submodule("embeddings")(**inputs)
+    encoder = model.get_submodule("encoder")
+    if path == "masked" or reason is not None:
+        return encoder(embedded, same_sequence(layout).long(), output_hidden_states=False)
+    return encoder(
+        embedded,
+        torch.ones_like(layout.ids)[:, None],  # of three dimensions, else it becomes T×T
+        output_hidden_states=False,
+        relative_pos=disentangled.packed_attention(
+            layout, model.config, attention.computed_in(layout.ids.device.type, model.dtype)
+        ),
+    )
+
+
+def packed_obstacle(
+    model: PreTrainedModel, traits: Traits, dtype: torch.dtype | None = None
+) -> str | None:
+    """Why no kernel attends within packed rows where the model is; None: one does.
+
+    `dtype` is that of matrix products: the one of now, unless given.
+    """
+    device = model.device
+    if traits.own_attention:
+        return own_obstacle(model, traits, None)
+    if device.type != "cuda":
+        return f"the rows are on the device {device.type}"
+    return attention.missing(traits.softcap) or varlen.obstacle(
+        capability=varlen.capability(device.index),
+        dtype=dtype or attention.computed_in(device.type, model.dtype),
+        head=traits.head,
+        softcap=traits.softcap,
+        dropout=traits.attention_dropout if model.training else 0.0,
+    )
+
+
+def own_obstacle(
+    model: PreTrainedModel, traits: Traits, layout: Layout | None, *, demanded: bool = False
+) -> str | None:
+    """Why a model with its own attention cannot attend within packed rows here; None: it can."""
+    device = model.device if layout is None else layout.ids.device
+    on_gpu = device.type == "cuda"
+    if not on_gpu and not (demanded and varlen.stands_in(device.type)):
+        return f"the rows are on the device {device.type}"
+    if on_gpu and not varlen.triton_exists():
+        return "Triton is not installed"
+    return disentangled.obstacle(
+        model.config,
+        capability=varlen.capability(device.index) if on_gpu else None,
+        longest=None if layout is None else layout.max_seqlen,
+        dropout=traits.attention_dropout if model.training else 0.0,
+    )
+
+
+def _look_both_ways(model: PreTrainedModel) -> None:
+    """Give the model's layers trainfit's attention, or refuse a model that cannot take it."""
+    config = model.config
+    if config.model_type in _OWN_ATTENTION:
+        unscript(model)
+        if model_obstacle(config.to_dict()) is None:
+            disentangled.take_packed_rows(model)
+        return
+    others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
+    positions = "position_ids" in inspect.signature(type(model).forward).parameters
+    if others or not positions or not model._supports_attention_backend:
+        reason = (
+            f"it has {', '.join(sorted(others))} layers" if others else "its attention is fixed"
+        )
+        raise BadInput(
+            f"{config.model_type} cannot be made a bidirectional encoder: {reason}",
+            "choose a model of the BERT, ModernBERT, DeBERTa, Gemma, Llama or Qwen families",
+        )
+    model.set_attn_implementation(attention.register())
+    modules: list[Any] = list(model.modules())
+    for module in modules:
+        if getattr(module, "is_causal", False):
+            module.is_causal = False
+
+
+def _window(config: PretrainedConfig) -> int | None:
+    """The distance from which on tokens are out of sight, as plain transformers has it."""
+    size: int | None = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None)
+    if size is None or (kinds and "sliding_attention" not in kinds):
+        return None
+    # A two-way window reaches `size` tokens far; only Gemma 3's flag makes it one fewer.
+    return size + 1 if getattr(config, "is_causal", True) is False else size
+
+
+def _head(config: PretrainedConfig) -> int:
+    size: int | None = getattr(config, "head_dim", None)
+    return config.hidden_size // config.num_attention_heads if size is None else size
+
+
+def _check_length(traits: Traits, layout: Layout) -> None:
+    """On a GPU a position beyond the table would end the process's use of it."""
+    known = layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]
+    if known and traits.positions is not None and layout.max_seqlen > traits.positions:
+        raise BadInput(
+            f"sequences of up to {layout.max_seqlen} tokens, but the model has {traits.positions}"
+            " positions",
+            f"set data.max_length to {traits.positions} or less",
+        )
+
+
+def _first_position(model: PreTrainedModel) -> int:
+    """RoBERTa and its kin count from the padding token's id on."""
+    maker = "create_position_ids_from_input_ids"
+    embeddings = getattr(model, "embeddings", None)
+    if hasattr(embeddings, maker) or hasattr(sys.modules[type(model).__module__], maker):
+        first: int = model.config.pad_token_id + 1
+        return first
+    return 0
+
+
+def _set_dropout(config: PretrainedConfig, names: Iterable[str], value: float | None) -> bool:
+    """Whether the config has fields of these names; they are set to `value` unless it is None."""
+    found = [name for name in names if hasattr(config, name)]
+    for name in found:
+        setattr(config, name, getattr(config, name) if value is None else value)
+    return bool(found)
+
+
+def _feed_forwards(model: PreTrainedModel) -> list[nn.Module]:
+    found = [module for name, module in model.named_modules() if name.endswith(".mlp")]
+    if not found:
+        raise BadInput(
+            f"{model.config.model_type} has no feed-forward dropout",
+            "leave feed_forward_dropout out",
+        )
+    return found
+
+
+def _drop_outputs(modules: Iterable[nn.Module], probability: float) -> None:
+    """Dropout on the outputs of modules that have none, without a change to the weights' names."""
+
+    def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
+        return functional.dropout(output, probability, module.training)
+
+    for module in modules:
+        module.register_forward_hook(drop)

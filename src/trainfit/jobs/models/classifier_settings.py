@@ -1,0 +1,89 @@
+"""What a classifier is made of. Plain values: they travel as JSON to the planner's process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from trainfit.conf.schema import EncoderModel
+from trainfit.core.codec import Range, decode
+from trainfit.core.errors import BadConfig, BadInput
+
+Weights = Literal["auto", "random", "pretrained"]
+WeightsDtype = Literal["float32", "bfloat16", "float16"]
+Method = Literal["full", "frozen", "lora", "dora"]
+Pooling = Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
+Attention = Literal["auto", "varlen", "masked"]
+Checkpointing = Literal["none", "selective", "full"]
+Probability = Annotated[float, Range(0, 1)]
+_AS_CONFIGURED = (
+    "pooling",
+    "pool_tokens",
+    "head_dropout",
+    "attention_dropout",
+    "feed_forward_dropout",
+    "lora_rank",
+    "lora_alpha",
+    "lora_dropout",
+)
+"""Fields that a configuration has by the same name."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ClassifierSettings:
+    """An encoder classifier."""
+
+    name: str
+    """A name of the catalogue or the hub, or a local folder."""
+    classes: Annotated[int, Range(2)] = 2
+    weights: Weights = "auto"
+    """auto: random for a name of the catalogue, pretrained for a folder or a hub id."""
+    overrides: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Fields of the transformers config to change, such as num_hidden_layers."""
+    dtype: WeightsDtype = "float32"
+    """Of the encoder's weights. Head, pooler and adapters stay in float32."""
+    method: Method = "full"
+    pooling: Pooling = "mean"
+    pool_tokens: Annotated[int, Range(1)] = 1
+    """The k of first-k and last-k pooling."""
+    attention: Attention = "auto"
+    """auto: variable-length kernels for packed rows where there are any, else a mask."""
+    attention_dropout: Probability | None = None
+    """None: as the model's config says. Variable-length kernels need 0."""
+    feed_forward_dropout: Probability | None = None
+    """None: as the model's config says."""
+    head_dropout: Probability = 0.1
+    checkpointing: Checkpointing = "none"
+    """selective: every second block."""
+    liger: bool = False
+    """Norms and gated feed-forwards by Liger's kernels."""
+    lora_rank: Annotated[int, Range(1)] = 16
+    lora_alpha: Annotated[float, Range(0)] = 32
+    lora_dropout: Probability = 0.05
+
+
+def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
+    """The settings a configuration asks for.
+
+    `decided` are further fields, and those that the configuration leaves at auto: `method` for
+    model.freeze_encoder, `checkpointing` for model.use_gradient_checkpointing.
+    """
+    problems = [
+        BadInput(f"{key} is still auto", f"set it to true or false, or decide {field}")
+        for key, value, field in (
+            ("model.freeze_encoder", model.freeze_encoder, "method"),
+            ("model.use_gradient_checkpointing", model.use_gradient_checkpointing, "checkpointing"),
+        )
+        if value == "auto" and field not in decided
+    ]
+    if problems:
+        raise BadConfig(problems)
+    asked = {
+        "name": model.name,
+        "method": "frozen" if model.freeze_encoder is True else model.method,
+        "checkpointing": {True: "full", "selective": "selective"}.get(
+            model.use_gradient_checkpointing, "none"
+        ),
+        **{name: getattr(model, name) for name in _AS_CONFIGURED},
+    }
+    return decode(ClassifierSettings, asked | decided, "model")

@@ -1,0 +1,178 @@
+"""Where an encoder's config and weights come from: the catalogue, a folder, the hub or a config."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit.core.errors import BadInput, refusing
+from trainfit.data.model_files import plain_config, read_weights
+from trainfit.hardware.host import check_room
+from trainfit.hardware.model_shapes import (
+    ModelShape,
+    check_fields,
+    model_shape,
+    read_model_config,
+    transformers_config,
+)
+from trainfit.jobs.models.classifier_settings import Weights
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PretrainedConfig, PreTrainedModel
+
+_BIDIRECTIONAL: dict[str, dict[str, Any]] = {
+    "gemma3_text": {"use_bidirectional_attention": True},
+    "gemma2": {"use_bidirectional_attention": True, "is_causal": False},
+    "gemma": {"use_bidirectional_attention": True, "is_causal": False},
+}
+"""What makes plain transformers look both ways, where is_causal is not it or not all of it."""
+
+
+def find(
+    source: str | PretrainedConfig, weights: Weights, overrides: dict[str, Any]
+) -> tuple[PretrainedConfig, str | None]:
+    """The config, bidirectional, and the folder or hub id of the weights; None: random ones."""
+    if not isinstance(source, str):
+        if weights == "pretrained":
+            raise BadInput("a config has no pretrained weights", "name a folder or a model")
+        return _configured(source.to_dict(), overrides, "the config"), None
+    shape = None if Path(source).is_dir() else _in_catalogue(source)
+    if shape is not None and (weights == "random" or (weights == "auto" and "/" not in source)):
+        return transformers_config(shape, **_changes(shape.config, overrides)), None
+    place = shape.hub if shape is not None and shape.hub is not None else source
+    config = _configured(read_config(place), overrides, place)
+    return config, None if weights == "random" else place
+
+
+def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> PreTrainedModel:
+    """The model with weights from `place`, or random ones."""
+    from transformers import AutoModel
+
+    if place is None:
+        text = config.get_text_config()
+        with refusing(partial(_unbuildable, text.model_type)):
+            _check_room(text, dtype)
+            random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
+                text, dtype=dtype, trust_remote_code=False
+            )
+        return random
+    with refusing(partial(_unreadable, place)), without_bars():
+        # By its tensors and not by its place: in a folder transformers finds much else to load.
+        state = read_weights(place)
+        whole = _class_of(config).from_pretrained(
+            None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
+        )
+    # Of a model of text and images only the text part is used.
+    model: PreTrainedModel = getattr(whole, "language_model", whole)
+    return model
+
+
+def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
+    """The class that AutoModel takes for a config."""
+    from transformers import MODEL_MAPPING
+
+    if type(config) not in MODEL_MAPPING:
+        raise ValueError(f"transformers has no model of the type {config.model_type}")
+    found: Any = MODEL_MAPPING[type(config)]
+    kind: type[PreTrainedModel] = found[0] if isinstance(found, tuple) else found
+    return kind
+
+
+def _check_room(config: PretrainedConfig, dtype: torch.dtype) -> None:
+    """Refuse a model whose weights alone do not fit this machine, before any is allocated."""
+    import torch
+    from transformers import AutoModel
+
+    if torch.get_default_device().type == "meta":
+        return
+    with torch.device("meta"):
+        model = AutoModel.from_config(  # type: ignore[no-untyped-call]
+            config, dtype=dtype, trust_remote_code=False
+        )
+    check_room(
+        sum(one.numel() * one.element_size() for one in model.parameters()), config.model_type
+    )
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Without transformers' own progress bars, which would cut through ours."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -> PretrainedConfig:
+    """Overrides go in before a config is built: Gemma 3 halves its window only then."""
+    from transformers import AutoConfig
+
+    fields = plain_config(fields, place)
+    text = fields.get("text_config")
+    if text is None:
+        fields = fields | _changes(fields, overrides)
+    else:
+        fields = fields | {"text_config": text | _changes(text, overrides)}
+    check_fields(fields, place)
+    with refusing(partial(_unbuildable, f"{fields.get('model_type')} of {place}")):
+        config: PretrainedConfig = AutoConfig.for_model(**fields)
+    return config
+
+
+def _changes(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+    """The overrides, with what else an encoder needs."""
+    changes = {"use_cache": False} | _BIDIRECTIONAL.get(
+        fields.get("model_type", ""), {"is_causal": False}
+    )
+    layers = overrides.get("num_hidden_layers")
+    if layers is not None and fields.get("layer_types"):
+        changes["layer_types"] = fields["layer_types"][:layers]
+    return changes | overrides
+
+
+def _in_catalogue(name: str) -> ModelShape | None:
+    try:
+        return model_shape(name)
+    except BadInput:
+        return None
+
+
+def read_config(place: str) -> dict[str, Any]:
+    """The checked fields of a model's config.json, from a folder or the hub."""
+    if Path(place).is_dir():
+        fields = read_model_config(Path(place))
+    else:
+        from transformers import PretrainedConfig
+
+        with refusing(partial(_unreadable, place)):
+            fields, _ = PretrainedConfig.get_config_dict(place)
+        check_fields(fields, place)
+    if "model_type" not in fields:
+        raise BadInput(
+            f"no model_type in the config of {place}", "give a folder with a config.json"
+        )
+    found: dict[str, Any] = fields
+    return found
+
+
+def _unbuildable(what: str, reason: str) -> BadInput:
+    return BadInput(f"cannot build a {what}: {reason}", "give values that transformers knows")
+
+
+def _unreadable(place: str, reason: str) -> BadInput:
+    if Path(place).is_dir():
+        return BadInput(f"cannot load a model from {place}: {reason}", "give another folder")
+    try:
+        model_shape(place)
+    except BadInput as unknown:
+        return BadInput(f"{unknown.what}, and the hub gave none: {reason}", unknown.fix)
+    return BadInput(f"cannot load {place} from the hub: {reason}", "give a local folder")

@@ -1,0 +1,124 @@
+"""`train nli`: posts and criteria from ReDSM5 or made up, in a split or in folds by post."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trainfit.conf import Composed, NliConfig
+from trainfit.conf.schema import EncoderModel
+from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
+from trainfit.data.pairs import nli_dataset, split_corpus, tokenize_corpus
+from trainfit.data.redsm5 import CRITERIA, Corpus, read_redsm5
+from trainfit.data.synthetic import make_corpus
+from trainfit.jobs import encoder_run, job_plan
+from trainfit.jobs.baselines import majority_baseline, tfidf_baseline
+from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
+from trainfit.jobs.encoder_setup import Prepared
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.scores import JobResult
+
+CLASSES = 2
+"""No evidence, evidence."""
+
+
+def build_model(model: EncoderModel, **decided: Any) -> EncoderClassifier:
+    """The classifier a configuration asks for, with what was `decided` for it.
+
+    `decided` are fields of ClassifierSettings; those that the configuration leaves at auto must
+    be among them.
+    """
+    return build_classifier(settings_from(model, classes=CLASSES, **decided))
+
+
+def train(
+    composed: Composed, show: encoder_run.Show | None = None, *, resume: Path | None = None
+) -> JobResult:
+    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
+    profile = job_plan.machine(composed)
+    return encoder_run.run(prepare(composed), profile, show, resume=resume)
+
+
+def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+    """The pairs, tokenised, in a split or in folds; `nested` as in split_parts."""
+    config = composed.config
+    assert isinstance(config, NliConfig)
+    corpus = read_corpus(config)
+    test, parts = split_parts(corpus, config, nested=nested)
+    known = np.setdiff1d(np.arange(len(corpus.ids)), corpus.post_of[test])
+    chosen = choose_weights(
+        config.model,
+        invented=made_up(composed),
+        texts=lambda: [*(corpus.texts[post] for post in known), *corpus.criteria],
+        least=least_occurrences(composed),
+    )
+    tokens = tokenize_corpus(corpus, chosen.tokenizer, config.data.max_length)
+    ratio = config.data.negative_ratio
+    datasets = [
+        nli_dataset(tokens, part, 0, negative_ratio=ratio, seed=config.seed) for part in parts
+    ]
+
+    def baselines(fold: int) -> dict[str, float]:
+        part = parts[fold]
+        seen = np.sort(np.concatenate([part.folds[0].train, part.folds[0].validation]))
+        majority = majority_baseline(corpus, seen, part.test)
+        words = tfidf_baseline(corpus, seen, part.test, seed=config.seed)
+        return {"majority_f1": majority.overall.f1, "bag_of_words_f1": words.overall.f1}
+
+    codes = [criterion.code for criterion in CRITERIA]
+    return Prepared(
+        composed=composed,
+        chosen=chosen,
+        datasets=tuple(datasets),
+        ids=tuple([corpus.ids[post] for post in corpus.post_of[part.test]] for part in parts),
+        build=build_model,
+        baselines=baselines,
+        facts={"criteria": dict(zip(codes, corpus.criteria, strict=True))},
+    )
+
+
+def read_corpus(config: NliConfig) -> Corpus:
+    """ReDSM5 where there is a copy, else made-up posts."""
+    data = config.data
+    if data.data_dir is None:
+        return make_corpus(data.scale, config.seed, data.criteria)
+    return read_redsm5(data.data_dir, data.criteria)
+
+
+def split_parts(
+    corpus: Corpus, config: NliConfig, *, nested: bool = True
+) -> tuple[IntArray, tuple[Folds, ...]]:
+    """The held-out test, and for each model its training, validation and scored pairs.
+
+    In cross-validation a fold's own part is what its score is taken on, so the epoch is chosen by
+    another part, split from the rest. The test stays out of it all. Where settings are compared
+    and the test has the last word, folds are not `nested`: a fold's own part does both.
+    """
+    data, count = config.data, config.cv.folds
+    whole = split_corpus(
+        corpus,
+        folds=count,
+        test_share=data.test_share,
+        validation_share=data.validation_share,
+        seed=config.seed,
+    )
+    if count is None or not nested:
+        return whole.test, tuple(Folds(test=whole.test, folds=(fold,)) for fold in whole.folds)
+    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
+    parts = []
+    for number, fold in enumerate(whole.folds):
+        [inner] = make_folds(
+            fold.train,
+            strata,
+            corpus.post_of,
+            folds=None,
+            share=data.validation_share,
+            seed=config.seed + 2 + number,
+        )
+        part = Folds(test=fold.validation, folds=(inner,))
+        check_folds(part, corpus.post_of)
+        parts.append(part)
+    return whole.test, tuple(parts)

@@ -1,0 +1,263 @@
+"""Use a trained classifier: on a part of a job's data, or from its export on new texts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from torch import nn
+
+from trainfit.core import checksums, codec
+from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
+from trainfit.core.records import Precision
+from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
+from trainfit.engine.checkpoint import find_nonfinite, read_tensors
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.step import autocast
+from trainfit.jobs.classification import Probabilities, in_batches, predict
+from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from trainfit.data.tokenizers import Tokenizer
+
+_LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "fan_in_fan_out")
+"""Fields of an adapter's config, as training sets them."""
+_NEEDED = ("classes", "pooling", "pool_tokens", "dtype", "max_length", "pad_id", "eval_batch_size")
+
+
+def predict_within(
+    model: nn.Module,
+    tokens: Tokens,
+    batch_size: int,
+    *,
+    pad_id: int = 0,
+    precision: Precision = "fp32",
+) -> tuple[Probabilities, int]:
+    """`predict` with as many sequences at a time as memory has room for, and how many those are."""
+    return _within(batch_size, model, precision, lambda n: predict(model, tokens, n, pad_id))
+
+
+def pool_within(
+    model: EncoderClassifier,
+    tokens: Tokens,
+    batch_size: int,
+    *,
+    pad_id: int = 0,
+    precision: Precision = "fp32",
+) -> Probabilities:
+    """The pooled outputs of each sequence, with as many at a time as memory has room for."""
+
+    def pool(size: int) -> Probabilities:
+        # Each part goes to the CPU: of many sequences they are too much for a small GPU.
+        return in_batches(
+            model, lambda **rows: model.pool(**rows).cpu(), tokens, size, pad_id
+        ).numpy()
+
+    return _within(batch_size, model, precision, pool)[0]
+
+
+def _within(
+    batch_size: int,
+    model: nn.Module,
+    precision: Precision,
+    compute: Callable[[int], Probabilities],
+) -> tuple[Probabilities, int]:
+    """`compute` with half as many sequences at a time as often as memory runs out."""
+    device = next(model.parameters()).device.type
+    while True:
+        try:
+            with autocast(device, precision):
+                return _finite(compute(batch_size)), batch_size
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if batch_size == 1:
+                raise OutOfMemory(
+                    "memory ran out in a prediction of one sequence at a time",
+                    "shorten the sequences or use a larger device",
+                ) from None
+        batch_size //= 2
+        give_back_memory()
+
+
+def _finite(found: Probabilities) -> Probabilities:
+    if not np.isfinite(found).all():
+        raise RunFailed(
+            "the model's outputs are not finite", "train it again with a lower learning rate"
+        )
+    return found
+
+
+@dataclass(frozen=True, kw_only=True)
+class Exported:
+    """A model that a run exported, ready to use."""
+
+    model: EncoderClassifier
+    tokenizer: Tokenizer
+    facts: dict[str, Any]
+    """head.json."""
+
+    @property
+    def criteria(self) -> dict[str, str] | None:
+        """Code and text of the criteria that it was trained on; None: it takes single texts."""
+        found: dict[str, str] | None = self.facts.get("criteria")
+        return found
+
+
+def exports_of(run: Path) -> list[Path]:
+    """The exports of a run: one, or one for each fold."""
+    found = [run / "export", *sorted(run.glob("fold-*/export"))]
+    found = [folder for folder in found if (folder / "head.json").is_file()]
+    if not found:
+        raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
+    return found
+
+
+def load_export(folder: Path, device: str = "cpu") -> Exported:
+    """What `export.write` wrote."""
+    from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
+
+    checksums.check(folder)
+    facts = _facts(folder)
+    with quiet_transformers():  # it reports a pooler that BERT has and the classifier has not
+        encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])
+    if (folder / "adapter").is_dir():
+        _load_adapter(encoder, folder / "adapter")
+    settings = ClassifierSettings(
+        name=str(folder),
+        classes=len(facts["classes"]),
+        pooling=facts["pooling"],
+        pool_tokens=facts["pool_tokens"],
+    )
+    model = EncoderClassifier(encoder, settings)
+    weights = read_tensors(folder / "head.safetensors")
+    missing, unknown = model.load_state_dict(weights, strict=False)
+    lacking = [name for name in missing if not name.startswith("encoder.")]
+    if lacking or unknown:
+        names = ", ".join([*lacking, *unknown])
+        raise BadInput(f"head.safetensors in {folder} does not fit: {names}", "export it again")
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {folder} is not finite", "train it again")
+    return Exported(
+        model=model.to(device).eval(),
+        tokenizer=load_tokenizer(str(folder)),
+        facts=facts,
+    )
+
+
+def _facts(folder: Path) -> dict[str, Any]:
+    """head.json, checked for what every reader needs."""
+    try:
+        facts = codec.read_object(folder / "head.json")
+        if missing := [name for name in _NEEDED if name not in facts]:
+            raise ValueError(f"it has no {missing[0]}")
+    except (OSError, ValueError) as error:
+        raise BadInput(
+            f"cannot read head.json in {folder} ({reason(error)})", "export the model again"
+        ) from None
+    return facts
+
+
+def _load_adapter(encoder: PreTrainedModel, folder: Path) -> None:
+    """Put the adapter into the encoder; transformers' own load_adapter leaves out DoRA's norms."""
+    from peft import LoraConfig
+
+    try:
+        fields = codec.read_object(folder / "adapter_config.json")
+        # Only these: others name modules to import, or other models.
+        config = LoraConfig(**{name: fields[name] for name in _LORA})
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise BadInput(
+            f"cannot read the adapter in {folder} ({reason(error)})", "export the model again"
+        ) from None
+    encoder.add_adapter(config)
+    saved = safetensors.torch.load_file(folder / "adapter_model.safetensors")
+    for name, parameter in encoder.named_parameters():
+        if "lora_" in name:
+            key = f"base_model.model.{name.replace('.default', '')}"
+            parameter.data.copy_(saved[key if key in saved else key.removesuffix(".weight")])
+
+
+def predict_texts(
+    folders: Sequence[Path],
+    texts: Sequence[str],
+    criteria: Sequence[str] | None = None,
+    *,
+    device: str = "cpu",
+    precision: Precision = "fp32",
+) -> tuple[Probabilities, dict[str, Any]]:
+    """The probabilities of each text (with its criterion), the mean over the exports, and facts.
+
+    `criteria` has, for each text, the text of the criterion it is asked about.
+    """
+    total: Probabilities | None = None
+    facts: dict[str, Any] = {}
+    for folder in folders:
+        exported = load_export(folder, device)
+        facts = exported.facts
+        tokens = _tokenize(exported, texts, criteria)
+        found, _ = predict_within(
+            exported.model,
+            tokens,
+            facts["eval_batch_size"],
+            pad_id=facts["pad_id"],
+            precision=precision,
+        )
+        total = found if total is None else total + found
+    assert total is not None
+    return total / len(folders), facts
+
+
+def answer(
+    folders: Sequence[Path], texts: Sequence[str], criterion: str | None = None
+) -> list[dict[str, Any]]:
+    """A row for each text and criterion: which text, its class, and the chance of each class."""
+    if not texts:
+        raise BadInput("there is no text to classify", "give a file with a text per row")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    known = _facts(folders[0]).get("criteria")
+    asked = _asked(known, criterion)
+    rows = [(at, code) for at in range(len(texts)) for code in asked or [None]]
+    seconds = None if asked is None else [asked[str(code)] for _, code in rows]
+    found, facts = predict_texts(folders, [texts[at] for at, _ in rows], seconds, device=device)
+    answers = []
+    for (at, code), chances in zip(rows, found.tolist(), strict=True):
+        row: dict[str, Any] = {"row": at + 1} | ({} if code is None else {"criterion": code})
+        row["class"] = facts["classes"][int(np.argmax(chances))]
+        row |= {
+            f"p({name})": chance for name, chance in zip(facts["classes"], chances, strict=True)
+        }
+        answers.append(row)
+    return answers
+
+
+def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str] | None:
+    """The criteria to ask about, by code."""
+    if known is None:
+        if criterion is not None:
+            raise BadInput("the model takes no criterion", "leave --criterion out")
+        return None
+    if criterion is None:
+        return known
+    if not criterion.strip():
+        raise BadInput("the criterion is empty", f"give one of {', '.join(known)}, or a text")
+    return {criterion: known.get(criterion, criterion)}
+
+
+def _tokenize(exported: Exported, texts: Sequence[str], criteria: Sequence[str] | None) -> Tokens:
+    """As in training."""
+    length = exported.facts["max_length"]
+    nothing = np.zeros(len(texts), dtype=np.int64)
+    if criteria is None:
+        return tokenize_texts(exported.tokenizer, texts, nothing, max_length=length)
+    own = np.arange(len(texts))
+    return tokenize_pairs(exported.tokenizer, texts, criteria, own, own, nothing, max_length=length)

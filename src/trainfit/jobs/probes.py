@@ -1,0 +1,159 @@
+"""The classifier's step for the planner: the engine's own, on tensors without values."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.core.records import Precision
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.settings import OptimizerSettings
+from trainfit.engine.step import loss_scale, plain_step
+from trainfit.jobs.gpt_plan import stream_is_half
+from trainfit.jobs.models.classifier import build_classifier, classification_loss
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.models.gpt_model import build_gpt
+from trainfit.kernels.attention import MaskedAttention
+from trainfit.kernels.disentangled import DisentangledAttention
+from trainfit.kernels.varlen import VarlenAttention
+from trainfit.planning.estimator.compiled_steps import simulate
+from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
+
+CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
+"""What brings tensors to a block beside its other arguments."""
+
+
+def encoder_step(
+    *,
+    rows: int,
+    width: int,
+    slots: int | None,
+    lengths: list[int] | None,
+    micro_batches: int,
+    precision: Precision,
+    optimizer: Any = "adamw_fused",
+    depth: int | None = None,
+    device: str = "cpu",
+    compile: bool = False,
+    overrides: dict[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """The model and its step; `settings` are those of the classifier.
+
+    To run it for real, build it and its step with `device` as torch's default device.
+    """
+    changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
+    model = build_classifier(ClassifierSettings(overrides=changed, **settings))
+
+    def make_step(built: nn.Module) -> Callable[[], object]:
+        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        scale = loss_scale(precision, device)
+        if compile and device == "cpu":
+            simulate(repeated_blocks(built), CARRIERS)
+        elif compile:
+            compile_blocks(built)
+        batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
+        return lambda: plain_step(
+            built,
+            made,
+            loss,
+            [batch] * micro_batches,
+            float(rows),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return model, make_step
+
+
+def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """The summed loss of a micro-batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return classification_loss(model(**inputs), batch["labels"], weight=1.0)[0]
+
+
+def padded(rows: int, width: int) -> dict[str, Any]:
+    """A micro-batch of padded rows, with padding in it."""
+    mask = torch.ones(rows, width, dtype=torch.long)
+    mask[:, width // 2 :] = 0
+    return {
+        "input_ids": torch.full((rows, width), 5),
+        "attention_mask": mask,
+        "labels": torch.zeros(rows, dtype=torch.long),
+    }
+
+
+def packed(width: int, slots: int, lengths: list[int]) -> dict[str, Any]:
+    """A micro-batch of one packed row with these sequences in it."""
+    ends = [0]
+    for length in lengths[:slots]:
+        ends.append(min(width, ends[-1] + length))
+    ends += [ends[-1]] * (slots + 1 - len(ends))
+    return {
+        "input_ids": torch.full((1, width), 5),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+        "max_seqlen": max(lengths, default=width),
+        "labels": torch.zeros(slots, dtype=torch.long),
+    }
+
+
+def gpt_step(
+    *,
+    name: str,
+    rows: int,
+    width: int,
+    micro_batches: int,
+    precision: Precision,
+    checkpointing: Any,
+    optimizer: Any = "adamw_fused",
+    depth: int | None = None,
+    device: str = "cpu",
+    compile: bool = False,
+    loss_chunk: int | None = None,
+    half_stream: bool | Literal["auto"] = False,
+    slots: None = None,
+    lengths: None = None,
+    **sizes: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """The model and its step on blocks of `width` tokens, which are never packed.
+
+    `sizes` are those of the model that are not the catalogue's.
+    """
+    assert slots is None
+    assert lengths is None
+    changed = sizes | {"block_size": width} | ({} if depth is None else {"n_layer": depth})
+    model = build_gpt(
+        name,
+        checkpointing=checkpointing,
+        loss_chunk=loss_chunk,
+        half_stream=stream_is_half(half_stream, precision),
+        **changed,
+    )
+
+    def make_step(built: nn.Module) -> Callable[[], object]:
+        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        scale = loss_scale(precision, device)
+        if compile and device == "cpu":
+            simulate([built])
+        elif compile:
+            compile_model(built)
+        ids = torch.full((rows, width), 5)
+        batch = {"input_ids": ids, "targets": ids}
+        return lambda: plain_step(
+            built,
+            made,
+            lambda model, batch: model(**batch),
+            [batch] * micro_batches,
+            float(rows * width),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return model, make_step

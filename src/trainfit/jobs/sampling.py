@@ -1,0 +1,123 @@
+"""Text from a trained GPT, token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from trainfit.conf import GptConfig
+from trainfit.core.errors import BadInput
+from trainfit.core.records import Plan
+from trainfit.data.bpe import end_of_text, load_bpe
+from trainfit.data.token_files import TOKENIZER
+from trainfit.engine import checkpoint
+from trainfit.engine.checkpoint import find_nonfinite
+from trainfit.jobs import exports
+from trainfit.jobs.configuration import configured_by
+from trainfit.jobs.gpt_setup import build
+from trainfit.jobs.models.gpt_model import Gpt
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Writer:
+    """A model with its tokenizer."""
+
+    model: Gpt
+    tokenizer: Tokenizer
+
+    def write(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ) -> str:
+        """The prompt and what follows, until the text ends or there are so many tokens."""
+        ends = end_of_text(self.tokenizer)
+        given = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not given and ends is None:
+            raise BadInput("there is no prompt", "give one (--prompt): no token begins a text")
+        # A text begins after the end of another.
+        start = [*([] if ends is None else [ends]), *given]
+        drawn = draw(
+            self.model,
+            start,
+            known=self.tokenizer.get_vocab_size(),
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        found: list[int] = []
+        for token, _ in zip(drawn, range(tokens), strict=False):
+            if token == ends:
+                break
+            found.append(token)
+        text: str = self.tokenizer.decode([*given, *found])
+        return text
+
+
+def open_writer(run: Path) -> Writer:
+    """The model of a run: its export, or the best checkpoint of one that is not finished."""
+    exported = run / "export" / TOKENIZER
+    tokenizer = exported if exported.is_file() else run / TOKENIZER
+    if not tokenizer.is_file():
+        raise BadInput(
+            f"{run} has no {TOKENIZER}: its tokens cannot be turned into text",
+            "give a run of `trainfit train gpt` whose data had one",
+        )
+    if (run / "export").is_dir():
+        model = exports.read(run / "export")
+    else:
+        config = configured_by(run, "gpt").config
+        assert isinstance(config, GptConfig)
+        model = build(config, Plan.load(run / "plan.json"))
+        checkpoint.load_weights(run, model, best=True)
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {run} is not finite", "train it again")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return Writer(model=model.to(device).eval(), tokenizer=load_bpe(tokenizer))
+
+
+@torch.no_grad()
+def draw(
+    model: Gpt,
+    start: list[int],
+    *,
+    known: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Tokens after `start`, one after the other, of the first `known` that stand for a text.
+
+    A temperature of 0 always takes the most likely one.
+    """
+    random = torch.Generator().manual_seed(seed)
+    device = model.token_embedding.weight.device
+    ids = list(start)
+    while True:
+        recent = torch.tensor([ids[-model.shape.block_size :]], device=device)
+        last = model.encode(recent)[0, -1]
+        logits = (model.token_embedding.weight[:known] @ last).float().cpu()
+        ids.append(_choose(logits, temperature, top_k, random))
+        yield ids[-1]
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < logits.numel():
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    chances = (logits / temperature).softmax(-1)
+    return int(torch.multinomial(chances, 1, generator=random))

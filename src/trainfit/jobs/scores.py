@@ -1,0 +1,195 @@
+"""The scores of a job on what was held out: by fold, by criterion, over folds, and as files."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import io
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from trainfit.core.files import read_text, write_whole
+from trainfit.core.records import Event, Record, RunResult
+from trainfit.data.tokens import Dataset
+from trainfit.jobs.classification import Probabilities
+from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FoldScores(Record):
+    """How a fold's model did on what it never saw."""
+
+    fold: int
+    overall: Metrics
+    by_criterion: dict[str, Metrics]
+    steps: int
+    best_step: int | None
+    """Where validation was best; its weights are the ones that were scored."""
+    seconds: float
+    peak_memory_gib: float | None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobResult(Record):
+    """What came of a job."""
+
+    task: str
+    run: str
+    status: Literal["finished", "stopped"]
+    metrics: dict[str, Any]
+    """On held-out data. With folds the figures are means, and mean, std, ci95 and folds tell of
+    each."""
+    baselines: dict[str, float]
+    events: tuple[Event, ...]
+    seconds: float
+    by_criterion: dict[str, Metrics] = field(default_factory=dict)
+    """Over all folds' held-out parts together."""
+
+
+def judge(
+    dataset: Dataset,
+    found: Probabilities,
+    result: RunResult,
+    fold: int,
+    criteria: Sequence[str] | None,
+) -> FoldScores:
+    """The scores of a fold's probabilities on its test."""
+    test = dataset.test
+    each: dict[str, Metrics] = {}
+    if criteria is not None and test.criteria is not None:
+        each = by_group(test.labels, found[:, 1], test.criteria, criteria)
+    return FoldScores(
+        fold=fold,
+        overall=class_metrics(test.labels, found),
+        by_criterion=each,
+        steps=result.steps,
+        best_step=result.best_step,
+        seconds=result.seconds,
+        peak_memory_gib=result.peak_memory_gib,
+        events=result.events,
+    )
+
+
+def summarise(
+    run: Path,
+    task: str,
+    folds: Sequence[FoldScores],
+    baselines: dict[str, float],
+    *,
+    cross_validated: bool,
+    stopped: bool,
+) -> JobResult:
+    """All folds together."""
+    return JobResult(
+        task=task,
+        run=str(run),
+        status="stopped" if stopped else "finished",
+        metrics=_fold_metrics(folds, cross_validated) if folds else {},
+        baselines=baselines,
+        events=tuple(_events(folds, cross_validated)),
+        seconds=sum(fold.seconds for fold in folds),
+        by_criterion=_pooled(folds),
+    )
+
+
+def _fold_metrics(folds: Sequence[FoldScores], cross_validated: bool) -> dict[str, Any]:
+    figures = [fold.overall.scalars() for fold in folds]
+    confusion = np.sum([fold.overall.confusion for fold in folds], axis=0).tolist()
+    if not cross_validated:
+        return {**figures[0], "confusion": confusion, "count": folds[0].overall.count}
+    spread = over_folds(figures)
+    return {
+        **{name: one.mean for name, one in spread.items()},
+        "confusion": confusion,
+        "count": sum(fold.overall.count for fold in folds),
+        "mean": {name: one.mean for name, one in spread.items()},
+        "std": {name: one.std for name, one in spread.items()},
+        "ci95": {name: [one.low, one.high] for name, one in spread.items()},
+        "folds": figures,
+    }
+
+
+def _pooled(folds: Sequence[FoldScores]) -> dict[str, Metrics]:
+    """By criterion: the counts of all folds together, with the mean of the folds' AUC."""
+    names = dict.fromkeys(name for fold in folds for name in fold.by_criterion)
+    return {
+        name: _together([f.by_criterion[name] for f in folds if name in f.by_criterion])
+        for name in names
+    }
+
+
+def _together(parts: Sequence[Metrics]) -> Metrics:
+    if len(parts) == 1:
+        return parts[0]
+    table = np.sum([part.confusion for part in parts], axis=0)
+    labels = np.repeat([0, 0, 1, 1], table.ravel())
+    predicted = np.repeat([0, 1, 0, 1], table.ravel())
+    merged = class_metrics(labels, np.eye(2)[predicted])
+    areas = [part.auc for part in parts if part.auc is not None]
+    return replace(merged, auc=float(np.mean(areas)) if areas else None)
+
+
+def _events(folds: Sequence[FoldScores], cross_validated: bool) -> Iterator[Event]:
+    for fold in folds:
+        for event in fold.events:
+            prefix = f"fold {fold.fold}: " if cross_validated else ""
+            yield replace(event, text=prefix + event.text)
+
+
+# ── files ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def rows(ids: Sequence[str], dataset: Dataset, found: Probabilities, fold: int) -> list[Row]:
+    """A row for each held-out item: which, its label and its scores. No text."""
+    test, codes = dataset.test, dataset.metadata.get("criteria")
+    made = []
+    for at, name in enumerate(ids):
+        row: Row = {"fold": fold, "id": name}
+        if codes is not None and test.criteria is not None:
+            row["criterion"] = codes[int(test.criteria[at])]
+        row["label"] = int(test.labels[at])
+        chances = [float(value) for value in found[at]]
+        if len(chances) == 2:
+            row["score"] = chances[1]
+        else:
+            row |= {f"score_{k}": value for k, value in enumerate(chances)}
+        made.append(row)
+    return made
+
+
+def as_csv(table: Sequence[Row]) -> str:
+    """Rows of the same columns as CSV text."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(table)
+    return text.getvalue()
+
+
+def join_predictions(run: Path, folds: int) -> None:
+    """Every fold's predictions in one file: each item once, by the model that never saw it."""
+    parts = [read_text(run / f"fold-{n + 1}" / "predictions.csv") for n in range(folds)]
+    header, _, _ = parts[0].partition("\n")
+    bodies = [part.partition("\n")[2] for part in parts]
+    write_whole(run / "predictions.csv", header + "\n" + "".join(bodies), parents=False)
+
+
+def checksum(datasets: Sequence[Dataset]) -> str:
+    """The same for the same tokens, labels and folds."""
+    digest = hashlib.sha256()
+    hashed: set[int] = set()
+    for dataset in datasets:
+        for part in (dataset.train, dataset.validation, dataset.test):
+            if id(part.ids) not in hashed:
+                hashed.add(id(part.ids))
+                digest.update(np.ascontiguousarray(part.ids).data)
+            for array in (part.starts, part.lengths, part.labels):
+                digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()

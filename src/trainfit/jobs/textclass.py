@@ -1,0 +1,137 @@
+"""`train textclass`: texts with a label from files or made up, in a split or in folds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from trainfit.conf import Composed, TextclassConfig
+from trainfit.conf.schema import EncoderModel
+from trainfit.data.labelled_texts import load_text_files, text_datasets
+from trainfit.data.synthetic import CLASSES, make_texts
+from trainfit.data.text_files import Columns, check_file, read_chunks
+from trainfit.data.tokens import Dataset, tokenize_texts
+from trainfit.jobs import encoder_run, job_plan
+from trainfit.jobs.baselines import text_baselines
+from trainfit.jobs.configuration import Chosen, choose_weights, least_occurrences, made_up
+from trainfit.jobs.encoder_setup import Prepared
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.scores import JobResult
+
+
+def build_model(model: EncoderModel, *, classes: int, **decided: Any) -> EncoderClassifier:
+    """The classifier a configuration asks for, with what was `decided` for it.
+
+    `decided` are fields of ClassifierSettings; those that the configuration leaves at auto must
+    be among them.
+    """
+    return build_classifier(settings_from(model, classes=classes, **decided))
+
+
+_LEARN_FROM = 100_000
+"""Texts that a tokenizer is learned from, at most."""
+
+
+def train(
+    composed: Composed, show: encoder_run.Show | None = None, *, resume: Path | None = None
+) -> JobResult:
+    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
+    profile = job_plan.machine(composed)
+    return encoder_run.run(prepare(composed), profile, show, resume=resume)
+
+
+def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+    """The texts, tokenised, in a split or in folds; `nested` as for NLI."""
+    config = composed.config
+    assert isinstance(config, TextclassConfig)
+    texts = read_texts(config)
+    chosen = choose_weights(
+        config.model,
+        invented=made_up(composed),
+        texts=lambda: islice(texts(), _LEARN_FROM),
+        least=least_occurrences(composed),
+    )
+    whole = _load(config, chosen)
+    plain = config.cv.folds is None or not nested
+    datasets = whole if plain else _nested(whole, config)
+    classes = len(datasets[0].metadata["classes"])
+    rows = _row_numbers(whole)
+    return Prepared(
+        composed=composed,
+        chosen=chosen,
+        datasets=datasets,
+        ids=tuple(
+            [str(rows[id(data.test.ids)][start]) for start in data.test.starts.tolist()]
+            for data in datasets
+        ),
+        build=lambda model, **decided: build_model(model, classes=classes, **decided),
+        baselines=lambda fold: text_baselines(datasets[fold], seed=config.seed),
+    )
+
+
+def read_texts(config: TextclassConfig) -> Callable[[], Iterator[str]]:
+    """The training texts, read anew at each call."""
+    data = config.data
+    if data.train is None:
+        return lambda: iter(make_texts(data.scale, config.seed).texts)
+    path = check_file(Path(data.train))
+    return lambda: (text for chunk in read_chunks(path, _columns(config)) for text in chunk.texts)
+
+
+def _columns(config: TextclassConfig) -> Columns:
+    data = config.data
+    return Columns(text=data.text_column, label=data.label_column, group=data.group_column)
+
+
+def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
+    data = config.data
+    shares: dict[str, Any] = {
+        "folds": config.cv.folds,
+        "test_share": data.test_share,
+        "validation_share": data.validation_share,
+        "seed": config.seed,
+    }
+    if data.train is None:
+        made = make_texts(data.scale, config.seed)
+        tokens = tokenize_texts(
+            chosen.tokenizer, made.texts, made.labels, max_length=data.max_length
+        )
+        return text_datasets(tokens, CLASSES, **shares)
+    return load_text_files(
+        data.train,
+        chosen.tokenizer,
+        validation=data.validation,
+        test=data.test,
+        columns=_columns(config),
+        max_length=data.max_length,
+        **shares,
+    )
+
+
+def _nested(folds: Sequence[Dataset], config: TextclassConfig) -> tuple[Dataset, ...]:
+    """Each fold scored on its own part, with the epoch chosen by a part of the rest."""
+    return tuple(
+        text_datasets(
+            fold.train,
+            fold.metadata["classes"],
+            test=fold.validation,
+            validation_share=config.data.validation_share,
+            seed=config.seed + 2 + number,
+        )[0]
+        for number, fold in enumerate(folds)
+    )
+
+
+def _row_numbers(datasets: Sequence[Dataset]) -> dict[int, dict[int, int]]:
+    """By array of tokens and a text's place in it: its row in the file, from 1."""
+    starts: dict[int, set[int]] = {}
+    for data in datasets:
+        for part in (data.train, data.validation, data.test):
+            starts.setdefault(id(part.ids), set()).update(part.starts.tolist())
+    return {
+        array: {start: row for row, start in enumerate(sorted(found), 1)}
+        for array, found in starts.items()
+    }

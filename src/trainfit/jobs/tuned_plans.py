@@ -1,0 +1,153 @@
+"""A job, tuned: its question, the trials of its task, and what `train` makes of the result.
+
+Nothing here imports torch: trials run in processes of their own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from trainfit.conf import Composed
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.records import HardwareProfile, Plan, Scalar, TaskSpec
+from trainfit.jobs import job_plan
+from trainfit.planning.compile_choice import COMPILE_SECONDS
+from trainfit.planning.question import Question
+from trainfit.tuning import tuned_cache, tuner
+from trainfit.tuning.tuned_cache import Trial, TuneResult
+from trainfit.tuning.tuner import MINUTES as MINUTES
+from trainfit.tuning.tuner import RATE
+
+FACTORIES = {
+    "nli": "trainfit.jobs.encoder_trial:encoder_trial",
+    "textclass": "trainfit.jobs.encoder_trial:encoder_trial",
+    "gpt": "trainfit.jobs.gpt_trial:gpt_trial",
+}
+_MOST_LENGTHS = 1 << 14
+"""Sequences of a trial: they are drawn evenly from those of the data where there are more."""
+_TAKEN = (
+    "task",
+    "precision",
+    "packed",
+    "attention",
+    "batch_size",
+    "micro_batch_tokens",
+    "gradient_accumulation_steps",
+    "cuts",
+    "gradient_checkpointing",
+    "compile",
+    "compile_mode",
+    "liger",
+    "optimizer",
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "memory",
+    "time",
+    "reasons",
+    "measurements",
+)
+"""What a run takes of a tuned plan; its data, its length and its seed are its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """What is to be tuned, and where."""
+
+    composed: Composed
+    question: Question
+    profile: HardwareProfile
+    ranks: int = 1
+
+    def ask(self, pins: Mapping[str, Scalar]) -> Plan:
+        """The planner's answer with these settings decided."""
+        question = tuner.pinned(self.question, pins)
+        return job_plan.answer(self.composed, question, self.profile, ranks=self.ranks)
+
+
+def tune(
+    job: Job,
+    *,
+    minutes: float = MINUTES,
+    tell: Callable[[Trial], None] = lambda _trial: None,
+) -> TuneResult:
+    """Measure for so many minutes, planning included, and keep the result for `train`."""
+
+    def ask(pins: Mapping[str, Scalar]) -> Plan:
+        plan = job.ask(pins)
+        if plan.workload.method == "frozen":
+            raise BadInput(
+                "a frozen encoder runs once, and its head trains in no time",
+                "there is nothing to tune; or set model.freeze_encoder=false",
+            )
+        return plan
+
+    return tuner.tune(
+        job.question,
+        job.profile,
+        trial_task(job),
+        ask=ask,
+        ranks=job.ranks,
+        minutes=minutes,
+        tell=tell,
+    )
+
+
+def trial_task(job: Job) -> TaskSpec:
+    """How a child builds the job's run: by its configuration and lengths, never its texts."""
+    lengths = sorted(job.question.workload.lengths)
+    arguments: dict[str, Any] = {
+        "task": job.composed.task,
+        "config": codec.encode(job.composed.config),
+        "lengths": lengths[:: max(1, len(lengths) // _MOST_LENGTHS)],
+        "device": job.profile.device,
+    }
+    return TaskSpec(factory=FACTORIES[job.composed.task], arguments=arguments)
+
+
+# ── what train makes of it ────────────────────────────────────────────────────────────────────
+
+
+def with_tuned(job: Job, plan: Plan) -> Plan:
+    """The plan with what was tuned for this job before, if it was."""
+    if job.composed.config.tune == "off" or plan.workload.method == "frozen":
+        return plan
+    found = tuned_cache.read(job.question, job.profile, job.ranks)
+    return plan if found is None else adopt(plan, found.best)
+
+
+def adopt(plan: Plan, tuned: Plan) -> Plan:
+    """A run's own plan with the tuned settings.
+
+    In a short run compiling does not pay, and what was tuned with it, the budget above all, is not
+    for a run without: that one goes as it was planned.
+    """
+    if tuned.compile and not plan.compile and _is_short(plan, tuned):
+        return plan
+    return replace(
+        plan,
+        runtime=replace(plan.runtime, tf32=tuned.runtime.tf32, attention=tuned.runtime.attention),
+        **{name: getattr(tuned, name) for name in _TAKEN},
+    )
+
+
+def _is_short(plan: Plan, tuned: Plan) -> bool:
+    workload = plan.workload
+    if tuned.time is None or tuned.time.samples_per_second is None:
+        return False
+    seconds = workload.sequences * workload.epochs / tuned.time.samples_per_second
+    return seconds / 2 < COMPILE_SECONDS  # no recorded step became twice as fast
+
+
+def opening(plan: Plan) -> Iterator[str]:
+    """A line for the beginning of a run whose plan was tuned."""
+    for item in plan.measurements:
+        if item.name == RATE:
+            yield (
+                f"Settings as tuned on this machine: {item.value:,.1f} samples/s"
+                " (tune=off plans without measuring)"
+            )

@@ -1,0 +1,250 @@
+"""What the machine really does, beside what its datasheet says: about ten seconds of measuring."""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from trainfit.core import caches
+from trainfit.core.errors import BadInput
+from trainfit.core.files import cache_folder
+from trainfit.core.records import HardwareProfile, Measurement, Measurements, RuntimeSettings
+from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.runtime import applied
+
+if TYPE_CHECKING:
+    import torch
+
+ITEM_SECONDS = 0.8
+REST_SECONDS = 0.3
+"""Before each item: a GPU that has just run into its power cap is slow for the next one too."""
+BURST = 20
+"""Samples before the power cap sets in, some 50 ms later on a large GPU."""
+WARM_UP = 3
+MOST_SAMPLES = 400
+MIB = 1024**2
+
+
+def measure(
+    profile: HardwareProfile,
+    folder: Path | None = None,
+    progress: Callable[[str], object] = str,
+) -> Measurements:
+    """Measure the first GPU, or the CPU, and the disk under `folder`; calls `progress` per item."""
+    items: list[Measurement] = []
+    for name, take in _items(profile, folder or Path.cwd()):
+        progress(name)
+        if profile.gpus:
+            time.sleep(REST_SECONDS)
+        items += take()
+    return Measurements(
+        device=device_name(profile),
+        torch=profile.torch.version if profile.torch else "",
+        driver=profile.driver,
+        taken=datetime.now(UTC).isoformat(timespec="seconds"),
+        items=tuple(items),
+    )
+
+
+def device_name(profile: HardwareProfile) -> str:
+    """What the measurements are kept under: the GPU by its UUID, or the CPU by its name."""
+    if not profile.gpus:
+        return profile.cpu.name
+    gpu = profile.gpus[0]
+    return f"{gpu.name} {gpu.uuid}" if gpu.uuid else gpu.name
+
+
+def remember(measurements: Measurements) -> Path:
+    """Keep measurements for the planner; returns the file."""
+    path = _file(measurements.device)
+    caches.write(path, measurements)
+    return path
+
+
+def remembered(profile: HardwareProfile) -> Measurements | None:
+    """The measurements kept for this device, or None; a damaged file is thrown away."""
+    return caches.read(Measurements, _file(device_name(profile)))
+
+
+def _file(device: str) -> Path:
+    safe = "".join(c if c.isalnum() or c in "-." else "_" for c in device)
+    return cache_folder() / "measured" / f"{safe}.json"
+
+
+def _items(
+    profile: HardwareProfile, folder: Path
+) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
+    gpu = profile.gpus[0] if profile.gpus else None
+    spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
+    device = _torch_device(profile)
+    kinds = ["fp32"]
+    if gpu is not None:
+        kinds = [k for k, there in (("bf16", gpu.native_bf16), ("fp16", gpu.fp16)) if there]
+        kinds += ["tf32", "fp32"] if gpu.tf32 else ["fp32"]
+    elif profile.cpu.native_bf16:
+        kinds = ["bf16", "fp32"]
+    for kind in kinds:
+        yield f"matrix products in {kind}", partial(_matmul, kind, device, spec)
+    yield "copies in memory", partial(_copy, device, spec)
+    if device == "cuda":
+        yield "copies from the host, pinned", partial(_host_to_device, pinned=True)
+        yield "copies from the host, pageable", partial(_host_to_device, pinned=False)
+        yield "launches", _launches
+    yield "reads from the disk", partial(_disk, folder)
+
+
+def _torch_device(profile: HardwareProfile) -> str:
+    if not profile.gpus:
+        return "cpu"
+    return "mps" if profile.gpus[0].vendor == "apple" else "cuda"
+
+
+def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:
+    """Square products on random data: zeros would run faster than anything real.
+
+    A GPU reaches its rate in a burst and then falls back to what its power cap allows, so there
+    are two figures: the first products, which is what others publish, and the later ones.
+    """
+    import torch
+
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
+    size = 1024 if device == "cpu" else 8192 if kind != "fp32" else 4096
+    with applied(RuntimeSettings(tf32=kind == "tf32")):
+        a = torch.randn(size, size, device=device).to(dtype)
+        b = torch.randn(size, size, device=device).to(dtype)
+        out = torch.empty_like(a)
+        seconds = _time(lambda: torch.mm(a, b, out=out), device)
+    peak = spec.peak_tflops(kind) if spec is not None else None
+    rate = partial(_measurement, unit="TFLOP/s", amount=2 * size**3 / 1e12, datasheet=peak)
+    if device == "cpu" or len(seconds) < 2 * BURST:
+        return [rate(f"matmul_{kind}", seconds=seconds)]
+    return [
+        rate(f"matmul_{kind}", seconds=seconds[:BURST]),
+        rate(f"matmul_{kind}_sustained", seconds=seconds[len(seconds) // 2 :]),
+    ]
+
+
+def _copy(device: str, spec: GpuSpec | None) -> list[Measurement]:
+    """Counts the bytes read and the bytes written, as a datasheet's bandwidth does."""
+    import torch
+
+    size = 256 * MIB if device == "cpu" else _spare_bytes(device)
+    source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    seconds = _time(lambda: target.copy_(source), device)
+    peak = spec.bandwidth_gbs if spec is not None else None
+    return [_measurement("copy", "GB/s", 2 * size / 1e9, seconds, peak)]
+
+
+def _spare_bytes(device: str) -> int:
+    """A buffer many times the cache, but never more than an eighth of what is free."""
+    import torch
+
+    free = torch.cuda.mem_get_info()[0] if device == "cuda" else 2048 * MIB
+    return min(4096 * MIB, free // 8)
+
+
+def _host_to_device(pinned: bool) -> list[Measurement]:
+    import torch
+
+    size = 256 * MIB
+    source = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
+    target = torch.empty(size, dtype=torch.uint8, device="cuda")
+    seconds = _time(lambda: target.copy_(source, non_blocking=True), "cuda")
+    name = "host_to_device_pinned" if pinned else "host_to_device_pageable"
+    return [_measurement(name, "GB/s", size / 1e9, seconds, None)]
+
+
+def _launches(operations: int = 2000) -> list[Measurement]:
+    """What the CPU takes to launch a small operation, with a graph and in the backward pass.
+
+    A step of many small kernels takes as long as this, however fast the GPU.
+    """
+    import torch
+
+    x = torch.ones(64, 64, device="cuda", requires_grad=True)
+    forward, backward = [], []
+    for _ in range(WARM_UP + 3):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        y = x
+        for _ in range(operations // 4):
+            y = (y @ x).mul(0.5).add(x).tanh()
+        forward.append((time.perf_counter() - started) / operations * 1e6)
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        y.sum().backward()  # type: ignore[no-untyped-call]
+        backward.append((time.perf_counter() - started) / operations * 1e6)
+    return [
+        Measurement(
+            name=name,
+            unit="µs",
+            value=statistics.median(samples[WARM_UP:]),
+            samples=tuple(samples[WARM_UP:]),
+        )
+        for name, samples in (("launch_forward", forward), ("launch_backward", backward))
+    ]
+
+
+def _disk(folder: Path, size: int = 256 * MIB) -> list[Measurement]:
+    """Sequential reads of a file that the page cache was told to forget."""
+    try:
+        with tempfile.NamedTemporaryFile(dir=folder, prefix=".trainfit-read-") as file:
+            block = os.urandom(MIB)
+            for _ in range(size // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+            seconds = [_read_cold(file.fileno()) for _ in range(3)]
+    except OSError as error:
+        fix = f"free {size // MIB} MiB there, or measure from a folder you may write to"
+        raise BadInput(f"cannot measure the disk under {folder} ({error})", fix) from None
+    return [_measurement("disk_read", "GB/s", size / 1e9, seconds, None)]
+
+
+def _read_cold(handle: int) -> float:
+    if hasattr(os, "posix_fadvise"):  # Linux; elsewhere the page cache may flatter the disk
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.lseek(handle, 0, os.SEEK_SET)
+    started = time.perf_counter()
+    while os.read(handle, 8 * MIB):
+        pass
+    return time.perf_counter() - started
+
+
+def _time(work: Callable[[], torch.Tensor], device: str) -> list[float]:
+    """Seconds of each repetition, after a warm-up, for as long as an item may take."""
+    import torch
+
+    synchronize: Callable[[], object] = {
+        "cuda": torch.cuda.synchronize,
+        "mps": torch.mps.synchronize,
+    }.get(device, lambda: None)
+    for _ in range(WARM_UP):
+        work()
+    synchronize()
+    samples: list[float] = []
+    deadline = time.perf_counter() + ITEM_SECONDS
+    while (time.perf_counter() < deadline and len(samples) < MOST_SAMPLES) or not samples:
+        started = time.perf_counter()
+        work()
+        synchronize()
+        samples.append(time.perf_counter() - started)
+    return samples
+
+
+def _measurement(
+    name: str, unit: str, amount: float, seconds: list[float], datasheet: float | None
+) -> Measurement:
+    """A rate: the amount of work over the seconds it took, and the median of those."""
+    rates = tuple(amount / s for s in seconds)
+    return Measurement(
+        name=name, unit=unit, value=statistics.median(rates), samples=rates, datasheet=datasheet
+    )

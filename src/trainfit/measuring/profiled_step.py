@@ -1,0 +1,182 @@
+"""One step of a run, looked at: profiled, and what it showed kept as evidence."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+from trainfit.measuring.evidence import (
+    attention_of,
+    batches,
+    compiler_of,
+    is_forward_attention,
+    products_of,
+    switches,
+    work_of,
+)
+from trainfit.measuring.timing import synchronize
+from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use
+
+WARM_UP = 10
+"""Steps before the one that is looked at: until then kernels are chosen and shapes compiled."""
+
+_UNREADABLE = (RuntimeError, AttributeError, LookupError, TypeError, ValueError, OSError)
+
+
+class Look:
+    """What came of it: the evidence, or why there is none."""
+
+    def __init__(self) -> None:
+        self.evidence: Evidence | None = None
+        self.obstacle = ""
+
+
+def is_due(taken: int, total: int, sequences: int, most: int) -> bool:
+    """Whether to look at the step after `taken` of `total`: past the warm-up, and a whole one.
+
+    `sequences` are those of the step, `most` the most of any so far.
+    """
+    return taken >= min(WARM_UP, total // 2) and sequences >= most
+
+
+@contextmanager
+def looking(
+    step: int,
+    given: Sequence[Any],
+    sequences: int | None = None,
+    *,
+    begins: Callable[[], None] = lambda: None,
+    ends: Callable[[], None] = lambda: None,
+) -> Iterator[Look]:
+    """Profile the block, a step with these batches.
+
+    `begins` and `ends` are called right before and after its work: what it takes to start the
+    profiler and to read its events lies outside. Where that cannot be done, the block runs all the
+    same.
+    """
+    look = Look()
+    began = time.perf_counter()
+    try:
+        profiling = Profiling()
+    except RuntimeError as error:
+        look.obstacle = str(error)
+        yield look
+        return
+    begins()
+    started = time.perf_counter()
+    try:
+        yield look
+    except BaseException:
+        profiling.end()
+        raise
+    synchronize()
+    worked = time.perf_counter() - started
+    ends()
+    try:
+        trace = profiling.end()
+        seen = gather(trace, step=step, given=given, seconds=worked, sequences=sequences)
+        look.evidence = replace(seen, seconds=time.perf_counter() - began - worked)
+    except _UNREADABLE as error:  # a torch that tells otherwise must not end a run
+        look.obstacle = f"{type(error).__name__}: {error}"
+
+
+_FORWARD_ONLY = {
+    "aten::linear",
+    "aten::embedding",
+    "aten::layer_norm",
+    "aten::rms_norm",
+    "aten::gelu",
+    "aten::silu",
+    "aten::dropout",
+    "aten::scaled_dot_product_attention",
+    "CompiledFunction",
+}
+"""What no formula of a gradient calls: inside the backward pass, it is computed again."""
+_SINGLE = ("aten::addcdiv_", "aten::addcdiv")
+_GRADIENT = 2.3
+"""Products of the backward pass over those of the forward pass: two, and some of small parts."""
+_SHOWN = 12
+_LIGER = re.compile(r"_(rms_norm|geglu_tanh|swiglu)_(forward|backward)_kernel")
+
+
+def gather(
+    trace: Trace,
+    *,
+    step: int,
+    given: Iterable[Any] = (),
+    seconds: float = 0.0,
+    sequences: int | None = None,
+) -> Evidence:
+    """The evidence of the step that `trace` saw and that took so long, with these batches."""
+    import torch
+
+    cuda = cuda_in_use()
+    seen = batches(given, trace, seconds)
+    return Evidence(
+        step=step,
+        device="cuda" if cuda else "cpu",
+        device_name=torch.cuda.get_device_name() if cuda else "",
+        torch=torch.__version__,
+        products=products_of(trace),
+        attention=attention_of(trace),
+        compiler=compiler_of(trace),
+        batches=seen if sequences is None else replace(seen, sequences=sequences),
+        switches=switches(),
+        updates=_updates(trace),
+        recomputed=_recomputed(trace),
+        zeroed=_zeroed(trace),
+        clipped=_clipped(trace),
+        gradients=trace.calls("torch::autograd::AccumulateGrad"),
+        convolutions=trace.calls("aten::convolution", "aten::_convolution"),
+        liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
+        kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
+    )
+
+
+def _updates(trace: Trace) -> dict[str, int]:
+    """How the weights were updated, by the operators that did it."""
+    names = [op.name for op in trace.operators]
+    counts = {
+        "fused": sum(name.startswith("aten::_fused_") and "adam" in name for name in names)
+        + sum(name.startswith("aten::_fused_sgd") for name in names),
+        "foreach": sum(name.startswith("aten::_foreach_addcdiv") for name in names),
+        "single": sum(name in _SINGLE for name in names),
+    }
+    if counts["foreach"]:  # on the CPU it is made of single ones
+        counts["single"] = 0
+    return {kind: count for kind, count in counts.items() if count}
+
+
+def _recomputed(trace: Trace) -> int:
+    """Operators of the forward pass inside the backward pass.
+
+    In a graph that holds both, the products tell: a gradient takes two for each, not three.
+    """
+    named = sum(
+        op.backward and (op.name in _FORWARD_ONLY or is_forward_attention(op.name))
+        for op in trace.operators
+    )
+    back = [op for op in trace.operators if op.backward and work_of(op)]
+    forward = sum(work_of(op) for op in trace.operators if not op.backward)
+    if not named and forward and sum(map(work_of, back)) > _GRADIENT * forward:
+        return len(back)
+    return named
+
+
+def _zeroed(trace: Trace) -> bool | None:
+    ranges = ("Optimizer.zero_grad",)
+    if not any(op.name.startswith(ranges) for op in trace.operators):
+        return None
+    inside = [op.name for op in trace.operators if op.within.startswith(ranges)]
+    return any(name in ("aten::zero_", "aten::_foreach_zero_") for name in inside)
+
+
+def _clipped(trace: Trace) -> bool:
+    """A norm, a factor that is at most one, and a product of all gradients with it."""
+    norm = trace.calls("aten::_foreach_norm", "aten::linalg_vector_norm")
+    factor = trace.calls("aten::clamp", "aten::minimum", "aten::clamp_max")
+    return bool(norm and factor and trace.calls("aten::_foreach_mul_", "aten::mul_"))

@@ -1,0 +1,291 @@
+"""What a stretch of work called and launched, by torch's own profiler.
+
+The profiler sees operators under autocast, in compiled graphs and in the backward pass alike, and
+changes none of them. On a GPU it sees the kernels too.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from trainfit.core.records import Record, Scalar
+from trainfit.runtime.environment import quiet_profiler
+
+_BACKWARD = "autograd::engine::evaluate_function"
+_DETAILED = re.compile(r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem")
+"""Whose inputs are of interest; to ask for those of every operator would take a second."""
+_BYTES = re.compile(r'"bytes": (\d+)')
+
+
+class Operator(NamedTuple):
+    """A call of an operator, or a range that torch itself marks."""
+
+    name: str
+    dtypes: tuple[str, ...] = ()
+    """Of its inputs, as C++ spells them; empty for what is no tensor."""
+    shapes: tuple[tuple[int, ...], ...] = ()
+    backward: bool = False
+    """Whether it ran inside the backward pass."""
+    within: str = ""
+    """The marked range it is in: an optimizer's, or none."""
+    seconds: float = 0.0
+
+
+class Kernel(NamedTuple):
+    """Launches of one kernel, or copies of one kind, on the GPU."""
+
+    name: str
+    launches: int
+    seconds: float
+    copied: int = 0
+    """Bytes."""
+
+
+@dataclass(slots=True)
+class Trace:
+    """Everything that was seen, filled in when the block ends."""
+
+    operators: list[Operator] = field(default_factory=list)
+    kernels: list[Kernel] = field(default_factory=list)
+
+    def calls(self, *names: str) -> int:
+        """How often operators of these names were called."""
+        return sum(op.name in names for op in self.operators)
+
+
+class Profiling:
+    """The profiler between its start and its end."""
+
+    def __init__(self) -> None:
+        """Start it; raises RuntimeError where another one is at work."""
+        from torch._C import _autograd
+        from torch.autograd.profiler import profile
+
+        if _autograd._profiler_enabled():
+            raise RuntimeError("another profiler is at work")
+        cuda = cuda_in_use()
+        options: dict[str, Any] = {"use_device": "cuda"} if cuda else {}
+        profiler: Any = profile
+        self._profile = profiler(use_kineto=cuda, record_shapes=True, **options)
+        with ExitStack() as restore:
+            quiet_profiler(restore)
+            self._profile.__enter__()
+
+    def end(self) -> Trace:
+        """Wait for the device, stop, and say what was seen."""
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        return read(results.events()) if results is not None else Trace()
+
+
+@contextmanager
+def traced() -> Iterator[Trace]:
+    """See all that the block does; the trace is complete when it has ended without an error."""
+    trace = Trace()
+    profiling = Profiling()
+    try:
+        yield trace
+    finally:
+        seen = profiling.end()
+        trace.operators, trace.kernels = seen.operators, seen.kernels
+
+
+def cuda_in_use() -> bool:
+    """Whether this process has started CUDA; it is not started to find out."""
+    import torch
+
+    cuda: Any = torch.cuda
+    return bool(cuda.is_available() and cuda.is_initialized())
+
+
+def read(events: Iterable[Any]) -> Trace:
+    """A trace from the profiler's events."""
+    on_cpu: list[Any] = []
+    on_gpu: list[Any] = []
+    for event in events:
+        (on_cpu if event.device_type().name == "CPU" else on_gpu).append(event)
+    return Trace(list(_operators(on_cpu)), _kernels(on_gpu))
+
+
+def _operators(events: list[Any]) -> Iterator[Operator]:
+    """The calls in their order, each with the ranges that it lies in, thread by thread."""
+    backward_until: dict[int, int] = {}
+    range_until: dict[int, tuple[int, str]] = {}
+    for event in sorted(events, key=lambda e: (e.start_ns(), -e.end_ns())):
+        name, thread, start = event.name(), event.start_thread_id(), event.start_ns()
+        until, within = range_until.get(thread, (0, ""))
+        detailed = _DETAILED.search(name) is not None
+        yield Operator(
+            name=name,
+            dtypes=tuple(event.dtypes()) if detailed else (),
+            shapes=tuple(tuple(s) for s in event.shapes()) if detailed else (),
+            backward=start < backward_until.get(thread, 0),
+            within=within if start < until else "",
+            seconds=(event.end_ns() - start) / 1e9,
+        )
+        if name.startswith(_BACKWARD):
+            backward_until[thread] = max(event.end_ns(), backward_until.get(thread, 0))
+        elif name.startswith("Optimizer."):
+            range_until[thread] = event.end_ns(), name
+
+
+def _kernels(events: list[Any]) -> list[Kernel]:
+    """The kernels by name, those that took longest first."""
+    totals: dict[str, list[float]] = {}
+    for event in events:
+        total = totals.setdefault(event.name(), [0, 0.0, 0])
+        total[0] += 1
+        total[1] += (event.end_ns() - event.start_ns()) / 1e9
+        total[2] += _copied(event)
+    kernels = [Kernel(name, int(n), s, int(b)) for name, (n, s, b) in totals.items()]
+    return sorted(kernels, key=lambda kernel: -kernel.seconds)
+
+
+def _copied(event: Any) -> int:
+    """Bytes of a copy; 0 for what is none, or where this torch does not tell."""
+    if not event.name().startswith("Memcpy"):
+        return 0
+    told = getattr(event, "metadata_json", "")
+    found = _BYTES.search(str(told() if callable(told) else told))
+    return int(found[1]) if found else 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProductsSeen(Record):
+    """The matrix products of the step."""
+
+    shares: dict[str, float] = field(default_factory=dict)
+    """Of their operations, by the dtype of what was multiplied: bf16, fp16, fp32, …"""
+    casts: int = 0
+    """Copies to or from half precision, as autocast makes them."""
+    kernels: tuple[str, ...] = ()
+    """Those that took longest on the GPU."""
+    tf32_kernels: int = 0
+    exact_kernels: int = 0
+    """Kernels whose name says that they multiply fp32 as it is."""
+
+    @property
+    def dtype(self) -> str | None:
+        """What most operations were computed in."""
+        return max(self.shares, key=lambda name: self.shares[name]) if self.shares else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionSeen(Record):
+    """How attention was computed."""
+
+    calls: dict[str, int] = field(default_factory=dict)
+    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and two of
+    trainfit's own, disentangled and softcapped."""
+    masked: bool = False
+    """Whether scaled_dot_product_attention was given a mask."""
+    dtype: str | None = None
+    head: int | None = None
+    """The size of a head."""
+    softmaxes: int = 0
+    """Calls of softmax, which attention without a kernel of its own makes."""
+
+    @property
+    def kernel(self) -> str | None:
+        """The one that was called most."""
+        return max(self.calls, key=lambda name: self.calls[name]) if self.calls else None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompilerSeen(Record):
+    """What torch.compile had made, and what of it ran."""
+
+    regions: int = 0
+    """Compiled pieces that ran in the step."""
+    resumed: int = 0
+    """Of those, pieces that go on after a graph break."""
+    graphs: int = 0
+    breaks: tuple[str, ...] = ()
+    """The reasons of graph breaks, in one line each."""
+    recompiles: int = 0
+    failures: tuple[str, ...] = ()
+    """What the compiler failed with."""
+    attempts: int = 0
+    """Frames that the compiler was given."""
+    graph_launches: int = 0
+    """CUDA graphs that were launched in the step."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchesSeen(Record):
+    """What the loader gave for the step."""
+
+    tensors: int = 0
+    pinned: int = 0
+    tokens: int | None = None
+    """Without padding; None where the batch does not say."""
+    capacity: int | None = None
+    """With it."""
+    packed: bool | None = None
+    """Sequences lie end to end in rows; None where the batch does not say."""
+    sequences: int | None = None
+    micro_batches: int | None = None
+    workers: int = 0
+    """Loader processes that were alive."""
+    waited_share: float | None = None
+    """Of the step's time, spent waiting for the loader."""
+    pinned_bytes: int = 0
+    pageable_bytes: int = 0
+    """Copied to the GPU from either kind of memory."""
+
+    @property
+    def padding_share(self) -> float | None:
+        """Of what the model computed."""
+        if self.tokens is None or not self.capacity:
+            return None
+        return 1.0 - self.tokens / self.capacity
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SwitchesSeen(Record):
+    """What torch says of itself at the moment of the step."""
+
+    tf32: bool | None = None
+    flash: bool | None = None
+    """Whether scaled_dot_product_attention may take its flash kernel."""
+    cudnn_benchmark: bool = False
+    deterministic: bool = False
+    allocator: dict[str, Scalar] = field(default_factory=dict)
+    threads: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Evidence(Record):
+    """All that one step showed."""
+
+    step: int
+    device: str
+    """cpu or cuda."""
+    device_name: str = ""
+    torch: str = ""
+    products: ProductsSeen = ProductsSeen()
+    attention: AttentionSeen = AttentionSeen()
+    compiler: CompilerSeen = CompilerSeen()
+    batches: BatchesSeen = BatchesSeen()
+    switches: SwitchesSeen = SwitchesSeen()
+    updates: dict[str, int] = field(default_factory=dict)
+    """Calls of the optimizer's arithmetic by how it is done: fused, foreach, single."""
+    recomputed: int = 0
+    """Operators of the forward pass that ran inside the backward pass."""
+    zeroed: bool | None = None
+    """Whether gradients were filled with zeros instead of let go; None: nobody cleared them."""
+    clipped: bool = False
+    """Whether the gradients were multiplied by a factor bounded by their norm."""
+    gradients: int = 0
+    """Gradients that the backward passes added to a weight's."""
+    convolutions: int = 0
+    liger: int = 0
+    """Launches of Liger's kernels."""
+    kernels: dict[str, float] = field(default_factory=dict)
+    """Milliseconds of the kernels that took longest."""
+    seconds: float = 0.0
+    """What it took to look."""

@@ -1,0 +1,102 @@
+"""A step into micro-batches, packed or padded, on one rank or several, and the ladder of cuts.
+
+A step owns its sequences. How it is cut is a decision about memory alone, so the union over all
+micro-batches of all ranks is the step, whatever the cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TypeAlias
+
+import numpy as np
+
+from trainfit.packing.packed import MicroBatch, PackedCut, fit_packed_parts
+from trainfit.packing.padded import PaddedCut, choose_widths, fit_coarser_parts, fit_padded_parts
+from trainfit.packing.steps import (
+    IntArray,
+    Lengths,
+    check_fits,
+    check_lengths,
+    check_whole,
+    sample_parts,
+    share_step,
+)
+
+Cut: TypeAlias = PackedCut | PaddedCut
+
+_FEW = 256
+"""Steps that the cuts to fall back on are fitted to."""
+
+
+def cut_step(
+    lengths: IntArray, step: Sequence[int] | IntArray, cut: Cut, ranks: int = 1
+) -> tuple[tuple[MicroBatch, ...], ...]:
+    """The micro-batches of a step, for each rank.
+
+    All ranks get the same number, since some kinds of parallel training talk in every one of
+    them; a rank with less to do gets empty ones at the end.
+    """
+    parts = share_step(lengths, np.asarray(step, dtype=np.int64), ranks)
+    batches = [cut.cut(lengths, part) for part in parts]
+    most = max(map(len, batches))
+    return tuple((*own, *[cut.empty()] * (most - len(own))) for own in batches)
+
+
+def ladder(
+    lengths: Lengths,
+    effective_batch: int,
+    cap_tokens: int,
+    *,
+    padded: bool = False,
+    ranks: int = 1,
+    seed: int = 0,
+    at_least: int = 1,
+    at_most: int | None = None,
+) -> tuple[Cut, ...]:
+    """The cut to start with, then those to go down when memory runs out, each smaller.
+
+    Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
+    more than the longest sequence in a micro-batch. To begin with, `at_least` so many micro-batches
+    make up a step. Packed ones are as few as the cap allows; padded ones as many as pad the least,
+    but `at_most` so many, as far as the cap allows.
+    """
+    array = check_lengths(lengths)
+    longest = int(array.max())
+    check_fits(longest, check_whole("the cap in tokens", cap_tokens))
+    widths = choose_widths(array)
+    parts = sample_parts(array, effective_batch, ranks, seed)
+
+    few = _some(parts)
+
+    def below(rung: Cut) -> Cut:
+        if padded:
+            return fit_padded_parts(few, widths, max(rung.tokens // 2, longest))
+        return fit_packed_parts(few, longest, cap_tokens, at_least=2 * rung.micro_batches)
+
+    rungs: list[Cut] = [
+        fit_padded_parts(parts, widths, cap_tokens, at_least, at_most)
+        if padded
+        else fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
+    ]
+    while (rung := below(rungs[-1])).tokens < rungs[-1].tokens:
+        rungs.append(rung)
+    return tuple(rungs)
+
+
+def coarser_cuts(
+    lengths: Lengths, effective_batch: int, cap_tokens: int, *, ranks: int = 1, seed: int = 0
+) -> tuple[PaddedCut, ...]:
+    """Padded cuts into fewer micro-batches than those that pad the least, the fewest first.
+
+    For a device that takes longer to start a micro-batch than to compute some padding.
+    """
+    array = check_lengths(lengths)
+    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
+    parts = sample_parts(array, effective_batch, ranks, seed)
+    return tuple(fit_coarser_parts(parts, choose_widths(array), cap_tokens))
+
+
+def _some(parts: list[list[int]]) -> list[list[int]]:
+    """Parts of some steps, whole ones first: enough to fit shapes to that are rarely needed."""
+    return [*sorted(parts, key=len, reverse=True)[: _FEW - 1], min(parts, key=len)]

@@ -1,0 +1,176 @@
+"""Which sequences meet in an optimizer step, and which of them a rank gets.
+
+Steps are dealt, not drawn. A drawn step has as many tokens as chance gives it, and a fixed budget
+must then hold the worst; a dealt one has its exact number of sequences and nearly the same tokens
+as every other. All is a pure function of lengths, seed and epoch, so a run resumes at step s by
+dealing again and leaving out the first s.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from heapq import heappop, heapreplace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.core.errors import BadInput
+
+IntArray: TypeAlias = NDArray[np.int64]
+Lengths: TypeAlias = Sequence[int] | IntArray
+
+
+def check_lengths(lengths: Lengths) -> IntArray:
+    """The lengths as an array, or an error that names the first one that cannot be."""
+    array = np.asarray(lengths)
+    if array.size == 0:
+        raise BadInput("there are no sequences", "give one or more")
+    if array.ndim != 1:
+        raise BadInput(f"the lengths have the shape {array.shape}", "give one for each sequence")
+    if not np.issubdtype(array.dtype, np.integer):
+        raise BadInput(f"the lengths are of type {array.dtype}", "give whole numbers of tokens")
+    if array.min() < 1:
+        at = int(array.argmin())
+        raise BadInput(
+            f"sequence {at} has {array[at]} tokens", "leave out sequences without tokens"
+        )
+    return array.astype(np.int64, copy=False)
+
+
+def check_whole(name: str, value: int, least: int = 1) -> int:
+    """The value, or an error when it is below `least`."""
+    if value < least:
+        raise BadInput(f"{name} is {value}", f"give {least} or more")
+    return value
+
+
+def check_fits(longest: int, limit: int) -> None:
+    """Refuse a sequence that no micro-batch can hold."""
+    if longest > limit:
+        raise BadInput(
+            f"a sequence of {longest} tokens does not fit a micro-batch of {limit}",
+            f"truncate to {limit} or less (data.max_length) or raise training.batch_size",
+        )
+
+
+def divide_up(value: int, by: int) -> int:
+    """The quotient, rounded up."""
+    return -(-value // by)
+
+
+def round_up(values: IntArray | int, multiple: int, limit: int) -> IntArray:
+    """The next multiples, but never over the limit, to which the values themselves keep."""
+    rounded: IntArray = np.minimum(-(-np.asarray(values) // multiple) * multiple, limit)
+    return rounded
+
+
+# Dealt in order of length, so that the short sequences level out what the shuffled ones left.
+_LEVELLING_STRATA = 2
+# What shapes are fitted to: enough steps that another epoch rarely needs more than any of them.
+_SAMPLE_SEQUENCES = 1 << 16
+_SAMPLE_LEAST_STEPS = 64
+_SAMPLE_EPOCHS = 64
+
+
+def deal_steps(
+    lengths: Lengths, effective_batch: int, seed: int, epoch: int = 0
+) -> tuple[IntArray, ...]:
+    """The sequences of every optimizer step of an epoch, by index.
+
+    Each sequence is in one step. Every step has `effective_batch` sequences (over all ranks),
+    except the last one, which has what remains.
+    """
+    array = check_lengths(lengths)
+    check_whole("effective_batch_size", effective_batch)
+    check_whole("the seed", seed, least=0)
+    check_whole("the epoch", epoch, least=0)
+    steps, rest = divmod(array.size, effective_batch)
+    # Raw bits and a stable sort: numpy keeps its bit streams from release to release, but not
+    # what its shuffle makes of them.
+    bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
+    keys = bits.random_raw(array.size)
+    ordered: IntArray = np.lexsort((keys, -array))
+    ordered, partial = _take_evenly(ordered, rest, int(bits.random_raw()))
+    if not steps:
+        return (partial,)
+    ordered = _shuffle_strata(ordered, keys, effective_batch)
+    groups = np.array(emptiest_first(array[ordered].tolist(), steps, effective_batch))
+    full = ordered[np.argsort(groups, kind="stable")].reshape(steps, effective_batch)
+    full = full[np.argsort(bits.random_raw(steps), kind="stable")]
+    return (*full, partial) if rest else tuple(full)
+
+
+def _take_evenly(ordered: IntArray, count: int, offset: int) -> tuple[IntArray, IntArray]:
+    """Split off `count` of the sequences, evenly over their lengths.
+
+    So the partial step of an epoch is as mixed as any other, only smaller.
+    """
+    if not count:
+        return ordered, ordered[:0]
+    size = ordered.size
+    taken = (np.arange(count) * size + offset % size) // count
+    return np.delete(ordered, taken), ordered[taken]
+
+
+def _shuffle_strata(ordered: IntArray, keys: NDArray[np.uint64], effective_batch: int) -> IntArray:
+    """Shuffle sequences of like length among themselves: every epoch's steps are new sets.
+
+    A stratum has one sequence for each step.
+    """
+    steps = ordered.size // effective_batch
+    # In pairs, levelling would match the same two sequences in every epoch.
+    levelling = min(_LEVELLING_STRATA, max(effective_batch - 2, 0))
+    shuffled = keys[ordered]
+    shuffled[ordered.size - levelling * steps :] = 0
+    return ordered[np.lexsort((shuffled, np.arange(ordered.size) // steps))]
+
+
+def emptiest_first(lengths: Iterable[int], groups: int, room: int) -> list[int]:
+    """The group of each sequence: always the one with the fewest tokens that still has room."""
+    heap = list(range(groups))  # tokens * groups + group, in one integer, since tuples are slow
+    rooms = [room] * groups
+    dealt = []
+    for length in lengths:
+        lightest = heap[0]
+        group = lightest % groups
+        dealt.append(group)
+        rooms[group] -= 1
+        if rooms[group]:
+            heapreplace(heap, lightest + length * groups)
+        else:
+            heappop(heap)
+    return dealt
+
+
+def share_step(lengths: IntArray, step: IntArray, ranks: int = 1) -> tuple[IntArray, ...]:
+    """The part of a step that each rank gets, longest first.
+
+    The parts have nearly the same tokens, and the same number of sequences where it divides. They
+    do not depend on how the step is cut into micro-batches.
+    """
+    check_whole("the number of ranks", ranks)
+    ordered = step[np.argsort(-lengths[step], kind="stable")]
+    if ranks == 1:
+        return (ordered,)
+    room = divide_up(step.size, ranks)
+    groups = np.array(emptiest_first(lengths[ordered].tolist(), ranks, room))
+    return tuple(ordered[groups == rank] for rank in range(ranks))
+
+
+def sample_parts(lengths: IntArray, effective_batch: int, ranks: int, seed: int) -> list[list[int]]:
+    """The lengths, longest first, of the parts of steps that shapes are fitted to.
+
+    They come from a few epochs, or from one when it is large: the steps are so alike that some
+    speak for all.
+    """
+    check_whole("effective_batch_size", effective_batch)
+    most = max(_SAMPLE_SEQUENCES // effective_batch, _SAMPLE_LEAST_STEPS)
+    epochs = min(_SAMPLE_EPOCHS, divide_up(most * effective_batch, lengths.size))
+    sampled = []
+    for epoch in range(epochs):
+        *full, last = deal_steps(lengths, effective_batch, seed, epoch)
+        for step in (*full[:most], last):
+            parts = share_step(lengths, step, ranks)
+            sampled += [lengths[part].tolist() for part in parts if part.size]
+    return sampled

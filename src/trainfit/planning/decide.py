@@ -1,0 +1,212 @@
+"""The settings that follow from the machine alone, one function each, with a reason."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from trainfit.core.records import Gpu, HardwareProfile, Precision
+from trainfit.planning import cpu_choice
+from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
+
+VARLEN_SINCE = 8.0
+"""The compute capability from which on torch has variable-length attention."""
+_HALF = ("bf16", "fp16")
+_PACKED = {
+    "varlen": "the flash kernel on packed rows: no mask in memory",
+    "softcapped": "trainfit's kernel for soft-capped logits on packed rows: no scores in memory",
+    "disentangled": "DeBERTa's three terms in one kernel on packed rows: no scores in memory",
+}
+
+
+def pinned(question: Question, name: str) -> Choice | None:
+    """The choice that was made before, if it was."""
+    pin = question.pins.get(name)
+    if pin is None:
+        return None
+    said = {"override": "you set it", "default": "the default"}.get(pin.origin, pin.origin)
+    return Choice(value=pin.value, why=said)
+
+
+def precision(
+    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
+) -> Choice:
+    """The dtype of matrix products."""
+    choice = pinned(question, "precision")
+    if choice is not None:
+        reason = lacks(choice.value, profile.cpu, gpu)
+        if reason is None:
+            return choice
+        others = {name: pin for name, pin in question.pins.items() if name != "precision"}
+        free = precision(replace(question, pins=others), profile, gpu, ranks)
+        why = f"{choice.value} was asked for ({choice.why}), and {reason}"
+        return Choice(value=free.value, why=why)
+    if gpu is None:
+        found = cpu_choice.choose(question, profile, ranks)
+        lost = () if found.lost is None else (found.lost,)
+        return Choice(value=found.precision, why=found.why, alternatives=lost)
+    if gpu.native_bf16:
+        return Choice(
+            value="bf16",
+            why="native here, with the range of fp32: no loss scaling",
+            alternatives=(
+                "fp16: needs loss scaling and overflows",
+                "fp32: a fraction of the speed",
+            ),
+        )
+    if gpu.fp16:
+        return Choice(
+            value="fp16",
+            why=f"no native bf16 on compute capability {gpu.compute_capability}; with loss scaling",
+            alternatives=("bf16: emulated here, and slow", "fp32: a fraction of the speed"),
+        )
+    return Choice(value="fp32", why="no half-precision matrix units")
+
+
+def threads(
+    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
+) -> Choice | None:
+    """The threads of torch's operations; None leaves torch's own number, as beside a GPU."""
+    choice = pinned(question, "num_threads")
+    if choice is not None or gpu is not None:
+        return choice
+    found = cpu_choice.choose(question, profile, ranks)
+    return Choice(value=found.threads, why=found.threads_why)
+
+
+def tf32(question: Question, gpu: Gpu | None) -> Choice:
+    """fp32 products on the matrix units."""
+    choice = pinned(question, "tf32")
+    able = gpu is not None and gpu.tf32
+    if choice is not None and (able or not choice.value):
+        return choice
+    if able:
+        return Choice(
+            value=True, why="what stays in fp32 runs on the matrix units, in fp32's range"
+        )
+    asked = "; it was asked for" if choice is not None else ""
+    return Choice(value=False, why=f"needs a GPU of compute capability 8.0 or newer{asked}")
+
+
+def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
+    """Packed rows with variable-length attention, or padded ones."""
+    if question.causal:
+        return Choice(value=False, why="every sequence is a full block: there is nothing to pack")
+    reason = _no_packing(question, gpu, precise)
+    if reason is None:
+        return Choice(
+            value=True,
+            why="sequences end to end in rows of a fixed size: no padding, one shape",
+            alternatives=("padded batches of like length: they compute on padding",),
+        )
+    return Choice(
+        value=False,
+        why=f"padded batches of like length, since {reason}",
+        alternatives=("packed rows",),
+    )
+
+
+def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str | None:
+    if gpu is None:
+        return "the CPU has no variable-length attention"
+    if gpu.vendor != "nvidia" or float(gpu.compute_capability) < VARLEN_SINCE:
+        return f"{gpu.name} has no variable-length attention (it needs NVIDIA's 8.0 or newer)"
+    if precise not in _HALF:
+        return f"variable-length attention needs half precision, not {precise}"
+    if question.pinned("flash") is False:
+        return "model.use_flash_attention is false"
+    return question.unpackable
+
+
+def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
+    """The attention path by name."""
+    if packed:
+        return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
+    if question.unpackable is not None and "own attention" in question.unpackable:
+        return Choice(value="own", why=f"{question.unpackable}")
+    where = (
+        "the kernel torch chooses"
+        if gpu is None
+        else "flash where nothing is padded, else efficient"
+    )
+    return Choice(value="sdpa", why=where)
+
+
+def optimizer(question: Question) -> Choice:
+    """Which implementation of AdamW."""
+    return pinned(question, "optimizer") or Choice(
+        value="adamw_fused",
+        why="one kernel for all weights, and no temporaries",
+        alternatives=("adamw: the same numbers, a kernel per weight",),
+    )
+
+
+def loader(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> dict[str, Choice]:
+    """Workers, pinned memory, persistence and prefetching, which depend on one another."""
+    cores = profile.cpu.cores
+    most = workers(cores, None if gpu is None else gpu.memory_gib)
+    count = pinned(question, "num_workers") or Choice(
+        value=most,
+        why=f"{cores} {'assumed' if profile.cpu.assumed else 'usable'} cores less two, "
+        f"at most {MAX_WORKERS}" + ("" if gpu is None else ", at most one per 3 GB of GPU memory"),
+    )
+    pin = pinned(question, "pin_memory") or Choice(
+        value=gpu is not None,
+        why="copies to the GPU overlap with computing" if gpu else "there is no GPU to copy to",
+    )
+    stay: Choice | None = None
+    ahead: Choice | None = None
+    if count.value:
+        stay = pinned(question, "persistent_workers")
+        ahead = pinned(question, "prefetch_factor")
+    without = "there are no workers"
+    return {
+        "num_workers": count,
+        "pin_memory": pin,
+        "persistent_workers": stay
+        or Choice(
+            value=bool(count.value), why="no start-up each epoch" if count.value else without
+        ),
+        "prefetch_factor": ahead
+        or Choice(
+            value=2 if count.value else None,
+            why="steps ahead per worker" if count.value else without,
+        ),
+    }
+
+
+def eval_batch(question: Question, batch_size: int) -> Choice:
+    """Sequences at a time in evaluation."""
+    return pinned(question, "eval_batch_size") or Choice(
+        value=max(8, 2 * batch_size),
+        why="twice the training batch: evaluation keeps no activations",
+    )
+
+
+def effective_batch(question: Question, ranks: int) -> Choice:
+    """Sequences per optimizer step."""
+    choice = pinned(question, "effective_batch_size")
+    if choice is not None:
+        return choice
+    batch, steps = question.pinned("batch_size"), question.pinned("gradient_accumulation_steps")
+    if batch is None:
+        return Choice(
+            value=question.default_batch,
+            why="the documents' effective batch; memory decides only how it is cut",
+        )
+    total = batch * (steps or 1) * ranks
+    factors = [f"batch size {batch}", *([f"accumulation {steps}"] if steps else [])]
+    return Choice(
+        value=total, why=" × ".join([*factors, *([f"{ranks} ranks"] if ranks > 1 else [])])
+    )
+
+
+def cap_tokens(question: Question, effective: int, ranks: int) -> int:
+    """The most tokens that a micro-batch may have, before memory is asked."""
+    length = question.workload.max_length
+    share = math.ceil(effective / ranks)
+    batch: Any = question.pinned("batch_size")
+    steps: Any = question.pinned("gradient_accumulation_steps")
+    sequences = min(share, batch or share, math.ceil(share / steps) if steps else share)
+    return int(sequences * length)

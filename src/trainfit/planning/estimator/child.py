@@ -1,0 +1,186 @@
+"""The process in which a step runs on fake tensors: questions on standard input, one line each."""
+
+from __future__ import annotations
+
+import gc
+import os
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensorMode,
+    UnsupportedOperatorException,
+)
+from torch.utils._pytree import tree_iter
+
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, TrainfitError
+from trainfit.planning.estimator import fake_cuda
+from trainfit.planning.estimator.allocator import Event, replay
+from trainfit.planning.estimator.estimate import Answer, Request, Room
+from trainfit.planning.estimator.recorder import HANDLES, Device, Recorder
+from trainfit.planning.estimator.step_time import Done
+from trainfit.planning.estimator.step_work import make_fake
+
+Step = Callable[[], Any]
+_CRUMBS, _FEW = 1 << 16, 8
+"""Bytes and storages, such as the factor on an fp16 loss, that make no difference."""
+_NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
+
+
+def main() -> None:
+    """Answer every question on standard input; nothing else may print to standard output."""
+    answers, sys.stdout = sys.stdout, sys.stderr
+    fake_cuda.install()
+    gc.disable()  # a fifth of the time; what a step frees, it frees by counting references
+    for line in sys.stdin:
+        print(
+            codec.dumps(answer(codec.loads(Request, line)), indent=None), file=answers, flush=True
+        )
+        gc.collect()
+
+
+def answer(request: Request) -> Answer:
+    """Run the task's step on fakes and replay what it allocated."""
+    try:
+        return _run(request)
+    except _NO_META as error:
+        return Answer(error=f"{error.func} gives no shape without values")
+    except BadInput as error:
+        return Answer(refused=(error.what, error.fix))
+    except TrainfitError as error:
+        return Answer(error=str(error))
+    except Exception as error:
+        if os.environ.get("TRAINFIT_TRACEBACK"):
+            raise
+        return Answer(
+            error=f"the step fails on fake tensors, {type(error).__name__}: {_first_line(error)}"
+        )
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+def _run(request: Request) -> Answer:
+    build = request.task.function()
+    with torch.device("meta"), _no_initialisation():
+        model, make_step = build(**request.task.arguments)
+    tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
+    if callable(tie):
+        tie()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    make_fake(model, mode)
+    devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
+    recorder = Recorder(devices)
+    with mode, recorder, _optimizers() as optimizers:
+        weights = recorder.follow([*model.parameters(), *model.buffers()])
+        recorder.watch_gradients(model.parameters())
+        step: Step = make_step(model)
+        before = recorder.length
+        recorder.work.clear()  # the optimizer's state was made, once and for all
+        step()
+        repeated = _repeated(recorder.events(since=before))
+        if repeated is None:  # the first step made something that stays: the second is as all are
+            recorder.work.clear()
+            step()
+    kept = [*model.parameters(), *model.buffers()]
+    found = _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
+    adapters = _adapter_bytes(model)
+    return replace(found, weights=weights - adapters, adapters=adapters)
+
+
+def _adapter_bytes(model: torch.nn.Module) -> int:
+    """Bytes of the weights that peft added, by the names that it gives them."""
+    return sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
+
+
+def _repeated(step: list[Event]) -> set[int] | None:
+    """What a step takes and gives back, or None where it leaves behind or ends more than crumbs.
+
+    What cuBLAS keeps, it takes in the first step only.
+    """
+    taken = {name: size for name, size in step if size >= 0}
+    freed = {name for name, size in step if size < 0}
+    left = sorted(size for name, size in taken.items() if name not in freed)
+    crumbs = sum(left[:-HANDLES]) <= _CRUMBS and len(freed - taken.keys()) <= _FEW
+    return freed & taken.keys() if crumbs else None
+
+
+@contextmanager
+def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
+    """The optimizers that are made meanwhile."""
+    made: list[torch.optim.Optimizer] = []
+    plain = torch.optim.Optimizer.__init__
+
+    def noting(self: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> None:
+        plain(self, *args, **kwargs)
+        made.append(self)
+
+    torch.optim.Optimizer.__init__ = noting  # type: ignore[method-assign]
+    try:
+        yield made
+    finally:
+        torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
+
+
+def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
+    """What optimizers keep: their state, and copies of weights in another precision."""
+    weights = {tensor.untyped_storage()._cdata for tensor in kept}
+    state = {
+        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
+        for optimizer in optimizers
+        for tensor in tree_iter((dict(optimizer.state), optimizer.param_groups))
+        if isinstance(tensor, torch.Tensor)
+    }
+    return sum(nbytes for key, nbytes in state.items() if key not in weights)
+
+
+def _answer(
+    request: Request, recorder: Recorder, weights: int, optimizer: int, repeated: set[int]
+) -> Answer:
+    held = weights + optimizer
+    inputs = recorder.live_bytes - held - recorder.workspace_bytes(0)
+    rooms = []
+    for at, target in enumerate(request.targets):
+        events = recorder.events(at)
+        events += [event for event in events if event[0] in repeated]
+        free = replay(events)
+        workspace = recorder.workspace_bytes(at)
+        beside = held + inputs + workspace + recorder.gradients_at_peak
+        rooms.append(
+            Room(
+                workspace=workspace,
+                activations=max(0, free.peak_allocated - beside),
+                peak_allocated=free.peak_allocated,
+                peak_reserved=free.peak_reserved,
+                fits=free.peak_reserved <= target.capacity
+                or replay(events, capacity=target.capacity).fits,
+            )
+        )
+    return Answer(
+        weights=weights,
+        gradients=recorder.gradient_bytes,
+        optimizer=optimizer,
+        inputs=inputs,
+        rooms=tuple(rooms),
+        done=tuple(Done(work=work, times=times) for work, times in recorder.work.items()),
+        unknown=dict(recorder.unknown),
+    )
+
+
+def _no_initialisation() -> Any:
+    """Weights need no values here, and some ways to make them up fail on fakes."""
+    from transformers.initialization import no_init_weights
+
+    return no_init_weights()
+
+
+if __name__ == "__main__":
+    main()

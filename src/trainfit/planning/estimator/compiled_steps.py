@@ -1,0 +1,269 @@
+"""A compiled block on fake tensors: what torch.compile would keep, allocate and run.
+
+AOTAutograd traces the block for real, here on fakes, and its partitioner decides what is kept for
+the backward pass. What Inductor then does with the two graphs is modelled by `buffers`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from itertools import count
+from typing import Any, Literal
+
+import torch
+from torch import fx, nn
+from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import traceback
+from torch.nn.utils import stateless
+from torch.utils import _pytree as pytree
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import (
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+)
+
+from trainfit.planning.estimator.inductor_buffers import (
+    find_buffers,
+    is_library,
+    is_view,
+    kernel_reads,
+    last_uses,
+    overwritten,
+    views_in_use,
+)
+from trainfit.planning.estimator.recorder import Recorder
+from trainfit.planning.estimator.step_time import Work
+from trainfit.planning.estimator.step_work import tensor_bytes
+
+
+def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None:
+    """Have the blocks run as compiled ones do; those that are alike are traced once.
+
+    `carriers` are dataclasses that bring tensors to a block among its arguments.
+    """
+    for kind in carriers:
+        _register(kind)
+    # The backward graph is copied before it is handed over, and fake constants cannot be.
+    setattr(fx.GraphModule, "__deepcopy__", lambda graph, _memo: graph)  # noqa: B010
+    traced: dict[Any, Callable[..., Any]] = {}
+    for block in blocks:
+        block._compiled_call_impl = _call(block, traced)
+
+
+def _register(kind: type) -> None:
+    if kind in pytree.SUPPORTED_NODES:
+        return
+    names = [field.name for field in dataclasses.fields(kind)]
+    pytree.register_pytree_node(
+        kind,
+        lambda item: ([getattr(item, name) for name in names], None),
+        lambda values, _context: kind(*values),
+    )
+
+
+def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+    """The block as compiled code would run; `traced` has the blocks of this model before it.
+
+    Blocks of one model differ by their weights alone. Those of another may differ by how they
+    were made, in dropout or checkpointing, which no tensor shows.
+    """
+    parameters = dict(block.named_parameters())
+    names, weights = list(parameters), list(parameters.values())
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        flat, spec = pytree.tree_flatten((args, kwargs))
+        places = [at for at, item in enumerate(flat) if isinstance(item, torch.Tensor)]
+        tensors = [flat[at] for at in places]
+        key = (
+            _signature([*weights, *tensors]),
+            type(block),
+            block.training,
+            torch.is_grad_enabled(),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        )
+        if key not in traced:
+            constants = [None if at in places else item for at, item in enumerate(flat)]
+            traced[key] = _trace(block, names, constants, places, spec)
+            _trace_now(traced[key], weights, tensors)
+        return traced[key](weights, tensors)
+
+    return call
+
+
+def _trace_now(
+    function: Callable[..., Any], weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
+) -> None:
+    """Call it once, unseen: the first call traces it, and keeps what it was called with."""
+    # Checkpointing counts what is kept, so what this call keeps must not reach it.
+    kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
+    with _disable_current_modes(), detect_fake_mode([*weights, *tensors]) or nullcontext(), kept:
+        function(weights, [_like(one).requires_grad_(one.requires_grad) for one in tensors])
+
+
+def _signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
+    return tuple((tuple(t.shape), t.dtype, t.requires_grad) for t in tensors)
+
+
+def _trace(
+    block: nn.Module, names: list[str], constants: list[Any], places: list[int], spec: Any
+) -> Callable[..., Any]:
+    from torch._functorch.aot_autograd import aot_function
+    from torch._inductor.decomposition import select_decomp_table
+
+    def plain(weights: list[torch.Tensor], tensors: list[torch.Tensor]) -> Any:
+        flat = list(constants)
+        for at, tensor in zip(places, tensors, strict=True):
+            flat[at] = tensor
+        args, kwargs = pytree.tree_unflatten(flat, spec)
+        named = dict(zip(names, weights, strict=True))
+        with stateless._reparametrize_module(block, named), _marking_checkpoints():
+            return block._call_impl(*args, **kwargs)  # type: ignore[no-untyped-call]
+
+    return aot_function(
+        plain,
+        fw_compiler=lambda graph, _inputs: _Fused(graph),
+        bw_compiler=lambda graph, _inputs: _Fused(graph),
+        partition_fn=_partition,
+        decompositions=select_decomp_table(),
+    )
+
+
+@contextmanager
+def _marking_checkpoints() -> Iterator[None]:
+    """Mark what is checkpointed inside a block for the partitioner, as torch.compile does.
+
+    Traced as it is, a checkpoint would compute everything twice in one graph, and what is there
+    twice is taken for one.
+    """
+    numbers = count()
+
+    def marked(*_arguments: Any, **_named: Any) -> Iterator[None]:
+        with traceback.preserve_node_meta():  # and they are put back after it
+            traceback.current_meta["recompute"] = checkpoint.CheckpointPolicy.PREFER_RECOMPUTE
+            traceback.current_meta["ac_graph_id"] = next(numbers)
+            yield
+
+    with _exchanged(checkpoint, "_checkpoint_without_reentrant_generator", marked):
+        yield
+
+
+def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+    """The two graphs, by torch's own partitioner."""
+    from torch._functorch import partitioners
+
+    def unchanged(_joint: Any, forward: Any, backward: Any, *_rest: Any) -> tuple[Any, Any]:
+        return forward, backward
+
+    # On a GPU the random state of what is computed again is a generator's, and no tensor.
+    with _exchanged(partitioners, "functionalize_rng_ops", unchanged):
+        return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
+
+
+@contextmanager
+def _exchanged(module: Any, name: str, other: Any) -> Iterator[None]:
+    own = getattr(module, name)
+    setattr(module, name, other)
+    try:
+        yield
+    finally:
+        setattr(module, name, own)
+
+
+class _Fused:
+    """One of the two graphs, run node by node; only buffers are made, and seen by the recorder.
+
+    What is fused away has no value: nobody reads it but what is fused as well.
+    """
+
+    _boxed_call = True  # the caller gives its arguments away, so that they can be freed
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        self._module = graph
+        self._nodes = list(graph.graph.nodes)
+        buffers = find_buffers(self._nodes)
+        self._made = buffers | views_in_use(self._nodes)
+        self._ends = last_uses(self._nodes, buffers)
+        self._reads = kernel_reads(self._nodes, buffers)
+        self._overwritten = overwritten(self._nodes, buffers, self._ends)
+
+    def __call__(self, args: list[Any]) -> Any:
+        recorder = _recorder()
+        if recorder is not None:
+            recorder.note(_work("call", 0))
+        values: dict[fx.Node, Any] = {}
+        inputs = deque(args)
+        args.clear()
+        for at, node in enumerate(self._nodes):
+            if node.op == "placeholder":
+                values[node] = inputs.popleft()
+            elif node.op == "output":
+                return fx.node.map_arg(node.args[0], values.__getitem__)
+            elif node.op == "get_attr" or node in self._made:
+                values[node] = self._run(node, values, recorder)
+            for ended in self._ends.get(at, ()):
+                values.pop(ended, None)
+        raise AssertionError("a graph without an output")
+
+    def _run(self, node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder | None) -> Any:
+        if node.op == "get_attr":
+            return getattr(self._module, str(node.target))
+        if is_library(node) or is_view(node):
+            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
+            seen = recorder if is_library(node) else None
+            with self._unseen() if seen is None else seen.compiled():
+                return node.target(*args, **kwargs)  # type: ignore[operator]
+        with self._unseen():
+            result = self._write(node, values)
+        if recorder is not None:
+            recorder.follow(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
+            recorder.note(self._fused_work(node, result, values))
+        return result
+
+    def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
+        made = node.meta["val"]
+        if node in self._overwritten:
+            return values[self._overwritten[node]].as_strided(made.shape, made.stride())
+        return pytree.tree_map_only(torch.Tensor, _like, made)
+
+    @contextmanager
+    def _unseen(self) -> Iterator[None]:
+        """In the fakes' own mode, which is not that of the step that the graph was traced for."""
+        modes = _get_current_dispatch_mode_stack()
+        fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
+        with _disable_current_modes(), fakes or nullcontext():
+            yield
+
+    def _fused_work(self, node: fx.Node, result: Any, values: dict[fx.Node, Any]) -> Work:
+        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
+        leaves = [values.get(leaf) for leaf in self._reads[node]]
+        read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return _work("copy", sum(map(tensor_bytes, outputs)) + sum(map(tensor_bytes, read)))
+
+
+def _work(kind: Literal["copy", "call"], nbytes: int) -> Work:
+    return Work(
+        kind=kind,
+        flops=0,
+        skipped=0,
+        nbytes=nbytes,
+        half=True,
+        aligned=True,
+        backward=torch._C._current_graph_task_id() != -1,
+        update=False,
+        compiled=True,
+    )
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _recorder() -> Recorder | None:
+    """The one that is at work, if any."""
+    modes = _get_current_dispatch_mode_stack()
+    return next((mode for mode in modes if isinstance(mode, Recorder)), None)

@@ -1,0 +1,273 @@
+"""What a training step takes of a GPU's memory, found without the GPU.
+
+The task's own step runs twice on fake tensors (the optimizer's state exists only in the second)
+and the log of its allocations is replayed through the allocator. This changes torch for the whole
+process, so it happens in a child: `estimate` starts one, gives it the task by its import path,
+and reads the answer.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+from trainfit.core import caches, codec
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
+from trainfit.core.files import cache_folder
+from trainfit.core.records import MemoryEstimate, TaskSpec
+from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.planning.estimator.step_time import Done
+
+GIB = 1024**3
+CONTEXT_GIB = 0.7
+"""What CUDA takes of a GPU for itself, before a program asks for anything."""
+MARGIN = 0.03
+"""Left free beyond the estimate, which is off by less on every recorded step."""
+OWN_MARGIN = 0.15
+"""The same for models with attention of their own: a plan of DeBERTa-v3 within 12% of the cap ran
+out of it, since the allocator kept more pieces than was reckoned."""
+_SECONDS = 600
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """A GPU as far as it decides what a step takes."""
+
+    sm_count: int
+    compute_capability: str
+    capacity: int
+    """Bytes that may be reserved."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Request:
+    """One question for the child: the same step on one or more GPUs."""
+
+    task: TaskSpec
+    targets: tuple[Target, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """What the step takes on one of the GPUs, in bytes."""
+
+    workspace: int
+    activations: int
+    """At the peak, beside everything else that is there then."""
+    peak_allocated: int
+    peak_reserved: int
+    fits: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Answer:
+    """What the child found, in bytes, or why it could not."""
+
+    weights: int = 0
+    """Without adapters."""
+    adapters: int = 0
+    gradients: int = 0
+    """Of all that is trained; they are all there at the end of the backward pass."""
+    optimizer: int = 0
+    inputs: int = 0
+    rooms: tuple[Room, ...] = ()
+    """In the order of the targets."""
+    done: tuple[Done, ...] = ()
+    """The operations of a step, for its time."""
+    unknown: dict[str, int] | None = None
+    """Values that the step asked of a tensor and that were not known, by operation."""
+    error: str | None = None
+    refused: tuple[str, str] | None = None
+    """Fault in the input of the step, and the fix."""
+
+
+def estimate(
+    task: TaskSpec | str,
+    gpu: GpuSpec | str,
+    capacity_gib: float | None = None,
+    **arguments: Any,
+) -> MemoryEstimate:
+    """The memory of a step on a GPU of the catalogue, which need not be here.
+
+    `task` names a function, as module:function, that takes `arguments` and returns a model, built
+    on torch's default device, and a function that makes the step from it: `build(**arguments) ->
+    (model, make_step)`. `make_step(model)` returns a callable that does one whole optimizer step
+    on CPU tensors, as the real one does on the GPU's.
+    """
+    if isinstance(task, str):
+        task = TaskSpec(factory=task, arguments=arguments)
+    elif arguments:
+        names = ", ".join(arguments)
+        raise BadInput(f"{names} beside a TaskSpec would be ignored", "put them into its arguments")
+    return estimate_all([task], find(gpu) if isinstance(gpu, str) else gpu, capacity_gib)[0]
+
+
+def estimate_all(
+    tasks: Sequence[TaskSpec], gpu: GpuSpec, capacity_gib: float | None = None
+) -> list[MemoryEstimate]:
+    """The memory of several tasks, in one child process."""
+    capacity = gpu.memory_gib if capacity_gib is None else capacity_gib
+    if not capacity > 0:
+        raise BadInput(
+            f"capacity_gib is {capacity_gib}", "give the memory that may be used, in GiB"
+        )
+    targets = (target(gpu, capacity),)
+    answers = ask([Request(task=task, targets=targets) for task in tasks])
+    return [
+        _estimate(told(answer), gpu, capacity, bool(task.arguments.get("compile")))
+        for task, answer in zip(tasks, answers, strict=True)
+    ]
+
+
+def target(gpu: GpuSpec, capacity_gib: float) -> Target:
+    """The GPU as the child wants it."""
+    return Target(
+        sm_count=gpu.sm_count,
+        compute_capability=gpu.compute_capability,
+        capacity=int(capacity_gib * GIB),
+    )
+
+
+def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
+    """Have a child answer; its answers come in the order of the requests.
+
+    A child stays for the next questions, since it takes seconds to start. `child` is for asking
+    several at a time.
+    """
+    # What the parent can import, the child must find too.
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return _child(child, path).ask(requests)
+
+
+def start(children: int) -> None:
+    """Have children ready by the time they are asked."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    for number in range(children):
+        _child(number, path).start()
+
+
+@cache
+def _child(_number: int, path: str) -> _Child:
+    return _Child(path)
+
+
+class _Child:
+    """A process that answers, started with the first question and again when it has died."""
+
+    def __init__(self, path: str) -> None:
+        self._environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+        self._process: subprocess.Popen[str] | None = None
+        self._lock = threading.Lock()
+
+    def start(self) -> None:
+        with self._lock:
+            self._started()
+
+    def ask(self, requests: Sequence[Request]) -> list[Answer]:
+        with self._lock:
+            return [self._ask(codec.dumps(request, indent=None)) for request in requests]
+
+    def _ask(self, line: str) -> Answer:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        watchdog = threading.Timer(_SECONDS, process.kill)
+        watchdog.start()
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        except BaseException:  # interrupted: its answer must not be taken for the next one's
+            process.kill()
+            self._process = None
+            raise
+        finally:
+            watchdog.cancel()
+        if not answer:
+            self._process = None
+            raise RunFailed(
+                f"the estimator died (exit code {process.wait()})",
+                "estimate a smaller batch, and report it",
+            )
+        return codec.loads(Answer, answer, "the estimator")
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None or self._process.poll() is not None:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "trainfit.planning.estimator.child"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
+                text=True,
+                env=self._environment,
+            )
+            atexit.register(_end, self._process)
+        return self._process
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.communicate()
+
+
+def told(answer: Answer) -> Answer:
+    """The answer, or an error for a step that could not run; guesses are told in a warning."""
+    if answer.refused is not None:
+        raise BadInput(*answer.refused)
+    if answer.error is not None:
+        raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
+    if answer.unknown:
+        asked = ", ".join(f"{name} ({count})" for name, count in answer.unknown.items())
+        text = f"the step asked for values that are not known, and zero was taken: {asked}"
+        warnings.warn(text, TrainfitWarning, stacklevel=4)
+    return answer
+
+
+def _estimate(answer: Answer, gpu: GpuSpec, capacity: float, compiled: bool) -> MemoryEstimate:
+    room = answer.rooms[0]
+    return MemoryEstimate(
+        weights_gib=answer.weights / GIB,
+        adapters_gib=answer.adapters / GIB,
+        gradients_gib=answer.gradients / GIB,
+        optimizer_gib=answer.optimizer / GIB,
+        activations_gib=room.activations / GIB,
+        workspace_gib=room.workspace / GIB,
+        peak_allocated_gib=room.peak_allocated / GIB,
+        peak_reserved_gib=room.peak_reserved / GIB,
+        capacity_gib=capacity,
+        fits=room.fits,
+        error_percent=recorded_error(gpu.compute_capability, compiled),
+    )
+
+
+def recorded_error(compute_capability: str, compiled: bool = False) -> float | None:
+    """The largest error of peak allocated memory seen on that architecture, in percent.
+
+    None where nothing was recorded on it.
+    """
+    text = resources.files("trainfit.planning.estimator").joinpath("recorded.json").read_text()
+    recorded: dict[str, Any] = json.loads(text)
+    row = recorded["memory"].get(compute_capability)
+    kind = "compiled" if compiled else "eager"
+    return None if row is None else float(row[f"{kind}_percent"])
+
+
+def place(folder: str, *parts: str) -> Path:
+    """Where the answer to a question is kept; it changes with the libraries and our own code."""
+    known = [f"{name} {version}" for name, version in caches.libraries().items()]
+    digest = hashlib.sha256("\n".join([*parts, *known, caches.sources()]).encode()).hexdigest()
+    return cache_folder() / folder / f"{digest[:40]}.json"

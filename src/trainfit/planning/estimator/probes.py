@@ -1,0 +1,222 @@
+"""Ask what a step takes at several shapes, depths and GPUs at once, and remember the answers.
+
+A model of 26 like layers needs not be run in full to compare plans: its memory and its work grow
+by the same amount with each layer. So candidates are compared at two small depths, and only the
+one that is chosen is run in full.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trainfit.core import caches, codec
+from trainfit.core.errors import BadInput
+from trainfit.core.records import MemoryEstimate, Plan, Reason, TaskSpec
+from trainfit.planning.estimator import estimate
+from trainfit.planning.estimator.estimate import GIB, Answer, Request, Target, ask, told
+from trainfit.planning.estimator.step_time import Done
+
+DEPTHS = (2, 3)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shape:
+    """A step to ask about, as far as it is planned."""
+
+    arguments: dict[str, Any]
+    depth: int | None = None
+    """Layers to build; None: all of them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Taken:
+    """What a step takes on one GPU, in bytes, and what it does. Between depths it is a mean."""
+
+    weights: float
+    adapters: float = 0.0
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    peak_allocated: float
+    peak_reserved: float
+    fits: bool | None
+    """Whether the allocator gets along with the capacity; None where it was not asked."""
+    done: tuple[tuple[float, tuple[Done, ...]], ...]
+    """Weighted lists of operations, whose times add up."""
+
+
+def take(
+    factory: str, shapes: Sequence[dict[str, Any]], targets: tuple[Target, ...], layers: int
+) -> list[list[Taken]]:
+    """What each shape takes on each target, extrapolated from small depths.
+
+    Where every second block is checkpointed, depths that differ by one do not tell.
+    """
+    if layers <= DEPTHS[1] or any(s["checkpointing"] == "selective" for s in shapes):
+        return [exactly(factory, shape, targets) for shape in shapes]
+    asked = [Shape(arguments=shape, depth=depth) for shape in shapes for depth in DEPTHS]
+    answers = _ask(factory, asked, targets)
+    pairs = zip(answers[::2], answers[1::2], strict=True)
+    return [
+        [_extrapolated(small, large, at, layers) for at in range(len(targets))]
+        for small, large in pairs
+    ]
+
+
+def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) -> list[Taken]:
+    """What a shape takes with all its layers."""
+    return _whole(_ask(factory, [Shape(arguments=shape)], targets)[0])
+
+
+def both(
+    factory: str,
+    shape: dict[str, Any],
+    whole_shape: dict[str, Any],
+    targets: tuple[Target, ...],
+    layers: int,
+) -> tuple[list[Taken], list[Taken]]:
+    """What a shape takes by small depths, and another one exactly, found side by side."""
+    if layers <= DEPTHS[1]:
+        return exactly(factory, shape, targets), exactly(factory, whole_shape, targets)
+    asked = [Shape(arguments=whole_shape), *(Shape(arguments=shape, depth=d) for d in DEPTHS)]
+    whole, small, large = _ask(factory, asked, targets)
+    told = [_extrapolated(small, large, at, layers) for at in range(len(targets))]
+    return told, _whole(whole)
+
+
+def _whole(answer: Answer) -> list[Taken]:
+    return [
+        Taken(
+            weights=answer.weights,
+            adapters=answer.adapters,
+            gradients=answer.gradients,
+            optimizer=answer.optimizer,
+            activations=room.activations,
+            workspace=room.workspace,
+            peak_allocated=room.peak_allocated,
+            peak_reserved=room.peak_reserved,
+            fits=room.fits,
+            done=((1.0, answer.done),),
+        )
+        for room in answer.rooms
+    ]
+
+
+def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
+    share = (layers - DEPTHS[0]) / (DEPTHS[1] - DEPTHS[0])
+
+    def line(first: float, second: float) -> float:
+        return first + share * (second - first)
+
+    few, many = small.rooms[at], large.rooms[at]
+    return Taken(
+        weights=line(small.weights, large.weights),
+        adapters=line(small.adapters, large.adapters),
+        gradients=line(small.gradients, large.gradients),
+        optimizer=line(small.optimizer, large.optimizer),
+        activations=line(few.activations, many.activations),
+        workspace=few.workspace,
+        peak_allocated=line(few.peak_allocated, many.peak_allocated),
+        # Segments of 20 MiB and more make this a staircase: of a small model too flat a line.
+        peak_reserved=max(
+            line(few.peak_reserved, many.peak_reserved),
+            line(few.peak_allocated, many.peak_allocated),
+        ),
+        fits=None,
+        done=((1 - share, small.done), (share, large.done)),
+    )
+
+
+def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> list[Answer]:
+    """The answers, from the cache where the same was asked before."""
+    requests = [
+        Request(
+            task=TaskSpec(
+                factory=factory,
+                arguments=shape.arguments | ({} if shape.depth is None else {"depth": shape.depth}),
+            ),
+            targets=targets,
+        )
+        for shape in shapes
+    ]
+    places = [
+        estimate.place(
+            "estimates", codec.dumps(request, indent=None), folder_content(request.task.arguments)
+        )
+        for request in requests
+    ]
+    answers = [caches.read(Answer, place) for place in places]
+    missing = [at for at, answer in enumerate(answers) if answer is None]
+    for at, answer in zip(missing, _ask_all([requests[at] for at in missing]), strict=True):
+        answers[at] = told(answer)
+        caches.write(places[at], answer)
+    return [answer for answer in answers if answer is not None]
+
+
+def _ask_all(requests: list[Request]) -> list[Answer]:
+    """Two children share the work where there is enough of it."""
+    if len(requests) < 3 or (os.cpu_count() or 1) < 2:
+        return ask(requests) if requests else []
+    # With one that is long, whole and first, the others go to the second child.
+    whole = "depth" not in requests[0].task.arguments and "depth" in requests[1].task.arguments
+    half = 1 if whole else (len(requests) + 1) // 2
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(ask, (requests[:half], requests[half:]), (0, 1))
+    return [*first, *second]
+
+
+def folder_content(arguments: dict[str, Any]) -> str:
+    """A local model's config, which may change under the same name."""
+    name = arguments.get("name")
+    if not isinstance(name, str) or not Path(name).is_dir():
+        return ""
+    try:
+        return (Path(name) / "config.json").read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise BadInput(
+            f"cannot read the model in {name} ({error})", "give a folder with a config.json"
+        ) from None
+
+
+_GATHERED = 2
+
+
+def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
+    """The bytes that a rank need not hold."""
+    weights = memory.weights_gib + memory.adapters_gib
+    kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
+    gathered = weights * min(1.0, _GATHERED / max(1, layers))
+    return max(0, int((kept_away - gathered) * GIB))
+
+
+def spread(plan: Plan, gained: int) -> Plan:
+    """A plan that was made for a GPU with so many bytes more, as it is on the real one."""
+    memory = plan.memory
+    assert memory is not None
+    less = gained / GIB
+    reason = Reason(
+        setting="sharding",
+        value="fsdp",
+        why=f"the model with its optimizer does not fit one GPU; {plan.ranks} ranks share it",
+    )
+    return replace(
+        plan,
+        sharding="fsdp",
+        memory=replace(
+            memory,
+            weights_gib=memory.weights_gib / plan.ranks,
+            adapters_gib=memory.adapters_gib / plan.ranks,
+            optimizer_gib=memory.optimizer_gib / plan.ranks,
+            peak_allocated_gib=memory.peak_allocated_gib - less,
+            peak_reserved_gib=memory.peak_reserved_gib - less,
+            capacity_gib=memory.capacity_gib - less,
+            error_percent=None,  # nothing was recorded of sharded steps
+        ),
+        reasons=(*plan.reasons, reason),
+    )

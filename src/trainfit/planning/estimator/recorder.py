@@ -1,0 +1,277 @@
+"""Follow a step on fake tensors: what it allocates and frees, in order, and what it asks.
+
+What a step asks of a tensor whose values are not known is answered with zero, and counted.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.attention.varlen  # makes the operation known
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_iter
+
+from trainfit.kernels import disentangled
+from trainfit.planning.estimator.allocator import Event
+from trainfit.planning.estimator.step_time import Work
+from trainfit.planning.estimator.step_work import attach, compute, work_of
+
+aten = torch.ops.aten
+_THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
+"""Threads that an SM holds, by compute capability; 2048 elsewhere."""
+_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
+_VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
+_DISENTANGLED = torch.ops.trainfit.disentangled_attention
+_DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What of a GPU decides the size of a kernel's buffers."""
+
+    sm_count: int
+    compute_capability: str
+
+    @property
+    def threads_per_sm(self) -> int:
+        """Threads that one SM holds at a time."""
+        return _THREADS.get(self.compute_capability, 2048)
+
+    @property
+    def blas_workspace(self) -> int:
+        """What cuBLAS keeps for each thread that calls it."""
+        return 32 << 20 if self.compute_capability.startswith(("9.", "10.")) else 8519680
+
+
+def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
+    """What the kernel of an operation takes while it runs."""
+    if func is aten.sum.dim_IntList:
+        return _column_sums(args[0], args[1], device)
+    if func._overloadpacket is _FLASH_BACKWARD:
+        return _attention_backward(args[1])
+    if func._overloadpacket is _VARLEN_BACKWARD:
+        return _varlen_backward(query=args[1], key=args[2], starts=args[6])
+    if func._overloadpacket is _DISENTANGLED:
+        return _distance_products(query=args[0], positions=args[3])
+    if func._overloadpacket is _DISENTANGLED_BACKWARD:
+        # Beside the products, the parts that each of the two gradients of positions is summed of.
+        products = _distance_products(query=args[1], positions=args[4])
+        return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
+    return 0
+
+
+def _attention_backward(query: torch.Tensor) -> int:
+    """The query's gradient is summed in fp32, beside one number per row."""
+    batch, heads, length, head = query.shape
+    return 4 * batch * heads * length * (_multiple(head, 32) + 1) + 256
+
+
+def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor) -> int:
+    """The same over a packed row, where each sequence may take up to 128 rows more.
+
+    Grouped keys and values first get a gradient for each head of the query.
+    """
+    tokens, heads, head = query.shape
+    rows = tokens + 128 * (len(starts) - 1)
+    grouped = key.shape[1] != heads
+    expanded = 2 * key.shape[0] * heads * head * key.element_size() if grouped else 0
+    return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
+
+
+def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
+    """For each token and head, and for each side of a pair, one product per distance."""
+    tokens, heads, _ = query.shape
+    return positions.shape[0] * positions.shape[1] * heads * tokens * query.element_size()
+
+
+def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:
+    """Sums over the leading dimensions, as a bias's gradient, are split over many blocks.
+
+    Each block leaves its part in a buffer. The arithmetic is that of torch's reduction kernels:
+    128 threads of four outputs each, as many blocks as the GPU holds, at least 16 values each.
+    """
+    leading = dims and sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
+    outputs = x.shape[-1] if x.dim() else 0
+    if not leading or outputs < 128 or outputs % 4:
+        return 0
+    width, height = 32, 4
+    values = math.ceil(x.numel() // outputs / height)
+    columns = math.ceil(outputs / (4 * width))
+    room = device.sm_count * (device.threads_per_sm // (width * height))
+    if values < 16 * height or columns > room:
+        return 0
+    blocks = max(min(math.ceil(room / columns), math.ceil(values / 16)), math.ceil(values / 256))
+    return 4 * outputs * blocks * 4 * width if blocks > 1 else 0
+
+
+def _multiple(size: int, of: int) -> int:
+    return -(-size // of) * of
+
+
+aten = torch.ops.aten
+HANDLES = 2
+"""The threads that call cuBLAS, each with a workspace of its own: the program's and autograd's."""
+_MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Writes down every storage that comes and goes, while it is the outermost mode."""
+
+    def __init__(self, devices: Sequence[Device]) -> None:
+        """Record as if on each of the `devices`; what kernels take for themselves differs."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.work: Counter[Work] = Counter()
+        """What was done, by kind of operation."""
+        self._log: list[tuple[int, int | tuple[int, ...]]] = []
+        self.unknown: Counter[str] = Counter()
+        """Values that were asked for and not known, by operation."""
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.gradient_bytes = 0
+        """Of one step, all of them."""
+        self.gradients_at_peak = 0
+        self._gradients: dict[int, int] = {}
+        self._devices = devices
+        self._handles: set[bool] = set()
+        self._live: dict[int, weakref.ref[Any]] = {}
+        self._names = 0
+        self._compiled = False
+
+    @property
+    def length(self) -> int:
+        """Events so far."""
+        return len(self._log)
+
+    def events(self, device: int = 0, since: int = 0) -> list[Event]:
+        """What came and went on one of the devices."""
+        return [
+            (name, size if isinstance(size, int) else size[device])
+            for name, size in self._log[since:]
+        ]
+
+    def workspace_bytes(self, device: int) -> int:
+        """What cuBLAS keeps on one of the devices."""
+        return len(self._handles) * self._devices[device].blas_workspace
+
+    def follow(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Count storages that were made before recording; returns their bytes."""
+        before = self.live_bytes
+        for tensor in tensors:
+            self._follow(tensor)
+        return self.live_bytes - before
+
+    def watch_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        """Know from now on how much of what is live are gradients."""
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
+                    self._gradient
+                )
+
+    def _gradient(self, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            storage = parameter.grad.untyped_storage()
+            self._gradients[storage._cdata] = storage.nbytes()
+            self.gradient_bytes = max(self.gradient_bytes, sum(self._gradients.values()))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run one operation on the fakes, and its values where they are known."""
+        kwargs = kwargs or {}
+        if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
+            fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
+            return args[0].fake_device if fake else func(*args, **kwargs)
+        known, values = compute(func, args, kwargs)
+        if func is aten._local_scalar_dense.default:
+            return values if known else self._guess(func, args[0])
+        if func is aten.nonzero.default:
+            rows = values if known else self._guess_rows(func, args[0])
+            out = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype)
+        else:
+            out = func(*args, **kwargs)
+        if func._overloadpacket in _MATRIX_PRODUCTS:
+            self._take_workspace()
+        attach(out, values if known else None)
+        for item in tree_iter(out):
+            if isinstance(item, torch.Tensor):
+                self._follow(item)
+        self._pass_through(tuple(temporary_bytes(func, args, device) for device in self._devices))
+        work = work_of(func, args, kwargs, out)
+        if work is not None:
+            self.note(replace(work, compiled=True) if self._compiled else work)
+        return out
+
+    def note(self, work: Work) -> None:
+        """Count work that was done."""
+        self.work[work] += 1
+
+    @contextmanager
+    def compiled(self) -> Iterator[None]:
+        """What is done meanwhile is launched by compiled code."""
+        self._compiled = True
+        try:
+            yield
+        finally:
+            self._compiled = False
+
+    def _follow(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._names += 1
+        name, size = self._names, storage.nbytes()
+
+        def gone(_: Any) -> None:
+            del self._live[key]
+            self._gradients.pop(key, None)
+            self._log.append((name, -1))
+            self.live_bytes -= size
+
+        self._live[key] = weakref.ref(storage, gone)
+        self._take(name, size)
+
+    def _take(self, name: int, size: int) -> None:
+        self._log.append((name, size))
+        self._count(size)
+
+    def _count(self, size: int) -> None:
+        self.live_bytes += size
+        if self.live_bytes > self.peak_bytes:
+            self.peak_bytes = self.live_bytes
+            self.gradients_at_peak = sum(self._gradients.values())
+
+    def _pass_through(self, sizes: tuple[int, ...]) -> None:
+        """Memory that a kernel takes and gives back."""
+        if any(sizes):
+            self._names += 1
+            self._log += [(self._names, sizes), (self._names, -1)]
+            self._count(sizes[0])
+            self.live_bytes -= sizes[0]
+
+    def _take_workspace(self) -> None:
+        """What the thread that calls cuBLAS keeps from its first call on."""
+        backward = torch._C._current_graph_task_id() != -1
+        if backward not in self._handles:
+            self._handles.add(backward)
+            self._names += 1
+            self._log.append((self._names, tuple(d.blas_workspace for d in self._devices)))
+            self._count(self._devices[0].blas_workspace)
+
+    def _guess(self, func: Any, tensor: torch.Tensor) -> Any:
+        self.unknown[str(func)] += 1
+        return tensor.dtype != torch.bool and (0.0 if tensor.is_floating_point() else 0)
+
+    def _guess_rows(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
+        self.unknown[str(func)] += 1
+        with _disable_current_modes():
+            return torch.zeros(0, tensor.dim(), dtype=torch.long)

@@ -1,0 +1,265 @@
+"""Every setting of a plan with its reason, and what lost against it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+from trainfit.core.records import Gpu, HardwareProfile, MemoryEstimate, Reason, TimeEstimate
+from trainfit.hardware.catalogue import gpus
+from trainfit.planning import decide
+from trainfit.planning.compile_choice import Compiling
+from trainfit.planning.cuts import Basis, Weighed
+from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
+from trainfit.planning.estimator.probes import take
+from trainfit.planning.estimator.step_time import recorded_time_error
+from trainfit.planning.fit import MODES, Candidate, Speed
+from trainfit.planning.question import Choice, Question
+
+
+def reasons_for(
+    question: Question,
+    profile: HardwareProfile,
+    basis: Basis,
+    weighed: Weighed,
+    held: Target,
+    compiling: Compiling,
+) -> list[Reason]:
+    """Every setting with its reason."""
+    gpu = profile.gpus[0] if profile.gpus else None
+    best = weighed.best
+    cut = best.cutting.cut
+    length = question.workload.max_length
+    batch = decide.pinned(question, "batch_size") or Choice(
+        value=max(1, math.ceil(cut.tokens / length)),
+        why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}",
+    )
+    fill = best.cutting.tokens / best.cutting.computed
+    choices = {
+        "precision": basis.precision,
+        **({} if basis.threads is None else {"num_threads": basis.threads}),
+        "tf32": basis.tf32,
+        "packed": basis.packed,
+        "attention": basis.attention,
+        "effective_batch_size": basis.effective,
+        "batch_size": batch,
+        "micro_batch_tokens": Choice(
+            value=cut.tokens, why=f"fitted to the steps: {fill:.1%} of it are tokens of the data"
+        ),
+        "gradient_accumulation_steps": _accumulation(question, basis, weighed, held),
+        "gradient_checkpointing": _checkpointing(question, basis, weighed, held),
+        "compile": compiling.choice,
+        "optimizer": decide.optimizer(question),
+        **decide.loader(question, profile, gpu),
+        "eval_batch_size": decide.eval_batch(question, batch.value),
+    }
+    return [
+        Reason(setting=name, value=c.value, why=c.why, alternatives=c.alternatives)
+        for name, c in choices.items()
+    ]
+
+
+def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Target) -> Choice:
+    best = weighed.best
+    count, total = best.cutting.cut.micro_batches, basis.effective.value
+    pin = decide.pinned(question, "gradient_accumulation_steps")
+    if pin is not None and pin.value == count:
+        return pin
+    if count == 1:
+        return Choice(value=1, why=f"all {total} sequences of a step go through at once")
+    fewer = [
+        c
+        for c in weighed.candidates
+        if c.checkpointing == best.checkpointing and c.cutting.cut.micro_batches < count
+    ]
+    alternatives = tuple(
+        f"{c.cutting.cut.micro_batches}: {c.taken.peak_allocated / GIB:.1f} GiB"
+        for c in sorted(fewer, key=lambda c: -c.cutting.cut.micro_batches)[:2]
+    )
+    tight = fewer and min(c.taken.peak_allocated for c in fewer) > held.capacity
+    plain = basis.cuttings[basis.plain].cut.micro_batches
+    if count < plain:
+        limit = f"since {plain}, which pad less, take the GPU longer to be given"
+    else:
+        limit = "fewer do not fit" if tight else "which pads the least"
+    return Choice(
+        value=count,
+        why=f"{total} sequences cut into {count} micro-batches, {limit}",
+        alternatives=alternatives,
+    )
+
+
+_CHECKPOINTING = {
+    "none": "the activations fit, so nothing is computed twice",
+    "selective": "every second block is computed again: the fastest that fits",
+    "full": "every block is computed again: the fastest that fits",
+}
+
+
+def _checkpointing(question: Question, basis: Basis, weighed: Weighed, held: Target) -> Choice:
+    best = weighed.best
+    if basis.checkpointing is not None:
+        return basis.checkpointing
+    if question.workload.method == "frozen":
+        return Choice(value="none", why="a frozen encoder keeps nothing for a backward pass")
+    if not weighed.fits:
+        return Choice(value=best.checkpointing, why="what takes the least memory; it does not fit")
+    others = [
+        _rival(mode, [c for c in weighed.candidates if c.checkpointing == mode], best, held)
+        for mode in MODES
+        if mode != best.checkpointing
+    ]
+    return Choice(
+        value=best.checkpointing,
+        why=_CHECKPOINTING[best.checkpointing],
+        alternatives=tuple(others),
+    )
+
+
+def _rival(mode: str, rivals: Sequence[Candidate], best: Candidate, held: Target) -> str:
+    """How another way of checkpointing fares."""
+    if not rivals:
+        return f"{mode}: computes {'half' if mode == 'selective' else 'all'} of the blocks twice"
+    fitting = [c for c in rivals if c.taken.peak_allocated <= held.capacity]
+    if not fitting:
+        need = min(c.taken.peak_allocated for c in rivals) / GIB
+        return f"{mode}: needs {need:.1f} GiB at the least"
+    if best.seconds and fitting[0].seconds:
+        return f"{mode}: {fitting[0].seconds / best.seconds - 1:+.0%} time"
+    return f"{mode}: fits too"
+
+
+_SHORTEST = 64
+
+
+def what_would_fit(
+    question: Question, arguments: dict[str, Any], best: Candidate, held: Target, thorough: bool
+) -> tuple[str, ...]:
+    """Lines of advice, those that change the least first; `best` is the smallest of the plan."""
+    lines = []
+    need = best.taken.peak_allocated
+    pinned = [
+        name
+        for name in ("batch_size", "gradient_checkpointing", "precision")
+        if name in question.pins and question.pins[name].origin != "default"
+    ]
+    if pinned:
+        lines.append(f"leave {' and '.join(pinned)} to the plan")
+    if thorough:
+        lines += _other_methods(question, arguments, best, held)
+        lines += _shorter(question, arguments, best, held)
+    larger = _smallest_gpu(need)
+    if larger is not None:
+        lines.append(f"the smallest GPU of the catalogue that holds it: {larger}")
+    return tuple(lines)
+
+
+def _other_methods(
+    question: Question, arguments: dict[str, Any], best: Candidate, held: Target
+) -> list[str]:
+    if question.causal or question.workload.method != "full":
+        return []
+    base = arguments | best.cutting.shape
+    asked = {
+        "LoRA (model.method=lora)": {"method": "lora", "checkpointing": "full"},
+        "a frozen encoder (model.freeze_encoder=true)": {
+            "method": "frozen",
+            "checkpointing": "none",
+        },
+    }
+    half = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[arguments["precision"]]
+    shapes = [base | change | {"dtype": half} for change in asked.values()]
+    found = take(question.factory, shapes, (held,), question.layers)
+    return [
+        f"{name}: {taken[0].peak_allocated / GIB:.1f} GiB"
+        for name, taken in zip(asked, found, strict=True)
+        if taken[0].peak_allocated <= held.capacity
+    ]
+
+
+def _shorter(
+    question: Question, arguments: dict[str, Any], best: Candidate, held: Target
+) -> list[str]:
+    """The longest length, by halves, with which a single sequence fits."""
+    shape = best.cutting.shape
+    length = question.workload.max_length // 2
+    tried: list[int] = []
+    while length >= _SHORTEST and len(tried) < 2:
+        tried.append(length)
+        length //= 2
+    if not tried:
+        return []
+    shapes = [
+        arguments
+        | shape
+        | {"checkpointing": best.checkpointing, "rows": 1, "width": width}
+        | ({"lengths": [width], "slots": 1} if shape["slots"] is not None else {})
+        for width in tried
+    ]
+    found = take(question.factory, shapes, (held,), question.layers)
+    for width, taken in zip(tried, found, strict=True):
+        if taken[0].peak_allocated <= held.capacity:
+            need = taken[0].peak_allocated / GIB
+            return [f"data.max_length={width}: {need:.1f} GiB with one sequence at a time"]
+    return []
+
+
+def _smallest_gpu(need: float) -> str | None:
+    able = [
+        spec
+        for spec in gpus()
+        if (spec.memory_gib - CONTEXT_GIB) * (1 - MARGIN) * GIB >= need and spec.vendor == "nvidia"
+    ]
+    if not able:
+        return None
+    smallest = min(able, key=lambda spec: (spec.memory_gib, -spec.bandwidth_gbs))
+    return f"{smallest.slug} ({smallest.memory_gb:g} GB)"
+
+
+def memory_of(
+    best: Candidate, target: Target, gpu: Gpu | None, fits: bool | None, compiled: bool = False
+) -> MemoryEstimate:
+    """Where the memory of a step goes."""
+    taken = best.taken
+    return MemoryEstimate(
+        weights_gib=taken.weights / GIB,
+        adapters_gib=taken.adapters / GIB,
+        gradients_gib=taken.gradients / GIB,
+        optimizer_gib=taken.optimizer / GIB,
+        activations_gib=taken.activations / GIB,
+        workspace_gib=taken.workspace / GIB,
+        peak_allocated_gib=taken.peak_allocated / GIB,
+        peak_reserved_gib=min(taken.peak_reserved, target.capacity) / GIB
+        if fits
+        else taken.peak_reserved / GIB,
+        capacity_gib=target.capacity / GIB,
+        fits=taken.peak_allocated <= target.capacity if fits is None else fits,
+        error_percent=None if gpu is None else recorded_error(gpu.compute_capability, compiled),
+    )
+
+
+def time_of(
+    question: Question, best: Candidate, speed: Speed, ranks: int, effective: int
+) -> TimeEstimate | None:
+    """How fast it runs, or None where there is no peak to reckon with."""
+    if speed.gpu is None or best.seconds is None:
+        return None
+    step = best.seconds
+    work = question.workload
+    steps = math.ceil(work.sequences / effective)
+    peak = speed.gpu.peak_tflops(speed.precision)
+    epoch = steps * step
+    total = epoch * work.epochs
+    hours = total / 3600
+    return TimeEstimate(
+        tokens_per_second=best.cutting.tokens * ranks / step,
+        samples_per_second=effective / step,
+        mfu=None if not peak else best.flops / (step * peak * 1e12),
+        step_seconds=step,
+        epoch_seconds=epoch,
+        total_seconds=total,
+        error_percent=recorded_time_error(speed.gpu.compute_capability),
+        energy_kwh=None if question.watts is None else hours * question.watts / 1000,
+        cost=None if question.price_per_hour is None else hours * question.price_per_hour,
+    )

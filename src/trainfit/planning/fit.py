@@ -1,0 +1,268 @@
+"""Which cut of the step, with how much recomputed, fits the memory and is the fastest."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import numpy as np
+
+from trainfit.core.records import Measurements, Precision
+from trainfit.hardware.catalogue import GpuSpec
+from trainfit.packing import Cut, PackedCut, cut_step, deal_steps, measure_fill
+from trainfit.packing.steps import IntArray
+from trainfit.planning.estimator.estimate import Target
+from trainfit.planning.estimator.probes import Taken, both, exactly, take
+from trainfit.planning.estimator.step_time import Seconds, count_flops, rates, seconds
+
+Checkpointing = Literal["none", "selective", "full"]
+MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+_LOOKED_AT = 64
+"""Steps of an epoch whose micro-batches are cut to know their shapes."""
+_WORTH_IT = 0.95
+"""Of the time: what a cut into fewer micro-batches, which pads more, has to promise."""
+_PROBED = 2
+"""Micro-batches in a probe: from the second on, gradients are there beside the activations."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cutting:
+    """A cut of the steps of a job, and what a step then computes."""
+
+    cut: Cut
+    rows: int
+    width: int
+    """Of the micro-batch that takes the most memory."""
+    lengths: tuple[int, ...]
+    """Of the sequences of a usual packed micro-batch."""
+    computed: float
+    """Tokens per step on a rank, filler and padding included."""
+    tokens: float
+    """Tokens per step on a rank, of the data."""
+
+    @property
+    def probed(self) -> int:
+        """Micro-batches that a probe runs."""
+        return min(self.cut.micro_batches, _PROBED)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        """As a probe wants it."""
+        slots = self.cut.slots if isinstance(self.cut, PackedCut) else None
+        return {
+            "rows": self.rows,
+            "width": self.width,
+            "slots": slots,
+            "lengths": list(self.lengths) if slots is not None else None,
+            "micro_batches": self.probed,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Speed:
+    """What times are reckoned with."""
+
+    gpu: GpuSpec | None
+    precision: Precision
+    tf32: bool
+    measured: Measurements | None = None
+    """What `check --measure` found on this machine."""
+
+    def step_seconds(
+        self, taken: Taken, cutting: Cutting, probed: Cutting | None = None
+    ) -> float | None:
+        """The time of a step, or None where there is no peak to reckon with.
+
+        What it takes may have been found by a step that was cut otherwise, as `probed` was.
+        """
+        if self.gpu is None:
+            return None
+        found = rates(self.gpu, self.precision, self.tf32, self.measured)
+        if found is None:
+            return None
+        total = Seconds()
+        for weight, done in taken.done:
+            total = total.plus(seconds(done, found), weight)
+        probed = probed or cutting
+        tokens = probed.probed * probed.rows * probed.width
+        return total.step(cutting.computed / tokens, cutting.cut.micro_batches / probed.probed)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A cut and a way of checkpointing, with what they take."""
+
+    checkpointing: Checkpointing
+    cutting: Cutting
+    taken: Taken
+    seconds: float | None
+    """Of a step; None where there is no peak to reckon with."""
+    flops: float
+    """That a step must do on a rank, for real tokens."""
+
+
+def look_at(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) -> Cutting:
+    """Cut the first steps of an epoch, as training will."""
+    steps = deal_steps(lengths, effective, seed, 0)
+    whole = [step for step in steps[:_LOOKED_AT] if len(step) == min(effective, len(lengths))]
+    parts = [cut_step(lengths, step, cut, ranks)[0] for step in whole or steps[:1]]
+    batches = [batch for part in parts for batch in part if batch.sequences]
+    # Attention may grow with the square of the width, so a wide micro-batch counts for more.
+    worst = max(batches, key=lambda b: b.rows * b.width * (b.width + 1024))
+    usual = sorted(batches, key=lambda b: b.tokens)[len(batches) // 2]
+    fill = measure_fill(batches)
+    return Cutting(
+        cut=cut,
+        rows=worst.rows,
+        width=worst.width,
+        lengths=tuple(lengths[np.array(usual.sequences)].tolist()),
+        computed=fill.capacity / len(parts),
+        tokens=fill.tokens / len(parts),
+    )
+
+
+class Fitter:
+    """Weighs the candidates of one job for GPUs of one kind.
+
+    Probes take seconds, so nothing is asked twice and only the ends of a ladder are asked about:
+    in between, and between no and full checkpointing, memory and work lie on a line.
+    """
+
+    def __init__(
+        self,
+        factory: str,
+        arguments: dict[str, Any],
+        layers: int,
+        cuttings: Sequence[Cutting],
+        targets: tuple[Target, ...],
+        plain: int = 0,
+    ) -> None:
+        """Weigh these cuts of a job's steps on all `targets`; that at `plain` pads the least."""
+        self.cuttings, self._plain = cuttings, plain
+        self._factory, self._arguments, self._layers = factory, arguments, layers
+        self._targets = targets
+        self._known: dict[tuple[Checkpointing, int], list[Taken]] = {}
+        # From the second micro-batch on, gradients are there beside activations: another line.
+        second = 1 if cuttings[0].probed == 1 and len(cuttings) > 1 else 0
+        self._ends = sorted({0, second, len(cuttings) - 1})
+
+    def candidates(self, at: int, modes: Sequence[Checkpointing], speed: Speed) -> list[Candidate]:
+        """Every cut with each of these ways of checkpointing, on the target at `at`, fastest first.
+
+        Without times: keep activations before cutting finer, and both before recomputing.
+        """
+        made = [
+            self._candidate(mode, rung, at, speed)
+            for mode in modes
+            for rung in range(len(self.cuttings))
+        ]
+        if made[0].seconds is None:  # nothing speaks for more padding
+            plain = self.cuttings[self._plain :]
+            made = [candidate for candidate in made if candidate.cutting in plain]
+        return sorted(
+            made,
+            key=lambda c: (c.seconds or 0.0, MODES.index(c.checkpointing), -c.cutting.cut.tokens),
+        )
+
+    def quickest(self, target: Target, speed: Speed, compile: bool) -> tuple[Candidate, Candidate]:
+        """The one that computes nothing twice, with as few micro-batches as make it the fastest.
+
+        By small depths, and run with all its layers, compiled or not.
+        """
+        by_depths, ran = self._both(self._plain, target, speed, compile)
+        at = self._fewer(ran, speed)
+        return (by_depths, ran) if at is None else self._both(at, target, speed, compile)
+
+    def _fewer(self, ran: Candidate, speed: Speed) -> int | None:
+        """Which of the cuts into fewer micro-batches is faster than the one that was run."""
+        times = [
+            speed.step_seconds(ran.taken, cutting, ran.cutting) or math.inf
+            for cutting in self.cuttings[: self._plain]
+        ]
+        if not times or ran.seconds is None or min(times) > _WORTH_IT * ran.seconds:
+            return None
+        return times.index(min(times))
+
+    def _both(
+        self, rung: int, target: Target, speed: Speed, compile: bool
+    ) -> tuple[Candidate, Candidate]:
+        shape, whole = (self._shape("none", self.cuttings[rung], on) for on in (False, compile))
+        told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
+        self._known["none", rung] = told
+        by_depths = self._candidate("none", rung, 0, speed)
+        return by_depths, _run(by_depths, taken, speed)
+
+    def exact(
+        self, candidate: Candidate, target: Target, speed: Speed, compile: bool = False
+    ) -> Candidate:
+        """The candidate run with all its layers, its blocks compiled or not."""
+        shape = self._shape(candidate.checkpointing, candidate.cutting, compile)
+        (taken,) = exactly(self._factory, shape, (target,))
+        return _run(candidate, taken, speed)
+
+    def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> Candidate:
+        cutting, plain = self.cuttings[rung], self.cuttings[self._plain]
+        taken = self._taken(mode, rung, at)
+        # What a step must do is what it does without checkpointing.
+        done = _flops(self._taken("none", self._plain, at))
+        must = done / (plain.probed * plain.rows * plain.width)
+        return Candidate(
+            checkpointing=mode,
+            cutting=cutting,
+            taken=taken,
+            seconds=speed.step_seconds(taken, cutting),
+            flops=must * cutting.tokens,
+        )
+
+    def _taken(self, mode: Checkpointing, rung: int, at: int) -> Taken:
+        if mode == "selective":  # every second block
+            return _between(self._taken("none", rung, at), self._taken("full", rung, at), 0.5)
+        if (mode, rung) not in self._known and rung in self._ends:
+            self._ask([(kind, end) for kind in ("none", mode) for end in self._ends])
+        if (mode, rung) in self._known:
+            return self._known[mode, rung][at]
+        low, high = self._ends[-2:]
+        sizes = [self.cuttings[end].rows * self.cuttings[end].width for end in (low, rung, high)]
+        share = (sizes[1] - sizes[0]) / ((sizes[2] - sizes[0]) or 1)
+        return _between(self._taken(mode, low, at), self._taken(mode, high, at), share)
+
+    def _ask(self, wanted: Sequence[tuple[Checkpointing, int]]) -> None:
+        asked = [each for each in dict.fromkeys(wanted) if each not in self._known]
+        shapes = [self._shape(mode, self.cuttings[rung]) for mode, rung in asked]
+        found = take(self._factory, shapes, self._targets, self._layers)
+        self._known |= dict(zip(asked, found, strict=True))
+
+    def _shape(
+        self, mode: Checkpointing, cutting: Cutting, compile: bool = False
+    ) -> dict[str, Any]:
+        shape = self._arguments | cutting.shape | {"checkpointing": mode}
+        return shape | {"compile": True} if compile else shape
+
+
+def _run(candidate: Candidate, taken: Taken, speed: Speed) -> Candidate:
+    """The candidate with what it took when it was run."""
+    spent = speed.step_seconds(taken, candidate.cutting)
+    return replace(candidate, taken=taken, seconds=spent)
+
+
+def _between(low: Taken, high: Taken, share: float) -> Taken:
+    def line(name: str) -> float:
+        first: float = getattr(low, name)
+        second: float = getattr(high, name)
+        return first + share * (second - first)
+
+    names = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
+    return Taken(
+        **{name: line(name) for name in (*names, "peak_allocated", "peak_reserved")},
+        fits=None,
+        done=(
+            *((weight * (1 - share), done) for weight, done in low.done),
+            *((weight * share, done) for weight, done in high.done),
+        ),
+    )
+
+
+def _flops(taken: Taken) -> float:
+    return sum(weight * count_flops(done) for weight, done in taken.done)

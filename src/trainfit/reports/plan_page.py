@@ -1,0 +1,302 @@
+"""A plan in a terminal: whether it fits, what is set and why, where the memory goes, how long."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from trainfit.core.records import Measurement, MemoryEstimate, Plan, Reason, Scalar, TimeEstimate
+
+UNRECORDED = "not recorded on this architecture"
+SETTINGS = (
+    "precision",
+    "weights_dtype",
+    "packed",
+    "attention",
+    "batch_size",
+    "micro_batch_tokens",
+    "gradient_accumulation_steps",
+    "effective_batch_size",
+    "gradient_checkpointing",
+    "compile",
+    "compile_mode",
+    "optimizer",
+    "num_workers",
+    "pin_memory",
+    "persistent_workers",
+    "prefetch_factor",
+    "eval_batch_size",
+)
+"""Fields of a plan that a person may want to set; each is shown, with its reason if it has one."""
+_BAR = 24
+
+
+def plan_page(plan: Plan) -> RenderableType:
+    """The page of `trainfit plan`; its first line says whether the run fits."""
+    parts: list[RenderableType] = [verdict(plan), Text(_workload(plan), "dim")]
+    parts += [Text(f"Assumed: {line}", "dim") for line in plan.assumptions]
+    parts += ["", _settings(plan), *_unexplained(plan)]
+    if plan.memory is not None:
+        parts += ["", _memory(plan.memory)]
+    if plan.time is not None:
+        parts += ["", _time(plan.time)]
+    if plan.measurements:
+        parts += ["", _measured(plan.measurements)]
+    if plan.advice:
+        parts.append("")
+    parts += [Text.assemble(("Advice: ", "bold yellow"), line) for line in plan.advice]
+    return Group(*parts)
+
+
+def verdict(plan: Plan) -> Text:
+    """Whether it fits, and by how much, in one line."""
+    text = Text("Fits" if plan.fits else "Does not fit", "bold green" if plan.fits else "bold red")
+    text.append(f" {plan.gpu or 'this machine'}", "bold")
+    if plan.memory is None:
+        return text.append(": memory not estimated", "not bold default")
+    memory = plan.memory
+    share = memory.peak_reserved_gib / memory.capacity_gib
+    peak = f"{memory.peak_reserved_gib:.2f} GiB {_error(memory)}".rstrip()
+    of = f"{memory.capacity_gib:.2f} GiB ({share:.0%})"
+    return text.append(f": predicted peak {peak} of {of}", "not bold default")
+
+
+def duration(seconds: float) -> str:
+    """A time as a person would say it: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for size, name, step, rest in units:
+        whole = round(seconds / step) * step  # rounded first, so that no "60 min" is left over
+        if whole >= size:
+            return f"{whole // size:,} {name} {whole % size // step} {rest}"
+    raise AssertionError(seconds)
+
+
+def _workload(plan: Plan) -> str:
+    load = plan.workload
+    ranks = "" if plan.ranks == 1 else f" over {plan.ranks} ranks"
+    return (
+        f"{load.sequences:,} sequences of up to {load.max_length:,} tokens, {load.epochs:g} "
+        f"epochs, effective batch {plan.effective_batch_size}{ranks}, method {load.method}"
+    )
+
+
+def _settings(plan: Plan) -> Table:
+    table = Table(title="Settings", title_justify="left", box=None, pad_edge=False)
+    table.add_column("setting", no_wrap=True)
+    table.add_column("value")
+    table.add_column("why")
+    for reason in plan.reasons:
+        table.add_row(Text(reason.setting), Text(_value(reason.value), "bold"), _why(reason))
+    return table
+
+
+def _why(reason: Reason) -> Text:
+    text = Text(reason.why)
+    if reason.alternatives:
+        text.append(f"\nnot: {'; '.join(reason.alternatives)}", "dim")
+    return text
+
+
+def _unexplained(plan: Plan) -> list[Text]:
+    """The settings without a reason of their own, so that every one is on the page."""
+    explained = {reason.setting.split(".")[-1] for reason in plan.reasons}
+    rest = [name for name in SETTINGS if name not in explained]
+    text = ", ".join(f"{name} {_value(getattr(plan, name))}" for name in rest)
+    return [Text(f"also: {text}", "dim")] if rest else []
+
+
+def _memory(memory: MemoryEstimate) -> Table:
+    parts = [
+        ("weights", memory.weights_gib),
+        *([("adapters", memory.adapters_gib)] if memory.adapters_gib else []),
+        ("gradients", memory.gradients_gib),
+        ("optimizer", memory.optimizer_gib),
+        ("activations", memory.activations_gib),
+        ("workspace", memory.workspace_gib),
+    ]
+    allocated, reserved = memory.peak_allocated_gib, memory.peak_reserved_gib
+    together = "less than the sum: gradients come as activations go"
+    table = Table(title="Memory in GiB", title_justify="left", box=None, pad_edge=False)
+    table.add_column("part", no_wrap=True)
+    table.add_column("GiB", justify="right")
+    table.add_column(f"of {memory.capacity_gib:.2f}")
+    for name, size in parts:
+        table.add_row(name, f"{size:.2f}", _bar(size, memory.capacity_gib, "cyan"))
+    apart = sum(size for _, size in parts) - allocated
+    table.add_row(
+        Text("allocated at the peak", "bold"),
+        Text(f"{allocated:.2f}", "bold"),
+        Text(together if apart >= 0.005 else "", "dim"),
+    )
+    table.add_row(
+        "reserve", f"{reserved - allocated:.2f}", _bar(reserved - allocated, memory.capacity_gib)
+    )
+    table.add_row(
+        Text("reserved at the peak", "bold"),
+        Text(f"{reserved:.2f}", "bold"),
+        _bar(reserved, memory.capacity_gib, "green" if memory.fits else "red"),
+    )
+    left = memory.capacity_gib - reserved
+    over = "given back in the run" if memory.fits else "missing"
+    error = Text(f"error {_error(memory) or UNRECORDED}", "dim")
+    table.add_row("headroom" if left >= 0 else over, f"{abs(left):.2f}", error)
+    return table
+
+
+def _bar(size: float, capacity: float, style: str = "cyan") -> ProgressBar:
+    return ProgressBar(
+        total=capacity,
+        completed=min(max(size, 0.0), capacity),
+        width=_BAR,
+        complete_style=style,
+        finished_style=style,
+    )
+
+
+def _time(time: TimeEstimate) -> RenderableType:
+    rows: list[tuple[str, float | None, str]] = [
+        ("tokens/s", time.tokens_per_second, "{:,.0f}"),
+        ("samples/s", time.samples_per_second, "{:,.1f}"),
+        ("MFU", time.mfu, "{:.1%}"),
+    ]
+    cells = [(name, None if n is None else form.format(n)) for name, n, form in rows]
+    cells += [
+        (name, None if n is None else duration(n))
+        for name, n in (
+            ("step", time.step_seconds),
+            ("epoch", time.epoch_seconds),
+            ("total", time.total_seconds),
+        )
+    ]
+    if all(cell is None for _, cell in cells):
+        return Text(f"Time: {UNRECORDED}")
+    table = Table(title="Time", title_justify="left", box=None, pad_edge=False, show_header=False)
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for name, cell in cells:
+        table.add_row(name, UNRECORDED if cell is None else cell)
+    if time.energy_kwh is not None:
+        table.add_row("energy", f"{time.energy_kwh:,.2f} kWh")
+    if time.cost is not None:
+        table.add_row("cost", f"{time.cost:,.2f}")
+    table.add_row("error", _error(time) or UNRECORDED)
+    return table
+
+
+def _measured(items: Sequence[Measurement]) -> Table:
+    table = Table(title="Measured", title_justify="left", box=None, pad_edge=False)
+    table.add_column("what")
+    for heading in ("median", "samples"):
+        table.add_column(heading, justify="right")
+    for item in items:
+        median = Text(f"{item.value:.4g} {item.unit}")
+        table.add_row(Text(item.name), median, str(len(item.samples)))
+    return table
+
+
+def _error(estimate: MemoryEstimate | TimeEstimate) -> str:
+    return "" if estimate.error_percent is None else f"± {estimate.error_percent:.1f}%"
+
+
+def _value(value: Scalar) -> str:
+    words = {True: "true", False: "false", None: "none"}
+    if value is None or isinstance(value, bool):
+        return words[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+_UNKNOWN = "–"
+_COLUMNS: tuple[tuple[str, Literal["left", "right"]], ...] = (
+    ("fits", "left"),
+    ("type", "left"),
+    ("batch", "right"),
+    ("ckpt", "left"),
+    ("peak of GiB", "right"),
+    ("samples/s", "right"),
+    ("total", "right"),
+    ("±", "right"),
+)
+_CHECKPOINTING = {"none": _UNKNOWN, "selective": "part", "full": "full"}
+_UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (0.001, "ms"))
+
+
+def comparison(rows: Iterable[tuple[str, Plan]]) -> Table:
+    """The plans for many GPUs: those that fit first, and of these the fastest first."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
+    table.add_column("GPU", overflow="fold")  # the one that may take two lines
+    for heading, justify in _COLUMNS:
+        table.add_column(heading, justify=justify, no_wrap=True)
+    for slug, plan in ranked(rows):
+        table.add_row(*_compared(slug, plan), style="" if plan.fits else "dim")
+    return table
+
+
+def comparison_data(rows: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
+    """What `comparison` shows, as plain data for a program, in the same order."""
+    return [
+        {
+            "gpu": slug,
+            "memory_gib": plan.memory.capacity_gib if plan.memory else None,
+            "fits": plan.fits,
+            "precision": plan.precision,
+            "batch_size": plan.batch_size,
+            "gradient_accumulation_steps": plan.gradient_accumulation_steps,
+            "gradient_checkpointing": plan.gradient_checkpointing,
+            "peak_reserved_gib": plan.memory.peak_reserved_gib if plan.memory else None,
+            "memory_error_percent": plan.memory.error_percent if plan.memory else None,
+            "samples_per_second": plan.time.samples_per_second if plan.time else None,
+            "total_seconds": plan.time.total_seconds if plan.time else None,
+            "time_error_percent": plan.time.error_percent if plan.time else None,
+        }
+        for slug, plan in ranked(rows)
+    ]
+
+
+def ranked(rows: Iterable[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
+    """Those that fit first, then the fastest first; of unknown speed last, by name."""
+
+    def order(row: tuple[str, Plan]) -> tuple[bool, float, str]:
+        speed = row[1].time.samples_per_second if row[1].time else None
+        return not row[1].fits, -(speed or 0.0), row[0]
+
+    return sorted(rows, key=order)
+
+
+def _compared(slug: str, plan: Plan) -> list[str | Text]:
+    memory, time = plan.memory, plan.time
+    peak = _UNKNOWN
+    if memory is not None:
+        peak = f"{memory.peak_reserved_gib:.1f} of {memory.capacity_gib:.1f}"
+    return [
+        Text(slug),
+        "yes" if plan.fits else "no",
+        plan.precision,
+        f"{plan.batch_size} × {plan.gradient_accumulation_steps}",
+        _CHECKPOINTING[plan.gradient_checkpointing],
+        peak,
+        *([_UNKNOWN] * 3 if time is None else _speed(time)),
+    ]
+
+
+def _speed(time: TimeEstimate) -> list[str]:
+    samples, total, error = time.samples_per_second, time.total_seconds, time.error_percent
+    return [
+        _UNKNOWN if samples is None else f"{samples:,.1f}",
+        _UNKNOWN if total is None else _short(total),
+        _UNKNOWN if error is None else f"{error:.0f}%",
+    ]
+
+
+def _short(seconds: float) -> str:
+    """A time in one unit, for a narrow column."""
+    size, unit = next((row for row in _UNITS if seconds >= row[0]), _UNITS[-1])
+    return f"{seconds / size:,.1f} {unit}"

@@ -1,0 +1,307 @@
+"""Memory against batch size as a picture: a bar per batch size, and the line of the capacity."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from html import escape
+from pathlib import Path
+
+from trainfit.core.errors import BadInput
+from trainfit.core.files import check_output, write_output
+from trainfit.core.records import MemoryEstimate
+from trainfit.reports.model import shown
+from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+
+_STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328; }
+.title { font-size: 16px; font-weight: 600; }
+.small { font-size: 11px; }
+.middle { text-anchor: middle; }
+.end { text-anchor: end; }
+.back { fill: #ffffff; }
+.grid { stroke: #d0d7de; stroke-width: 1; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; }
+  .back { fill: #0d1117; }
+  .grid { stroke: #30363d; }
+}
+"""
+
+
+def picture(width: int, height: int, title: str, style: str, body: Iterable[str]) -> str:
+    """The SVG; its colours follow the reader's light or dark setting."""
+    return "\n".join(
+        [
+            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
+            f'width="{width}" height="{height}" role="img" aria-label="{escaped(title)}">',
+            f"<style>{_STYLE.strip()}\n{style.strip()}\n</style>",
+            f'<rect class="back" width="{width}" height="{height}"/>',
+            *body,
+            "</svg>\n",
+        ]
+    )
+
+
+def text_at(x: float, y: float, content: str, kind: str) -> str:
+    """A text of the classes `kind`."""
+    return f'<text class="{kind}" x="{x:.2f}" y="{y:.2f}">{escaped(content)}</text>'
+
+
+def escaped(text: str) -> str:
+    """Text for XML, which knows no control characters, not even escaped ones."""
+    return escape("".join(c if c.isprintable() else " " for c in text))
+
+
+def axis_top(value: float) -> float:
+    """The next round number that leaves about five lines under it."""
+    step = _tick(value)
+    return math.ceil(value / step) * step
+
+
+def ticks(top: float) -> list[float]:
+    """From 0 to the top of an axis."""
+    step = _tick(top)
+    return [n * step for n in range(round(top / step) + 1)]
+
+
+def _tick(value: float) -> float:
+    rough = value / 5
+    power = 10.0 ** math.floor(math.log10(rough))
+    return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
+
+
+Point = tuple[int, MemoryEstimate]
+
+PLAN_WIDTH, HEIGHT = 760, 420
+LEFT, RIGHT, TOP, BOTTOM = 64, 24, 84, 52
+_LABEL = 30  # the width that a number needs
+_PARTS = ("weights", "optimizer", "gradients", "activations", "rest")
+_PLAN_STYLE = """
+.capacity { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 6 4; }
+.chosen { fill: none; stroke: #1f2328; stroke-width: 2; }
+.weights { fill: #2f6fb5; }
+.optimizer { fill: #8a63c9; }
+.gradients { fill: #d98324; }
+.activations { fill: #2e9461; }
+.rest { fill: #8b949e; }
+.over { opacity: 0.4; }
+@media (prefers-color-scheme: dark) {
+  .capacity { stroke: #ff7b72; }
+  .chosen { stroke: #e6edf3; }
+}
+"""
+
+
+def memory_plot(
+    points: Sequence[Point], capacity_gib: float, chosen: int | None, title: str
+) -> str:
+    """The picture as SVG; `chosen` is the batch size that the plan has, one of the points'."""
+    points = sorted(points, key=lambda point: point[0])
+    sizes = [size for size, _ in points]
+    if not points or (chosen is not None and chosen not in sizes):
+        raise ValueError(f"the points are at {sizes}, and the chosen one at {chosen}")
+    top = axis_top(max(capacity_gib, *(memory.peak_reserved_gib for _, memory in points)) * 1.05)
+    pitch = (PLAN_WIDTH - LEFT - RIGHT) / len(points)
+    every = math.ceil(_LABEL / pitch)
+    body = [text_at(LEFT, 26, title, "title"), *_legend(capacity_gib), *_plan_grid(top)]
+    for index, (size, memory) in enumerate(points):
+        middle, peak = LEFT + pitch * (index + 0.5), memory.peak_reserved_gib
+        width = min(pitch * 0.7, 64)
+        body += _plan_bar(memory, middle, width, top)
+        if size == chosen:
+            body += _frame(middle, width, _y(peak, top))
+        if size == chosen or index % every == 0:
+            body.append(text_at(middle, _y(peak, top) - 6, f"{peak:.1f}", "small middle"))
+            body.append(text_at(middle, HEIGHT - BOTTOM + 18, str(size), "middle"))
+    body.append(_line(_y(capacity_gib, top), "capacity"))
+    body.append(text_at((LEFT + PLAN_WIDTH - RIGHT) / 2, HEIGHT - 10, "batch size", "middle"))
+    return picture(PLAN_WIDTH, HEIGHT, title, _PLAN_STYLE, body)
+
+
+def write_plot(path: Path, svg: str) -> None:
+    """Write the picture whole; a PNG needs the optional package cairosvg."""
+    check_plot(path)
+    content = svg if path.suffix.lower() == ".svg" else _png(svg)
+    write_output(path, content, "give another --plot")
+
+
+def check_plot(path: Path) -> None:
+    """Raise BadInput where no picture can be written, before anything is planned."""
+    if path.suffix.lower() not in (".svg", ".png"):
+        raise BadInput(f"cannot draw into {path}", "give a file that ends in .svg or .png")
+    check_output(path, "give another --plot")
+
+
+def parts_at_peak(memory: MemoryEstimate) -> dict[str, float]:
+    """What peak reserved memory is made of, in the order of the bars; the parts add up to it.
+
+    Gradients come as activations go, so only those count that are there at the peak.
+    """
+    weights = memory.weights_gib + memory.adapters_gib
+    lasting = weights + memory.optimizer_gib + memory.workspace_gib
+    room = memory.peak_allocated_gib - lasting - memory.activations_gib
+    parts = {
+        "weights": weights,
+        "optimizer": memory.optimizer_gib,
+        "gradients": min(max(room, 0.0), memory.gradients_gib),
+        "activations": memory.activations_gib,
+    }
+    left = memory.peak_reserved_gib
+    for name, size in parts.items():
+        parts[name] = min(size, left)
+        left -= parts[name]
+    return {**parts, "rest": left}
+
+
+def _png(svg: str) -> bytes:
+    try:
+        import cairosvg
+    except (ImportError, OSError):  # OSError: the package is there, the cairo library is not
+        raise BadInput(
+            "a PNG needs cairosvg, which is not here",
+            "pip install cairosvg, or give a file that ends in .svg",
+        ) from None
+    picture: bytes = cairosvg.svg2png(bytestring=svg.encode(), scale=2)
+    return picture
+
+
+def _y(gib: float, top: float) -> float:
+    return HEIGHT - BOTTOM - gib / top * (HEIGHT - TOP - BOTTOM)
+
+
+def _plan_bar(memory: MemoryEstimate, middle: float, width: float, top: float) -> list[str]:
+    base, drawn = 0.0, []
+    faded = "" if memory.fits else " over"
+    for name, gib in parts_at_peak(memory).items():
+        y, height = _y(base + gib, top), _y(base, top) - _y(base + gib, top)
+        drawn.append(
+            f'<rect class="{name}{faded}" x="{middle - width / 2:.2f}" y="{y:.2f}" '
+            f'width="{width:.2f}" height="{height:.2f}"><title>{name} {gib:.2f} GiB</title></rect>'
+        )
+        base += gib
+    return drawn
+
+
+def _frame(middle: float, width: float, y: float) -> list[str]:
+    frame = (
+        f'<rect class="chosen" x="{middle - width / 2 - 3:.2f}" y="{y - 3:.2f}" '
+        f'width="{width + 6:.2f}" height="{HEIGHT - BOTTOM - y + 3:.2f}"/>'
+    )
+    return [frame, text_at(middle, y - 20, "chosen", "small middle")]
+
+
+def _plan_grid(top: float) -> list[str]:
+    drawn = []
+    for value in ticks(top):
+        drawn.append(_line(_y(value, top), "grid"))
+        drawn.append(text_at(LEFT - 8, _y(value, top) + 4, f"{value:g}", "small end"))
+    return [*drawn, text_at(LEFT - 8, TOP - 12, "GiB", "small end")]
+
+
+def _legend(capacity_gib: float) -> list[str]:
+    drawn = []
+    for index, name in enumerate(_PARTS):
+        x = LEFT + index * 104
+        drawn.append(f'<rect class="{name}" x="{x}" y="42" width="12" height="12"/>')
+        drawn.append(text_at(x + 18, 52, name, "small"))
+    x = LEFT + len(_PARTS) * 104 - 30
+    drawn.append(f'<path class="capacity" d="M{x} 48h22"/>')
+    return [*drawn, text_at(x + 28, 52, f"capacity {capacity_gib:.1f} GiB", "small")]
+
+
+def _line(y: float, kind: str) -> str:
+    return f'<line class="{kind}" x1="{LEFT}" y1="{y:.2f}" x2="{PLAN_WIDTH - RIGHT}" y2="{y:.2f}"/>'
+
+
+LADDER_WIDTH = 860
+_ROW, _BAR = 26, 14
+_TOP = 76
+_SPEED = (176, 520)
+"""From where to where the bars of the speed-up go; behind them is room for their numbers."""
+_MEMORY = (640, 780)
+_LADDER_STYLE = """
+.one { stroke: #8b949e; stroke-width: 1; stroke-dasharray: 4 3; }
+.whisker { stroke: #1f2328; stroke-width: 1.5; fill: none; }
+.speed { fill: #2f6fb5; }
+.aside { fill: #8b949e; }
+.without { fill: #d98324; }
+.memory { fill: #2e9461; }
+@media (prefers-color-scheme: dark) {
+  .whisker { stroke: #e6edf3; }
+}
+"""
+
+
+def ladder_plot(ladder: Ladder) -> str:
+    """The picture as SVG; what could not be measured has its status in place of a bar."""
+    rows = [*ladder.steps, *ladder.without]
+    gap = 2 if ladder.without else 0
+    height = _TOP + _ROW * (len(rows) + gap) + 34
+    highs = [step.speedup.high for step in rows if step.speedup is not None]
+    fastest = axis_top(max(highs, default=1.0))
+    largest = axis_top(max((step.peak_memory_gib or 0.0 for step in rows), default=0.0) or 1.0)
+    name = f"{ladder.title}: " if ladder.title else ""
+    title = f"{name}one optimization after another, {ladder.device}"
+    bottom = height - 30
+    body = [
+        text_at(16, 26, title, "title"),
+        text_at(_SPEED[0], 50, "speed-up over the baseline, with 95% intervals", "small"),
+        text_at(_MEMORY[0], 50, "peak memory, GiB", "small"),
+        *_ladder_grid(_SPEED, fastest, bottom),
+        *_ladder_grid(_MEMORY, largest, bottom),
+        f'<path class="one" d="M{_x(1.0, fastest, _SPEED):.1f} {_TOP - 14}V{bottom}"/>',
+    ]
+    body += _rows(ladder.steps, _TOP, "speed", fastest, largest)
+    if ladder.without:
+        start = _TOP + _ROW * (len(ladder.steps) + gap)
+        body.append(text_at(16, start - 12, "The best without one of them", "small"))
+        body += _rows(ladder.without, start, "without", fastest, largest)
+    return picture(LADDER_WIDTH, height, title, _LADDER_STYLE, body)
+
+
+def _rows(
+    steps: Sequence[LadderStep], top: float, kind: str, fastest: float, largest: float
+) -> Iterator[str]:
+    for at, step in enumerate(steps):
+        y = top + at * _ROW
+        yield text_at(_SPEED[0] - 10, y + 11, step.name, "end")
+        if step.speedup is None:
+            yield text_at(_SPEED[0] + 6, y + 11, step.status, "small")
+        else:
+            tone = kind if step.kept else "aside"
+            value, low, high = step.speedup.value, step.speedup.low, step.speedup.high
+            label = f"{value:.2f}×"
+            yield _ladder_bar(tone, y, value, fastest, _SPEED, f"{step.name}: {label}")
+            ends = [_x(end, fastest, _SPEED) for end in (low, high)]
+            yield (
+                f'<path class="whisker" d="M{ends[0]:.1f} {y + 7}H{ends[1]:.1f}'
+                f'M{ends[0]:.1f} {y + 3}v8M{ends[1]:.1f} {y + 3}v8"/>'
+            )
+            yield text_at(max(ends[1], _x(value, fastest, _SPEED)) + 6, y + 11, label, "small")
+        if step.peak_memory_gib is not None:
+            label = shown(step.peak_memory_gib, "gib")
+            yield _ladder_bar("memory", y, step.peak_memory_gib, largest, _MEMORY, label)
+            end = _x(step.peak_memory_gib, largest, _MEMORY)
+            yield text_at(end + 6, y + 11, label.removesuffix(" GiB"), "small")
+
+
+def _ladder_bar(
+    kind: str, y: float, value: float, top: float, place: tuple[int, int], label: str
+) -> str:
+    width = _x(value, top, place) - place[0]
+    return (
+        f'<rect class="{kind}" x="{place[0]}" y="{y}" width="{width:.1f}" height="{_BAR}">'
+        f"<title>{escaped(label)}</title></rect>"
+    )
+
+
+def _ladder_grid(place: tuple[int, int], top: float, bottom: float) -> Iterator[str]:
+    for value in ticks(top):
+        x = _x(value, top, place)
+        yield f'<path class="grid" d="M{x:.1f} {_TOP - 14}V{bottom}"/>'
+        yield text_at(x, bottom + 16, f"{value:g}", "small middle")
+
+
+def _x(value: float, top: float, place: tuple[int, int]) -> float:
+    return place[0] + value / top * (place[1] - place[0])

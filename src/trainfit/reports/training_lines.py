@@ -1,0 +1,309 @@
+"""A training run as it is watched: a bar in a terminal, plain lines elsewhere, then the scores.
+
+Everything but the scores goes to standard error, so that a program can read standard output.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Table
+from rich.text import Text
+
+from trainfit.conf import Composed
+from trainfit.core import codec
+from trainfit.core.records import Event, RunResult
+from trainfit.engine.observers import Observer, TrainRow, plain_line
+from trainfit.engine.trackers import check_installed, gpu_trackers, open_trackers
+from trainfit.hardware.catalogue import find
+from trainfit.jobs.encoder_run import Show
+from trainfit.jobs.gpt_flops import targets
+from trainfit.jobs.gpt_result import GptResult, iter_line
+from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.scores import JobResult
+from trainfit.reports import terminal
+from trainfit.reports.plan_page import duration
+
+
+def gpt_page(result: GptResult) -> RenderableType:
+    """The losses, the speed, where the time went, and what to try next."""
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="dim")
+    table.add_column()
+    for name, value in (
+        ("validation loss", _beside(result)),
+        ("training loss", _number(result.train_loss, "{:.4f} in the last lines of the log")),
+        ("speed", _number(result.tokens_per_second, "{:,.0f} tokens/s")),
+        ("mfu", _mfu(result)),
+        ("memory", _number(result.peak_memory_gib, "{:.2f} GiB at the most")),
+        ("time", _time(result)),
+        ("events", ", ".join(sorted({event.kind for event in result.events})) or "none"),
+    ):
+        table.add_row(name, value)
+    parts: list[RenderableType] = [table]
+    if result.next_steps:
+        steps = "  then  ".join(result.next_steps)
+        parts.append(Text(f"To use the GPU better, try in this order: {steps}"))
+    parts.append(Text(f"Run folder {result.run}; it writes: trainfit sample {result.run}"))
+    return Group(*parts)
+
+
+def _beside(result: GptResult) -> str:
+    found = _number(result.val_loss, "{:.4f} nats per token")
+    if result.unigram_entropy is None:
+        return found
+    return f"{found} (knowing only how common each token is: {result.unigram_entropy:.4f})"
+
+
+def _mfu(result: GptResult) -> str:
+    if result.mfu is None or result.gpu is None:
+        return "not known: the catalogue has no peak for this device"
+    spec = find(result.gpu)
+    good, excellent = targets(spec)
+    measured = ""
+    if result.mfu_of_measured is not None:
+        measured = f", {result.mfu_of_measured:.1%} of the peak measured here"
+    return (
+        f"{result.mfu:.1%} of {spec.slug}'s dense peak{measured}: {result.standing}"
+        f" (good from {good[0]}%, excellent from {excellent[0]}%)"
+    )
+
+
+def _time(result: GptResult) -> str:
+    spent = result.spent
+    parts = {
+        "computing": spent.computing,
+        "waiting for data": spent.waiting,
+        "compiling": spent.compiling,
+        "evaluating": spent.evaluating,
+    }
+    shown = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in parts.items())
+    return f"{duration(result.seconds)}: {shown}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return "–" if value is None else form.format(value)
+
+
+_FIGURES = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc")
+_EVERY = 5.0
+"""Seconds between two plain lines at the least."""
+
+
+def show(composed: Composed) -> Show:
+    """How `trainfit train` shows a job."""
+    console = terminal.console(stderr=True)
+    tracking = str(composed.values()["tracking"])
+    if tracking != "none":
+        check_installed(tracking)  # now, and not after the first hour
+
+    def busy(what: str) -> AbstractContextManager[Any]:
+        return console.status(what) if console.is_terminal else nullcontext()
+
+    line = iter_line if composed.task == "gpt" else None
+
+    def watch(title: str) -> Sequence[Observer]:
+        kind = Bar if console.is_terminal else Lines
+        return (kind(console, title, line),)
+
+    return Show(
+        watch=watch,
+        track=lambda run: (*open_trackers(tracking, run, composed), *gpu_trackers(run)),
+        busy=busy,
+    )
+
+
+def is_first_rank() -> bool:
+    """Whether this process is the one that talks."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Lines(Observer):
+    """Plain lines, not more often than a person reads, or a job's own lines, each and as it is."""
+
+    def __init__(
+        self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
+    ) -> None:
+        """Write to `console`; `title` says which fold this is, `line` makes lines of one's own."""
+        self._console, self._prefix, self._line = console, f"{title}: " if title else "", line
+        self._last = 0.0
+
+    def _print(self, text: str) -> None:
+        self._console.print(Text(self._prefix + text), soft_wrap=True)
+
+    def on_line(self, text: str) -> None:
+        """A line about what is set."""
+        self._print(text)
+
+    def on_log(self, row: TrainRow) -> None:
+        """The numbers of a window, if the last ones are some seconds old."""
+        if self._line is not None:
+            self._print(self._line(row))
+            return
+        now = time.monotonic()
+        if now - self._last >= _EVERY or row.step == row.total_steps:
+            self._last = now
+            left = row.step_seconds * (row.total_steps - row.step)
+            self._print(f"{plain_line(row)}, {duration(left)} left")
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation scores."""
+        self._print(f"step {step}: validation {_figures(metrics)}")
+
+    def on_event(self, event: Event) -> None:
+        """What happened."""
+        self._print(f"{event.kind} at step {event.step}: {event.text}")
+
+
+class Bar(Observer):
+    """A progress bar with loss, rates, MFU, memory and time left; other lines go above it."""
+
+    def __init__(
+        self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
+    ) -> None:
+        """Draw on `console`; lines of one's own, made by `line`, go above the bar."""
+        self._lines, self._own = Lines(console, title, line), line is not None
+        self._bar = Progress(
+            TextColumn(title or "training"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.completed}/{task.total}"),
+            TextColumn("{task.fields[numbers]}"),
+            console=console,
+            transient=True,
+        )
+
+    def on_line(self, text: str) -> None:
+        """A line about what is set."""
+        self._lines.on_line(text)
+
+    def on_start(self, step: int, total_steps: int) -> None:
+        """Begin to draw."""
+        self._task = self._bar.add_task("", total=total_steps, completed=step, numbers="")
+        self._bar.start()
+
+    def on_step(self, step: int) -> None:
+        """Move on."""
+        self._bar.update(self._task, completed=step)
+
+    def on_log(self, row: TrainRow) -> None:
+        """New numbers beside the bar."""
+        if self._own:
+            self._lines.on_log(row)
+        self._bar.update(self._task, numbers=bar_numbers(row))
+
+    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The validation scores."""
+        self._lines.on_evaluation(step, metrics)
+
+    def on_event(self, event: Event) -> None:
+        """What happened."""
+        self._lines.on_event(event)
+
+    def on_end(self, _result: RunResult) -> None:
+        """Take the bar away."""
+        self._bar.stop()
+
+
+def bar_numbers(row: TrainRow) -> str:
+    """What stands beside the bar."""
+    left = duration(row.step_seconds * (row.total_steps - row.step))
+    parts = [
+        f"loss {row.loss:.4f}",
+        f"{row.samples_per_second:,.1f} samples/s",
+        f"{row.tokens_per_second:,.0f} tokens/s",
+        *([] if row.mfu is None else [f"mfu {row.mfu:.1%}"]),
+        f"{row.memory_gib:.2f} GiB",
+        f"{left} left",
+    ]
+    return ", ".join(parts)
+
+
+# ── the end ───────────────────────────────────────────────────────────────────────────────────
+
+
+def end(result: JobResult | GptResult, *, as_json: bool) -> None:
+    """Print what came of a job."""
+    if not is_first_rank():
+        return
+    if as_json:
+        print(json.dumps(codec.encode(result)))
+        return
+    console = terminal.console()
+    if result.status == "stopped":
+        console.print(
+            f"Stopped. Go on with: trainfit train {result.task} --resume {result.run}",
+            soft_wrap=True,
+        )
+        return
+    page = result_page(result) if isinstance(result, JobResult) else gpt_page(result)
+    console.print(page, soft_wrap=not isinstance(result, JobResult))
+
+
+def result_page(result: JobResult) -> RenderableType:
+    """The scores as tables, with the baselines beside them."""
+    parts: list[RenderableType] = [_scores(result)]
+    if result.by_criterion:
+        parts += ["", _criteria(result.by_criterion)]
+    confusion = result.metrics["confusion"]
+    parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
+    if result.events:
+        kinds = sorted({event.kind for event in result.events})
+        counts = [f"{sum(e.kind == kind for e in result.events)} {kind}" for kind in kinds]
+        parts.append(Text(f"Events: {', '.join(counts)}", "dim"))
+    parts.append(Text(f"{duration(result.seconds)} of training; run folder {result.run}"))
+    return Group(*parts)
+
+
+def _scores(result: JobResult) -> Table:
+    metrics = result.metrics
+    folds = metrics.get("folds")
+    title = f"Held-out scores over {len(folds)} folds" if folds else "Held-out test scores"
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in _FIGURES:
+        table.add_column(name, justify="right")
+    for number, fold in enumerate(folds or [], 1):
+        table.add_row(f"fold {number}", *(_cell(fold.get(name)) for name in _FIGURES))
+    if folds:
+        table.add_row("mean", *(_cell(metrics["mean"].get(n)) for n in _FIGURES), style="bold")
+        table.add_row("std", *(_cell(metrics["std"].get(name)) for name in _FIGURES))
+        table.add_row("95% interval", *(_interval(metrics["ci95"].get(n)) for n in _FIGURES))
+    else:
+        table.add_row("model", *(_cell(metrics.get(name)) for name in _FIGURES), style="bold")
+    names = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}
+    for name, value in result.baselines.items():
+        table.add_row(names[name], _cell(value))
+    return table
+
+
+def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
+    table = Table(title="By criterion", title_justify="left", box=None, pad_edge=False)
+    table.add_column("")
+    for name in (*_FIGURES, "positives", "pairs"):
+        table.add_column(name, justify="right")
+    for code, one in by_criterion.items():
+        positives = sum(one.confusion[1])
+        cells = [_cell(getattr(one, name)) for name in _FIGURES]
+        table.add_row(code, *cells, str(positives), str(one.count))
+    return table
+
+
+def _figures(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+
+
+def _cell(value: float | None) -> str:
+    return "–" if value is None else f"{value:.4f}"
+
+
+def _interval(pair: Sequence[float | None] | None) -> str:
+    if pair is None or pair[0] is None or pair[1] is None:
+        return "–"
+    return f"{pair[0]:.3f}–{pair[1]:.3f}"

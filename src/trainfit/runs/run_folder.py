@@ -1,0 +1,105 @@
+"""The folder of a run: made once, never overwritten, found again to go on."""
+
+from __future__ import annotations
+
+import json
+import platform
+import secrets
+import sys
+import time
+from collections.abc import Mapping
+from importlib import metadata
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from trainfit.core import codec
+from trainfit.core.errors import (
+    BadInput,
+    RunFailed,
+    did_you_mean,
+    reason,
+    redact_values,
+    redact_words,
+)
+from trainfit.core.files import check_path, is_file, write_whole
+from trainfit.core.records import Plan
+
+_IDENTITY = "run.json"
+_PACKAGES = ("trainfit", "torch", "transformers", "peft", "numpy", "safetensors")
+
+
+def create(root: Path, task: str, *, config: Any, plan: Plan | None) -> Path:
+    """A new folder root/TASK-TIME-N with config.json, plan.json and environment.json.
+
+    Two runs of the same second get different numbers: to make a folder is to own it.
+    """
+    check_path(root, "runs_dir")
+    stamp = time.strftime("%Y%m%d-%H%M%S")
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        run = next(made for n in count(1) if (made := _make(root / f"{task}-{stamp}-{n}")))
+        write_whole(run / "config.json", written_config(config))
+        write_whole(run / "environment.json", codec.dumps(environment()) + "\n")
+        if plan is not None:
+            plan.save(run / "plan.json")
+        identity(run)
+    except OSError as error:
+        what = f"cannot make a run folder in {root} ({error.strerror or error})"
+        raise RunFailed(what, "choose a folder that can be written, with some space") from error
+    return run
+
+
+def written_config(config: Any) -> str:
+    """The text of config.json."""
+    return codec.dumps(redact_values(codec.encode(config))) + "\n"
+
+
+def _make(folder: Path) -> Path | None:
+    try:
+        folder.mkdir()
+    except FileExistsError:
+        return None
+    return folder
+
+
+def find(run: str | Path, root: Path) -> Path:
+    """The folder of a run, by its path or by its name under `root`."""
+    for folder in (Path(run), root / run):
+        if is_file(folder / _IDENTITY):
+            return folder
+    names = [path.parent.name for path in root.glob(f"*/{_IDENTITY}")]
+    raise BadInput(
+        f"there is no run {str(run)!r}",
+        did_you_mean(str(run), names, f"give the folder of a run, as under {root}"),
+    )
+
+
+def identity(run: Path) -> str:
+    """What tells a run from all others, also where its folder was moved; made at first."""
+    path = run / _IDENTITY
+    if not path.exists():
+        write_whole(path, json.dumps({"id": secrets.token_hex(16)}) + "\n", parents=False)
+    try:
+        return str(codec.read_object(path)["id"])
+    except (OSError, ValueError, KeyError) as error:
+        what = f"cannot read {path} ({reason(error)})"
+        raise BadInput(what, "give a folder trainfit wrote") from None
+
+
+def environment() -> Mapping[str, Any]:
+    """What the run was made with: versions, the platform, the command."""
+    found = {dist: _version(dist) for dist in _PACKAGES}
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "command": redact_words(sys.argv),
+        "packages": {name: version for name, version in found.items() if version},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,158 @@
+"""Compile a model in place, and go on without the compiler when it fails."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from trainfit.core.errors import BadInput, TrainfitWarning
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import torch
+
+    Model = TypeVar("Model", bound=torch.nn.Module)
+
+
+def compile_model(
+    model: Model,
+    mode: str = "default",
+    *,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+) -> Model:
+    """Compile `model` in place and return it; its state dict keeps its keys.
+
+    torch compiles at the first call, so that is where the compiler fails, if it does. The model
+    then warns once and runs eagerly from there on. An error in the model's own forward is raised
+    as it is. `mode` is one of torch.compile's. With `dynamic` code is made for inputs of any size
+    at once; None leaves that to torch, which compiles for the first sizes and again for others, and
+    after eight times no more. `backend` is for another compiler than Inductor.
+    """
+    import torch
+    from torch._inductor import list_mode_options
+
+    if mode not in (modes := list_mode_options()):
+        raise BadInput(f"compile mode is {mode!r}", f"give one of {', '.join(modes)}")
+    eager: Callable[..., Any] = model._call_impl
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return eager(*args, **kwargs)
+
+    # This is nn.Module.compile with a frame of ours in between. Without it the tracer passes over
+    # the call itself, as it does over all of torch.nn: a bare nn.Sequential is not compiled then,
+    # and a hook cuts the graph.
+    compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
+    model._compiled_call_impl = _guarded(model, eager, compiled)
+    return model
+
+
+def compile_blocks(
+    model: Model,
+    mode: str = "default",
+    *,
+    dynamic: bool | None = None,
+    backend: str | Callable[..., Any] = "inductor",
+) -> Model:
+    """Compile each of the model's repeated blocks, whose code is the same and is compiled once.
+
+    That takes seconds where the whole model takes minutes. A model without repeated blocks is
+    compiled as a whole.
+    """
+    for block in repeated_blocks(model) or [model]:
+        compile_model(block, mode, dynamic=dynamic, backend=backend)
+    return model
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process so far, by its own clock."""
+    dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
+    return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0
+
+
+def forget_compiled() -> None:
+    """Drop all compiled code of this process, with the memory of its CUDA graphs.
+
+    torch keeps a few compilations of a function and then runs it eagerly, without a word, however
+    many models it belongs to: who tries one after the other in a process starts each afresh.
+    """
+    dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing was compiled
+    if dynamo is not None:
+        dynamo.reset()
+
+
+@contextmanager
+def eagerly(model: torch.nn.Module) -> Iterator[None]:
+    """Run `model` and its parts without what was compiled, for the length of a block.
+
+    For shapes that change from call to call, as in evaluation: each would be compiled anew.
+    """
+    compiled = [
+        (module, module._compiled_call_impl)
+        for module in model.modules()
+        if module._compiled_call_impl is not None
+    ]
+    for module, _ in compiled:
+        module._compiled_call_impl = None
+    try:
+        yield
+    finally:
+        for module, call in compiled:
+            module._compiled_call_impl = call
+
+
+def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The longest row of modules of one kind, by their parameters; empty where there is none."""
+    import torch
+
+    rows = [
+        list(module)
+        for module in model.modules()
+        if isinstance(module, torch.nn.ModuleList)
+        and len(module) > 1
+        and len({type(block) for block in module}) == 1
+    ]
+    sizes = [sum(p.numel() for block in row for p in block.parameters()) for row in rows]
+    return rows[sizes.index(max(sizes))] if rows else []
+
+
+def _guarded(
+    model: torch.nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any]
+) -> Callable[..., Any]:
+    """The `compiled` call of `model`, which gives way to the `eager` one if the compiler fails."""
+    from torch._dynamo.exc import TorchDynamoException
+    from torch._functorch import config
+
+    # Left to itself torch compiles the backward pass in the first backward(), outside the call,
+    # where nothing could fall back any more. Made once: to make it takes longer than to use it.
+    both_passes = config.patch(force_non_lazy_backward_lowering=True)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            with both_passes:
+                return compiled(*args, **kwargs)
+        except TorchDynamoException as error:  # the base of Inductor's errors too
+            cause = _in_one_line(error)
+        # The tracer wraps a mistake in forward as if it were its own. So the eager call decides:
+        # if that raises as well, the error was the model's, and it leaves here as itself.
+        outcome = eager(*args, **kwargs)
+        model._compiled_call_impl = None
+        warnings.warn(
+            f"torch.compile failed and the model runs eagerly from here on ({cause})",
+            TrainfitWarning,
+            stacklevel=3,
+        )
+        return outcome
+
+    return call
+
+
+def _in_one_line(error: BaseException) -> str:
+    """The cause of a compiler's `error`, which torch tells over many lines."""
+    cause = getattr(error, "inner_exception", error)
+    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
+    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

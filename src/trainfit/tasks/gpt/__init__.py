@@ -1,1 +1,0 @@
-"""Pretraining a small GPT."""

@@ -1,1 +1,0 @@
-"""Natural-language inference: does a post give evidence of a criterion?"""

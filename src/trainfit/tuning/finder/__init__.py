@@ -1,0 +1,1 @@
+"""The batch-size finder."""

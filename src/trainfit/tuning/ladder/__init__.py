@@ -1,0 +1,1 @@
+"""The ladder of optimizations: one at a time, each measured."""

@@ -1,0 +1,332 @@
+"""climb: from a naive loop to the plan, one optimization after another, each of them measured.
+
+Every row is a trial of the engine's own loop in a child process, on the same sequences in steps of
+the same size. The rows are gone through again and again while there is time, so that a drift of
+the machine hits all alike; the baseline comes again at the end of each round to show how much of
+it there was. Each optimization is removed alone from the best as well.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from typing import Literal, Protocol
+
+from trainfit.core.errors import BadInput, did_you_mean
+from trainfit.core.records import HardwareProfile, Plan, TaskSpec
+from trainfit.measuring.timing import ratio_interval
+from trainfit.tuning.children import Children, mode_of
+from trainfit.tuning.ladder.optimizations import rungs_for
+from trainfit.tuning.ladder.rungs import (
+    BASELINE,
+    NAIVE_FACTORY,
+    Ladder,
+    LadderStep,
+    NotApplicable,
+    Row,
+    Rung,
+    describe,
+    setting,
+)
+from trainfit.tuning.tuned_cache import Candidate, Interval, Trial
+
+__all__ = ["BASELINE", "MINUTES", "Ladder", "LadderStep", "NotApplicable", "climb"]
+
+MINUTES = 10.0
+"""A round takes an H200 seven for a base model or a small GPT."""
+_TRIAL_SECONDS = 2.0
+"""Of timed steps in a trial: the rounds bring more of them."""
+_WARM_UP = {False: 2, True: 4}
+"""Steps before the clock, eager and compiled: CUDA graphs are recorded in the third."""
+_MANY_PARTS = 8
+"""Micro-batches of an eager step that is warm-up enough by itself."""
+_LIMIT = 180.0
+"""Seconds after which a trial is killed: the slowest setting of a large model, compiled."""
+
+
+class Run(Protocol):
+    """Runs a trial, as Children.run does."""
+
+    def __call__(
+        self,
+        candidate: Candidate,
+        *,
+        steps: int,
+        warm_up: int,
+        limit: float,
+        most_seconds: float | None = None,
+    ) -> Trial:
+        """One trial; whatever goes wrong is its status."""
+
+
+def climb(
+    best: Plan,
+    task: TaskSpec,
+    profile: HardwareProfile,
+    *,
+    title: str = "",
+    no_liger: str | None = None,
+    removals_only: bool = False,
+    only: Sequence[str] = (),
+    minutes: float = MINUTES,
+    rounds: int = 3,
+    steps: int = 20,
+    run: Run | None = None,
+    watch: Callable[[LadderStep], None] = lambda _step: None,
+) -> Ladder:
+    """Measure every optimization between a naive loop and `best`, within so many minutes.
+
+    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. With
+    `removals_only` it starts at the top: the best, and the best without each of its optimizations.
+    With `only` it measures the rows of these names alone, each on all the plan has before it.
+    `watch` is told each row after each of its trials. Ctrl-C ends it with what was measured.
+    """
+    if not minutes > 0 or rounds < 1:
+        raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
+    rungs, unfit = rungs_for(best, profile, no_liger)
+    names = [rung.name for rung in rungs]
+    for name in set(only) - set(names):
+        known = f"use one of {', '.join(names)}"
+        raise BadInput(f"the ladder has no row {name!r} here", did_you_mean(name, names, known))
+    with ExitStack() as stack:
+        if run is None:
+            modules = [
+                factory.partition(":")[0] for factory in (task.check().factory, NAIVE_FACTORY)
+            ]
+            children = stack.enter_context(Children(modules))
+            children.start(_modes(best, rungs))
+            run = children.run
+
+        def one_trial(row: Row, left: float) -> Trial:
+            return run(
+                row.candidate(task, best),
+                steps=steps,
+                warm_up=_warm_up(row.plan),
+                limit=min(left, _LIMIT),
+                most_seconds=_TRIAL_SECONDS,
+            )
+
+        ascent = _Ascent(best=best, run=one_trial, seconds=60 * minutes, watch=watch)
+        facts = Ladder(
+            title=title,
+            device=profile.gpus[0].name if profile.gpus else profile.cpu.name,
+            torch=profile.torch.version if profile.torch else "",
+            taken=time.strftime("%Y-%m-%d"),
+            samples_per_step=best.effective_batch_size,
+            steps=(),
+            not_applicable=unfit,
+        )
+        try:
+            ascent.first_round(rungs, removals_only, only)
+            for _ in range(rounds - 1):
+                ascent.another_round()
+        except KeyboardInterrupt:
+            ascent.ended = "interrupted"
+        return ascent.fill(facts)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Ascent:
+    """The rows, as far as they are measured."""
+
+    best: Plan
+    run: Callable[[Row, float], Trial]
+    seconds: float
+    watch: Callable[[LadderStep], None]
+    began: float = field(default_factory=lambda: time.monotonic())
+    rows: list[Row] = field(default_factory=list)
+    without: list[Row] = field(default_factory=list)
+    costs: dict[str, float] = field(default_factory=dict)
+    """Seconds of the shortest trial, by how it was compiled."""
+    rounds: int = 0
+    ended: Literal["finished", "time is up", "interrupted"] = "finished"
+
+    def first_round(self, rungs: Sequence[Rung], removals_only: bool, only: Sequence[str]) -> None:
+        """Climb to the plan, and remove each optimization from the best; or a part of that."""
+        self.rounds += 1
+        if only:
+            self.pick(rungs, only)
+            return
+        if removals_only:
+            kept = [rung for rung in rungs if not rung.trades]
+            top = self.row("the best", "with all of them", kept)
+            self.rows.append(top)
+            self.measure(top)
+        else:
+            kept, top = self.climb(rungs)
+        self.remove_each(kept, top)
+        self.measure(self.rows[0])
+
+    def pick(self, rungs: Sequence[Rung], only: Sequence[str]) -> None:
+        """These rows alone. One is compared with the row before it, if that is measured too."""
+        kept: list[Rung] = []
+        top: Row | None = None
+        for rung in rungs:
+            row = self.row(rung.name, rung.what, (*kept, rung), top, rung)
+            if rung.name in only:
+                self.rows.append(row)
+                self.measure(row)
+                row.kept, row.note = _verdict(rung, row, planned=True)
+            if not rung.trades:
+                kept.append(rung)
+                top = row if rung.name in only else None
+
+    def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], Row]:
+        """From the baseline up; the rungs that were kept, and the last row built on them."""
+        described = describe(*setting(self.best, ()))
+        top = self.row(BASELINE, described, ())
+        self.rows.append(top)
+        self.measure(top)
+        kept: list[Rung] = []
+        for rung in rungs:
+            row = self.row(rung.name, rung.what, (*kept, rung), top, rung)
+            self.rows.append(row)
+            missing = set(rung.needs) - {one.name for one in kept}
+            if missing:
+                row.kept, row.note = False, f"it needs {' and '.join(sorted(missing))}"
+                continue
+            self.measure(row)
+            planned = rung.is_in(self.best)
+            if not planned and not rung.trades and _is_slower(row):  # once more: by accident?
+                self.measure(top)
+                self.measure(row)
+            row.kept, row.note = _verdict(rung, row, planned)
+            if row.kept:
+                kept.append(rung)
+                top = row
+        return kept, top
+
+    def remove_each(self, kept: Sequence[Rung], top: Row) -> None:
+        """The best without each of its rungs, first those that gave most: time may run out."""
+        gains = {row.name: gain.value for row in self.rows if (gain := row.gain()) is not None}
+
+        def gave(rung: Rung) -> tuple[float, int]:
+            return gains.get(rung.name, 1.0), kept.index(rung)
+
+        for rung in sorted(kept, key=gave, reverse=True):
+            if any(rung.name in one.replaces for one in kept):
+                continue
+            gone = [one for one in kept if one is rung or rung.name in one.needs]
+            left = [one for one in kept if one not in gone]
+            names = " and ".join(one.name for one in gone)
+            self.without.append(self.row(rung.name, f"without {names}", left, top, rung))
+            self.measure(self.without[-1])
+
+    def another_round(self) -> None:
+        """All that went through, again."""
+        if self.ended != "finished":
+            return
+        self.rounds += 1
+        for row in (*self.rows, *self.without, self.rows[0]):
+            if row.good:
+                self.measure(row)
+
+    def measure(self, row: Row) -> None:
+        """One more trial of a row, and of its twin."""
+        if row.twin is not None:
+            self.try_once(row.twin)
+        if self.try_once(row):
+            self.watch(row.step(self.baseline(), self.best))
+
+    def try_once(self, row: Row) -> bool:
+        """A trial, unless it would not be over in time; whether there is something new."""
+        mode, started = mode_of(row.plan), time.monotonic()
+        left = self.began + self.seconds - started
+        guess = self.costs.get(mode, max(self.costs.values(), default=0.0))
+        trial = self.run(row, left) if left > guess else None
+        spent = time.monotonic() - started
+        if trial is None or (trial.status == "hung" and spent >= left):
+            self.ended = "time is up"
+            if row.trials:
+                return False
+            note = "there was no time left for it"
+            trial = Trial(settings={}, status="skipped", note=note, seconds=spent)
+        elif trial.status == "ok":
+            self.costs[mode] = min(spent, self.costs.get(mode, spent))
+        row.trials.append(trial)
+        return True
+
+    def row(
+        self,
+        name: str,
+        what: str,
+        rungs: Sequence[Rung],
+        before: Row | None = None,
+        changed: Rung | None = None,
+    ) -> Row:
+        """The baseline with these rungs, to be compared with `before`."""
+        plan, naive = setting(self.best, rungs)
+        row = Row(name=name, what=what, plan=plan, naive=naive, before=before)
+        if before is not None and changed is not None and changed.between_epochs:
+            row.naive = replace(naive, epoch_steps=1)
+            short = replace(before.naive, epoch_steps=1)
+            row.twin = Row(name=before.name, what="", plan=before.plan, naive=short)
+            sequences = self.best.workload.sequences
+            row.epoch_steps = max(1, math.ceil(sequences / self.best.effective_batch_size))
+        return row
+
+    def baseline(self) -> list[list[float]]:
+        """The rates that all are compared with: of the first row that could be measured."""
+        if self.rows[0].name != BASELINE:
+            return []
+        return next((found for row in self.rows if (found := row.rates())), [])
+
+    def fill(self, facts: Ladder) -> Ladder:
+        """What was measured so far."""
+        rates = self.baseline()
+        for row in self.rows:
+            if row.kept and len(row.good) > 1 and _is_slower(row):  # once may be by accident
+                row.note = "slower on its own, and what follows builds on it"
+        return replace(
+            facts,
+            steps=tuple(row.step(rates, self.best) for row in self.rows),
+            without=tuple(row.step(rates, self.best) for row in self.without),
+            drift=_drift(self.rows[0]),
+            rounds=self.rounds,
+            seconds=time.monotonic() - self.began,
+            ended=self.ended,
+        )
+
+
+def _modes(best: Plan, rungs: Sequence[Rung]) -> list[str]:
+    """How the rows are compiled, each once: their processes can start at the same time."""
+    alone = [mode_of(setting(best, (rung,))[0]) for rung in rungs]
+    return list(dict.fromkeys([mode_of(setting(best, ())[0]), *alone]))
+
+
+def _warm_up(plan: Plan) -> int:
+    if not plan.compile and plan.gradient_accumulation_steps >= _MANY_PARTS:
+        return 1
+    return _WARM_UP[plan.compile]
+
+
+def _verdict(rung: Rung, row: Row, planned: bool) -> tuple[bool, str]:
+    """Whether the next rows build on it, and what to say where they do not."""
+    if rung.trades:
+        return False, "nothing is built on it"
+    if row.status == "skipped":
+        return False, ""
+    if not row.good:
+        # Where nothing has run yet, the rest may be what makes it run.
+        return row.before is not None and not row.before.good, ""
+    # What is slower alone may be what others need: packing needs half precision.
+    if planned or not _is_slower(row):
+        return True, ""
+    return False, "slower here, so it is left out of what follows"
+
+
+def _is_slower(row: Row) -> bool:
+    """By its whole interval."""
+    gain = row.gain()
+    return gain is not None and gain.high < 1
+
+
+def _drift(baseline: Row) -> Interval | None:
+    """The baseline's last trial against its first."""
+    if len(baseline.good) < 2:
+        return None
+    rates = baseline.rates()
+    return ratio_interval(rates[-1:], rates[:1])

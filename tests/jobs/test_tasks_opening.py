@@ -1,0 +1,130 @@
+"""The first lines of a run: the 3090 document's five, each where its setting is active."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from tasks_tiny import tiny
+from torch.utils.data import DataLoader
+
+from trainfit.core.records import RuntimeSettings
+from trainfit.engine.distributed import World
+from trainfit.engine.setup import opening_lines
+from trainfit.jobs import encoder_setup
+from trainfit.packing import PackedCut, PaddedCut, ladder
+from trainfit.runs.reader import opening_of
+from trainfit.runtime import applied
+
+DOCUMENT = (
+    "Device: cuda",
+    "TF32 enabled for matmul and cuDNN operations (GPU compute capability (8, 6))",
+    "SDPA Flash Attention backend enabled",
+    "Using fused AdamW optimizer (lr=2e-05, wd=0.01)",
+    "DataLoader settings: num_workers=4, pin_memory=True, prefetch_factor=2",
+)
+FLASH = DOCUMENT[2]
+
+
+def parts(
+    monkeypatch: pytest.MonkeyPatch,
+    model: torch.nn.Module,
+    *,
+    packed: bool = True,
+    capability: tuple[int, int] = (8, 6),
+    precision: str = "bf16",
+    fused: bool = True,
+    obstacle: str | None = None,
+) -> Any:
+    """A run on a GPU that is not here."""
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(encoder_setup, "packed_obstacle", lambda *_: obstacle)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01, fused=fused)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # more workers than this machine has cores
+        loader: DataLoader[int] = DataLoader([0], num_workers=4, pin_memory=True, prefetch_factor=2)
+    cut = ladder([8] * 16, 8, 64, padded=not packed)[0]
+    assert isinstance(cut, PackedCut if packed else PaddedCut)
+    return SimpleNamespace(
+        device=torch.device("cuda"),
+        world=World(rank=0, size=1, local_rank=0),
+        settings=SimpleNamespace(
+            cuts=(cut,),
+            precision=precision,
+            optimizer=SimpleNamespace(learning_rate=2e-5),
+        ),
+        scale=None,
+        model=model,
+        optimizer=optimizer,
+        loader=SimpleNamespace(workers=lambda: loader),
+        sharded=False,
+    )
+
+
+def lines(*args: Any, tf32: bool = True, **options: Any) -> str:
+    with applied(RuntimeSettings(tf32=tf32)):
+        return "\n".join(encoder_setup.opening(parts(*args, **options)))
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_five_lines_are_there(packed: bool, monkeypatch: pytest.MonkeyPatch):
+    shown = lines(monkeypatch, tiny("gemma-3-1b-it"), packed=packed)
+    for line in DOCUMENT:
+        assert line in shown
+
+
+def test_they_are_not_where_their_setting_is_off(monkeypatch: pytest.MonkeyPatch):
+    model = tiny("bert-base")
+    shown = lines(monkeypatch, model, packed=False, precision="fp32", fused=False, tf32=False)
+    assert "TF32 off (GPU compute capability (8, 6))" in shown
+    assert "Using AdamW optimizer (lr=2e-05, wd=0.01)" in shown
+    assert FLASH not in shown
+    old = lines(monkeypatch, model, packed=False, precision="fp16", capability=(7, 5), tf32=False)
+    assert FLASH not in old
+    assert "SDPA memory-efficient Attention backend enabled" in old
+
+
+@pytest.mark.parametrize(
+    ("name", "packed", "named"),
+    [
+        ("gemma-2-2b", True, "trainfit's Triton kernel for soft-capped logits on packed rows"),
+        ("gemma-2-2b", False, "soft-capped logits, which SDPA has no kernel for"),
+        ("deberta-v3-base", True, "trainfit's Triton kernel for disentangled attention"),
+        ("deberta-v3-base", False, "the model's own, on padded rows"),
+    ],
+)
+def test_another_kernel_is_named_as_what_it_is(
+    name: str, packed: bool, named: str, monkeypatch: pytest.MonkeyPatch
+):
+    shown = lines(monkeypatch, tiny(name), packed=packed)
+    assert f"Attention: {named}" in shown
+    assert "SDPA Flash" not in shown
+
+
+def test_a_mask_on_packed_rows_says_why(monkeypatch: pytest.MonkeyPatch):
+    shown = lines(monkeypatch, tiny("bert-base"), obstacle="heads of 8")
+    assert "Attention: a mask on packed rows, attention dropout" in shown
+    assert "(heads of 8)" in shown
+    assert FLASH not in shown
+
+
+def test_a_job_without_a_line_of_its_own_reads_torchs_switches(monkeypatch: pytest.MonkeyPatch):
+    plain = parts(monkeypatch, tiny("bert-base"))
+    assert any(line.startswith(FLASH) for line in opening_lines(plain))
+    with applied(RuntimeSettings(attention="efficient")):
+        shown = opening_lines(plain)
+    assert "SDPA memory-efficient Attention backend enabled (fallbacks: Flash, math)" in shown
+
+
+@pytest.mark.parametrize("name", ["gemma-3-1b-it", "gemma-2-2b", "deberta-v3-base"])
+@pytest.mark.parametrize("packed", [True, False])
+def test_the_report_finds_every_one_of_them_in_the_log(
+    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+):
+    shown = lines(monkeypatch, tiny(name), packed=packed).split("\n")
+    log = "".join(f"2026-11-15 06:19:00 {line}\n" for line in shown)
+    assert opening_of(log) == tuple(shown)

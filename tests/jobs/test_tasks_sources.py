@@ -1,0 +1,169 @@
+"""Where models come from: names, folders, configs; and what is refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from tasks_tiny import CONFIGS, TINY, rows, tiny
+from transformers import (
+    AutoConfig,
+    Gemma3Config,
+    Gemma3Model,
+    MambaConfig,
+    PretrainedConfig,
+    Qwen3NextConfig,
+    T5Config,
+)
+
+from trainfit.conf import compose
+from trainfit.conf.schema import EncoderModel
+from trainfit.core.codec import decode, encode
+from trainfit.core.errors import BadConfig, BadInput
+from trainfit.jobs import ClassifierSettings, build_encoder
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.nli import build_model as nli_model
+from trainfit.jobs.textclass import build_model as textclass_model
+
+
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unreachable(*_: object, **__: object) -> None:
+        raise OSError("We couldn't connect to the hub\nmore lines")
+
+    monkeypatch.setattr(PretrainedConfig, "get_config_dict", unreachable)
+
+
+def test_importing_the_tasks_imports_no_torch() -> None:
+    code = "import sys, trainfit.jobs; dir(trainfit.jobs); print('torch' in sys.modules)"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "False"
+
+
+def test_a_folder_gives_its_weights_in_float32(tmp_path: Path) -> None:
+    original = tiny("bert-base").encoder.to(torch.bfloat16)
+    original.save_pretrained(tmp_path)
+    loaded = build_encoder(str(tmp_path))
+    assert {p.dtype for p in loaded.parameters()} == {torch.float32}
+    for name, weight in original.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], weight.float())
+    random = build_encoder(str(tmp_path), weights="random")
+    name = "embeddings.word_embeddings.weight"
+    assert not torch.equal(random.state_dict()[name], loaded.state_dict()[name])
+
+
+def test_a_causal_folder_becomes_bidirectional_and_halves_its_window_once(tmp_path: Path) -> None:
+    config = AutoConfig.for_model("gemma3_text", **TINY["gemma-3-1b-it"])
+    config.save_pretrained(tmp_path)
+    first = build_encoder(str(tmp_path), weights="random")
+    assert first.config.use_bidirectional_attention
+    assert first.config.sliding_window == 6 // 2 + 1
+    first.save_pretrained(tmp_path / "again")
+    again = build_encoder(str(tmp_path / "again"))
+    assert again.config.sliding_window == 6 // 2 + 1
+    assert build_encoder(again.config).config.sliding_window == 6 // 2 + 1
+
+
+def test_of_text_and_images_the_text_part_is_taken(tmp_path: Path) -> None:
+    text = TINY["gemma-3-1b-it"] | {"num_hidden_layers": 2}
+    vision = {"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    vision |= {"intermediate_size": 16, "image_size": 8, "patch_size": 4}
+    whole = Gemma3Model(Gemma3Config(text_config=text, vision_config=vision))
+    whole.save_pretrained(tmp_path)
+    encoder = build_encoder(str(tmp_path), attention_dropout=0.25)
+    assert type(encoder).__name__ == "Gemma3TextModel"
+    assert encoder.config.use_bidirectional_attention
+    assert encoder.layers[0].self_attn.attention_dropout == 0.25
+    wanted = whole.language_model.embed_tokens.weight
+    assert torch.equal(encoder.embed_tokens.weight, wanted)
+
+
+def test_a_config_is_taken_and_left_as_it_was() -> None:
+    before = CONFIGS["llama"].to_dict()
+    model = tiny("llama", attention_dropout=0.5)
+    assert model.encoder.config.attention_dropout == 0.5
+    assert CONFIGS["llama"].to_dict() == before
+
+
+def test_fewer_layers_keep_the_pattern_of_the_first() -> None:
+    encoder = build_encoder("gemma-3-1b-it", overrides=TINY["gemma-3-1b-it"])
+    assert encoder.config.layer_types == ["sliding_attention"] * 5 + ["full_attention"]
+
+
+@pytest.mark.parametrize("config", [MambaConfig(), T5Config(), Qwen3NextConfig()], ids=str)
+def test_what_cannot_look_both_ways_is_refused(config: PretrainedConfig) -> None:
+    with torch.device("meta"), pytest.raises(BadInput, match="bidirectional"):
+        build_encoder(config)
+
+
+def test_an_unknown_name_says_what_is_near(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline(monkeypatch)
+    with pytest.raises(BadInput, match=r"gemma-3-1b-it") as caught:
+        build_encoder("gemma-3-1b-itt")
+    assert "\n" not in str(caught.value)
+
+
+def test_a_hub_id_asks_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    offline(monkeypatch)
+    for name, weights in (("google/gemma-3-1b-it", "auto"), ("gemma-3-1b-it", "pretrained")):
+        with pytest.raises(BadInput, match=r"from the hub.*local folder"):
+            build_encoder(name, weights=weights)  # type: ignore[arg-type]
+
+
+def test_an_empty_folder_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(BadInput, match=r"config\.json"):
+        build_encoder(str(tmp_path))
+
+
+def test_a_config_without_its_weights_is_refused(tmp_path: Path) -> None:
+    CONFIGS["llama"].save_pretrained(tmp_path)
+    with pytest.raises(BadInput, match=r"no model\.safetensors"):
+        build_encoder(str(tmp_path))
+    with pytest.raises(BadInput, match="no pretrained weights"):
+        build_encoder(CONFIGS["llama"], weights="pretrained")
+
+
+def test_the_own_gpt_is_no_encoder() -> None:
+    with pytest.raises(BadInput, match="gpt task"):
+        build_encoder("gpt-tiny")
+
+
+# ── settings ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_settings_survive_json() -> None:
+    settings = ClassifierSettings(name="bert-base", overrides={"num_hidden_layers": 2})
+    assert decode(ClassifierSettings, encode(settings)) == settings
+    with pytest.raises(BadInput, match="pooling"):
+        decode(ClassifierSettings, {"name": "bert-base", "pooling": "media"})
+
+
+def configured(**changes: object) -> EncoderModel:
+    return dataclasses.replace(compose("nli", []).config.model, **changes)
+
+
+def test_a_configuration_s_auto_must_be_decided() -> None:
+    with pytest.raises(BadConfig) as caught:
+        settings_from(configured(), classes=2)
+    assert len(caught.value.problems) == 2
+    decided = settings_from(configured(), classes=2, method="frozen", checkpointing="selective")
+    assert (decided.method, decided.checkpointing) == ("frozen", "selective")
+
+
+@pytest.mark.parametrize("freeze", [True, False])
+def test_the_jobs_build_what_their_configuration_says(freeze: bool) -> None:
+    model = configured(
+        name="bert-base",
+        method="lora",
+        freeze_encoder=freeze,
+        use_gradient_checkpointing=True,
+    )
+    nli = nli_model(model, overrides=TINY["bert-base"])
+    assert nli(**rows().padded).shape == (4, 2)
+    assert nli.settings.method == ("frozen" if freeze else "lora")
+    assert nli.encoder.is_gradient_checkpointing
+    texts = textclass_model(model, classes=5, overrides=TINY["bert-base"])
+    assert texts(**rows().packed).shape == (4, 5)

@@ -1,0 +1,160 @@
+"""A classifier's micro-batches through the task, as the engine asks for them."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tasks_tiny import TINY, tiny
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from trainfit.data.tokens import Tokens
+from trainfit.engine import setup
+from trainfit.engine.loop import train
+from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.jobs.classification import ClassifierTask, in_batches
+from trainfit.jobs.encoder_trial import made_up
+from trainfit.jobs.models import classifier
+from trainfit.packing import fit_padded
+from trainfit.runtime import compile_blocks
+
+LENGTHS = (7, 3, 12, 5)
+
+
+def tokens(sizes: tuple[int, ...] = LENGTHS) -> Tokens:
+    lengths = np.array(sizes)
+    return Tokens(
+        ids=np.random.default_rng(0).integers(5, 60, lengths.sum()).astype(np.int32),
+        starts=np.cumsum([0, *sizes[:-1]]),
+        lengths=lengths,
+        labels=np.arange(len(sizes)) % 2,
+    )
+
+
+@pytest.fixture
+def task() -> ClassifierTask:
+    model = tiny("bert-base").double().eval()
+    return ClassifierTask(lambda: model, tokens(), tokens(), effective_batch=4)
+
+
+def test_a_packed_micro_batch_has_the_loss_and_gradient_of_the_padded_one(task: ClassifierTask):
+    model = task.build_model()
+    found = []
+    for rows, width, slots in ((1, 32, 6), (4, 12, None)):
+        model.zero_grad()
+        loss = task.loss(model, task.collate((0, 1, 2, 3), rows, width, slots))
+        loss.backward()
+        gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append((float(loss), torch.cat(gradients)))
+    (packed, one), (padded, other) = found
+    assert packed == pytest.approx(padded, rel=1e-10)
+    assert float((one - other).norm()) < 1e-9 * float(other.norm())
+
+
+def test_a_packed_row_says_how_long_its_sequences_are(
+    task: ClassifierTask, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[Any] = []
+    plain = classifier.lay_out
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        seen.append(plain(*args, **kwargs))
+        return seen[-1]
+
+    monkeypatch.setattr(classifier, "lay_out", noting)
+    task.loss(task.build_model(), task.collate((1, 3), 1, 32, 6))
+    assert [layout.max_seqlen for layout in seen] == [max(LENGTHS)]
+
+
+@pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base", "modernbert-base"])
+@given(lengths=st.lists(st.integers(1, 20), min_size=1, max_size=12), batch=st.integers(1, 5))
+@settings(max_examples=15)
+def test_an_evaluation_of_packed_rows_finds_what_one_of_padded_rows_does(
+    name: str, lengths: list[int], batch: int
+):
+    model = tiny(name).double().eval()
+    chosen = tokens(tuple(lengths))
+    widths: list[int] = []
+
+    def compute(**inputs: Any) -> Tensor:
+        widths.append(inputs["input_ids"].numel())
+        found: Tensor = model(**inputs)
+        return found
+
+    padded = in_batches(model, model, chosen, batch, packed=False)
+    packed = in_batches(model, compute, chosen, batch, packed=True)
+    torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
+    assert sum(widths) == sum(lengths)  # nothing but tokens
+    assert max(widths) <= batch * max(lengths)  # and no more of them than the padded rows hold
+
+
+@pytest.mark.parametrize(("attention", "packs"), [("auto", True), ("masked", False)])
+def test_a_model_that_is_not_to_pack_is_evaluated_on_padded_rows(
+    attention: str, packs: bool, monkeypatch: pytest.MonkeyPatch
+):
+    """As if a kernel were here: what the plan turned off stays off in an evaluation."""
+    monkeypatch.setattr(classifier, "packed_obstacle", lambda _model, _traits: None)
+    model = tiny("bert-base", attention=attention).eval()
+    seen: list[set[str]] = []
+
+    def compute(**inputs: Any) -> Tensor:
+        seen.append(set(inputs))
+        return torch.zeros(len(LENGTHS), 2)
+
+    in_batches(model, compute, tokens(), 4)
+    assert ["cu_seqlens" in names for names in seen] == [packs]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base"])
+def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):
+    heads_of_16 = TINY[name] | {"num_attention_heads": 2}
+    model = tiny(name, overrides=heads_of_16).cuda().eval()
+    chosen = tokens((17, 3, 30, 8, 8, 1))
+    with torch.autocast("cuda", torch.bfloat16):
+        assert model.packs_here
+        packed = in_batches(model, model, chosen, 2)
+        padded = in_batches(model, model, chosen, 2, packed=False)
+    torch.testing.assert_close(packed, padded, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("bert-base", marks=pytest.mark.soak), "gemma-3-1b-it"]
+)
+def test_padded_rows_of_many_shapes_are_compiled_once(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Twice where layers with a window and without take turns; and again for a single row."""
+    monkeypatch.setattr(setup, "compile_blocks", partial(compile_blocks, backend="eager"))
+    sizes = np.random.default_rng(0).integers(2, 31, 160)
+    sizes[::7] = 30
+    made = made_up(sizes.tolist(), 90)
+    task = ClassifierTask(lambda: tiny(name), made, made.subset(range(4)), effective_batch=20)
+    shapes = set()
+    collate = task.collate
+
+    def seen(sequences: Any, rows: int, width: int, slots: int | None) -> Any:
+        shapes.add((rows, width))
+        return collate(sequences, rows, width, slots)
+
+    monkeypatch.setattr(task, "collate", seen)
+    chosen = LoopSettings(
+        cuts=(fit_padded(made.lengths, 20, 150, multiple=2),),
+        optimizer=OptimizerSettings(learning_rate=1e-4),
+        compile=True,
+        profile_step=False,
+        keep_checkpoints=0,
+    )
+    torch.compiler.reset()
+    counters.clear()
+    train(task, chosen, tmp_path / "run")
+    assert len(shapes) > 4
+    single = any(rows == 1 for rows, _ in shapes)
+    kinds = 2 if name == "gemma-3-1b-it" else 1
+    assert counters["stats"]["unique_graphs"] <= kinds * (1 + single)
+    torch.compiler.reset()

@@ -1,0 +1,78 @@
+"""The text-classification job on files of its own."""
+
+import csv
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from sklearn import metrics as reference
+
+from job_tiny import be_quick, words, write_texts
+from trainfit.jobs import textclass
+from trainfit.jobs.configuration import configure
+from trainfit.jobs.predict import answer, exports_of
+from trainfit.jobs.scores import JobResult
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    be_quick(monkeypatch)
+
+
+def run(tmp_path: Path, *more: str) -> JobResult:
+    own = words(tmp_path, "data.max_length=32", "training.num_epochs=4", *more)
+    return textclass.train(configure("textclass", own))
+
+
+def files(tmp_path: Path) -> list[str]:
+    parts = {"train": 160, "validation": 40, "test": 50}
+    return [
+        f"data.{name}={write_texts(tmp_path / f'{name}.csv', rows, seed)}"
+        for seed, (name, rows) in enumerate(parts.items())
+    ]
+
+
+def test_files_of_its_own(tmp_path: Path):
+    result = run(tmp_path, *files(tmp_path), "baselines=true")
+    with (Path(result.run) / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    with (tmp_path / "test.csv").open() as file:
+        labels = {str(n): row["label"] for n, row in enumerate(csv.DictReader(file), 1)}
+    assert {row["id"]: row["label"] for row in rows} == labels
+    scores = np.array([float(row["score"]) for row in rows])
+    truth = np.array([int(row["label"]) for row in rows])
+    assert result.metrics["f1"] == pytest.approx(reference.f1_score(truth, scores >= 0.5))
+    assert result.metrics["f1"] > 0.9  # its first word decides
+    assert result.baselines["bag_of_words_f1"] > 0.9
+    counts = json.loads((Path(result.run) / "data.json").read_text())["folds"][0]
+    assert [counts[part]["texts"] for part in ("train", "validation", "test")] == [160, 40, 50]
+
+
+def test_folds_and_three_classes(tmp_path: Path):
+    path = write_texts(tmp_path / "all.csv", 150, classes=3)
+    result = run(tmp_path, f"data.train={path}", "cv.folds=3", "baselines=true")
+    with (Path(result.run) / "predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len({row["id"] for row in rows}) == len(rows) == 120
+    for fold, figures in enumerate(result.metrics["folds"], 1):
+        mine = [row for row in rows if row["fold"] == str(fold)]
+        truth = [int(row["label"]) for row in mine]
+        chances = np.array([[float(row[f"score_{k}"]) for k in range(3)] for row in mine])
+        expected = reference.f1_score(truth, chances.argmax(1), average="macro")
+        assert figures["f1"] == pytest.approx(expected)
+
+
+def test_class_weights_are_what_the_loss_counts_with(tmp_path: Path):
+    prepared = textclass.prepare(configure("textclass", words(tmp_path, *files(tmp_path))))
+    labels = prepared.datasets[0].train.labels
+    weights = np.array(prepared.datasets[0].metadata["class_weights"])
+    assert weights[labels].sum() == pytest.approx(len(labels))
+    assert weights[0] * (labels == 0).sum() == pytest.approx(weights[1] * (labels == 1).sum())
+
+
+def test_an_export_answers_for_new_texts(tmp_path: Path):
+    result = run(tmp_path, *files(tmp_path))
+    rows = answer(exports_of(Path(result.run)), ["alder juniper kapok", "birch juniper kapok"])
+    assert [row["class"] for row in rows] == ["0", "1"]
+    assert rows[0]["p(0)"] + rows[0]["p(1)"] == pytest.approx(1)
