@@ -35,7 +35,7 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parent))
 from gpt_contenders import Batch, Contender, Step, make_step
 from trainfit.core.files import write_whole
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.hardware.catalogue import lookup
 from trainfit.jobs.gpt_flops import flops_per_token, parameters
 from trainfit.jobs.models.gpt_model import GptShape

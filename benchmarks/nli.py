@@ -37,7 +37,7 @@ from contenders import CUDA, GIB, Sequences, Setting, guarded, take_turn, traine
 from trainfit.conf import compose
 from trainfit.core import codec
 from trainfit.core.files import write_whole
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow

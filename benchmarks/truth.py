@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 import tune
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.jobs.tuned_plans import Job
 from trainfit.packing import ladder
 from trainfit.planning.fit import look_at

@@ -33,7 +33,8 @@ from trainfit.conf import compose
 from trainfit.core import codec
 from trainfit.core.errors import TrainfitError
 from trainfit.core.files import write_whole
-from trainfit.core.records import Plan, Scalar
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Scalar
 from trainfit.hardware import catalogue
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.measuring.machine_rates import device_name

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 import job_tiny
-from trainfit.core.records import HardwareProfile, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.data.token_preparation import Preparation, prepare_tokens
 from trainfit.planning import decide, planner
 from trainfit.planning.question import Question

@@ -11,7 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from trainfit.core.records import HardwareProfile, Plan, RuntimeSettings, TaskSpec
+from trainfit.core.plan_records import Plan, RuntimeSettings, TaskSpec
+from trainfit.core.records import HardwareProfile
 from trainfit.data.redsm5 import CRITERIA
 from trainfit.hardware import detect
 from trainfit.jobs import job_plan

@@ -12,7 +12,8 @@ from typing import Any, Literal
 
 from trainfit.conf import preset
 from trainfit.core.errors import BadInput, did_you_mean
-from trainfit.core.records import Applied, HardwareProfile, RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.core.records import Applied, HardwareProfile
 from trainfit.hardware import detect
 from trainfit.measuring import MemoryTracker, benchmark_dataloader
 from trainfit.planning import preset_for_memory, workers

@@ -23,7 +23,8 @@ from trainfit.cli.train import job_module
 from trainfit.conf import SCHEMAS, Composed, compose, composition, options
 from trainfit.conf.starting import with_file
 from trainfit.core import caches
-from trainfit.core.records import HardwareProfile, Precision
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import find

@@ -9,15 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.core import records
+from trainfit.core import plan_records, records
 from trainfit.core.codec import hints
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
 
 KINDS = [
     kind
-    for _, kind in inspect.getmembers(records, inspect.isclass)
-    if issubclass(kind, Record) and kind is not Record
+    for module in (records, plan_records)
+    for _, kind in inspect.getmembers(module, inspect.isclass)
+    if issubclass(kind, Record) and kind is not Record and kind.__module__ == module.__name__
 ]
 FLOW = {"HardwareProfile", "Plan", "Measurements", "Applied", "RunResult", "Receipt", "Workload"}
 

@@ -9,15 +9,8 @@ import pytest
 
 from trainfit.cli.main import run
 from trainfit.core.errors import BadInput
-from trainfit.core.records import (
-    Event,
-    MemoryEstimate,
-    Plan,
-    RunResult,
-    RuntimeSettings,
-    TaskSpec,
-    Workload,
-)
+from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.records import Event, RunResult
 from trainfit.doctor import examine_run
 from trainfit.doctor.run_checks import CHECKS
 

@@ -11,7 +11,7 @@ import torch
 from engine_toy import ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer

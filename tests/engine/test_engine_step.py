@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.data.batches import StepLoader
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
 from trainfit.engine.settings import LoaderSettings, OptimizerSettings

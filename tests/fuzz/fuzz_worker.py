@@ -53,7 +53,7 @@ def _warm_up() -> None:
 
 def _warm_planner() -> dict[str, Any]:
     """Have the planner's processes import torch before a case is timed."""
-    from trainfit.core.records import TaskSpec
+    from trainfit.core.plan_records import TaskSpec
     from trainfit.planning.estimator.estimate import Request, ask
 
     task = TaskSpec(factory="trainfit.jobs.probes:gpt_step", arguments={"name": "nowhere"})

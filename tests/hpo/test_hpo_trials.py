@@ -23,7 +23,7 @@ from torch import nn
 from job_tiny import be_quick, nli_words, quick_plan, words, write_texts
 from trainfit.conf.search_space_files import compose_study
 from trainfit.core.errors import BadInput, RunFailed
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.engine import loop, recovery
 from trainfit.hpo import final as ending
 from trainfit.hpo.encoder_objective import EncoderObjective

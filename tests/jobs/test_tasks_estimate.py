@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
 
 pytestmark = pytest.mark.soak

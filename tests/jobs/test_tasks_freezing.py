@@ -14,7 +14,8 @@ from safetensors.torch import load_file
 from job_tiny import be_quick, quick_plan, write_redsm5
 from trainfit.cli.main import run
 from trainfit.conf import compose
-from trainfit.core.records import HardwareProfile, MemoryEstimate, Plan
+from trainfit.core.plan_records import MemoryEstimate, Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape

@@ -21,7 +21,8 @@ from gpt_tiny import be_quick, gpt_words, rows_of, write_tokens
 from trainfit.cli.main import run
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput
-from trainfit.core.records import HardwareProfile, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.data.token_files import open_tokens
 from trainfit.engine.observers import Observer
 from trainfit.jobs import gpt_setup as preparation

@@ -11,7 +11,7 @@ import torch
 from tasks_tiny import tiny
 from torch.utils.data import DataLoader
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.engine.distributed import World
 from trainfit.engine.setup import opening_lines
 from trainfit.jobs import encoder_setup

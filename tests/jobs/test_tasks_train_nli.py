@@ -17,7 +17,7 @@ from sklearn import metrics as reference
 
 from job_tiny import SECRET, be_quick, nli_words, quick_plan, write_redsm5
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.engine.observers import Observer
 from trainfit.jobs import frozen, nli
 from trainfit.jobs.configuration import configure, configured_by

@@ -7,7 +7,7 @@ import torch
 from receipt_steps import Model, evidence, items, train
 from torch.nn import functional
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.measuring.timing import time_work
 from trainfit.runtime import applied, compile_blocks
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from planning_models import write_bert
 
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
 
 ENCODER = "trainfit.jobs.probes:encoder_step"

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Request, Target, ask, estimate
 
 HERE = Path(__file__)

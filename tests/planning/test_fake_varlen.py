@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 
-from trainfit.core.records import MemoryEstimate, TaskSpec
+from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import find
 from trainfit.planning.estimator.estimate import estimate_all
 from trainfit.planning.estimator.recorder import Device, temporary_bytes

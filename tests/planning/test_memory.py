@@ -10,7 +10,7 @@ import pytest
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.hardware.catalogue import find
 from trainfit.planning.estimator.estimate import (
     Request,

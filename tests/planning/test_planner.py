@@ -14,7 +14,8 @@ from planning_models import write_bert
 
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Measurement, Measurements, Plan, Workload
+from trainfit.core.plan_records import Plan, Workload
+from trainfit.core.records import Measurement, Measurements
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find, gpus
 from trainfit.hardware.model_shapes import model_shape

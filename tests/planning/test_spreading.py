@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from trainfit.core.records import MemoryEstimate
+from trainfit.core.plan_records import MemoryEstimate
 from trainfit.planning.estimator.estimate import GIB
 from trainfit.planning.estimator.probes import room_gained
 

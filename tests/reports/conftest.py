@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from report_runs import write_run
 
-from trainfit.core.records import (
+from trainfit.core.plan_records import (
     MemoryEstimate,
     Plan,
     Reason,

@@ -11,7 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from trainfit.core.records import Event, Plan, Receipt, ReceiptItem, RunResult
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Event, Receipt, ReceiptItem, RunResult
 
 OOM = Event(kind="oom", step=200, seconds=31.0, text="cut into 4 micro-batches from here on")
 SKIP = Event(kind="skipped", step=410, seconds=60.0, text="step 410: loss nan; no update")

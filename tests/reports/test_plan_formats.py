@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.conf import compose
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.integrations.plan_exports import FORMATS, accelerate, even_batch, hf, lightning
 
 Make = Callable[..., Plan]

@@ -1,7 +1,7 @@
 from collections.abc import Callable
 from xml.etree import ElementTree
 
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 
 
 def test_a_plan_shows_as_a_table(make_plan: Callable[..., Plan]):

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from trainfit.core.records import Measurement, Plan, Reason, TimeEstimate
+from trainfit.core.plan_records import Plan, Reason, TimeEstimate
+from trainfit.core.records import Measurement
 from trainfit.reports.plan_page import (
     UNRECORDED,
     comparison,

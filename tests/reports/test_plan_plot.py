@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import MemoryEstimate, Plan
+from trainfit.core.plan_records import MemoryEstimate, Plan
 from trainfit.reports.plots import memory_plot, parts_at_peak, write_plot
 
 Make = Callable[..., Plan]

@@ -8,7 +8,7 @@ from chromium import Browser, browser, find_chromium
 from report_runs import write_run
 from test_report_page import EVIL, write_study
 
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.reports.report import report, write
 
 pytestmark = pytest.mark.skipif(

@@ -13,7 +13,7 @@ import pytest
 from report_runs import LADDER, write_end, write_run
 
 from trainfit.cli.main import run as cli
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.reports.report import Report, report
 
 Make = Callable[..., Plan]

@@ -16,7 +16,7 @@ from report_runs import train_rows, write_end, write_rows, write_run
 from rich.console import Console
 
 from trainfit.cli.main import run as cli
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.reports.live import Tail, Watcher, follow, frame
 
 Make = Callable[..., Plan]

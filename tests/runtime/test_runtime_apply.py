@@ -14,7 +14,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Applied, Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.plan_records import Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.records import Applied
 from trainfit.runtime import applied, apply, undo
 
 Observe = Callable[[], dict[str, Any]]

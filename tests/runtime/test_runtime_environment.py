@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 
 Afresh = Callable[..., Any]
@@ -18,7 +18,7 @@ NEW, OLD = "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"
 
 WITHOUT_TORCH = """
 import json, os, sys
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import apply, undo
 done = apply(RuntimeSettings(expandable_segments=True))
 during = os.environ.get("PYTORCH_ALLOC_CONF")
@@ -89,7 +89,7 @@ def test_a_torch_without_cuda_says_so_and_leaves_the_environment() -> None:
 
 ON_A_GPU = """
 import json, os, torch
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import apply
 assert not torch.cuda.is_initialized()
 if {started}:
@@ -134,7 +134,7 @@ def test_after_a_look_at_the_hardware_the_allocator_still_follows(afresh: Afresh
 
 UNDONE = """
 import json, torch
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 torch.cuda.get_device_properties(0)
 with applied(RuntimeSettings(expandable_segments=True)):
@@ -165,7 +165,7 @@ def test_once_memory_is_in_use_nothing_is_pretended(afresh: Afresh, on: bool) ->
 
 WITHOUT_SEGMENTS = """
 import json, torch
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import apply
 torch.ones(1 << 20, device="cuda")
 done = apply(RuntimeSettings(expandable_segments=True, empty_cache=True))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied, compile_model
 
 pytestmark = pytest.mark.gpu

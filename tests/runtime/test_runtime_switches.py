@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 
 Observe = Callable[[], dict[str, Any]]
@@ -112,7 +112,7 @@ def test_undo_tells_a_value_from_an_inherited_one(own: str) -> None:
 
 FROM_THE_START = """
 import json, torch
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 def reads():
     cudnn = torch.backends.cudnn

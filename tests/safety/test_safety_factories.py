@@ -12,7 +12,7 @@ from tuning_toy import plan
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import OWN_FACTORIES, Plan, TaskSpec
+from trainfit.core.plan_records import OWN_FACTORIES, Plan, TaskSpec
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.jobs.batch_size import find_batch_size, job_of
 from trainfit.planning.estimator import child

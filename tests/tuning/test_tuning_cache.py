@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from trainfit.core import caches
 from trainfit.core.errors import TrainfitWarning
-from trainfit.core.records import HardwareProfile, Workload
+from trainfit.core.plan_records import Workload
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.planning.question import Pin, Question

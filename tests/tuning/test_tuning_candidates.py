@@ -12,14 +12,8 @@ import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.core.records import (
-    CompileSupport,
-    HardwareProfile,
-    Plan,
-    Scalar,
-    TimeEstimate,
-    Workload,
-)
+from trainfit.core.plan_records import Plan, TimeEstimate, Workload
+from trainfit.core.records import CompileSupport, HardwareProfile, Scalar
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.kernels import supported

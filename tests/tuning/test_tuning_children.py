@@ -14,7 +14,7 @@ import pytest
 import tuning_toy as toy
 
 from trainfit.core.errors import RunFailed
-from trainfit.core.records import MemoryEstimate, TaskSpec
+from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.tuning.children import Children
 from trainfit.tuning.search import search
 from trainfit.tuning.tuned_cache import Candidate, Trial

@@ -19,7 +19,7 @@ import torch
 from gpt_tiny import gpt_words
 from job_tiny import SECRET, be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.jobs import tuned_plans
 from trainfit.tuning import tuner
 from trainfit.tuning.trial import run_trial
@@ -188,7 +188,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(
 def test_a_short_run_is_not_compiled_for_nothing(here: type[Here]) -> None:
     import tuning_toy as toy
 
-    from trainfit.core.records import TimeEstimate
+    from trainfit.core.plan_records import TimeEstimate
 
     def compiled(rate: float) -> Plan:
         told = dict.fromkeys(TimeEstimate.__dataclass_fields__)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 import trainfit
 from trainfit.core.errors import BadInput, RunFailed
-from trainfit.core.records import HardwareProfile, TaskSpec
+from trainfit.core.plan_records import TaskSpec
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.jobs import probes as gpt_probe
 from trainfit.jobs.batch_size import find_batch_size, job_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import trainfit
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import take_workspaces
 from trainfit.jobs.batch_size import job_of

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Request, Target, ask, told
 from trainfit.tuning.finder.growth import GIB, Measured, Peak, Range, Search, predictor, search
 

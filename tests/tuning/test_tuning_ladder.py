@@ -14,7 +14,7 @@ import pytest
 from rich.console import Console
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.measuring import timing
 from trainfit.measuring.timing import median_interval, ratio_interval, rounds_interval
 from trainfit.reports.ladder_page import ladder_page, write_ladder

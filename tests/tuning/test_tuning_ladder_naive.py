@@ -17,7 +17,7 @@ from torch.profiler import profile
 from job_tiny import quick_plan, tiny_model
 from trainfit.conf import compose
 from trainfit.core import codec
-from trainfit.core.records import Plan, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.engine.loop import train
 from trainfit.hardware import detect
 from trainfit.jobs.job_plan import question

@@ -13,7 +13,7 @@ import torch
 
 from trainfit.cli.main import run
 from trainfit.conf import compose
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.tuning.candidates import changed
 from trainfit.tuning.children import Children

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from trainfit.core import codec
-from trainfit.core.records import MemoryEstimate
+from trainfit.core.plan_records import MemoryEstimate
 from trainfit.tuning import candidates
 from trainfit.tuning.tuned_cache import TuneResult
 

@@ -12,7 +12,7 @@ import torch
 import tuning_toy as toy
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.measuring.timing import median_interval
 from trainfit.runtime import compile_model, forget_compiled
 from trainfit.tuning.trial import run_trial

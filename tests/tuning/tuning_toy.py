@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trainfit.core.records import MemoryEstimate, Plan, RuntimeSettings, Scalar, TaskSpec, Workload
+from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.records import Scalar
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.packing import fit_padded
 from trainfit.tuning.trial import Setup

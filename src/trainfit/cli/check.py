@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 if TYPE_CHECKING:
-    from trainfit.core.records import HardwareProfile, Measurements, Recommendation
+    from trainfit.core.plan_records import Recommendation
+    from trainfit.core.records import HardwareProfile, Measurements
 
 
 @click.command()

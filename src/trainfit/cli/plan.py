@@ -14,7 +14,7 @@ from trainfit.cli.main import ABOVE_0
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
-    from trainfit.core.records import Plan
+    from trainfit.core.plan_records import Plan
 
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 

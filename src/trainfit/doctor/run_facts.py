@@ -13,7 +13,8 @@ from typing import Any
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError, reason
 from trainfit.core.files import LARGEST_LOG, read_text
-from trainfit.core.records import Event, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Event
 from trainfit.doctor.advice import (
     BUSY,
     COMPILE,

@@ -12,7 +12,8 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from trainfit.core.errors import BadInput, RunFailed
-from trainfit.core.records import RunResult, RuntimeSettings, TrainTask
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.core.records import RunResult, TrainTask
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import setup
 from trainfit.engine.checkpoint import frozen_checksum

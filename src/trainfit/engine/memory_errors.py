@@ -13,7 +13,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from trainfit.core.records import RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 
 T = TypeVar("T")

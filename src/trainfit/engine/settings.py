@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 
 from trainfit.core.codec import Range
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Precision, Record
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import Record
 from trainfit.packing import PackedCut, PaddedCut
 
 Positive = Annotated[int, Range(1)]

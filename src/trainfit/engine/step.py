@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor, nn
 
-from trainfit.core.records import Precision
+from trainfit.core.plan_records import Precision
 from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import once, retried
 from trainfit.engine.optimizer import trained_parameters, update_once

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed
-from trainfit.core.records import Plan, RunResult
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import RunResult
 from trainfit.engine.observers import Observer
 from trainfit.hpo.objective import is_greater_better, room_on
 from trainfit.jobs import encoder_run, job_plan

@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trainfit.conf import Composed
-from trainfit.core.records import Plan, RunResult
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import RunResult
 from trainfit.engine.observers import Observer
 from trainfit.hpo.objective import room_on
 from trainfit.jobs import gpt_run as job

@@ -8,7 +8,8 @@ from typing import Any, Protocol
 
 from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, did_you_mean
-from trainfit.core.records import HardwareProfile, Plan, RunResult
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.engine.observers import Observer
 
 MINIMISED = ("loss", "val_loss")

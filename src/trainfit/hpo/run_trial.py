@@ -17,7 +17,7 @@ import optuna
 
 from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitError
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn

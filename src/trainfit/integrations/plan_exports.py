@@ -15,7 +15,7 @@ from typing import Any
 import yaml
 
 from trainfit.conf import Composed, Config
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.integrations.plan_words import command_line, overrides
 
 

@@ -7,7 +7,7 @@ import shlex
 from typing import Any
 
 from trainfit.conf import Composed, keys
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 
 # A word that Hydra reads as the text it is. A number, or true, would be read as something else.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)

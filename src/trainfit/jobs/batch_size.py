@@ -10,7 +10,7 @@ from typing import Any
 
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.jobs.job_plan import answer, machine, question
 from trainfit.tuning.finder.finder import MARGIN, BatchSizeFound, Job, find
 

@@ -25,7 +25,8 @@ import torch
 
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
-from trainfit.core.records import HardwareProfile, Plan, RunResult, RuntimeSettings
+from trainfit.core.plan_records import Plan, RuntimeSettings
+from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Tokens
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.checkpoint import find_nonfinite

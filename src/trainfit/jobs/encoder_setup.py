@@ -17,7 +17,8 @@ from trainfit.conf import Composed, GptConfig, NliConfig, TextclassConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import write_whole
-from trainfit.core.records import HardwareProfile, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset
 from trainfit.engine.distributed import World, first_says
 from trainfit.engine.recovery import Parts

@@ -11,7 +11,7 @@ import numpy as np
 from trainfit.conf import SCHEMAS, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.jobs import job_plan
 from trainfit.jobs.classification import ClassifierTask

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.hardware.catalogue import find
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier_settings import Method

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from trainfit.conf import Composed, GptConfig
-from trainfit.core.records import Plan, Reason
+from trainfit.core.plan_records import Plan, Reason
 from trainfit.planning.question import Question
 
 Make = Callable[[Question, list[str]], Mapping[str, Plan]]

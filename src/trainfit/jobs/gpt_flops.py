@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainfit.conf import GptConfig
-from trainfit.core.records import Measurement, Plan, Precision
+from trainfit.core.plan_records import Plan, Precision
+from trainfit.core.records import Measurement
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.jobs.models.gpt_model import GptShape
 

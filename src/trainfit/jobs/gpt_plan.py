@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from trainfit.conf import Composed, GptConfig
-from trainfit.core.records import Plan, Precision, Reason
+from trainfit.core.plan_records import Plan, Precision, Reason
 from trainfit.planning.question import Question
 
 CHUNK = 16384

@@ -17,7 +17,8 @@ from pathlib import Path
 import torch
 
 from trainfit.conf import Composed
-from trainfit.core.records import HardwareProfile, Plan, RunResult
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, gather, joined
 from trainfit.engine.observers import Observer

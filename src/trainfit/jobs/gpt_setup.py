@@ -14,7 +14,8 @@ from trainfit.conf import Composed, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import write_whole
-from trainfit.core.records import HardwareProfile, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens
 from trainfit.engine.distributed import World, first_says

@@ -8,7 +8,7 @@ import numpy as np
 
 from trainfit.conf import SCHEMAS, GptConfig
 from trainfit.core import codec
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.jobs import job_plan
 from trainfit.jobs.encoder_trial import one_rank
 from trainfit.jobs.gpt_setup import build, loop_settings, shape_of

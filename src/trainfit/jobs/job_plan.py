@@ -17,7 +17,8 @@ from trainfit.conf.composition import as_word
 from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import HardwareProfile, Plan, RuntimeSettings, Workload
+from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
+from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config

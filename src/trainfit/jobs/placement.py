@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 
 Device = str | torch.device
 Built = TypeVar("Built", bound=nn.Module)

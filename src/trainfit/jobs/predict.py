@@ -14,7 +14,7 @@ from torch import nn
 
 from trainfit.core import checksums, codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
-from trainfit.core.records import Precision
+from trainfit.core.plan_records import Precision
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.checkpoint import find_nonfinite, read_tensors
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory

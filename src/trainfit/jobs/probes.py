@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainfit.core.records import Precision
+from trainfit.core.plan_records import Precision
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import loss_scale, plain_step

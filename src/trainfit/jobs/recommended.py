@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from trainfit.conf import compose
-from trainfit.core.records import HardwareProfile, Reason, Recommendation
+from trainfit.core.plan_records import Reason, Recommendation
+from trainfit.core.records import HardwareProfile
 from trainfit.jobs import job_plan
 from trainfit.planning import preset_for
 

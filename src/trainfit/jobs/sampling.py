@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainfit.conf import GptConfig
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 from trainfit.data.bpe import end_of_text, load_bpe
 from trainfit.data.token_files import TOKENIZER
 from trainfit.engine import checkpoint

@@ -12,7 +12,8 @@ from typing import Any
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import HardwareProfile, Plan, Scalar, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.jobs import job_plan
 from trainfit.planning.compile_choice import COMPILE_SECONDS
 from trainfit.planning.question import Question

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 from trainfit.core import caches
 from trainfit.core.errors import BadInput
 from trainfit.core.files import cache_folder
-from trainfit.core.records import HardwareProfile, Measurement, Measurements, RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.core.records import HardwareProfile, Measurement, Measurements
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.runtime import applied
 

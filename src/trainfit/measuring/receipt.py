@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.core.errors import BadInput, TrainfitWarning, reason
-from trainfit.core.records import Plan, Receipt, ReceiptItem, Scalar
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Receipt, ReceiptItem, Scalar
 from trainfit.measuring import verdicts
 from trainfit.measuring import verdicts as loading
 from trainfit.measuring.trace import Evidence

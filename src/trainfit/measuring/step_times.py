@@ -18,7 +18,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.initialization import no_init_weights
 
-from trainfit.core.records import Precision, RuntimeSettings, TaskSpec
+from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
 from trainfit.runtime import applied
 

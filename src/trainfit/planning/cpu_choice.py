@@ -20,7 +20,8 @@ from typing import Any
 from trainfit.core import caches
 from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
-from trainfit.core.records import HardwareProfile, Precision, Record
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import HardwareProfile, Record
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.probes import folder_content
 from trainfit.planning.question import Choice, Question, lacks

@@ -6,7 +6,8 @@ import math
 from dataclasses import replace
 from typing import Any
 
-from trainfit.core.records import Gpu, HardwareProfile, Precision
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.planning import cpu_choice
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
 

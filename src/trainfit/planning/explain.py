@@ -6,7 +6,8 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trainfit.core.records import Gpu, HardwareProfile, MemoryEstimate, Reason, TimeEstimate
+from trainfit.core.plan_records import MemoryEstimate, Reason, TimeEstimate
+from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
 from trainfit.planning import decide
 from trainfit.planning.compile_choice import Compiling

@@ -9,7 +9,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainfit.core.records import Measurements, Precision
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.packing import Cut, PackedCut, cut_step, deal_steps, measure_fill
 from trainfit.packing.steps import IntArray

@@ -13,16 +13,8 @@ from dataclasses import fields, replace
 from typing import Any
 
 from trainfit.core import caches, codec
-from trainfit.core.records import (
-    Gpu,
-    GpuState,
-    HardwareProfile,
-    Measurements,
-    MemoryEstimate,
-    Plan,
-    RuntimeSettings,
-    TaskSpec,
-)
+from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec
+from trainfit.core.records import Gpu, GpuState, HardwareProfile, Measurements
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.gpus import catalogue_gpu

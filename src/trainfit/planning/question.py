@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from trainfit.core.records import Cpu, Gpu, Precision, Record, Scalar, Workload
+from trainfit.core.plan_records import Precision, Workload
+from trainfit.core.records import Cpu, Gpu, Record, Scalar
 from trainfit.hardware.catalogue import GpuSpec, find
 
 

@@ -10,7 +10,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.core.records import Measurement, MemoryEstimate, Plan, Reason, Scalar, TimeEstimate
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate
+from trainfit.core.records import Measurement, Scalar
 
 UNRECORDED = "not recorded on this architecture"
 SETTINGS = (

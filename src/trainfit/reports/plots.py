@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trainfit.core.errors import BadInput
 from trainfit.core.files import check_output, write_output
-from trainfit.core.records import MemoryEstimate
+from trainfit.core.plan_records import MemoryEstimate
 from trainfit.reports.model import shown
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 

@@ -12,7 +12,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.conf import Composed
-from trainfit.core.records import Gpu, HardwareProfile, Measurements, Note, Recommendation
+from trainfit.core.plan_records import Recommendation
+from trainfit.core.records import Gpu, HardwareProfile, Measurements, Note
 from trainfit.hardware.catalogue import GpuSpec
 
 PLAIN_WIDTH = 110

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from trainfit.core import codec
 from trainfit.core.errors import TrainfitError, reason, redact_values
 from trainfit.core.files import LARGEST_LOG, read_text
-from trainfit.core.records import Event, HardwareProfile, Plan, Receipt
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Event, HardwareProfile, Receipt
 
 _STAMP = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d "
 _EVENT = re.compile(_STAMP + r"([a-z][a-z ]*) at step (\d+): (.*)")

@@ -23,7 +23,7 @@ from trainfit.core.errors import (
     redact_words,
 )
 from trainfit.core.files import check_path, is_file, write_whole
-from trainfit.core.records import Plan
+from trainfit.core.plan_records import Plan
 
 _IDENTITY = "run.json"
 _PACKAGES = ("trainfit", "torch", "transformers", "peft", "numpy", "safetensors")

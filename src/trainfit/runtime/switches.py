@@ -10,7 +10,8 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Applied, Change, Plan, RuntimeSettings
+from trainfit.core.plan_records import Plan, RuntimeSettings
+from trainfit.core.records import Applied, Change
 from trainfit.runtime import environment
 from trainfit.runtime.environment import cuda_started, has_segments, set_variable
 

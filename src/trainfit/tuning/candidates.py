@@ -14,7 +14,8 @@ from typing import Any
 
 import numpy as np
 
-from trainfit.core.records import HardwareProfile, MemoryEstimate, Plan, Scalar
+from trainfit.core.plan_records import MemoryEstimate, Plan
+from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
 from trainfit.planning.estimator.estimate import MARGIN

@@ -25,7 +25,8 @@ from types import TracebackType
 from typing import Self, TextIO
 
 from trainfit.core.errors import RunFailed
-from trainfit.core.records import Plan, Record
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Record
 from trainfit.tuning.tuned_cache import Candidate, Status, Trial, folder_prefix
 
 READY = "ready"

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitError, TrainfitWarning
-from trainfit.core.records import Event, RuntimeSettings, TrainTask
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.core.records import Event, TrainTask
 from trainfit.engine.loop import train
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer

@@ -19,7 +19,8 @@ import numpy as np
 from trainfit.core import caches, codec
 from trainfit.core.errors import TrainfitWarning
 from trainfit.core.files import cache_folder
-from trainfit.core.records import HardwareProfile, Plan, Record, Scalar, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.records import HardwareProfile, Record, Scalar
 from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import Interval as Interval
 from trainfit.planning.estimator.probes import folder_content

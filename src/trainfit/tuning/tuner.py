@@ -8,16 +8,8 @@ from dataclasses import replace
 from functools import partial
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import (
-    HardwareProfile,
-    Measurement,
-    MemoryEstimate,
-    Plan,
-    Reason,
-    Scalar,
-    TaskSpec,
-    TimeEstimate,
-)
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TaskSpec, TimeEstimate
+from trainfit.core.records import HardwareProfile, Measurement, Scalar
 from trainfit.measuring import remembered
 from trainfit.measuring.gpu_sampling import sampled
 from trainfit.planning import planner

@@ -26,7 +26,7 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
-from trainfit.core.records import MemoryEstimate, TaskSpec
+from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.planning.estimator.step_time import Done
 

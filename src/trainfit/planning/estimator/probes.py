@@ -16,7 +16,7 @@ from typing import Any
 
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import MemoryEstimate, Plan, Reason, TaskSpec
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TaskSpec
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.estimate import GIB, Answer, Request, Target, ask, told
 from trainfit.planning.estimator.step_time import Done

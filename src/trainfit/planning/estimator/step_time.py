@@ -16,7 +16,8 @@ from importlib import resources
 from typing import Any, Literal
 
 from trainfit.core import codec
-from trainfit.core.records import Measurements, Precision, Record
+from trainfit.core.plan_records import Precision
+from trainfit.core.records import Measurements, Record
 from trainfit.hardware.catalogue import GpuSpec
 
 

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from trainfit.core.errors import redact_words
-from trainfit.core.records import HardwareProfile, MemoryEstimate, Plan
+from trainfit.core.plan_records import MemoryEstimate, Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.reports.model import (
     MISSING,
     Block,

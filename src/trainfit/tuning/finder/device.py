@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers.initialization import no_init_weights
 
-from trainfit.core.records import TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import take_workspaces
 from trainfit.engine.random_state import protected

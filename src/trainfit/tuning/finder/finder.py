@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainfit.core.errors import BadInput, RunFailed
-from trainfit.core.records import HardwareProfile, Record, RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware import detect
 from trainfit.packing import cut_step, ladder
 from trainfit.tuning.finder.growth import GIB, Range, Search, knee, law, predictor, search

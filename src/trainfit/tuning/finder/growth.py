@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from trainfit.core.errors import RunFailed
-from trainfit.core.records import Gpu, TaskSpec
+from trainfit.core.plan_records import TaskSpec
+from trainfit.core.records import Gpu
 from trainfit.engine.optimizer import take_workspaces
 from trainfit.planning.estimator.estimate import Request, Room, Target, ask, told
 

@@ -16,7 +16,8 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, Protocol
 
 from trainfit.core.errors import BadInput, did_you_mean
-from trainfit.core.records import HardwareProfile, Plan, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.records import HardwareProfile
 from trainfit.measuring.timing import ratio_interval
 from trainfit.tuning.children import Children, mode_of
 from trainfit.tuning.ladder.optimizations import rungs_for

@@ -19,7 +19,8 @@ from torch.nn import functional
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan, TaskSpec, TrainTask
+from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.records import TrainTask
 from trainfit.kernels.supported import use_liger
 from trainfit.packing import MicroBatch
 from trainfit.packing.padded import PaddedCut

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from trainfit.core.records import HardwareProfile, Plan
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
 from trainfit.kernels import supported
 from trainfit.tuning.ladder.rungs import FUSIBLE, NAIVE_BATCH, NotApplicable, Rung
 

@@ -13,7 +13,8 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from trainfit.core import codec
-from trainfit.core.records import Plan, Record, Scalar, TaskSpec
+from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.records import Record, Scalar
 from trainfit.measuring.timing import ratio_interval, rounds_interval
 from trainfit.tuning.tuned_cache import Candidate, Interval, Status, Trial
 
