@@ -99,6 +99,7 @@ def test_rocm_without_a_gpu() -> None:
     [
         FakeNvml(error=pynvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH),
         ImportError("No module named 'pynvml'"),
+        ImportError("its shared library is not here"),
     ],
 )
 def test_a_gpu_with_a_broken_nvml(nvml: FakeNvml | ImportError) -> None:

@@ -159,7 +159,7 @@ def test_a_library_that_does_not_start(error: int, words: str) -> None:
 
 def test_no_binding_at_all() -> None:
     missing = ImportError("No module named 'pynvml'")
-    assert probe_nvml(lambda: give(missing), PID) == NvmlReport(error=str(missing))
+    assert probe_nvml(lambda: give(missing), PID) == NvmlReport(error=str(missing), installed=False)
 
 
 def test_a_driver_without_gpus() -> None:

@@ -404,7 +404,16 @@ def test_what_cannot_be_packed_says_why(
 ):
     config = model_shape(name).config | change
     (tmp_path / "config.json").write_text(json.dumps(config))
-    assert reason in str(model_facts(str(tmp_path)).unpackable)
+    facts = model_facts(str(tmp_path))
+    assert reason in str(facts.unpackable)
+    assert facts.own_attention is (name == "deberta-v3-base")
+
+
+def test_the_path_of_a_model_does_not_decide_its_attention():
+    named = replace(asked(), unpackable="my own attention/bert has heads of 60")
+    assert decide.attention_path(named, False, None).value == "sdpa"
+    own = replace(asked(), unpackable="no kernel takes it", own_attention=True)
+    assert decide.attention_path(own, False, None).value == "own"
 
 
 @pytest.mark.parametrize(

@@ -81,20 +81,19 @@ def test_a_factory_that_is_not_there_is_a_failure(factory: str) -> None:
 
 
 def test_a_compiler_that_fails_is_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainfit.core.errors import TrainfitWarning
+    from trainfit.core.errors import CompileFailed
 
     plain = toy.ToyTask.loss
 
     def loss(self: toy.ToyTask, model: torch.nn.Module, batch: object) -> torch.Tensor:
-        text = "torch.compile failed and the model runs eagerly from here on (X)"
-        warnings.warn(text, TrainfitWarning, stacklevel=2)
+        warnings.warn("the kind of the warning decides, not its words", CompileFailed, stacklevel=2)
         return plain(self, model, batch)  # type: ignore[arg-type]
 
     monkeypatch.setattr(toy.ToyTask, "loss", loss)
     found = run_trial(toy.candidate(), steps=3, warm_up=1)
     assert found.status == "failed"
     assert found.samples_per_second is None
-    assert found.note.count("torch.compile failed") == 1
+    assert found.note.count("decides") == 1
 
 
 def test_batches_fetched_in_the_warm_up_do_not_flatter_a_slow_loader() -> None:

@@ -109,10 +109,13 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(kind: type[T], data: Any, source: str = "") -> T:
-    """Build a `kind` from plain data, or raise one error that lists everything wrong with it."""
+def decode(kind: type[T], data: Any, source: str = "", key: str = "") -> T:
+    """Build a `kind` from plain data, or raise one error that lists everything wrong with it.
+
+    An error names the `source`, and the `key` where `data` is the value of one.
+    """
     problems: list[BadInput] = []
-    value = _read(kind, data, "", problems)
+    value = _read(kind, data, key, problems)
     if problems:
         named = [BadInput(f"{source}: {p.what}" if source else p.what, p.fix) for p in problems]
         raise named[0] if len(named) == 1 else BadConfig(named)

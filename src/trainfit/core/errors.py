@@ -99,6 +99,10 @@ class TrainfitWarning(UserWarning):
     """Something a person should know about, and trainfit goes on."""
 
 
+class CompileFailed(TrainfitWarning):
+    """torch.compile failed, and the model runs eagerly from there on."""
+
+
 class TrainfitError(Exception):
     """Base of everything trainfit raises on purpose; the command line prints it as one line."""
 

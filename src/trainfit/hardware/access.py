@@ -154,7 +154,7 @@ def _partly(seen: Access, build: TorchBuild) -> Iterator[Note]:
 
 def _nvml_broken(nvml: NvmlReport, error: str) -> Note:
     fix = "Check that `nvidia-smi` works; after a driver update, restart the machine."
-    if "pynvml" in error:
+    if not nvml.installed:
         fix = "Install the binding: `pip install nvidia-ml-py`."
     what = "could not read every GPU" if nvml.gpus else "does not answer"
     text = f"NVML {what} ({error}), so power, clocks, links and used memory are not all known."

@@ -175,11 +175,10 @@ def _problems(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
         if name not in _TYPES:
             continue
         try:
-            codec.decode(_TYPES[name], value, where)
+            codec.decode(_TYPES[name], value, where, name)
         except BadInput as error:
             wrong = True
-            what = error.what.removeprefix(f"{where}: value")
-            yield BadInput(f"{where}: {name}{what}", error.fix)
+            yield error
     if not wrong:
         yield from _contradictions(fields, where)
 

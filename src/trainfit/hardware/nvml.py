@@ -130,6 +130,8 @@ class NvmlReport:
     driver_cuda: str | None = None
     gpus: tuple[NvmlGpu, ...] = ()
     error: str | None = None
+    installed: bool = True
+    """False where the Python binding cannot be imported."""
 
 
 def load_nvml() -> Any:
@@ -144,7 +146,7 @@ def probe_nvml(load: Callable[[], Any], pid: int) -> NvmlReport:
     try:
         nvml = load()
     except ImportError as error:
-        return NvmlReport(error=str(error))
+        return NvmlReport(error=str(error), installed=False)
     try:
         nvml.nvmlInit()
     except nvml.NVMLError as error:

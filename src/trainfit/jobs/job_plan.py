@@ -192,6 +192,7 @@ def question(
         pins=_pins(composed),
         default_batch=_BATCHES[composed.task],
         unpackable=facts.unpackable,
+        own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
         no_liger=facts.no_liger,
         causal=causal,
@@ -258,6 +259,7 @@ class ModelFacts:
     layers: int
     own_gpt: bool
     unpackable: str | None
+    own_attention: bool
     packed_attention: str
     no_liger: str | None
     vocabulary: int
@@ -274,10 +276,12 @@ def model_facts(name: str) -> ModelFacts:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
         fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
         raise BadInput(f"the config of {name} has no {lacks}", fix)
+    unpackable = _unpackable(name, kind, fields)
     return ModelFacts(
         layers=layers,
         own_gpt=kind == OWN_GPT,
-        unpackable=_unpackable(name, kind, fields),
+        unpackable=unpackable,
+        own_attention=kind in _OWN_ATTENTION and unpackable is not None,
         packed_attention=_packed_attention(kind, fields),
         no_liger=supported.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),

@@ -8,7 +8,6 @@ for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
 from trainfit.packing.cut_ladder import Cut, coarser_cuts, cut_step, ladder
 from trainfit.packing.packed import Fill, MicroBatch, PackedCut, fit_budget, measure_fill
 from trainfit.packing.padded import PaddedCut, fit_padded
-from trainfit.packing.rows import row_offsets, row_positions
 from trainfit.packing.steps import deal_steps, share_step
 
 __all__ = [
@@ -24,7 +23,5 @@ __all__ = [
     "fit_padded",
     "ladder",
     "measure_fill",
-    "row_offsets",
-    "row_positions",
     "share_step",
 ]

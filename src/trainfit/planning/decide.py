@@ -124,8 +124,8 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
     """The attention path by name."""
     if packed:
         return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
-    if question.unpackable is not None and "own attention" in question.unpackable:
-        return Choice(value="own", why=f"{question.unpackable}")
+    if question.own_attention:
+        return Choice(value="own", why=question.unpackable or "the model's own code")
     where = (
         "the kernel torch chooses"
         if gpu is None

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from trainfit.core.plan_records import MemoryEstimate, Reason, TimeEstimate
+from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
 from trainfit.planning import decide
@@ -19,15 +19,15 @@ from trainfit.planning.fit import MODES, Candidate, Speed
 from trainfit.planning.question import Choice, Question
 
 
-def reasons_for(
+def choices_for(
     question: Question,
     profile: HardwareProfile,
     basis: Basis,
     weighed: Weighed,
     held: Target,
     compiling: Compiling,
-) -> list[Reason]:
-    """Every setting with its reason."""
+) -> dict[str, Choice]:
+    """Decide every setting that a plan explains, in the order of the page."""
     gpu = profile.gpus[0] if profile.gpus else None
     best = weighed.best
     cut = best.cutting.cut
@@ -37,7 +37,7 @@ def reasons_for(
         why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}",
     )
     fill = best.cutting.tokens / best.cutting.computed
-    choices = {
+    return {
         "precision": basis.precision,
         **({} if basis.threads is None else {"num_threads": basis.threads}),
         "tf32": basis.tf32,
@@ -55,10 +55,6 @@ def reasons_for(
         **decide.loader(question, profile, gpu),
         "eval_batch_size": decide.eval_batch(question, batch.value),
     }
-    return [
-        Reason(setting=name, value=c.value, why=c.why, alternatives=c.alternatives)
-        for name, c in choices.items()
-    ]
 
 
 def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Target) -> Choice:

@@ -13,7 +13,7 @@ from dataclasses import fields, replace
 from typing import Any
 
 from trainfit.core import caches, codec
-from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, RuntimeSettings, TaskSpec
 from trainfit.core.records import Gpu, GpuState, HardwareProfile, Measurements
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import GpuSpec, find
@@ -33,7 +33,7 @@ from trainfit.planning.cuts import (
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.estimate import Target, start
 from trainfit.planning.estimator.probes import folder_content, room_gained, spread
-from trainfit.planning.explain import memory_of, reasons_for, time_of, what_would_fit
+from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import Candidate, Cutting, Fitter, Speed
 from trainfit.planning.question import Question
 
@@ -206,8 +206,7 @@ def _planned(
         best = fitter.exact(best, held, speed)
         fits = bool(best.taken.fits)
     time = time_of(question, best, speed, ranks, basis.effective.value)
-    reasons = reasons_for(question, profile, basis, weighed, held, compiling)
-    values: dict[str, Any] = {reason.setting: reason.value for reason in reasons}
+    choices = choices_for(question, profile, basis, weighed, held, compiling)
     lengths = sorted(question.workload.lengths)
     return Plan(
         fits=fits,
@@ -239,11 +238,14 @@ def _planned(
         liger=bool(question.pinned("liger")),
         memory=memory_of(best, target, gpu, fits, compiling.choice.value),
         time=time,
-        reasons=tuple(reasons),
+        reasons=tuple(
+            Reason(setting=name, value=c.value, why=c.why, alternatives=c.alternatives)
+            for name, c in choices.items()
+        ),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
         advice=() if fits else what_would_fit(question, basis.arguments, best, held, exact),
         assumptions=_assumptions(profile),
-        **{field.name: values[field.name] for field in fields(Plan) if field.name in values},
+        **{f.name: choices[f.name].value for f in fields(Plan) if f.name in choices},
     )
 
 

@@ -39,6 +39,8 @@ class Question(Record):
     """Sequences per optimizer step where nobody says."""
     unpackable: str | None = None
     """Why the model cannot attend within packed rows on any GPU; None: it can."""
+    own_attention: bool = False
+    """The model's own code computes attention, so the memory margin is wider."""
     packed_attention: str = "varlen"
     """The kernel that packed rows take: varlen, or disentangled for a DeBERTa."""
     no_liger: str | None = "Liger is for transformers' models"
@@ -66,18 +68,19 @@ class Choice:
         return iter((self.value, self.why, self.alternatives))
 
 
-# Presets by the least memory (GiB, as a program sees it) that they were written for. A 16 GB card
-# shows 14.5 to 16, a 24 GB one 22 to 24 or 25.8 in decimal GB, and neither may fall into another
-# row; where a size has several rows the cautious one stands here.
+# Least memory (GiB, as a program sees it), native bf16 needed, preset. A 16 GB card shows 14.5 to
+# 16, a 24 GB one 22 to 24 or 25.8 in decimal GB, and neither may fall into another row. Where
+# several presets have one size, the cautious one is here.
 _BY_MEMORY = (
-    (139.0, "h200"),
-    (79.0, "h100"),
-    (44.0, "a40"),
-    (39.0, "a100"),
-    (30.0, "rtx_5090"),
-    (21.5, "gpu_3090"),
-    (14.0, "t4"),
-    (0.0, "gpu_low_mem"),
+    (139.0, False, "h200"),
+    (79.0, False, "h100"),
+    (44.0, False, "a40"),
+    (39.0, False, "a100"),
+    (30.0, False, "rtx_5090"),
+    (21.5, False, "gpu_3090"),
+    (14.0, True, "rtx_4080"),
+    (14.0, False, "t4"),
+    (0.0, False, "gpu_low_mem"),
 )
 MAX_WORKERS = 8
 GB_PER_WORKER = 3
@@ -85,8 +88,11 @@ GB_PER_WORKER = 3
 
 def preset_for_memory(memory_gib: float, native_bf16: bool = False) -> str:
     """The cautious preset for a GPU of which only the memory is known."""
-    name = next(name for least, name in _BY_MEMORY if memory_gib >= least)
-    return "rtx_4080" if name == "t4" and native_bf16 else name
+    return next(
+        name
+        for least, needs_bf16, name in _BY_MEMORY
+        if memory_gib >= least and native_bf16 >= needs_bf16
+    )
 
 
 def workers(cores: int, gpu_memory_gb: float | None) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core.errors import BadInput, CompileFailed
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -143,7 +143,7 @@ def _guarded(
         model._compiled_call_impl = None
         warnings.warn(
             f"torch.compile failed and the model runs eagerly from here on ({cause})",
-            TrainfitWarning,
+            CompileFailed,
             stacklevel=3,
         )
         return outcome

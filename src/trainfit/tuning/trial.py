@@ -19,7 +19,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainfit.core.errors import BadInput, OutOfMemory, TrainfitError, TrainfitWarning
+from trainfit.core.errors import (
+    BadInput,
+    CompileFailed,
+    OutOfMemory,
+    TrainfitError,
+    TrainfitWarning,
+)
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
 from trainfit.engine.loop import train
@@ -201,7 +207,7 @@ def run_trial(
     if failure is not None:
         status, note = failure
         return replace(trial, status=status, note="; ".join([note, *said]))
-    if any("torch.compile failed" in text for text in said):
+    if any(issubclass(w.category, CompileFailed) for w in caught):
         return replace(trial, status="failed")  # what was timed is the eager model
     return _with_rates(trial, clock)
 
