@@ -141,6 +141,41 @@ def test_an_optimizer_that_is_not_fused_is_noticed(kind: str):
         assert "fused=True" in found.mend
 
 
+@pytest.mark.parametrize(
+    ("name", "options", "kind"),
+    [
+        ("SGD", {"momentum": 0.9, "fused": True}, "fused"),
+        ("SGD", {"momentum": 0.9, "foreach": True}, "foreach"),
+        ("SGD", {"foreach": False}, "single"),
+        ("RMSprop", {"foreach": True}, "foreach"),
+        ("Rprop", {"foreach": False}, "single"),
+        ("Adafactor", {"foreach": False}, "single"),
+    ],
+)
+def test_any_optimizer_of_torch_is_recognised(name: str, options: dict[str, Any], kind: str):
+    model = Model()
+    optimizer = getattr(torch.optim, name)(model.parameters(), **options)
+    seen = evidence(lambda: train(model, optimizer, clip=True))
+    assert seen.optimizers == {name: kind}
+    assert set(seen.updates) == {kind}
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_the_precision_of_convolutions_is_seen(half: bool):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Flatten(), nn.Linear(8 * 36, 2))
+    optimizer = torch.optim.SGD(model.parameters())
+
+    def step() -> None:
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=half):
+            features = model[:2](torch.randn(2, 3, 8, 8))
+        model[2](features.float()).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    found = items(evidence(step), mixed_precision="bf16")["mixed_precision"]
+    assert found.status == ("active" if half else "not_active")
+
+
 def test_a_fused_optimizer_that_does_not_exist_falls_back_and_is_noticed():
     """The graceful fallback that hides in many training scripts."""
     model = Model()

@@ -51,6 +51,65 @@ def test_a_plain_loop_is_observed_and_left_as_it_was():
     assert not torch.autograd._profiler_enabled()
 
 
+def gan_step(one, other, first, second):
+    """A discriminator's step on real and made images, then the generator's through it."""
+    first.zero_grad()
+    one(torch.randn(4, 16)).square().mean().backward()
+    made = other(torch.randn(4, 16))
+    one(made.detach()).mean().backward()
+    first.step()
+    second.zero_grad()
+    (-one(made).mean()).backward()
+    second.step()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "SGD"])
+def test_two_optimizers_are_no_gradient_accumulation(kind: str):
+    one, other = Model(), Model()
+    first = getattr(torch.optim, kind)(one.parameters(), lr=1e-3)
+    second = getattr(torch.optim, kind)(other.parameters(), lr=1e-3)
+    with trainfit.observe(warm_up=2) as seen:
+        for _ in range(5):
+            gan_step(one, other, first, second)
+    assert by_name(seen.receipt)["gradient_accumulation"].observed == 1
+
+
+def test_two_optimizers_of_one_model_accumulate_together():
+    model = Model()
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    others = [p for p in model.parameters() if p.dim() != 2]
+    muon, adam = torch.optim.Muon(matrices), torch.optim.AdamW(others, fused=True)
+    with trainfit.observe(warm_up=2) as seen:
+        for _ in range(4):
+            for _ in range(3):
+                model(torch.randn(4, 16)).square().mean().backward()
+            for optimizer in (muon, adam):
+                optimizer.step()
+                optimizer.zero_grad()
+    found = by_name(seen.receipt)
+    assert found["gradient_accumulation"].observed == 3
+    assert seen.evidence.optimizers == {"Muon": "single", "AdamW": "fused"}
+    assert found["fused_optimizer"].observed is True  # Muon has no fused kernel
+    assert found["gradient_clipping"].observed is False  # Muon divides by a norm of its own
+    assert set(seen.evidence.products.shares) == {"fp32"}  # Muon multiplies in bf16
+
+
+def test_a_short_warm_up_does_not_hide_the_optimizer_of_the_training():
+    model = Model()
+    warming = torch.optim.SGD(model.parameters(), lr=1e-3)
+    with trainfit.observe(warm_up=2) as seen:
+        for _ in range(4):
+            train(model, warming)
+        assert set(seen.evidence.optimizers) == {"SGD"}
+        del warming
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        for _ in range(8):
+            train(model, optimizer)
+    assert seen.evidence.optimizers == {"AdamW": "fused"}
+    assert seen.result().steps == 8
+    assert seen.result().steps_per_second is not None
+
+
 def test_too_few_steps_give_no_receipt_and_say_so():
     model = Model()
     optimizer = torch.optim.SGD(model.parameters())
@@ -158,6 +217,8 @@ def test_lightning_says_what_it_asked_for(tmp_path: Path):
         trainer.fit(Module(), torch.utils.data.DataLoader(torch.randn(64, 8), batch_size=2))
     found = by_name(seen.receipt)
     assert found["mixed_precision"].requested == "off"
+    assert found["mixed_precision"].observed == "off"  # seen in the closure that the step calls
+    assert seen.evidence.optimizers == {"AdamW": "fused"}
     assert found["gradient_accumulation"].requested == 2
     assert found["gradient_accumulation"].observed == 2
     assert found["gradient_clipping"].requested is True

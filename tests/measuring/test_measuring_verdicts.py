@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from receipt_steps import items
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Receipt
+from trainfit.core.records import Plan, Receipt, RuntimeSettings, TaskSpec, Workload
 from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
 from trainfit.measuring.trace import (
     AttentionSeen,
@@ -23,6 +23,38 @@ from trainfit.measuring.trace import (
     SwitchesSeen,
     read,
 )
+
+
+def planned(**changes: Any) -> Plan:
+    values: dict[str, Any] = {
+        "fits": True,
+        "task": TaskSpec(factory="my_images:step", arguments={}),
+        "workload": Workload(
+            lengths=(1,) * 8, max_length=1, sequences=8, epochs=1, effective_batch_size=4
+        ),
+        "gpu": None,
+        "precision": "fp32",
+        "runtime": RuntimeSettings(),
+        "packed": False,
+        "attention": "sdpa",
+        "batch_size": 4,
+        "micro_batch_tokens": 4,
+        "gradient_accumulation_steps": 1,
+        "effective_batch_size": 4,
+        "cuts": (1,),
+        "gradient_checkpointing": "none",
+        "compile": False,
+        "compile_mode": "default",
+        "optimizer": "adamw_fused",
+        "num_workers": 0,
+        "pin_memory": False,
+        "persistent_workers": False,
+        "prefetch_factor": None,
+        "eval_batch_size": 4,
+        "memory": None,
+        "time": None,
+    }
+    return Plan(**(values | changes))
 
 
 def seen(**changes: Any) -> Evidence:
@@ -76,6 +108,13 @@ def test_tf32_is_judged_by_kernels_before_switches():
     fast = ProductsSeen(shares={"fp32": 1.0}, tf32_kernels=9)
     evidence = seen(products=fast, switches=SwitchesSeen(tf32=False))
     assert items(evidence)["tf32"].status == "active"
+
+
+def test_tiny_exact_products_of_a_head_are_no_evidence_against_tf32():
+    mixed = ProductsSeen(shares={"bf16": 0.999, "fp32": 0.001}, exact_kernels=4)
+    for on in (True, False):
+        evidence = seen(products=mixed, switches=SwitchesSeen(tf32=on))
+        assert items(evidence, tf32=True)["tf32"].status == ("active" if on else "not_active")
 
 
 def test_unpinned_batches_are_noticed():
@@ -171,6 +210,18 @@ def test_what_failed_in_one_fold_has_failed(tmp_path: Path):
     assert found["fused_optimizer"].status == "not_active"
     assert found["fused_optimizer"].evidence.startswith("fold-2: ")
     assert len(found) == len(VERDICTS)
+
+
+@pytest.mark.parametrize("folder", [".", "fold-1"])
+def test_a_plan_is_held_against_any_run_that_has_evidence(folder: str, tmp_path: Path):
+    """Whatever the task: the plan of the run says what was asked for."""
+    planned(precision="bf16").save(tmp_path / "plan.json")
+    (tmp_path / folder).mkdir(exist_ok=True)
+    seen(products=ProductsSeen(shares={"fp32": 1.0})).save(tmp_path / folder / "evidence.json")
+    found = {item.name: item for item in read_receipt(tmp_path).items}
+    item = found["mixed_precision"]
+    assert (item.requested, item.observed, item.status) == ("bf16", "off", "not_active")
+    assert found["gradient_clipping"].requested is None
 
 
 def test_a_run_that_nobody_looked_at_says_so(tmp_path: Path):

@@ -1,4 +1,4 @@
-"""Which kernel computed attention."""
+"""Evidence of one step from its trace and the process: compiler, batches, products, attention."""
 
 from __future__ import annotations
 
@@ -187,8 +187,10 @@ _FIRST_FACTOR = {
     "aten::baddbmm": 1,
     "aten::_addmm_activation": 1,
     "mkldnn::_linear_pointwise": 0,
+    "aten::convolution": 0,
+    "aten::convolution_backward": 1,
 }
-"""The operators that multiply, and which of their inputs is the left factor."""
+"""The operators that multiply, and which input is the left factor; the right one comes next."""
 _TEMPLATE = "triton_tem"  # a product that Inductor wrote itself
 _DTYPES = {
     "c10::BFloat16": "bf16",
@@ -209,7 +211,7 @@ def products_of(trace: Trace) -> ProductsSeen:
     work: dict[str, float] = {}
     for operator in trace.operators:
         dtype, operations = _product(operator)
-        if dtype is not None:
+        if dtype is not None and not operator.updating:  # Muon multiplies too
             work[dtype] = work.get(dtype, 0.0) + operations
     total = sum(work.values())
     kernels = [kernel for kernel in trace.kernels if _MULTIPLIES.search(kernel.name)]
@@ -232,7 +234,11 @@ def _product(operator: Operator) -> tuple[str | None, float]:
     if first is None or len(operator.dtypes) < first + 2:
         return None, 0.0
     left, right = operator.shapes[first : first + 2]
-    return short(operator.dtypes[first]), math.prod(left) * float(right[-1] if right else 1)
+    dtype = short(operator.dtypes[first])
+    if "convolution" in operator.name:  # as with a stride of one, in the backward pass twice
+        pixels = math.prod(left[:1] + left[2:])
+        return dtype, float(pixels * math.prod(right) * (1 + first))
+    return dtype, math.prod(left) * float(right[-1] if right else 1)
 
 
 def _is_cast(operator: Operator) -> bool:

@@ -21,9 +21,9 @@ from typing import IO, Any
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt, Record, Scalar
 from trainfit.measuring.profiled_step import Look, looking
-from trainfit.measuring.receipt import make_receipt, visible_wishes
+from trainfit.measuring.receipt import make_receipt, visible_requests
 from trainfit.measuring.timing import GIB
-from trainfit.measuring.trace import Evidence, cuda_in_use
+from trainfit.measuring.trace import UPDATE, Evidence, cuda_in_use
 
 WARM_UP = 5
 """Optimizer steps before the one that is looked at."""
@@ -44,7 +44,11 @@ class Observed(Record):
 
 
 class Observation:
-    """A program under observation in this process."""
+    """Observer of the program in this process.
+
+    The optimizer that makes the most steps is the one to look at: a short warm-up with another
+    one is looked at first and then replaced.
+    """
 
     def __init__(
         self, *, warm_up: int = WARM_UP, name: str = "", tell: Callable[[], None] = lambda: None
@@ -54,17 +58,22 @@ class Observation:
         self.steps = 0
         self.evidence: Evidence | None = None
         self.wanted: dict[str, Scalar] = {}
-        self._optimizer: weakref.ref[Any] | None = None
+        self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+        self._looked_at: weakref.ref[Any] | None = None
+        self._looked_steps = 0
         self._look: Look | None = None
         self._ended = ExitStack()
+        self._marked = ExitStack()
+        self._passes = Passes()
         self._given: list[Any] = []
         self._loaders: list[Any] = []
         self._times: list[float] = []
+        self._timed = 0
         self._obstacle = ""
 
     @property
     def receipt(self) -> Receipt | None:
-        """What was asked for, as far as that is visible, against what was seen."""
+        """Requested settings, as far as they are visible, against what was seen."""
         if self.evidence is None:
             return None
         return make_receipt(self._name, self.evidence, self.wanted)
@@ -80,28 +89,51 @@ class Observation:
             obstacle="" if self.evidence is not None else self._why_not(),
         )
 
-    def stepped(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
-        """Torch's hook: an optimizer has made a step."""
-        if self._optimizer is None:
-            self._optimizer = weakref.ref(optimizer)
-        if self._optimizer() is not optimizer:  # the first one counts the steps
-            return
-        self.steps += 1
+    def listen(self, optimizers: Any) -> list[Any]:
+        """Register the hooks with torch.optim.optimizer; return their handles."""
+        return [
+            optimizers.register_optimizer_step_pre_hook(self.stepping),
+            optimizers.register_optimizer_step_post_hook(self.stepped),
+        ]
+
+    def stepping(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
+        """Mark the step for the profiler, which stops before torch's own mark ends."""
         if self._look is not None:
-            self._end_look(optimizer)
-        elif self.steps == self._warm_up and os.environ.get("RANK", "0") == "0":
-            self._begin_look()
-        elif self.steps > self._warm_up + 1:
-            self._times = [*self._times[:1], time.perf_counter()]
+            from torch.profiler import record_function
+
+            self._marked.enter_context(record_function(f"{UPDATE}{type(optimizer).__name__}.step"))
+
+    def stepped(self, optimizer: Any, _args: Any = (), _kwargs: Any = None) -> None:
+        """Count a step that an optimizer has made, and look at one."""
+        self._marked.close()
+        count = self._counts[optimizer] = self._counts.get(optimizer, 0) + 1
+        self.steps = max(self.steps, count)
+        chosen = self._looked_at is not None and self._looked_at() is optimizer
+        if self._look is not None:
+            self._passes.end_step(optimizer)
+            if chosen:
+                self._looked_steps = count
+                self._end_look(optimizer)
+        elif chosen:
+            self._looked_steps = count
+            if self._times:
+                self._times.append(time.perf_counter())
+                del self._times[1:-1]
+                self._timed += 1
+        elif count >= self._warm_up and count > self._looked_steps and _is_first_rank():
+            self._begin_look(optimizer, count)
 
     def stop(self) -> None:
         """Leave the program alone."""
+        self._marked.close()
         self._ended.close()
         self._look = None
 
-    def _begin_look(self) -> None:
+    def _begin_look(self, optimizer: Any, count: int) -> None:
+        self._looked_at, self._looked_steps = weakref.ref(optimizer), count
         self._ended.enter_context(_watching_loaders(self._given, self._loaders))
-        self._look = self._ended.enter_context(looking(self.steps, self._given))
+        self._ended.enter_context(self._passes.counted(list(self._counts)))
+        self._look = self._ended.enter_context(looking(count, self._given))
 
     def _end_look(self, optimizer: Any) -> None:
         look, self._look = self._look, None
@@ -109,22 +141,20 @@ class Observation:
         if look is None or look.evidence is None:
             self._obstacle = look.obstacle if look is not None else ""
             return
-        trained = sum(p.grad is not None for g in optimizer.param_groups for p in g["params"])
         seen = look.evidence
-        if trained:
-            pieces = max(1, round(seen.gradients / trained))
-            seen = replace(seen, batches=replace(seen.batches, micro_batches=pieces))
+        if (passes := self._passes.least) is not None:
+            seen = replace(seen, batches=replace(seen.batches, micro_batches=passes))
         self.evidence = seen
-        self.wanted = visible_wishes(optimizer, self._loaders, seen)
+        self.wanted = visible_requests(optimizer, self._loaders, seen)
         self._given.clear()
         self._loaders.clear()
-        self._times = [time.perf_counter()]
+        self._times, self._timed = [time.perf_counter()], 0
         self._tell()
 
     def _rate(self) -> float | None:
         if len(self._times) < 2 or self._times[1] <= self._times[0]:
             return None
-        return (self.steps - self._warm_up - 1) / (self._times[1] - self._times[0])
+        return self._timed / (self._times[1] - self._times[0])
 
     def _why_not(self) -> str:
         if self._obstacle:
@@ -136,6 +166,63 @@ class Observation:
         )
 
 
+class Passes:
+    """Backward passes behind each optimizer step: more than one is gradient accumulation.
+
+    Gradients of two optimizers do not add up: a GAN's discriminator also gets gradients from the
+    generator's loss, which are cleared before its own step.
+    """
+
+    def __init__(self) -> None:
+        self._passes: dict[int, int] = {}
+        self._last: dict[int, tuple[Any, int]] = {}
+        self.least: int | None = None
+        """Of the steps that ended, the one with the fewest passes: a GAN's real and fake halves
+        are two passes for one optimizer and one for the other."""
+
+    @contextmanager
+    def counted(self, optimizers: Sequence[Any]) -> Iterator[None]:
+        """Count the passes of these optimizers' weights meanwhile."""
+        self._passes.clear()
+        self.least = None
+        handles = [
+            weight.register_post_accumulate_grad_hook(self._accumulated)
+            for optimizer in optimizers
+            for weight in _weights(optimizer)
+            if weight.requires_grad and weight.is_leaf
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+            self._last.clear()
+
+    def _accumulated(self, weight: Any) -> None:
+        """Count a pass; it is the first one where the gradient is new or was written to."""
+        gradient, key = weight.grad, id(weight)
+        if gradient is None:
+            return
+        before, version = self._last.get(key, (None, 0))
+        added = before is gradient and gradient._version == version + 1
+        self._passes[key] = self._passes.get(key, 0) + 1 if added else 1
+        self._last[key] = gradient, gradient._version
+
+    def end_step(self, optimizer: Any) -> None:
+        """Take the passes of the weights that an optimizer has updated."""
+        found = [self._passes.pop(id(w), 0) for w in _weights(optimizer) if w.grad is not None]
+        if passes := max(found, default=0):
+            self.least = passes if self.least is None else min(self.least, passes)
+
+
+def _weights(optimizer: Any) -> list[Any]:
+    return [weight for group in optimizer.param_groups for weight in group["params"]]
+
+
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def observe(*, warm_up: int = WARM_UP) -> Iterator[Observation]:
     """See what is really active in the training that the block does.
@@ -143,14 +230,15 @@ def observe(*, warm_up: int = WARM_UP) -> Iterator[Observation]:
     After the block, or as soon as `warm_up` optimizer steps and one more were made, `.receipt` of
     what is given has it; None where there were fewer.
     """
-    from torch.optim.optimizer import register_optimizer_step_post_hook
+    from torch.optim import optimizer as optimizers
 
     observation = Observation(warm_up=warm_up, name="observed")
-    handle = register_optimizer_step_post_hook(observation.stepped)
+    handles = observation.listen(optimizers)
     try:
         yield observation
     finally:
-        handle.remove()
+        for handle in handles:
+            handle.remove()
         observation.stop()
 
 
@@ -168,7 +256,7 @@ def observe_process(path: Path, optimizers: Any) -> None:
         if observation.steps:
             observation.result().save(path)
 
-    optimizers.register_optimizer_step_post_hook(observation.stepped)
+    observation.listen(optimizers)
     atexit.register(end)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -19,7 +20,7 @@ from trainfit.measuring.evidence import (
     work_of,
 )
 from trainfit.measuring.timing import synchronize
-from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use
+from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use, optimizer_of
 
 WARM_UP = 10
 """Steps before the one that is looked at: until then kernels are chosen and shapes compiled."""
@@ -96,7 +97,6 @@ _FORWARD_ONLY = {
     "CompiledFunction",
 }
 """What no formula of a gradient calls: inside the backward pass, it is computed again."""
-_SINGLE = ("aten::addcdiv_", "aten::addcdiv")
 _GRADIENT = 2.3
 """Products of the backward pass over those of the forward pass: two, and some of small parts."""
 _SHOWN = 12
@@ -116,6 +116,7 @@ def gather(
 
     cuda = cuda_in_use()
     seen = batches(given, trace, seconds)
+    updates = _updates(trace)
     return Evidence(
         step=step,
         device="cuda" if cuda else "cpu",
@@ -126,7 +127,8 @@ def gather(
         compiler=compiler_of(trace),
         batches=seen if sequences is None else replace(seen, sequences=sequences),
         switches=switches(),
-        updates=_updates(trace),
+        updates=_sums((kind, count) for _, kind, count in updates),
+        optimizers={name: kind for name, kind, _ in updates},
         recomputed=_recomputed(trace),
         zeroed=_zeroed(trace),
         clipped=_clipped(trace),
@@ -137,18 +139,42 @@ def gather(
     )
 
 
-def _updates(trace: Trace) -> dict[str, int]:
-    """How the weights were updated, by the operators that did it."""
-    names = [op.name for op in trace.operators]
-    counts = {
-        "fused": sum(name.startswith("aten::_fused_") and "adam" in name for name in names)
-        + sum(name.startswith("aten::_fused_sgd") for name in names),
-        "foreach": sum(name.startswith("aten::_foreach_addcdiv") for name in names),
-        "single": sum(name in _SINGLE for name in names),
-    }
-    if counts["foreach"]:  # on the CPU it is made of single ones
-        counts["single"] = 0
-    return {kind: count for kind, count in counts.items() if count}
+_KINDS = {"fused": "aten::_fused_", "foreach": "aten::_foreach_", "compiled": "Torch-Compiled"}
+"""How an optimizer updates, by its operators; the first that is found decides."""
+
+
+def _updates(trace: Trace) -> list[tuple[str, str, int]]:
+    """Optimizer, kind of update and number of calls, the fastest kind first."""
+    calls: dict[str, list[list[str]]] = {}
+    for op in trace.operators:
+        if name := optimizer_of(op.name):
+            calls.setdefault(name, []).append([])
+        elif op.updating:
+            calls.setdefault(op.updating, [[]])[-1].append(op.name)
+    found = [
+        (name, *_kind_of_update(operators))
+        for name, steps in calls.items()
+        for operators in steps
+        if operators
+    ]
+    order = [*_KINDS, "own", "single"]
+    return sorted(found, key=lambda update: order.index(update[1]))
+
+
+def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
+    total: Counter[str] = Counter()
+    for name, count in pairs:
+        total[name] += count
+    return dict(total)
+
+
+def _kind_of_update(names: list[str]) -> tuple[str, int]:
+    for kind, start in _KINDS.items():
+        if count := sum(name.startswith(start) for name in names):
+            return kind, count
+    foreign = sum("::" in name and not name.startswith("aten::") for name in names)
+    in_place = sum(name.startswith("aten::") and name.endswith("_") for name in names)
+    return ("own", foreign) if foreign else ("single", in_place)
 
 
 def _recomputed(trace: Trace) -> int:
@@ -161,7 +187,7 @@ def _recomputed(trace: Trace) -> int:
         for op in trace.operators
     )
     back = [op for op in trace.operators if op.backward and work_of(op)]
-    forward = sum(work_of(op) for op in trace.operators if not op.backward)
+    forward = sum(work_of(op) for op in trace.operators if not (op.backward or op.updating))
     if not named and forward and sum(map(work_of, back)) > _GRADIENT * forward:
         return len(back)
     return named
@@ -177,6 +203,10 @@ def _zeroed(trace: Trace) -> bool | None:
 
 def _clipped(trace: Trace) -> bool:
     """A norm, a factor that is at most one, and a product of all gradients with it."""
-    norm = trace.calls("aten::_foreach_norm", "aten::linalg_vector_norm")
-    factor = trace.calls("aten::clamp", "aten::minimum", "aten::clamp_max")
-    return bool(norm and factor and trace.calls("aten::_foreach_mul_", "aten::mul_"))
+    names = {op.name for op in trace.operators if not op.updating}  # Muon has a norm of its own
+    parts = (
+        {"aten::_foreach_norm", "aten::linalg_vector_norm"},
+        {"aten::clamp", "aten::minimum", "aten::clamp_max"},
+        {"aten::_foreach_mul_", "aten::mul_"},
+    )
+    return all(names & part for part in parts)

@@ -22,6 +22,7 @@ from trainfit.measuring.trace import Evidence
 
 EVIDENCE = "evidence.json"
 RECEIPT = "receipt.json"
+PLAN = "plan.json"
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
 VERDICTS: dict[str, verdicts.Verdict] = {
@@ -55,8 +56,8 @@ def make_receipt(run: str, evidence: Evidence, wanted: Mapping[str, Scalar]) -> 
     return Receipt(run=run, items=items)
 
 
-def wanted_by(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Scalar]:
-    """What a plan asks for, by the names of the receipt."""
+def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
+    """Settings that a plan asks for, by the names of the receipt; clipping is not in a plan."""
     runtime = plan.runtime
     # Where a plan leaves the kernel open, torch's choice is what was asked for.
     flash = runtime.attention == "flash" or plan.attention == "varlen"
@@ -73,7 +74,7 @@ def wanted_by(plan: Plan, *, max_grad_norm: float | None = None) -> dict[str, Sc
         "packing": plan.packed,
         "effective_batch": plan.effective_batch_size,
         "gradient_accumulation": plan.gradient_accumulation_steps,
-        "gradient_clipping": max_grad_norm is not None,
+        "gradient_clipping": clips,
         "set_to_none": True,
         "workers": plan.num_workers,
         "pinned_memory": plan.pin_memory,
@@ -96,26 +97,35 @@ def save_receipt(run: Path, plan: Plan, *, max_grad_norm: float | None = None) -
     except BadInput as error:
         warnings.warn(f"there is no receipt: {reason(error)}", TrainfitWarning, stacklevel=2)
         return None
-    wanted = wanted_by(plan, max_grad_norm=max_grad_norm)
+    wanted = wanted_by(plan, clips=max_grad_norm is not None)
     receipt = make_receipt(str(run), evidence, wanted)
     receipt.save(run / RECEIPT, parents=False)
     return receipt
 
 
 def read_receipt(run: Path) -> Receipt:
-    """The receipt of a run; with folds, of all of them: what failed in one has failed."""
-    folds = sorted(run.glob(f"fold-*/{RECEIPT}"), key=lambda path: (len(path.parts[-2]), path))
-    if folds:
-        named = [(path.parent.name, Receipt.load(path)) for path in folds]
+    """Read the receipt of a run; with folds, an item failed if it failed in one of them."""
+    folds = sorted(run.glob("fold-*"), key=lambda path: (len(path.name), path.name))
+    named = [(fold.name, found) for fold in folds if (found := _receipt(fold)) is not None]
+    if named:
         return Receipt(run=str(run), items=_joined(named))
-    if (run / RECEIPT).is_file():
-        return Receipt.load(run / RECEIPT)
-    if (run / EVIDENCE).is_file():  # of a loop that had no plan
-        return make_receipt(str(run), Evidence.load(run / EVIDENCE), {})
+    if (found := _receipt(run)) is not None:
+        return found
     raise BadInput(
         f"{run} has no receipt: no step of it was looked at",
         "train with training.profile_step=true for at least two steps",
     )
+
+
+def _receipt(folder: Path) -> Receipt | None:
+    """The receipt of a folder, or its evidence against the plan of the run."""
+    if (folder / RECEIPT).is_file():
+        return Receipt.load(folder / RECEIPT)
+    if not (folder / EVIDENCE).is_file():
+        return None
+    plan = (folder.parent if folder.name.startswith("fold-") else folder) / PLAN
+    wanted = wanted_by(Plan.load(plan)) if plan.is_file() else {}
+    return make_receipt(str(folder), Evidence.load(folder / EVIDENCE), wanted)
 
 
 def _joined(named: Sequence[tuple[str, Receipt]]) -> tuple[ReceiptItem, ...]:
@@ -136,7 +146,7 @@ def _joined(named: Sequence[tuple[str, Receipt]]) -> tuple[ReceiptItem, ...]:
 _LIGHTNING = {"bf16": "bf16", "16": "fp16", "32": "off"}
 
 
-def visible_wishes(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> dict[str, Scalar]:
+def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> dict[str, Scalar]:
     """By the names of the receipt. To be called from the optimizer's step: it looks who called."""
     wanted: dict[str, Scalar] = {}
     fused = getattr(optimizer, "defaults", {}).get("fused")

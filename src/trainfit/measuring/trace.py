@@ -7,6 +7,7 @@ changes none of them. On a GPU it sees the kernels too.
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +17,18 @@ from trainfit.core.records import Record, Scalar
 from trainfit.runtime.environment import quiet_profiler
 
 _BACKWARD = "autograd::engine::evaluate_function"
-_DETAILED = re.compile(r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem")
-"""Whose inputs are of interest; to ask for those of every operator would take a second."""
+_DETAILED = re.compile(
+    r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem|aten::convolution"
+)
+"""Operators whose inputs are read; reading those of every operator would take a second."""
+UPDATE = "Optimizer.step#"
+"""Start of the range that torch marks around an optimizer's step, before the optimizer's name."""
 _BYTES = re.compile(r'"bytes": (\d+)')
+
+
+def optimizer_of(mark: str) -> str:
+    """Class name in the mark of an optimizer's step, or an empty string for another mark."""
+    return mark[len(UPDATE) :].partition(".")[0] if mark.startswith(UPDATE) else ""
 
 
 class Operator(NamedTuple):
@@ -31,8 +41,13 @@ class Operator(NamedTuple):
     backward: bool = False
     """Whether it ran inside the backward pass."""
     within: str = ""
-    """The marked range it is in: an optimizer's, or none."""
+    """Innermost range of an optimizer around it, without the loss of a closure."""
     seconds: float = 0.0
+
+    @property
+    def updating(self) -> str:
+        """Class name of the optimizer that ran it to update weights, or an empty string."""
+        return optimizer_of(self.within)
 
 
 class Kernel(NamedTuple):
@@ -108,29 +123,51 @@ def read(events: Iterable[Any]) -> Trace:
     on_gpu: list[Any] = []
     for event in events:
         (on_cpu if event.device_type().name == "CPU" else on_gpu).append(event)
-    return Trace(list(_operators(on_cpu)), _kernels(on_gpu))
+    return Trace(_operators(on_cpu), _kernels(on_gpu))
 
 
-def _operators(events: list[Any]) -> Iterator[Operator]:
-    """The calls in their order, each with the ranges that it lies in, thread by thread."""
+def _operators(events: list[Any]) -> list[Operator]:
+    """The calls in their order, each with the ranges around it, thread by thread."""
     backward_until: dict[int, int] = {}
-    range_until: dict[int, tuple[int, str]] = {}
+    ranges: dict[int, list[tuple[int, str]]] = {}
+    found: list[tuple[Operator, int, int]] = []
     for event in sorted(events, key=lambda e: (e.start_ns(), -e.end_ns())):
         name, thread, start = event.name(), event.start_thread_id(), event.start_ns()
-        until, within = range_until.get(thread, (0, ""))
+        around = ranges.setdefault(thread, [])
+        while around and around[-1][0] <= start:
+            around.pop()
+        until, within = around[-1] if around else (0, "")
         detailed = _DETAILED.search(name) is not None
-        yield Operator(
+        operator = Operator(
             name=name,
             dtypes=tuple(event.dtypes()) if detailed else (),
             shapes=tuple(tuple(s) for s in event.shapes()) if detailed else (),
             backward=start < backward_until.get(thread, 0),
-            within=within if start < until else "",
+            within=within,
             seconds=(event.end_ns() - start) / 1e9,
         )
+        found.append((operator, start, until))
         if name.startswith(_BACKWARD):
             backward_until[thread] = max(event.end_ns(), backward_until.get(thread, 0))
         elif name.startswith("Optimizer."):
-            range_until[thread] = event.end_ns(), name
+            around.append((event.end_ns(), name))
+    return _without_closures(found)
+
+
+def _without_closures(found: list[tuple[Operator, int, int]]) -> list[Operator]:
+    """Take the operators before a backward pass out of the optimizer's step that it lies in.
+
+    Lightning, for one, computes the loss inside `optimizer.step(closure)`.
+    """
+    operators = []
+    backward = sys.maxsize
+    for operator, start, until in reversed(found):
+        if operator.backward:
+            backward = start
+        if operator.updating and backward < until:
+            operator = operator._replace(within="")
+        operators.append(operator)
+    return operators[::-1]
 
 
 def _kernels(events: list[Any]) -> list[Kernel]:
@@ -273,7 +310,9 @@ class Evidence(Record):
     batches: BatchesSeen = BatchesSeen()
     switches: SwitchesSeen = SwitchesSeen()
     updates: dict[str, int] = field(default_factory=dict)
-    """Calls of the optimizer's arithmetic by how it is done: fused, foreach, single."""
+    """Calls that updated weights, by kind: fused, foreach, single, compiled, own (kernels)."""
+    optimizers: dict[str, str] = field(default_factory=dict)
+    """Kind of update by optimizer; of two alike, the slower kind."""
     recomputed: int = 0
     """Operators of the forward pass that ran inside the backward pass."""
     zeroed: bool | None = None

@@ -13,6 +13,11 @@ from trainfit.measuring.trace import AttentionSeen, Evidence
 Verdict = Callable[[Scalar, Evidence], ReceiptItem]
 _HALF = ("bf16", "fp16")
 _OFF = (None, False, "off", "none", "fp32", 0)
+_FP32_SHARE = 0.01
+"""Least share of fp32 products for exact kernels to count as evidence against TF32."""
+_FUSED = ("fused", "compiled", "own")
+_HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+"""Optimizers of torch with a fused kernel."""
 
 
 def judged(
@@ -89,33 +94,37 @@ def tf32(requested: Scalar, seen: Evidence) -> ReceiptItem:
     if seen.device != "cuda":
         return inapplicable("tf32", requested, "it is a mode of NVIDIA GPUs")
     products, switch = seen.products, seen.switches.tf32
-    if products.tf32_kernels or products.exact_kernels:
+    share = products.shares.get("fp32", 0.0)
+    # cuBLAS multiplies small matrices exactly, such as those of a classifier's head.
+    exact = products.exact_kernels if share >= _FP32_SHARE else 0
+    if products.tf32_kernels or exact:
         observed = products.tf32_kernels > 0
         evidence = (
             f"{products.tf32_kernels} products in TF32 kernels, {products.exact_kernels} exact"
         )
     else:
         observed = bool(switch)
-        share = products.shares.get("fp32", 0.0)
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
     mend = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
     return judged("tf32", requested, observed, evidence, mend=mend)
 
 
 def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the operators that updated the weights."""
+    """Judge by the operators that updated the weights."""
     if not seen.updates:
-        return inapplicable("fused_optimizer", requested, "no update of an Adam or SGD was seen")
-    kinds = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
-    observed = "fused" in seen.updates
-    evidence = f"calls that updated the weights: {kinds}"
+        return inapplicable("fused_optimizer", requested, "no optimizer step was seen")
+    calls = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
+    names = ", ".join(f"{name} ({kind})" for name, kind in seen.optimizers.items())
+    evidence = f"calls that updated the weights: {calls}" + (f", by {names}" if names else "")
+    able = [kind for name, kind in seen.optimizers.items() if name in _HAVE_FUSED]
+    observed = all(kind in _FUSED for kind in able or seen.updates)
     if not observed:
         evidence += "; the fused kernel was not called"
-    mend = (
+    fix = (
         "build AdamW with fused=True; it takes floating-point weights of one device, "
         "so look for a fallback that was taken silently"
     )
-    return judged("fused_optimizer", requested, observed, evidence, mend=mend)
+    return judged("fused_optimizer", requested, observed, evidence, mend=fix)
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────
