@@ -1,11 +1,8 @@
-"""Put the recorded ladders into docs/ladder.md: a table and a picture for each.
+"""Recorded ladders as chapters of docs/ladder.md: a table and a picture for each.
 
-    python benchmarks/tune.py --stage ladder --output benchmarks/results/DATE-NAME-h200.json
-    trainfit tune nli --ladder --output benchmarks/results/DATE-NAME-ladder-h200.json …
-    python benchmarks/ladder_docs.py
-
-The page has a place for them between two marks, and a test sees that what stands there is what the
-files say.
+python benchmarks/tune.py --stage ladder --output benchmarks/results/DATE-NAME-h200.json
+trainfit tune nli --ladder --output benchmarks/results/DATE-NAME-ladder-h200.json …
+python benchmarks/docs_tables.py
 """
 
 from __future__ import annotations
@@ -16,21 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 from trainfit.core import codec
-from trainfit.core.files import write_whole
 from trainfit.measuring.timing import ratio_interval
 from trainfit.reports.ladder_page import closing_lines, rate, times
 from trainfit.reports.model import shown
-from trainfit.reports.plots import ladder_plot
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 ROOT = Path(__file__).parent.parent
-PAGE = ROOT / "docs" / "ladder.md"
-BEGIN, END = "<!-- recorded ladders -->\n", "<!-- end of the recorded ladders -->\n"
 
 
 def recorded(results: Path = ROOT / "benchmarks" / "results") -> dict[str, Ladder]:
-    """The ladders of the files, by the names of their pictures."""
+    """Ladders of all records, by the name of their picture."""
     found: dict[str, Ladder] = {}
     for path in sorted(results.glob("*-h200.json")):
         if path.stem.endswith("-ladder-h200"):
@@ -48,7 +41,7 @@ def recorded(results: Path = ROOT / "benchmarks" / "results") -> dict[str, Ladde
 
 
 def _joined(ladder: Ladder, rows: Ladder | None = None, removals: Ladder | None = None) -> Ladder:
-    """With the rows that were measured again, and what was removed from the best by itself."""
+    """Ladder with the rows that were measured again, and the removals measured separately."""
     if rows is not None:
         ladder = replace(ladder, steps=tuple(_again(ladder, rows)))
     if removals is not None:
@@ -61,7 +54,7 @@ def _joined(ladder: Ladder, rows: Ladder | None = None, removals: Ladder | None 
 
 
 def _again(ladder: Ladder, rows: Ladder) -> Iterator[LadderStep]:
-    """The steps, with those that `rows` compares with the one before as they are there."""
+    """Steps of the ladder, those that were measured again taken from `rows`."""
     later = {step.name: step for step in rows.steps if step.gain is not None}
     known = {step.name for step in ladder.steps}
     last: LadderStep | None = None
@@ -78,7 +71,7 @@ def _again(ladder: Ladder, rows: Ladder) -> Iterator[LadderStep]:
 
 
 def _share(step: LadderStep, best: LadderStep) -> Interval | None:
-    """The speed-up of the best, as far as this has it: the baseline was not measured beside it."""
+    """Speed-up of the best times this step's share of it: no baseline was measured beside it."""
     if step.gain is None or best.speedup is None:
         return None
     low, value, high = (
@@ -93,7 +86,7 @@ def _over(step: LadderStep, other: LadderStep) -> Interval:
 
 
 def _measured(ladder: Ladder) -> Ladder:
-    """Without the rows that there was no time for."""
+    """Ladder without the rows that there was no time for."""
     steps, without = (
         tuple(step for step in part if step.status != "skipped")
         for part in (ladder.steps, ladder.without)
@@ -101,13 +94,9 @@ def _measured(ladder: Ladder) -> Ladder:
     return replace(ladder, steps=steps, without=without)
 
 
-def page(text: str, ladders: dict[str, Ladder]) -> str:
-    """The page with these ladders in their place."""
-    head, _, rest = text.partition(BEGIN)
-    _, _, tail = rest.partition(END)
-    chapters = [_chapter(picture, ladder) for picture, ladder in ladders.items()]
-    body = "\n".join(chapters) or "None has been recorded on a GPU yet.\n"
-    return f"{head}{BEGIN}{body}{END}{tail}"
+def chapters(ladders: dict[str, Ladder]) -> str:
+    """One chapter for each ladder."""
+    return "\n".join(_chapter(picture, ladder) for picture, ladder in ladders.items())
 
 
 def _chapter(picture: str, ladder: Ladder) -> str:
@@ -145,15 +134,3 @@ def _table(steps: tuple[LadderStep, ...], against: str, first: str = "optimizati
         for step in steps
     ]
     return ["| " + " | ".join(row).rstrip() + " |" for row in (heads, ("---",) * 6, *rows)]
-
-
-def main() -> None:
-    ladders = recorded()
-    for name, ladder in ladders.items():
-        write_whole(PAGE.parent / name, ladder_plot(ladder))
-    write_whole(PAGE, page(PAGE.read_text(), ladders))
-    print(f"{len(ladders)} ladders in {PAGE.relative_to(ROOT)}")
-
-
-if __name__ == "__main__":
-    main()

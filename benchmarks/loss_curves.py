@@ -104,16 +104,21 @@ def draw(curves: Curves, title: str) -> str:
     return picture(WIDTH, HEIGHT, title, _STYLE, body)
 
 
+def draw_record(record: dict[str, Any]) -> str:
+    """The picture of a whole record."""
+    curves = record["curves"]
+    return draw(curves, f"Loss of {len(curves)} seeds, the mean of {WINDOW} steps")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("result", type=Path)
     parser.add_argument("--picture", type=Path, help="an SVG")
     asked = parser.parse_args()
-    curves = json.loads(asked.result.read_text())["curves"]
-    print(json.dumps(summary(curves), indent=1))
+    record = json.loads(asked.result.read_text())
+    print(json.dumps(summary(record["curves"]), indent=1))
     if asked.picture:
-        title = f"Loss of {len(curves)} seeds, the mean of {WINDOW} steps"
-        write_whole(asked.picture, draw(curves, title))
+        write_whole(asked.picture, draw_record(record))
 
 
 if __name__ == "__main__":
