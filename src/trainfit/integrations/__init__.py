@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 _PLACES = {
     "TrainfitCallback": "hf_trainer",
     "TrainfitLightningCallback": "lightning_callback",
-    "oom_advice": "oom",
+    "oom_advice": "meter",
 }
 
 __all__ = ["TrainfitCallback", "TrainfitLightningCallback", "oom_advice"]
