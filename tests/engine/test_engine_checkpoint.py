@@ -18,18 +18,16 @@ from torch import nn
 
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.engine import checkpoint
-from trainfit.engine.checkpoint import (
+from trainfit.engine.checkpoint import latest_good, listed, load_weights
+from trainfit.engine.loop import train
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.saved_state import (
     frozen_checksum,
-    latest_good,
-    listed,
     load_model,
-    load_weights,
     model_tensors,
     optimizer_tensors,
     plain_name,
 )
-from trainfit.engine.loop import train
-from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.settings import OptimizerSettings
 
 EVERY_5 = {"checkpoint_steps": 5, "eval_steps": 100, "metric": None}

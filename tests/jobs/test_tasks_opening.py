@@ -55,11 +55,11 @@ def parts(
         settings=SimpleNamespace(
             cuts=(cut,),
             precision=precision,
-            optimizer=SimpleNamespace(learning_rate=2e-5),
         ),
         scale=None,
         model=model,
         optimizer=optimizer,
+        rates=(2e-5,),
         loader=SimpleNamespace(workers=lambda: loader),
         sharded=False,
     )

@@ -365,6 +365,10 @@ class TrainTask(Protocol):
 
     A step is a fixed set of sequences. How it is cut into micro-batches is the engine's decision,
     so a task answers for any subset: the loss is a sum, and the weights say of how much.
+
+    A task may also have `indivisible = True`, where a step must be one micro-batch;
+    `after_step(model, step)`, called after each update; and `state_dict()` with
+    `load_state_dict(state)`, which checkpoints then keep.
     """
 
     def build_model(self) -> torch.nn.Module:

@@ -54,7 +54,7 @@ class Background:
 
 def on_host(contents: Contents) -> Contents | None:
     """A copy in the host's memory, which the run does not change; None where there is no room."""
-    tensors = [*contents.model.values(), *contents.optimizer.values()]
+    tensors = [*contents.model.values(), *contents.optimizer.values(), *contents.task.values()]
     if sum(t.nbytes for t in tensors) * _ROOM > psutil.virtual_memory().available:
         return None
 
@@ -65,4 +65,5 @@ def on_host(contents: Contents) -> Contents | None:
         model={name: copied(tensor) for name, tensor in contents.model.items()},
         optimizer={name: copied(tensor) for name, tensor in contents.optimizer.items()},
         state=contents.state,
+        task={name: copied(tensor) for name, tensor in contents.task.items()},
     )

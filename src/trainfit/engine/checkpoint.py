@@ -2,7 +2,8 @@
 
     RUN/checkpoints/step-00000120/
         model.safetensors       the trained weights and the buffers
-        optimizer.safetensors   AdamW's state, by the weights' names
+        optimizer.safetensors   the optimizer's state; AdamW's by the weights' names
+        task.safetensors        the task's own state, where it has a state_dict
         state.json              everything else: place, random states, cut, best, events
         manifest.json           which run this belongs to, and a SHA-256 of each file
 
@@ -16,21 +17,18 @@ of them tells whether they are the same. Names carry no prefix of a wrapper.
 
 from __future__ import annotations
 
-import hashlib
 import json
-import math
 import os
 import shutil
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import safetensors
 import safetensors.torch
-import torch
 from torch import Tensor, nn
 
 from trainfit.core import codec
@@ -38,109 +36,15 @@ from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import check_regular, checksum
 from trainfit.engine import fsdp
 from trainfit.engine.distributed import World, first_writes, gather
-from trainfit.engine.fsdp import local
 from trainfit.engine.relaunch import disk_fix
+from trainfit.engine.saved_state import load_model, load_task_state
 from trainfit.runs.run_folder import identity
-
-
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Trained weights and buffers by name; weights that are tied appear once."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
-    kept = model.state_dict().keys()
-    buffers = [(name, b) for name, b in model.named_buffers() if name in kept]
-    return {plain_name(name): tensor for name, tensor in [*trained, *buffers]}
-
-
-def plain_name(name: str) -> str:
-    """The name of a weight without what torch.compile or a parallel wrapper puts before it."""
-    return name.replace("_orig_mod.", "").removeprefix("module.")
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or BadInput where its header lies or it is cut off."""
-    check_regular(path, "give a folder trainfit wrote")
-    try:
-        return safetensors.torch.load_file(path)
-    except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
-        what = f"{path} is damaged, or not a safetensors file ({reason(error)})"
-        raise BadInput(what, "get another copy of it") from None
-
-
-def frozen_checksum(model: nn.Module) -> str | None:
-    """A checksum of the weights that are not trained; None where all are."""
-    frozen = [(plain_name(n), p) for n, p in model.named_parameters() if not p.requires_grad]
-    if not frozen:
-        return None
-    digest = hashlib.sha256()
-    for name, parameter in sorted(frozen, key=lambda pair: pair[0]):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy().data)
-    return digest.hexdigest()
-
-
-@torch.no_grad()
-def find_nonfinite(model: nn.Module) -> str | None:
-    """Name of a weight or buffer with a value that is not finite; None where all are.
-
-    The largest size of all of them says it, in one pass and with one wait for the device.
-    """
-    named = [*model.named_parameters(), *model.named_buffers()]
-    floats = {name: local(t.detach()) for name, t in named if t.is_floating_point() and t.numel()}
-    floats = {name: tensor for name, tensor in floats.items() if tensor.numel()}
-    if not floats or nn.utils.get_total_norm(floats.values(), math.inf).isfinite():
-        return None
-    bad = (name for name, tensor in floats.items() if not tensor.abs().max().isfinite())
-    return plain_name(next(bad, "of a buffer"))
-
-
-@torch.no_grad()
-def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved tensors into the model, which must have the same ones."""
-    own = model_tensors(model)
-    if missing := sorted(own.keys() ^ tensors.keys()):
-        raise BadInput(
-            f"the checkpoint and the model differ in {len(missing)} tensors, such as {missing[0]}",
-            "use the configuration of the run",
-        )
-    for name, tensor in own.items():
-        saved = tensors[name]
-        if saved.shape != tensor.shape:
-            raise BadInput(
-                f"{name} is {tuple(saved.shape)} in the checkpoint, {tuple(tensor.shape)} here",
-                "use the configuration of the run",
-            )
-        tensor.copy_(saved)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The optimizer's state by the names of the weights."""
-    return {
-        f"{plain_name(name)}/{key}": value
-        for name, parameter in model.named_parameters()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-@torch.no_grad()
-def load_optimizer(
-    model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]
-) -> None:
-    """Put saved state into the optimizer's own."""
-    for name, tensor in optimizer_tensors(model, optimizer).items():
-        saved = tensors.get(name)
-        if saved is None or saved.shape != tensor.shape:
-            raise BadInput(
-                f"the checkpoint's state of the optimizer does not fit, in {name}",
-                "use the configuration of the run",
-            )
-        tensor.copy_(saved)
-
 
 _FOLDER = "checkpoints"
 _NAME = "step-{:08d}"
 _UNFINISHED = ".unfinished-"
 _FORMAT = "trainfit checkpoint 1"
+_TASK = "task.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,6 +55,8 @@ class Contents:
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any]
     """Plain JSON data; `step` is in it."""
+    task: Mapping[str, Tensor] = field(default_factory=dict)
+    """Tensors of the task's own state."""
 
 
 # ── writing ───────────────────────────────────────────────────────────────────────────────────
@@ -163,6 +69,8 @@ def save(run: Path, contents: Contents, *, keep: int, best_step: int | None) -> 
         _begin(folder)
         _write_tensors(folder / "model.safetensors", contents.model)
         _write_tensors(folder / "optimizer.safetensors", contents.optimizer)
+        if contents.task:
+            _write_tensors(folder / _TASK, contents.task)
         place = _complete(run, folder, contents.state, _checksums(folder.iterdir()))
     with suppress(OSError):
         _prune(run, keep, best_step)
@@ -280,6 +188,16 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
 # ── reading ───────────────────────────────────────────────────────────────────────────────────
 
 
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file, or BadInput where its header lies or it is cut off."""
+    check_regular(path, "give a folder trainfit wrote")
+    try:
+        return safetensors.torch.load_file(path)
+    except (safetensors.SafetensorError, OSError, ValueError, KeyError, RuntimeError) as error:
+        what = f"{path} is damaged, or not a safetensors file ({reason(error)})"
+        raise BadInput(what, "get another copy of it") from None
+
+
 def listed(run: Path) -> list[Path]:
     """The checkpoints of a run, the newest first, good or not."""
     return sorted((run / _FOLDER).glob("step-*"), reverse=True)
@@ -342,6 +260,7 @@ def read(folder: Path) -> Contents:
         model=read_tensors(folder / "model.safetensors"),
         optimizer=read_tensors(folder / "optimizer.safetensors"),
         state=state,
+        task=read_tensors(folder / _TASK) if (folder / _TASK).exists() else {},
     )
 
 
@@ -354,10 +273,10 @@ def _checksums(paths: Iterable[Path]) -> dict[str, str]:
     return {path.name: checksum(path) for path in sorted(paths)}
 
 
-def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:
+def load_weights(run: Path, model: nn.Module, *, best: bool = True, task: object = None) -> int:
     """Put the best weights of a run, or the last, into a model its task built; returns the step.
 
-    Where no evaluation was best, the last ones are.
+    Where no evaluation was best, the last ones are. A `task` with a state gets that one too.
     """
     latest, faults = latest_good(run)
     for text in faults:
@@ -375,4 +294,6 @@ def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:
             text = f"the best checkpoint {folder} is not used: {fault}; the last one is"
             warnings.warn(text, TrainfitWarning, stacklevel=2)
     load_model(model, contents.model)
+    device = next(model.parameters()).device
+    load_task_state(task, contents.task, contents.state.get("task"), device)
     return int(contents.state["step"])

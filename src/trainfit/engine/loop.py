@@ -11,17 +11,23 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from trainfit.core.errors import BadInput, RunFailed
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from trainfit.core.errors import BadInput, OutOfMemory, RunFailed
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import RunResult, TrainTask
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import setup
-from trainfit.engine.checkpoint import frozen_checksum
 from trainfit.engine.distributed import StopRequest, joined, stop_on_signals
 from trainfit.engine.evaluation import evaluate
+from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Observer, TrainRow, plain_line
+from trainfit.engine.optimizer import set_rates
 from trainfit.engine.recovery import CannotGoOn, NotFinite, Parts, take_step
 from trainfit.engine.relaunch import writing
+from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import opening_lines
@@ -41,6 +47,7 @@ def train(
     line: Callable[[TrainRow], str] = plain_line,
     ideal_seconds: Callable[[Sequence[int]], float] | None = None,
     opening: Callable[[Parts], Sequence[str]] = opening_lines,
+    make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> RunResult:
     """Train `task` in the folder `run`; with `resume`, go on from its newest good checkpoint.
 
@@ -50,7 +57,8 @@ def train(
 
     `ideal_seconds` says what a step of sequences of these lengths would take at the peak of all
     devices, for the MFU. `line` makes the lines of train.log, and `opening` the first ones, about
-    what is set.
+    what is set. `make_optimizer` replaces the optimizer of the settings; the schedule scales the
+    learning rate of each of its groups.
     """
     with ExitStack() as stack:
         world, device = stack.enter_context(joined(settings.device))
@@ -59,7 +67,7 @@ def train(
         stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))
         model = setup.build_model(task)
         frozen = frozen_checksum(model)
-        parts = setup.build_parts(task, settings, model, world, device)
+        parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
         stack.enter_context(closing(parts.loader))
         if world.size > 1:  # the same weights, and then to each rank its own dropout
             stack.enter_context(applied(RuntimeSettings(seed=settings.seed + world.rank)))
@@ -80,6 +88,8 @@ def train(
         stack.callback(session.background.join)
         for text in opening(parts):
             session.say(text)
+        if parts.indivisible is not None:
+            session.say(f"Steps are not cut into micro-batches: {parts.indivisible}")
         for kind, text in start.events:
             session.tell(kind, text)
         return _to_the_end(session, request)
@@ -162,8 +172,12 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
         raise BadInput(
             f"the sequences of step {progress.step} weigh {weight}", "give them some weight"
         )
-    for group in parts.optimizer.param_groups:
-        group["lr"] = session.rate
+    if parts.indivisible is not None and len(loaded.batches) > 1:
+        raise BadInput(
+            f"step {progress.step} is {len(loaded.batches)} micro-batches: {parts.indivisible}",
+            "give a first cut that holds every step in one micro-batch",
+        )
+    set_rates(parts.optimizer, session.rates)
     stop = request.name is not None
     with session.looking(loaded):
         session.waits.begin(loaded.waited)
@@ -178,6 +192,7 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
                 stop=stop,
                 tell=lambda text: session.tell("oom", text),
             )
+    _after_step(session)
     session.took(loaded, taken)
     if progress.step % settings.logging_steps == 0 or progress.step == session.total_steps:
         session.log()
@@ -185,6 +200,22 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
     if better or session.save_is_due:
         session.save()
     return taken.stop
+
+
+def _after_step(session: Session) -> None:
+    """Call the task's own hook after an update, where it has one."""
+    hook = getattr(session.parts.task, "after_step", None)
+    if hook is None:
+        return
+    try:
+        with torch.no_grad():
+            hook(session.parts.model, session.progress.step + 1)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise OutOfMemory(
+            "memory ran out in the task's after_step", "take a smaller batch or a smaller model"
+        ) from error
 
 
 def _evaluate(session: Session) -> bool:

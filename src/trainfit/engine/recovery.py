@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from trainfit.core.errors import OutOfMemory, RunFailed
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
-from trainfit.engine import random_state
+from trainfit.engine import saved_state
 from trainfit.engine.distributed import Verdict, World, fill_gradients, sum_gradients, vote
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
@@ -76,13 +76,17 @@ class Parts:
     settings: LoopSettings
     model: nn.Module
     buffers: Buffers
-    optimizer: torch.optim.AdamW
+    optimizer: torch.optim.Optimizer
     scale: LossScale | None
     loader: StepLoader
     world: World
     device: torch.device
+    rates: tuple[float, ...]
+    """Full learning rate of each parameter group; the schedule scales them."""
     sharded: bool = False
     """Each rank holds a share of the model, and ranks talk inside forward and backward."""
+    indivisible: str | None = None
+    """Reason why a step must be one micro-batch; None where it can be cut."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +111,7 @@ def take_step(
 ) -> Taken:
     """Take a step, by the cut of `rung` or a finer one, on all ranks together."""
     cuts, batches = parts.settings.cuts, loaded.batches
-    start = random_state.take(parts.device)
+    start = saved_state.take(parts.device)
     parts.buffers.keep()
     parameters = trained_parameters(parts.optimizer)
     again = False
@@ -118,7 +122,7 @@ def take_step(
             break
         parts.optimizer.zero_grad(set_to_none=True)
         give_back_memory()
-        random_state.put_back(start, parts.device)
+        saved_state.put_back(start, parts.device)
         parts.buffers.put_back()
         if again:
             rung = _next_rung(parts, rung)
@@ -174,6 +178,12 @@ def _next_rung(parts: Parts, rung: int) -> int:
 
 def nothing_finer(parts: Parts) -> tuple[str, str]:
     """What to say where the ladder of cuts has come to its end."""
+    if parts.indivisible is not None:
+        return (
+            f"memory ran out, and the step cannot be cut: {parts.indivisible}",
+            "take a smaller batch or a smaller model, or checkpoint activations, "
+            "and go on with --resume",
+        )
     tokens = parts.settings.cuts[-1].tokens
     return (
         f"memory ran out with the finest cut, {tokens} tokens at a time",

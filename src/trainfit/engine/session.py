@@ -12,9 +12,8 @@ from typing import Literal
 
 from trainfit.core.records import Event, RunResult
 from trainfit.data.batches import LoadedStep
-from trainfit.engine import checkpoint, random_state
+from trainfit.engine import checkpoint, saved_state
 from trainfit.engine.background import Background, on_host
-from trainfit.engine.checkpoint import find_nonfinite, model_tensors, optimizer_tensors
 from trainfit.engine.distributed import Waits, first_writes, gather
 from trainfit.engine.evaluation import is_better, lost
 from trainfit.engine.memory_errors import retried
@@ -74,11 +73,11 @@ class Session:
         return self.earlier_seconds + time.perf_counter() - self.started
 
     @property
-    def rate(self) -> float:
-        """The learning rate of the step to come."""
-        settings = self.parts.settings
-        factor = rate_factor(self.progress.step, self.total_steps, settings.schedule)
-        return settings.optimizer.learning_rate * factor
+    def rates(self) -> list[float]:
+        """Learning rate of each parameter group in the step to come."""
+        schedule = self.parts.settings.schedule
+        factor = rate_factor(self.progress.step, self.total_steps, schedule)
+        return [rate * factor for rate in self.parts.rates]
 
     def tell(self, kind: str, text: str) -> None:
         """Record that something happened."""
@@ -139,7 +138,7 @@ class Session:
         """Raise where a weight is not finite, on all ranks together; no checkpoint gets such."""
         if self.checked_step == self.progress.step:
             return
-        found = gather(self.parts.world, find_nonfinite(self.parts.model) or "")
+        found = gather(self.parts.world, saved_state.find_nonfinite(self.parts.model) or "")
         if name := next(filter(None, found), None):
             what = f"the weight {name} is not finite after step {self.progress.step}"
             raise NotFinite(what, STEADIER)
@@ -283,7 +282,7 @@ class Session:
         self.background.wait()
         parts, progress = self.parts, self.progress
         progress.seconds = self.seconds
-        states = gather(parts.world, random_state.take(parts.device).to_json(indent=None))
+        states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
         copied = on_host(contents) if self.writes_alongside else None
@@ -308,15 +307,20 @@ class Session:
 
     def _contents(self, random_states: list[str]) -> checkpoint.Contents:
         parts, scale = self.parts, self.parts.scale
+        optimizer, optimizer_rest = saved_state.optimizer_state(parts.model, parts.optimizer)
+        task, task_rest = saved_state.task_state(parts.task)
         return checkpoint.Contents(
-            model=model_tensors(parts.model),
-            optimizer=optimizer_tensors(parts.model, parts.optimizer),
+            model=saved_state.model_tensors(parts.model),
+            optimizer=optimizer,
+            task=task,
             state={
                 "step": self.progress.step,
                 "progress": self.progress.to_data(),
                 "random": random_states,
                 "scale": scale and [scale.factor.item(), scale.quiet_steps.item()],
                 "frozen": self.frozen,
+                "optimizer": optimizer_rest,
+                "task": task_rest,
             },
         )
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import inspect
 import math
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trainfit.core.codec import Range
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Record
 from trainfit.packing import PackedCut, PaddedCut
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 Positive = Annotated[int, Range(1)]
 Count = Annotated[int, Range(0)]
@@ -20,17 +24,27 @@ Amount = Annotated[float, Range(0)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings(Record):
-    """AdamW and what the gradient goes through before it."""
+    """The optimizer, and the clipping of the gradient before its update."""
 
-    kind: Literal["adamw_fused", "adamw"] = "adamw_fused"
+    kind: str = "adamw_fused"
+    """A class of torch.optim in small letters; with _fused at the end, its fused kernel."""
+    options: dict[str, Any] = field(default_factory=dict, hash=False)
+    """Further keyword arguments of that class, such as momentum."""
     learning_rate: Amount
     weight_decay: Amount = 0.0
     """For matrices; biases and norms never decay."""
     decay_embeddings: bool = True
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """For AdamW; other optimizers take theirs from `options`."""
     eps: Amount = 1e-8
+    """For AdamW."""
     max_grad_norm: Amount | None = 1.0
     """Clip the gradient's norm; None: do not."""
+
+    def __post_init__(self) -> None:
+        """Refuse an unknown optimizer, or one without these options."""
+        if self.kind not in ("adamw", "adamw_fused") or self.options:
+            check_options(self)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,6 +148,35 @@ class LoopSettings(Record):
         rungs = [rung for _, rung in self.cut_changes]
         if any(not 0 <= rung < len(self.cuts) for rung in rungs):
             raise BadInput(f"the rungs to replay are {rungs}", f"the ladder has {len(self.cuts)}")
+
+
+def optimizer_classes() -> dict[str, type[Optimizer]]:
+    """Optimizers of torch.optim by their names in small letters.
+
+    LBFGS and SparseAdam are left out: the one computes the loss several times in a step, the other
+    needs sparse gradients.
+    """
+    from torch import optim
+
+    kinds = {name.lower(): kind for name, kind in vars(optim).items() if isinstance(kind, type)}
+    known = {n: kind for n, kind in kinds.items() if issubclass(kind, optim.Optimizer)}
+    return {n: kind for n, kind in known.items() if n not in ("optimizer", "lbfgs", "sparseadam")}
+
+
+def check_options(settings: OptimizerSettings) -> None:
+    """Raise BadInput for an unknown optimizer, or for options that it does not take."""
+    name, classes = settings.kind.removesuffix("_fused"), optimizer_classes()
+    if name not in classes:
+        fix = did_you_mean(name, classes, f"use one of {', '.join(sorted(classes))}")
+        raise BadInput(f"there is no optimizer {settings.kind!r}", fix)
+    taken = set(inspect.signature(classes[name]).parameters) - {"params", "lr", "weight_decay"}
+    wanted = [*settings.options, *(["fused"] if settings.kind.endswith("_fused") else [])]
+    for option in wanted:
+        if option not in taken:
+            fix = did_you_mean(option, taken, f"it takes {', '.join(sorted(taken))}")
+            raise BadInput(f"the optimizer {name} has no option {option!r}", fix)
+    if settings.weight_decay and name == "rprop":
+        raise BadInput("the optimizer rprop has no weight decay", "set weight_decay to 0")
 
 
 def rate_factor(step: int, total: int, settings: ScheduleSettings) -> float:

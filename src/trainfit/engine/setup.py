@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,14 +14,18 @@ from torch import nn
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.core.records import Record, TrainTask
 from trainfit.data.batches import StepLoader
-from trainfit.engine import checkpoint, fsdp, random_state
-from trainfit.engine.checkpoint import load_model, load_optimizer, model_tensors, optimizer_tensors
+from trainfit.engine import checkpoint, fsdp, saved_state
 from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
 from trainfit.engine.fsdp import shard
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
-from trainfit.engine.optimizer import build_optimizer, keep_trained_in_float32, take_workspaces
-from trainfit.engine.random_state import RandomState
+from trainfit.engine.optimizer import (
+    adopt,
+    build_optimizer,
+    is_plain_adamw,
+    keep_trained_in_float32,
+    take_workspaces,
+)
 from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.relaunch import Launch, Otherwise, find_launch, left_over
 from trainfit.engine.settings import LoopSettings
@@ -51,10 +55,44 @@ def build_model(task: TrainTask) -> nn.Module:
     return model.train()
 
 
+def why_indivisible(task: TrainTask, model: nn.Module) -> str | None:
+    """Reason why a step of this task must not be cut into micro-batches; None where it may be."""
+    if getattr(task, "indivisible", False):
+        return "the task is indivisible"
+    kind = nn.modules.batchnorm._BatchNorm
+    norms = (m for m in model.modules() if isinstance(m, kind))
+    if any(norm.training or not norm.track_running_stats for norm in norms):
+        return "the model has BatchNorm, whose statistics are of the whole batch"
+    return None
+
+
+def _undivided(settings: LoopSettings, why: str, world: World) -> LoopSettings:
+    """Settings whose only cut is a single micro-batch, or BadInput where there is none."""
+    pieces = settings.cuts[0].micro_batches
+    if world.size > 1:
+        what = f"a step would be divided over {world.size} ranks, but {why}"
+        raise BadInput(what, "train on one device, or use GroupNorm or LayerNorm for BatchNorm")
+    if pieces > 1:
+        what = f"a step would be cut into {pieces} micro-batches, but {why}"
+        raise BadInput(what, "plan it with one micro-batch, or take a smaller batch")
+    return replace(settings, cuts=settings.cuts[:1])
+
+
 def build_parts(
-    task: TrainTask, settings: LoopSettings, model: nn.Module, world: World, device: torch.device
+    task: TrainTask,
+    settings: LoopSettings,
+    model: nn.Module,
+    world: World,
+    device: torch.device,
+    make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Parts:
     """All that a step needs, on the device."""
+    indivisible = why_indivisible(task, model)
+    if indivisible is not None:
+        if not getattr(task, "indivisible", False):
+            text = f"steps are not cut into micro-batches: {indivisible}"
+            warnings.warn(text, TrainfitWarning, stacklevel=2)
+        settings = _undivided(settings, indivisible, world)
     if device.type == "cuda":
         with device:
             _fits(take_workspaces, "cuBLAS's workspace")
@@ -65,7 +103,18 @@ def build_parts(
     else:
         _fits(lambda: model.to(device), "the model")
         spread_weights(world, model)
-    optimizer = _fits(lambda: build_optimizer(model, settings.optimizer), "the optimizer's state")
+
+    def build() -> torch.optim.Optimizer:
+        if make_optimizer is None:
+            return build_optimizer(model, settings.optimizer)
+        return adopt(model, make_optimizer(model))
+
+    optimizer = _fits(build, "the optimizer's state")
+    if sharded and not is_plain_adamw(optimizer):
+        kind = type(optimizer).__name__
+        raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    if sharded and saved_state.has_state(task):
+        raise BadInput("the task has a state_dict, which FSDP does not save", "do not shard")
     if settings.compile:
         whole = settings.compile_scope == "model" and not sharded
         padded = isinstance(settings.cuts[0], PaddedCut)
@@ -85,6 +134,8 @@ def build_parts(
         world=world,
         device=device,
         sharded=sharded,
+        rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
+        indivisible=indivisible,
     )
 
 
@@ -178,13 +229,16 @@ def _restore(
             "use the model of the run",
         )
     if parts.sharded:
-        weights = model_tensors(parts.model)
-        state_of = optimizer_tensors(parts.model, parts.optimizer)
+        weights = saved_state.model_tensors(parts.model)
+        state_of = saved_state.optimizer_tensors(parts.model, parts.optimizer)
         fsdp.read_into(folder, weights | state_of)
     else:
         contents = checkpoint.read(folder)
-        load_model(parts.model, contents.model)
-        load_optimizer(parts.model, parts.optimizer, contents.optimizer)
+        saved_state.load_model(parts.model, contents.model)
+        saved_state.load_optimizer(
+            parts.model, parts.optimizer, contents.optimizer, state.get("optimizer")
+        )
+        saved_state.load_task_state(parts.task, contents.task, state.get("task"), parts.device)
     if parts.scale is not None and state["scale"] is not None:
         factor, quiet = (torch.tensor(value, device=parts.device) for value in state["scale"])
         parts.scale.factor, parts.scale.quiet_steps = factor, quiet
@@ -194,8 +248,8 @@ def _restore(
     if len(states) != parts.world.size:
         text = f"saved by {len(states)} ranks, now there are {parts.world.size}: dropout differs"
         return progress, (("ranks", text),)
-    own = RandomState.from_json(states[parts.world.rank], str(folder))
-    random_state.put_back(own, parts.device)
+    own = saved_state.RandomState.from_json(states[parts.world.rank], str(folder))
+    saved_state.put_back(own, parts.device)
     return progress, ()
 
 
@@ -257,13 +311,12 @@ def _attention(parts: Parts) -> str:
 
 def _optimizer(parts: Parts) -> str:
     groups = parts.optimizer.param_groups
-    kind = "fused " if all(group["fused"] for group in groups) else ""
-    settings = parts.settings.optimizer
+    kind = "fused " if all(group.get("fused") for group in groups) else ""
     trained = sum(p.numel() for group in groups for p in group["params"])
     whole = sum(p.numel() for p in parts.model.parameters())
     return (
         f"Using {kind}{type(parts.optimizer).__name__} optimizer"
-        f" (lr={settings.learning_rate:g}, wd={groups[0]['weight_decay']:g})"
+        f" (lr={parts.rates[0]:g}, wd={groups[0].get('weight_decay', 0):g})"
         f" on {trained:,} of {whole:,} weights"
     )
 

@@ -71,7 +71,7 @@ class StepNumbers(NamedTuple):
 
 def plain_step(
     model: nn.Module,
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     loss: Loss,
     batches: Iterable[Mapping[str, Any]],
     weight: float,
@@ -130,7 +130,7 @@ def out_of_graphs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]
 
 
 def finish(
-    optimizer: torch.optim.AdamW,
+    optimizer: torch.optim.Optimizer,
     loss: Tensor,
     *,
     max_grad_norm: float | None = None,

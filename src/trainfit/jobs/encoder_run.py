@@ -29,10 +29,10 @@ from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Tokens
 from trainfit.engine import checkpoint, loop
-from trainfit.engine.checkpoint import find_nonfinite
 from trainfit.engine.distributed import World, joined
 from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import writing
+from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.settings import LoopSettings
 from trainfit.jobs import exports, flops, job_plan, scores, tuned_plans
 from trainfit.jobs.classification import ClassifierTask, Probabilities

@@ -16,8 +16,9 @@ from trainfit.core import checksums, codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
 from trainfit.core.plan_records import Precision
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
-from trainfit.engine.checkpoint import find_nonfinite, read_tensors
+from trainfit.engine.checkpoint import read_tensors
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.step import autocast
 from trainfit.jobs.classification import Probabilities, in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder

@@ -16,7 +16,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.bpe import end_of_text, load_bpe
 from trainfit.data.token_files import TOKENIZER
 from trainfit.engine import checkpoint
-from trainfit.engine.checkpoint import find_nonfinite
+from trainfit.engine.saved_state import find_nonfinite
 from trainfit.jobs import exports
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.gpt_setup import build

@@ -15,7 +15,7 @@ from transformers.initialization import no_init_weights
 from trainfit.core.plan_records import TaskSpec
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import take_workspaces
-from trainfit.engine.random_state import protected
+from trainfit.engine.saved_state import protected
 from trainfit.measuring.timing import synchronize, time_work
 from trainfit.runtime.compile import forget_compiled
 from trainfit.tuning.finder.growth import GIB, Measure, Measured
