@@ -42,7 +42,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     return adopt(model, _made(kind, groups, options | settings.options))
 
 
-def adopt(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+def adopt(model: nn.Module, optimizer: object) -> torch.optim.Optimizer:
     """Check that an optimizer updates the trained weights, all and only these; give AdamW state."""
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"the optimizer is a {type(optimizer).__name__}"
