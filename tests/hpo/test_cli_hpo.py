@@ -262,7 +262,7 @@ def test_more_workers_than_a_gpu_has_room_for_are_refused(tmp_path: Path):
         def plan(self, _composed: Any) -> Any:
             return _plan(self.share >= 0.5)
 
-    study: Any = type("Study", (), {"setting": type("Setting", (), {"composed": None})})
+    study: Any = type("Study", (), {"setting": type("StudySettings", (), {"composed": None})})
     check_room(study, Job, seats(2, 1, {}))  # type: ignore[arg-type]
     with pytest.raises(BadInput, match="--workers 3: a worker would have 33% of its GPU"):
         check_room(study, Job, seats(3, 1, {}))  # type: ignore[arg-type]

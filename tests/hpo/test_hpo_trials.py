@@ -31,7 +31,7 @@ from trainfit.hpo.fleet import work
 from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.status import status_of
 from trainfit.hpo.studies import OpenStudy, find_study, open_study
-from trainfit.hpo.study_settings import Setting, read_setting
+from trainfit.hpo.study_settings import StudySettings, read_setting
 from trainfit.jobs import frozen, nli
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.planning import planner
@@ -71,7 +71,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 HOME: list[Path] = []
 
 
-def setting(tmp: Path, *more: str) -> Setting:
+def setting(tmp: Path, *more: str) -> StudySettings:
     """`max_steps` is small unless a test is about the steps."""
     given = {word.partition("=")[0] for word in more} | {"training.learning_rate", "runs_dir"}
     base = [*nli_words(HOME[-1]), "training.max_steps=3"]

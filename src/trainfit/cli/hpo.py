@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from trainfit.hpo.objective import Objective
     from trainfit.hpo.studies import OpenStudy
-    from trainfit.hpo.study_settings import Setting
+    from trainfit.hpo.study_settings import StudySettings
 
 _TASKS = {
     "nli": "Search the settings of an NLI job.",
@@ -83,7 +83,7 @@ def _search(
 class _Objectives:
     """The job, read when it is first needed, and once."""
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: StudySettings) -> None:
         self._setting = setting
         self._made: dict[float, Objective] = {}
 

@@ -7,64 +7,17 @@ from dataclasses import dataclass
 from typing import Any
 
 from trainfit.core.errors import BadInput, brief
+from trainfit.core.settings import SETTINGS
 
-ALIASES: Mapping[str, str] = {
-    "device.use_tf32": "device.tf32",
-    "reproducibility.tf32": "device.tf32",
-    "enable_tf32": "device.tf32",
-    "training.use_bf16": "device.mixed_precision",
-    "use_bf16": "device.mixed_precision",
-    "fp16": "device.mixed_precision",
-    "bf16": "device.mixed_precision",
-    "enable_amp": "device.mixed_precision",
-    "amp_dtype": "device.mixed_precision",
-    "model.use_torch_compile": "optimization.compile",
-    "training.use_torch_compile": "optimization.compile",
-    "use_torch_compile": "optimization.compile",
-    "enable_compile": "optimization.compile",
-    "training.optimizer_type": "optimization.optimizer",
-    "training.fused_adamw": "optimization.optimizer",
-    "fused_adamw": "optimization.optimizer",
-    "optim": "optimization.optimizer",
-    "gradient_checkpointing": "model.use_gradient_checkpointing",
-    "optimization.max_grad_norm": "training.max_grad_norm",
-    "target_effective_batch_size": "training.effective_batch_size",
-    "data.num_workers": "training.num_workers",
-    "data.pin_memory": "training.pin_memory",
-    "data.persistent_workers": "training.persistent_workers",
-    "data.prefetch_factor": "training.prefetch_factor",
-    "dataloader_num_workers": "training.num_workers",
-    "dataloader_pin_memory": "training.pin_memory",
-    "dataloader_persistent_workers": "training.persistent_workers",
-    "dataloader_prefetch_factor": "training.prefetch_factor",
-    "reproducibility.deterministic": "device.deterministic",
-    "block_size": "data.max_length",
-    "batch_train": "training.batch_size",
-    "batch_eval": "training.eval_batch_size",
-    "grad_accum": "optimization.gradient_accumulation_steps",
-}
-"""Compared without regard to case: one document writes its knobs as BATCH_TRAIN."""
+ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
+"""Compared without regard to case: one document writes its settings as BATCH_TRAIN."""
 
 _FLAGS: Mapping[str, Mapping[bool, str]] = {
-    "fp16": {True: "fp16", False: "off"},
-    "bf16": {True: "bf16", False: "off"},
-    "use_bf16": {True: "bf16", False: "off"},
-    "enable_amp": {True: "auto", False: "off"},
-    "fused_adamw": {True: "adamw_fused", False: "adamw"},
+    alias: values for row in SETTINGS for alias, values in (row.flags or {}).items()
 }
 """Aliases that are true or false where their key has names, by the alias's last part."""
 _NAMES: Mapping[str, Mapping[str, str]] = {
-    "optimization.optimizer": {"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw"},
-    "device.mixed_precision": {
-        "true": "auto",
-        "false": "off",
-        "fp32": "off",
-        "float32": "off",
-        "no": "off",
-        "none": "off",
-        "bfloat16": "bf16",
-        "float16": "fp16",
-    },
+    row.key: row.spellings for row in SETTINGS if row.spellings
 }
 """Other names of a key's values, in lower case."""
 _HALVES = ("bf16", "fp16")

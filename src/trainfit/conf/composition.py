@@ -39,8 +39,13 @@ class Composed:
     """Spellings that were understood as another key."""
 
     def values(self) -> dict[str, Any]:
-        """The configuration flat, by dotted key."""
-        return dict(_flat(codec.encode(self.config)))
+        """Values of the configuration by dotted key."""
+        return flat_values(self.config)
+
+
+def flat_values(config: Config) -> dict[str, Any]:
+    """Values of a configuration by dotted key."""
+    return dict(_flat(codec.encode(config)))
 
 
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:

@@ -21,7 +21,7 @@ from trainfit.engine.distributed import StopRequest, stop_on_signals
 from trainfit.hardware.host import allowed_by_affinity
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.studies import OpenStudy
-from trainfit.hpo.study_settings import STORAGE, Setting
+from trainfit.hpo.study_settings import STORAGE, StudySettings
 from trainfit.hpo.trial_queue import Claim, Desk, Outcome, beating
 
 COMMAND = (sys.executable, "-m", "trainfit")
@@ -77,7 +77,7 @@ def check_room(
 
 
 def run_fleet(
-    setting: Setting, taken: Sequence[Seat], look: Callable[[], None]
+    setting: StudySettings, taken: Sequence[Seat], look: Callable[[], None]
 ) -> Literal["done", "stopped"]:
     """Start the workers and wait for them; `look` is called every now and then.
 
@@ -103,7 +103,7 @@ def run_fleet(
     return _verdict([worker.returncode for worker in workers], request.name is not None, logs)
 
 
-def _start(setting: Setting, seat: Seat, log: int) -> subprocess.Popen[bytes]:
+def _start(setting: StudySettings, seat: Seat, log: int) -> subprocess.Popen[bytes]:
     options = ["--worker", str(os.getpid()), "--share", str(seat.share)]
     return subprocess.Popen(
         [*COMMAND, "hpo", setting.task, *setting.words, *options],

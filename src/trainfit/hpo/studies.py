@@ -25,7 +25,7 @@ from trainfit.hpo.search_space import (
     steps_per_fold,
 )
 from trainfit.hpo.storage import Database, open_database
-from trainfit.hpo.study_settings import Setting, read_setting
+from trainfit.hpo.study_settings import StudySettings, read_setting
 from trainfit.hpo.trial_queue import Desk, quiet
 
 ABOUT = "trainfit"
@@ -36,7 +36,7 @@ ABOUT = "trainfit"
 class OpenStudy:
     """A study that this process works on."""
 
-    setting: Setting
+    setting: StudySettings
     database: Database
     study: Study
     space: Space
@@ -58,7 +58,7 @@ class OpenStudy:
         )
 
 
-def open_study(setting: Setting, objective: Callable[[], Objective]) -> OpenStudy:
+def open_study(setting: StudySettings, objective: Callable[[], Objective]) -> OpenStudy:
     """Join the study of that name, or make it, with the configured values as its trial 0."""
     opened = _opened(setting, objective)
     about = opened.study.user_attrs[ABOUT]
@@ -67,7 +67,7 @@ def open_study(setting: Setting, objective: Callable[[], Objective]) -> OpenStud
     return opened
 
 
-def _opened(setting: Setting, objective: Callable[[], Objective]) -> OpenStudy:
+def _opened(setting: StudySettings, objective: Callable[[], Objective]) -> OpenStudy:
     hpo, name = setting.hpo, setting.name
     if hpo.storage is None:
         Path(setting.values["runs_dir"]).mkdir(parents=True, exist_ok=True)
@@ -152,7 +152,7 @@ def _check_about(about: Any, name: str) -> None:
         )
 
 
-def _make(database: Database, setting: Setting, objective: Objective) -> dict[str, Any]:
+def _make(database: Database, setting: StudySettings, objective: Objective) -> dict[str, Any]:
     hpo, values = setting.hpo, setting.values
     check_metric(hpo.metric, objective)
     space, notes = fit_space(
@@ -180,7 +180,7 @@ def _make(database: Database, setting: Setting, objective: Objective) -> dict[st
     return about
 
 
-def _check_same(setting: Setting, about: dict[str, Any]) -> None:
+def _check_same(setting: StudySettings, about: dict[str, Any]) -> None:
     """Refuse to add trials to a study that is about something else."""
     new = "give the study another name (hpo.study)"
     if about["task"] != setting.task:

@@ -14,6 +14,7 @@ from trainfit.conf import Composed
 from trainfit.conf.composition import parse_word
 from trainfit.conf.search_space_files import HpoConfig, compose_study
 from trainfit.core import codec
+from trainfit.core.settings import SETTINGS
 from trainfit.hpo.search_space import BATCH, as_words
 
 STORAGE = "TRAINFIT_HPO_STORAGE"
@@ -24,23 +25,16 @@ _MACHINE = (
     "baselines",
     "device.",
     "optimization.",
-    "training.batch_size",
-    "training.eval_batch_size",
-    "training.num_workers",
-    "training.pin_memory",
-    "training.persistent_workers",
-    "training.prefetch_factor",
     "training.logging_steps",
     "training.checkpoint_steps",
     "training.keep_checkpoints",
-    "model.use_gradient_checkpointing",
-    "model.use_flash_attention",
+    *(row.key for row in SETTINGS if row.key and not row.learns),
 )
-"""What may differ between workers of one study: how a step is computed, not what."""
+"""Keys that may differ between workers of one study: they change how a step is computed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Setting:
+class StudySettings:
     """A study as a command describes it."""
 
     task: str
@@ -94,7 +88,7 @@ def default_storage(runs: Path) -> str:
     return os.environ.get(STORAGE) or f"sqlite:///{runs.absolute() / 'hpo.db'}"
 
 
-def read_setting(task: str, words: Sequence[str]) -> Setting:
+def read_setting(task: str, words: Sequence[str]) -> StudySettings:
     """What the words of a command ask for, or one error with every mistake in them."""
     asked = compose_study(task, words)
     composed = configure(task, asked.job)
@@ -102,7 +96,7 @@ def read_setting(task: str, words: Sequence[str]) -> Setting:
         asked = compose_study(task, words, "embedded")
         composed = configure(task, asked.job)
     typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")
-    return Setting(
+    return StudySettings(
         task=task,
         words=typed,
         job_words=asked.job,

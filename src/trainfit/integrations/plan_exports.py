@@ -10,12 +10,14 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import yaml
 
 from trainfit.conf import Composed, Config
+from trainfit.conf.composition import flat_values
 from trainfit.core.plan_records import Plan
+from trainfit.core.settings import SETTINGS
 from trainfit.integrations.plan_words import command_line, overrides
 
 
@@ -60,12 +62,22 @@ def even_batch(plan: Plan) -> EvenBatch:
     return EvenBatch(size, share // size, tuple(notes))
 
 
+def exported(plan: Plan, config: Config, tool: Literal["hf", "loader"]) -> dict[str, Any]:
+    """Keywords of a tool that take one setting each, by the table of settings."""
+    values = flat_values(config)
+    found = {}
+    for row in SETTINGS:
+        if keyword := getattr(row, tool):
+            value = row.of(plan) if row.field else values[row.key]
+            found[keyword] = (row.in_hf or {}).get(value, value) if tool == "hf" else value
+    return found
+
+
 def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
     """Keywords of transformers' TrainingArguments."""
     training, batch = config.training, even_batch(plan)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": batch.size,
-        "per_device_eval_batch_size": plan.eval_batch_size,
         "gradient_accumulation_steps": batch.accumulation,
         "num_train_epochs": training.num_epochs,
         "max_steps": training.max_steps or -1,
@@ -76,26 +88,16 @@ def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
         "max_grad_norm": training.max_grad_norm or 0.0,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
-        "gradient_checkpointing": plan.gradient_checkpointing != "none",
-        "torch_compile": plan.compile,
-        "optim": "adamw_torch_fused" if plan.optimizer == "adamw_fused" else "adamw_torch",
-        "dataloader_num_workers": plan.num_workers,
-        "dataloader_pin_memory": plan.pin_memory,
-        "dataloader_persistent_workers": plan.persistent_workers,
-        "dataloader_prefetch_factor": plan.prefetch_factor,
         "eval_strategy": "epoch" if training.eval_steps is None else "steps",
         "logging_steps": training.logging_steps,
         "seed": config.seed,
         "full_determinism": config.device.deterministic,
+        **exported(plan, config, "hf"),
     }
     if plan.gradient_checkpointing != "none":
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if plan.compile:  # a mode without torch_compile would turn it on
         arguments["torch_compile_mode"] = plan.compile_mode
-    if plan.liger:
-        arguments["use_liger_kernel"] = True
-    if plan.runtime.tf32 is not None:
-        arguments["tf32"] = plan.runtime.tf32
     if training.eval_steps is not None:
         arguments["eval_steps"] = training.eval_steps
     if _device(plan, config) == "cpu":
@@ -278,13 +280,7 @@ def _unsaid(plan: Plan) -> list[str]:
 
 def _in_the_script(plan: Plan, config: Config) -> list[str]:
     """What is code, not an argument, for tools that leave loader and optimizer to the user."""
-    loader = {
-        "batch_size": even_batch(plan).size,
-        "num_workers": plan.num_workers,
-        "pin_memory": plan.pin_memory,
-        "persistent_workers": plan.persistent_workers,
-        "prefetch_factor": plan.prefetch_factor,
-    }
+    loader = {"batch_size": even_batch(plan).size, **exported(plan, config, "loader")}
     training = config.training
     fused = plan.optimizer == "adamw_fused"
     warmup = training.warmup_steps if training.warmup_ratio is None else training.warmup_ratio

@@ -8,12 +8,12 @@ from typing import Any
 
 from trainfit.conf import Composed, keys
 from trainfit.core.plan_records import Plan
+from trainfit.core.settings import chosen_by
+from trainfit.jobs.gpt_plan import stream_is_half
 
 # A word that Hydra reads as the text it is. A number, or true, would be read as something else.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
-
-
-_CHECKPOINTING = {"none": False, "selective": "selective", "full": True}
+_DECIDED = ("planner", "tune", "tuned")
 
 
 def overrides(plan: Plan, composed: Composed) -> list[str]:
@@ -32,34 +32,22 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
 
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
     """The planned settings by their keys in the configuration; None where it cannot say one."""
-    load, checkpointing = plan.workload, plan.gradient_checkpointing
-    reasoned = {reason.setting: reason.value for reason in plan.reasons}
-    values = {
+    method = plan.workload.method
+    values = {row.key: row.to_configuration(row.of(plan)) for row in chosen_by(*_DECIDED)}
+    values |= {
         "device.use_cuda": True if plan.gpu is not None else None,
-        "device.mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
-        "device.tf32": plan.runtime.tf32,
-        "device.num_threads": plan.runtime.num_threads,
-        "model.method": None if load.method == "frozen" else load.method,
-        "model.freeze_encoder": load.method == "frozen",
-        "model.use_gradient_checkpointing": _CHECKPOINTING[checkpointing],
-        "model.loss_chunk": plan.task.arguments.get("loss_chunk"),
-        "model.half_stream": reasoned.get("half_stream"),
-        "data.max_length": load.max_length,
-        "training.batch_size": plan.batch_size,
-        "training.eval_batch_size": plan.eval_batch_size,
-        "training.effective_batch_size": plan.effective_batch_size,
-        "training.num_workers": plan.num_workers,
-        "training.pin_memory": plan.pin_memory,
-        "training.persistent_workers": plan.persistent_workers,
-        "training.prefetch_factor": plan.prefetch_factor,
-        "optimization.optimizer": plan.optimizer,
-        "optimization.compile": plan.compile,
-        "optimization.compile_mode": plan.compile_mode,
-        "optimization.liger": plan.liger or None,
-        "optimization.gradient_accumulation_steps": plan.gradient_accumulation_steps,
+        "model.method": None if method == "frozen" else method,
+        "model.freeze_encoder": method == "frozen",
+        "model.half_stream": _half_stream(plan),
     }
     known = keys(composed.task)
     return {key: value for key, value in values.items() if value is not None and key in known}
+
+
+def _half_stream(plan: Plan) -> bool | None:
+    """Decision of a GPT plan on half precision between blocks; None in plans of other models."""
+    asked = plan.task.arguments.get("half_stream")
+    return None if asked is None else stream_is_half(asked, plan.precision)
 
 
 def command_line(plan: Plan, composed: Composed) -> str:

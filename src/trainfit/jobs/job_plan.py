@@ -19,6 +19,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
 from trainfit.core.records import HardwareProfile
+from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config
@@ -31,28 +32,6 @@ from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
 
-_KEYS = {
-    "device.tf32": "tf32",
-    "device.cudnn_benchmark": "cudnn_benchmark",
-    "device.deterministic": "deterministic",
-    "device.num_threads": "num_threads",
-    "device.expandable_segments": "expandable_segments",
-    "model.use_flash_attention": "flash",
-    "optimization.optimizer": "optimizer",
-    "optimization.compile": "compile",
-    "optimization.compile_mode": "compile_mode",
-    "optimization.liger": "liger",
-    "optimization.gradient_accumulation_steps": "gradient_accumulation_steps",
-    "training.batch_size": "batch_size",
-    "training.eval_batch_size": "eval_batch_size",
-    "training.effective_batch_size": "effective_batch_size",
-    "training.num_workers": "num_workers",
-    "training.pin_memory": "pin_memory",
-    "training.persistent_workers": "persistent_workers",
-    "training.prefetch_factor": "prefetch_factor",
-    "seed": "seed",
-}
-"""Keys of a configuration that a plan takes as they are."""
 _BATCHES = {"nli": 16, "textclass": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
 _ANYWHERE = ("auto", "cpu", "conservative")
@@ -233,23 +212,11 @@ def _method(model: Any) -> Any:
 
 def _pins(composed: Composed) -> dict[str, Pin]:
     values = composed.values()
-    pins = {
-        name: Pin(value=values[key], origin=composed.origins[key])
-        for key, name in _KEYS.items()
-        if values.get(key) not in ("auto", None)
+    return {
+        row.name: Pin(value=row.to_plan(values[row.key]), origin=composed.origins[row.key])
+        for row in SETTINGS
+        if row.pinned and values.get(row.key) not in ("auto", None)
     }
-    precision = values["device.mixed_precision"]
-    if precision != "auto":
-        key = "device.mixed_precision"
-        pins["precision"] = Pin(
-            value="fp32" if precision == "off" else precision, origin=composed.origins[key]
-        )
-    recompute = values["model.use_gradient_checkpointing"]
-    if recompute != "auto":
-        mode = {True: "full", False: "none"}.get(recompute, recompute)
-        origin = composed.origins["model.use_gradient_checkpointing"]
-        pins["gradient_checkpointing"] = Pin(value=mode, origin=origin)
-    return pins
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

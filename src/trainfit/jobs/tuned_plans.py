@@ -14,6 +14,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
+from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
 from trainfit.planning.compile_choice import COMPILE_SECONDS
 from trainfit.planning.question import Question
@@ -29,30 +30,8 @@ FACTORIES = {
 }
 _MOST_LENGTHS = 1 << 14
 """Sequences of a trial: they are drawn evenly from those of the data where there are more."""
-_TAKEN = (
-    "task",
-    "precision",
-    "packed",
-    "attention",
-    "batch_size",
-    "micro_batch_tokens",
-    "gradient_accumulation_steps",
-    "cuts",
-    "gradient_checkpointing",
-    "compile",
-    "compile_mode",
-    "liger",
-    "optimizer",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "memory",
-    "time",
-    "reasons",
-    "measurements",
-)
-"""What a run takes of a tuned plan; its data, its length and its seed are its own."""
+_MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
+"""Fields of a tuned plan, besides its settings, that a run takes over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -129,11 +108,9 @@ def adopt(plan: Plan, tuned: Plan) -> Plan:
     """
     if tuned.compile and not plan.compile and _is_short(plan, tuned):
         return plan
-    return replace(
-        plan,
-        runtime=replace(plan.runtime, tf32=tuned.runtime.tf32, attention=tuned.runtime.attention),
-        **{name: getattr(tuned, name) for name in _TAKEN},
-    )
+    settings = {row.name: row.of(tuned) for row in chosen_by("tune", "tuned")}
+    measured = {name: getattr(tuned, name) for name in _MEASURED}
+    return replace(with_values(plan, settings), **measured)
 
 
 def _is_short(plan: Plan, tuned: Plan) -> bool:

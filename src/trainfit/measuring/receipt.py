@@ -16,6 +16,7 @@ from typing import Any
 from trainfit.core.errors import BadInput, TrainfitWarning, reason
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Receipt, ReceiptItem, Scalar
+from trainfit.core.settings import SETTINGS
 from trainfit.measuring import verdicts
 from trainfit.measuring import verdicts as loading
 from trainfit.measuring.trace import Evidence
@@ -58,29 +59,16 @@ def make_receipt(run: str, evidence: Evidence, wanted: Mapping[str, Scalar]) -> 
 
 def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
     """Settings that a plan asks for, by the names of the receipt; clipping is not in a plan."""
-    runtime = plan.runtime
     # Where a plan leaves the kernel open, torch's choice is what was asked for.
-    flash = runtime.attention == "flash" or plan.attention == "varlen"
-    return {
+    flash = plan.runtime.attention == "flash" or plan.attention == "varlen"
+    requested = {row.receipt: row.of(plan) for row in SETTINGS if row.receipt}
+    return requested | {
         "mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
-        "tf32": runtime.tf32,
         "fused_optimizer": plan.optimizer == "adamw_fused",
-        "attention": plan.attention,
         "flash_attention": flash or None,
-        "compile": plan.compile,
         "cuda_graphs": plan.compile and plan.compile_mode in _GRAPH_MODES,
-        "liger": plan.liger,
-        "gradient_checkpointing": plan.gradient_checkpointing,
-        "packing": plan.packed,
-        "effective_batch": plan.effective_batch_size,
-        "gradient_accumulation": plan.gradient_accumulation_steps,
         "gradient_clipping": clips,
         "set_to_none": True,
-        "workers": plan.num_workers,
-        "pinned_memory": plan.pin_memory,
-        "cudnn_benchmark": runtime.cudnn_benchmark,
-        "expandable_segments": runtime.expandable_segments,
-        "deterministic": runtime.deterministic,
     }
 
 
@@ -184,16 +172,12 @@ def _of_transformers(caller: Any) -> dict[str, Scalar] | None:
     if not _is_a(caller, "Trainer", ("transformers.",)):
         return None
     asked = caller.args
-    return {
+    found = {r.receipt: getattr(asked, r.hf, None) for r in SETTINGS if r.receipt and r.hf}
+    return found | {
         "mixed_precision": "bf16" if asked.bf16 else "fp16" if asked.fp16 else "off",
-        "tf32": asked.tf32,
         "fused_optimizer": "fused" in str(asked.optim).lower(),
-        "gradient_checkpointing": bool(asked.gradient_checkpointing),
-        "compile": bool(asked.torch_compile),
         "gradient_accumulation": asked.gradient_accumulation_steps,
         "gradient_clipping": bool(asked.max_grad_norm),
-        "workers": asked.dataloader_num_workers,
-        "pinned_memory": bool(asked.dataloader_pin_memory),
     }
 
 

@@ -95,7 +95,7 @@ def _cuttings(
 
 
 def _cut_by_hand(question: Question) -> bool:
-    names = ("batch_size", "gradient_accumulation_steps")
+    names = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
     return any(question.pinned(name) is not None for name in names)
 
 
@@ -158,7 +158,7 @@ _CLEAR = 0.9
 def fitter_for(question: Question, basis: Basis, targets: tuple[Target, ...]) -> Fitter:
     """What weighs the candidates of a job on these GPUs."""
     cuttings = basis.cuttings
-    if question.pinned("batch_size") is not None:
+    if {"batch_size", "micro_batch_tokens"} & question.pins.keys():
         cuttings = cuttings[:1]  # pinned: the rest of the ladder is for running out of memory
     held = tuple(held_back(target, basis) for target in targets)
     return Fitter(

@@ -8,6 +8,7 @@ from typing import Any
 
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
+from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
 
@@ -210,4 +211,6 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
     batch: Any = question.pinned("batch_size")
     steps: Any = question.pinned("gradient_accumulation_steps")
     sequences = min(share, batch or share, math.ceil(share / steps) if steps else share)
-    return int(sequences * length)
+    tokens = int(sequences * length)
+    most: Any = question.pinned("micro_batch_tokens")
+    return tokens if most is None else min(tokens, check_whole("micro_batch_tokens", most))

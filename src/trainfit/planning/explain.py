@@ -37,6 +37,8 @@ def choices_for(
         why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}",
     )
     fill = best.cutting.tokens / best.cutting.computed
+    most = question.pinned("micro_batch_tokens")
+    limit = "" if most is None else f"at most {most:,} as pinned, "
     return {
         "precision": basis.precision,
         **({} if basis.threads is None else {"num_threads": basis.threads}),
@@ -46,7 +48,8 @@ def choices_for(
         "effective_batch_size": basis.effective,
         "batch_size": batch,
         "micro_batch_tokens": Choice(
-            value=cut.tokens, why=f"fitted to the steps: {fill:.1%} of it are tokens of the data"
+            value=cut.tokens,
+            why=f"{limit}fitted to the steps: {fill:.1%} of it are tokens of the data",
         ),
         "gradient_accumulation_steps": _accumulation(question, basis, weighed, held),
         "gradient_checkpointing": _checkpointing(question, basis, weighed, held),

@@ -15,6 +15,7 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, RuntimeSettings, TaskSpec
 from trainfit.core.records import Gpu, GpuState, HardwareProfile, Measurements
+from trainfit.core.settings import chosen_by
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.gpus import catalogue_gpu
@@ -226,12 +227,13 @@ def _planned(
         weights_dtype=basis.arguments.get("dtype", "float32"),
         runtime=RuntimeSettings(
             tf32=basis.tf32.value,
-            cudnn_benchmark=question.pinned("cudnn_benchmark"),
-            deterministic=question.pinned("deterministic"),
-            expandable_segments=question.pinned("expandable_segments"),
             attention="efficient" if question.pinned("flash") is False else None,
             num_threads=None if basis.threads is None else basis.threads.value,
-            seed=question.pinned("seed"),
+            **{
+                row.field.removeprefix("runtime."): question.pinned(row.name)
+                for row in chosen_by("user")
+                if row.field.startswith("runtime.")
+            },
         ),
         cuts=_fallbacks(basis, best),
         compile_mode=question.pinned("compile_mode") or "default",

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Precision, Workload
 from trainfit.core.records import Cpu, Gpu, Record, Scalar
+from trainfit.core.settings import SETTINGS, unknown_pins
 from trainfit.hardware.catalogue import GpuSpec, find
 
 
@@ -49,6 +51,13 @@ class Question(Record):
     """Blocks of one length, each token predicting the next: nothing to pack, nothing to pad."""
     watts: float | None = None
     price_per_hour: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise BadInput for a pin that no row of the settings table takes."""
+        if unknown := unknown_pins(self.pins):
+            known = [row.name for row in SETTINGS if row.pinned]
+            fix = did_you_mean(unknown[0], known, f"these can be pinned: {', '.join(known)}")
+            raise BadInput(f"cannot pin {unknown[0]!r}: no such setting", fix)
 
     def pinned(self, name: str) -> Any:
         """The value of a setting that is pinned, or None."""

@@ -9,13 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 
 from trainfit.core.plan_records import MemoryEstimate, Plan
 from trainfit.core.records import HardwareProfile, Scalar
+from trainfit.core.settings import BY_NAME, chosen_by, with_values
 from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
 from trainfit.planning.estimator.estimate import MARGIN
@@ -26,6 +27,13 @@ Ask = Callable[[Mapping[str, Scalar]], Plan]
 """The planner's answer with further settings pinned."""
 KEPT = {"none": 1.0, "selective": 0.6, "full": 0.3}
 """Activations that stay, as an upper bound."""
+_ARGUMENTS = {
+    "precision": "precision",
+    "optimizer": "optimizer",
+    "compile": "compile",
+    "gradient_checkpointing": "checkpointing",
+}
+"""Settings that the factory of the estimated step takes, and its names for them."""
 _EAGER = 2.2
 """Activations of a step that is not compiled, against one that is, as an upper bound."""
 
@@ -53,21 +61,7 @@ class Space:
 
 def settings_of(plan: Plan) -> dict[str, Scalar]:
     """The settings that are tuned, by their names."""
-    return {
-        "precision": plan.precision,
-        "tf32": plan.runtime.tf32,
-        "packed": plan.packed,
-        "attention": plan.attention,
-        "attention_kernel": plan.runtime.attention,
-        "compile": plan.compile,
-        "compile_mode": plan.compile_mode,
-        "liger": plan.liger,
-        "gradient_checkpointing": plan.gradient_checkpointing,
-        "micro_batch_tokens": plan.micro_batch_tokens,
-        "optimizer": plan.optimizer,
-        "num_workers": plan.num_workers,
-        "pin_memory": plan.pin_memory,
-    }
+    return {row.name: row.of(plan) for row in chosen_by("tune")}
 
 
 def differences(base: Plan, plan: Plan) -> dict[str, Scalar]:
@@ -80,10 +74,12 @@ def differences(base: Plan, plan: Plan) -> dict[str, Scalar]:
 
 
 def changed(plan: Plan, **changes: Any) -> Plan:
-    """The plan with other settings of the step, which the task to estimate is told as well."""
-    names = {"gradient_checkpointing": "checkpointing"}
-    arguments = plan.task.arguments | {names.get(k, k): v for k, v in changes.items()}
-    return replace(plan, task=replace(plan.task, arguments=arguments), **changes)
+    """Replace settings of the plan, and the estimated step's arguments of the same names."""
+    arguments = plan.task.arguments | {
+        _ARGUMENTS[name]: value for name, value in changes.items() if name in _ARGUMENTS
+    }
+    task = replace(plan.task, arguments=arguments)
+    return replace(with_values(plan, changes), task=task)
 
 
 def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
@@ -190,7 +186,8 @@ def neighbours(space: Space, plan: Plan) -> Iterator[Variant]:
 
     Made as they are asked for: some take the planner seconds.
     """
-    return _along(space, plan, _GPU_AXES if space.on_gpu else _CPU_AXES)
+    axes = _GPU_AXES if space.on_gpu else _CPU_AXES
+    return _along(space, plan, (*axes, *_LAST))
 
 
 Axis = Callable[[Space, Plan], Iterator[Variant]]
@@ -210,7 +207,7 @@ def _compile(space: Space, plan: Plan) -> Iterator[Variant]:
     if not space.free("compile"):
         return
     if plan.compile:
-        yield Variant(plan=changed(replace(plan, compile_mode="default"), compile=False))
+        yield Variant(plan=changed(plan, compile=False, compile_mode="default"))
     elif not space.profile.compile.missing(gpu=space.on_gpu):
         yield Variant(plan=changed(plan, compile=True))
 
@@ -230,7 +227,7 @@ def _autotune(space: Space, plan: Plan) -> Iterator[Variant]:
 def _mode(space: Space, plan: Plan, mode: str, why: str = "") -> Iterator[Variant]:
     if plan.compile and space.free("compile", "compile_mode"):
         other = "default" if plan.compile_mode == mode else mode
-        yield Variant(plan=replace(plan, compile_mode=other), skipped=why)
+        yield Variant(plan=changed(plan, compile_mode=other), skipped=why)
 
 
 def _budget(space: Space, plan: Plan) -> Iterator[Variant]:
@@ -274,10 +271,16 @@ def _workers(space: Space, plan: Plan) -> Iterator[Variant]:
             )
 
 
-def _optimizer(space: Space, plan: Plan) -> Iterator[Variant]:
-    if space.free("optimizer"):
-        other = "adamw" if plan.optimizer == "adamw_fused" else "adamw_fused"
-        yield Variant(plan=changed(plan, optimizer=other))
+def _switch(name: str, space: Space, plan: Plan) -> Iterator[Variant]:
+    """Other values of a setting that depends on nothing else."""
+    row = BY_NAME[name]
+    if space.free(name) and (space.on_gpu or not row.gpu_only):
+        for value in row.tries:
+            if value != row.of(plan):
+                yield Variant(plan=changed(plan, **{name: value}))
+
+
+_optimizer = partial(_switch, "optimizer")
 
 
 def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:
@@ -295,26 +298,25 @@ def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:
 
 
 def _liger(space: Space, plan: Plan) -> Iterator[Variant]:
-    """By the memory of a plan without it, which is not less."""
-    if space.question.no_liger is None and supported.is_installed() and space.free("liger"):
-        yield Variant(plan=replace(plan, liger=not plan.liger))
+    """Bound memory by the plan without Liger, which never uses less."""
+    if space.question.no_liger is None and supported.is_installed():
+        yield from _switch("liger", space, plan)
 
 
 def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
     """Packed rows have a kernel of their own; flash takes no mask, which padded rows have."""
-    if not (space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash")):
-        return
-    for kernel in (None, "flash", "efficient") if space.question.causal else (None, "efficient"):
-        if kernel != plan.runtime.attention:
-            yield Variant(plan=replace(plan, runtime=replace(plan.runtime, attention=kernel)))
+    if space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash"):
+        for variant in _switch("attention_kernel", space, plan):
+            if space.question.causal or variant.plan.runtime.attention != "flash":
+                yield variant
 
 
 def _tf32(space: Space, plan: Plan) -> Iterator[Variant]:
     """Products that are left in fp32, by the matrix units or without them."""
-    if space.on_gpu and space.profile.gpus[0].tf32 and space.free("tf32"):
-        other = replace(plan.runtime, tf32=not plan.runtime.tf32)
+    if space.on_gpu and space.profile.gpus[0].tf32:
         why = "no product is faster without the matrix units" if plan.runtime.tf32 else ""
-        yield Variant(plan=replace(plan, runtime=other), skipped=why)
+        for variant in _switch("tf32", space, plan):
+            yield replace(variant, skipped=why)
 
 
 def _precision(space: Space, plan: Plan) -> Iterator[Variant]:
@@ -331,12 +333,7 @@ def _precision(space: Space, plan: Plan) -> Iterator[Variant]:
         yield Variant(plan=exact, skipped=slow)
 
 
-def _pinning(space: Space, plan: Plan) -> Iterator[Variant]:
-    if space.on_gpu and space.free("pin_memory"):
-        yield Variant(plan=replace(plan, pin_memory=not plan.pin_memory))
-
-
-_GPU_AXES = (
+_GPU_AXES: tuple[Axis, ...] = (
     _compile,
     _budget,
     _workers,
@@ -349,9 +346,23 @@ _GPU_AXES = (
     _kernel,
     _precision,
     _tf32,
-    _pinning,
 )
-_CPU_AXES = (_budget, _workers, _optimizer, _checkpointing, _compile)
+_CPU_AXES: tuple[Axis, ...] = (_budget, _workers, _optimizer, _checkpointing, _compile)
+_DEPENDENT = (
+    "tf32",
+    "attention_kernel",
+    "compile",
+    "compile_mode",
+    "liger",
+    "gradient_checkpointing",
+    "optimizer",
+)
+"""Settings with an axis of their own; all others are tried last, one after the other."""
+_LAST = tuple(
+    partial(_switch, row.name)
+    for row in chosen_by("tune")
+    if row.tries and row.name not in _DEPENDENT
+)
 
 
 def _too_large(space: Space, variant: Variant) -> Variant:
