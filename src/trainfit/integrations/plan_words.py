@@ -13,7 +13,6 @@ from trainfit.jobs.gpt_plan import stream_is_half
 
 # A word that Hydra reads as the text it is. A number, or true, would be read as something else.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
-_DECIDED = ("planner", "tune", "tuned")
 
 
 def overrides(plan: Plan, composed: Composed) -> list[str]:
@@ -33,7 +32,8 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
     """The planned settings by their keys in the configuration; None where it cannot say one."""
     method = plan.workload.method
-    values = {row.key: row.to_configuration(row.of(plan)) for row in chosen_by(*_DECIDED)}
+    rows = chosen_by("planner", "tune", "tuned")
+    values = {row.key: row.to_configuration(row.of(plan)) for row in rows}
     values |= {
         "device.use_cuda": True if plan.gpu is not None else None,
         "model.method": None if method == "frozen" else method,
