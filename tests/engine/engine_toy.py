@@ -17,7 +17,10 @@ from torch.nn import functional
 
 from trainfit.engine.checkpoint import latest_good
 from trainfit.engine.settings import LoopSettings, OptimizerSettings, ScheduleSettings
-from trainfit.packing import Cut, deal_steps, fit_budget, fit_padded
+from trainfit.packing import Cut, deal_steps
+from trainfit.packing.packed import fit_packed_parts
+from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.steps import sample_parts
 
 IGNORED = -100
 
@@ -138,11 +141,13 @@ def cuts(task: ToyTask, *, padded: bool = False, ranks: int = 1) -> tuple[Cut, .
 
 @cache
 def _cuts(lengths: tuple[int, ...], batch: int, padded: bool, ranks: int) -> tuple[Cut, ...]:
+    array = np.array(lengths)
+    parts = sample_parts(array, batch, ranks)
     if padded:
-        caps = (96, 48, 24, 12)
-        return tuple(fit_padded(lengths, batch, cap, multiple=4, ranks=ranks) for cap in caps)
+        widths = choose_widths(array, multiple=4)
+        return tuple(fit_padded_parts(parts, widths, cap) for cap in (96, 48, 24, 12))
     return tuple(
-        fit_budget(lengths, batch, 96, multiple=4, at_least=count, ranks=ranks)
+        fit_packed_parts(parts, max(lengths), 96, multiple=4, at_least=count)
         for count in (1, 2, 4, 8)
     )
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from engine_faults import Faults
@@ -18,7 +19,9 @@ from trainfit.data.batches import StepLoader
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
 from trainfit.engine.settings import LoaderSettings, OptimizerSettings
 from trainfit.engine.step import LossScale, accumulate, autocast, finish, loss_scale, plain_step
-from trainfit.packing import fit_budget, fit_padded
+from trainfit.packing.packed import fit_packed_parts
+from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.steps import sample_parts
 from trainfit.planning.estimator.estimate import Request, Target, ask
 
 CPU = torch.device("cpu")
@@ -44,11 +47,13 @@ def test_the_gradient_does_not_depend_on_the_cut(micro_batches: int, padded: boo
     functional.cross_entropy(logits, whole["labels"]).backward()
     expected = gradients(model)
     model.zero_grad()
-    lengths, batch = task.lengths(), task.effective_batch
+    lengths = np.array(task.lengths())
+    parts = sample_parts(lengths, task.effective_batch, 1)
     if padded:
-        cut = fit_padded(lengths, batch, {1: 168, 2: 96, 7: 12}[micro_batches], multiple=12)
+        cap = {1: 168, 2: 96, 7: 12}[micro_batches]
+        cut = fit_padded_parts(parts, choose_widths(lengths, multiple=12), cap)
     else:
-        cut = fit_budget(lengths, batch, 200, multiple=4, at_least=micro_batches)
+        cut = fit_packed_parts(parts, max(lengths), 200, multiple=4, at_least=micro_batches)
     batches = StepLoader(task, LoaderSettings(), CPU).load(step, cut)
     assert len(batches) >= micro_batches
     loss = accumulate(model, task.loss, batches, task.weight(step), device_type="cpu")

@@ -20,7 +20,8 @@ from trainfit.engine.settings import LoopSettings, OptimizerSettings
 from trainfit.jobs.classification import ClassifierTask, in_batches
 from trainfit.jobs.encoder_trial import made_up
 from trainfit.jobs.models import classifier
-from trainfit.packing import fit_padded
+from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.steps import sample_parts
 from trainfit.runtime import compile_blocks
 
 LENGTHS = (7, 3, 12, 5)
@@ -144,7 +145,11 @@ def test_padded_rows_of_many_shapes_are_compiled_once(
 
     monkeypatch.setattr(task, "collate", seen)
     chosen = LoopSettings(
-        cuts=(fit_padded(made.lengths, 20, 150, multiple=2),),
+        cuts=(
+            fit_padded_parts(
+                sample_parts(made.lengths, 20, 1), choose_widths(made.lengths, multiple=2), 150
+            ),
+        ),
         optimizer=OptimizerSettings(learning_rate=1e-4),
         compile=True,
         profile_step=False,

@@ -8,22 +8,18 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from packing_lengths import redsm5_lengths
+from packing_lengths import fill_of, fit_budget, fit_padded, redsm5_lengths
 
 from trainfit.core.errors import BadInput
 from trainfit.packing import (
     Cut,
-    Fill,
     MicroBatch,
     PackedCut,
     PaddedCut,
     coarser_cuts,
     cut_step,
     deal_steps,
-    fit_budget,
-    fit_padded,
     ladder,
-    measure_fill,
 )
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
@@ -192,7 +188,7 @@ def test_coarser_cuts_start_fewer_and_pad_more() -> None:
     plain = ladder(lengths, 64, 64 * 512, padded=True)[0]
     coarser = coarser_cuts(lengths, 64, 64 * 512)
     assert [cut.micro_batches for cut in coarser] == list(range(1, plain.micro_batches))
-    fills = [measure_fill(flat(cut_epoch(lengths, 64, cut))).fill for cut in (*coarser, plain)]
+    fills = [fill_of(flat(cut_epoch(lengths, 64, cut))) for cut in (*coarser, plain)]
     assert fills == sorted(fills)
     assert coarser[0].rows == (64,)
     # Bounded by the cap: two halves need not fit.
@@ -212,9 +208,9 @@ def test_fill_of_packed_steps(batch: int, count: int, least: float) -> None:
     for epoch in (0, 1, 20):
         steps = cut_epoch(lengths, batch, cut, epoch=epoch)
         assert {len(step[0]) for step in steps[:-1]} == {count}
-        fill = measure_fill(flat(steps))
-        assert fill.fill >= least
-        assert fill.shapes <= 2
+        held = flat(steps)
+        assert fill_of(held) >= least
+        assert len({(b.rows, b.width) for b in held}) <= 2
 
 
 @pytest.mark.parametrize("sequences", [200, 500, 1187])
@@ -222,9 +218,9 @@ def test_small_data_are_filled_too_with_their_partial_step(sequences: int) -> No
     lengths = np.random.default_rng(0).permutation(redsm5_lengths())[:sequences]
     cut = fit_budget(lengths, 32, 32 * 512)
     for epoch in (0, 3, 70):
-        fill = measure_fill(flat(cut_epoch(lengths, 32, cut, epoch=epoch)))
-        assert fill.fill >= 0.95
-        assert fill.shapes <= 2
+        held = flat(cut_epoch(lengths, 32, cut, epoch=epoch))
+        assert fill_of(held) >= 0.95
+        assert len({(b.rows, b.width) for b in held}) <= 2
 
 
 def test_budgets_are_multiples_under_the_cap() -> None:
@@ -240,17 +236,17 @@ def test_one_outlier_does_not_cost_all_steps_a_micro_batch() -> None:
     assert cut.micro_batches == 1
     counts = [len(step[0]) for step in cut_epoch(lengths, 16, cut)]
     assert sorted(counts) == [1] * 99 + [2]
-    assert measure_fill(flat(cut_epoch(lengths, 16, cut))).fill > 0.9
+    assert fill_of(flat(cut_epoch(lengths, 16, cut))) > 0.9
 
 
 def test_padded_batches_pad_little_in_few_shapes() -> None:
     lengths = redsm5_lengths()
     for batch, least in [(16, 0.8), (64, 0.88)]:
         cut = fit_padded(lengths, batch, 16 * 512)
-        fill = measure_fill(flat(cut_epoch(lengths, batch, cut, epoch=20)))
+        held = flat(cut_epoch(lengths, batch, cut, epoch=20))
         to_longest = lengths.mean() / 512
-        assert fill.fill > least > to_longest
-        assert fill.shapes <= 20
+        assert fill_of(held) > least > to_longest
+        assert len({(b.rows, b.width) for b in held}) <= 20
         assert len(cut.widths) <= 8
 
 
@@ -316,23 +312,10 @@ def test_cuts_survive_json() -> None:
     assert PaddedCut.from_json(padded.to_json()) == padded
 
 
-def test_fill_counts_tokens_and_shapes() -> None:
-    fill = measure_fill(
-        [
-            MicroBatch(sequences=(0, 1), tokens=90, rows=1, width=100),
-            MicroBatch(sequences=(2,), tokens=60, rows=1, width=100),
-            MicroBatch(sequences=(), tokens=0, rows=2, width=50),
-        ]
-    )
-    assert fill == Fill(micro_batches=3, shapes=2, tokens=150, capacity=300)
-    assert (fill.fill, fill.padding) == (0.5, 0.5)
-    assert measure_fill([]).fill == 1.0
-
-
 # ── errors ────────────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.parametrize("fit", [fit_budget, fit_padded, ladder])
+@pytest.mark.parametrize("fit", [ladder, coarser_cuts])
 def test_a_sequence_over_the_cap_is_named_with_the_fix(fit) -> None:
     with pytest.raises(
         BadInput, match=r"sequence of 700 tokens.*of 512; truncate to 512.*batch_size"

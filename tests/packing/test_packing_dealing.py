@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from packing_lengths import redsm5_lengths, words_per_post
 
 from trainfit.core.errors import BadInput
-from trainfit.packing import deal_steps, share_step
-from trainfit.packing.steps import emptiest_first
+from trainfit.packing import deal_steps
+from trainfit.packing.steps import emptiest_first, share_step
 
 LENGTHS = st.lists(st.integers(1, 600), min_size=1, max_size=80)
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec, Workload
 from trainfit.core.records import Scalar
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
-from trainfit.packing import fit_padded
+from trainfit.packing import ladder
 from trainfit.tuning.trial import Setup
 from trainfit.tuning.tuned_cache import Candidate
 
@@ -79,7 +79,7 @@ def trial(plan: Plan, *, sleep: float = 0.0, how: str = "", workers: int = 0) ->
     if plan.optimizer == "adamw":
         sleep *= 2
     settings = LoopSettings(
-        cuts=(fit_padded([LENGTH] * BATCH * STEPS, BATCH, BATCH * LENGTH),),
+        cuts=ladder([LENGTH] * BATCH * STEPS, BATCH, BATCH * LENGTH, padded=True)[:1],
         optimizer=OptimizerSettings(kind=plan.optimizer, learning_rate=1e-3),
         loader=LoaderSettings(num_workers=workers, prefetch_factor=2 if workers else None),
     )

@@ -8,7 +8,7 @@ is called by every layer. It is bidirectional whatever the model was trained as.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput
 from trainfit.kernels import varlen
 from trainfit.kernels.layout import Layout
+from trainfit.kernels.varlen import VarlenAttention
 
 
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
@@ -55,7 +56,7 @@ class MaskedAttention:
 
 
 def masked_attention(layout: Layout, window: int | None) -> MaskedAttention:
-    """The masks of a batch, made once for all layers."""
+    """Build the masks of a batch, once for all layers."""
     full = _visible(layout, None)
     # A window that no sequence outgrows needs no mask; but where there is one anyway, it always has
     # one shape, or compiled code would be compiled again and again.
@@ -64,12 +65,12 @@ def masked_attention(layout: Layout, window: int | None) -> MaskedAttention:
 
 
 def same_sequence(layout: Layout) -> Tensor:
-    """`[B, T, T]`: whether two tokens are of one sequence; filler is a sequence of its own."""
+    """`[B, T, T]`: True for two tokens of one sequence; filler is a sequence of its own."""
     return layout.ids[:, :, None] == layout.ids[:, None, :]
 
 
 def _visible(layout: Layout, window: int | None) -> Tensor | None:
-    """Who sees whom, as `MaskedAttention` keeps it."""
+    """Build a mask of `MaskedAttention`; None where every token sees every other."""
     visible = None
     if layout.mask is not None:
         visible = layout.mask[:, None, :]
@@ -94,7 +95,7 @@ def _softcapped(
     dropout: float,
     softcap: float,
 ) -> Tensor:
-    """Attention with logits squashed to ±softcap, which no kernel behind SDPA can do."""
+    """Attend with logits squashed to ±softcap, which no kernel of torch's SDPA can do."""
     groups = query.shape[1] // key.shape[1]
     key, value = (part.repeat_interleave(groups, dim=1) for part in (key, value))
     scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
@@ -118,25 +119,11 @@ Path = Literal["auto", "varlen", "masked"]
 """How attention is computed; auto: the fastest way that there is for the batch."""
 
 _UNKNOWN_TERMS = ("position_bias", "s_aux", "head_mask")
-"""What some models add to the logits; to leave it out silently would be another model."""
+"""Terms that some models add to the logits; a model that needs one is refused."""
 
 
-class Attention(Protocol):
-    """Attends within the sequences of one batch."""
-
-    def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        scaling: float | None,
-        dropout: float,
-        windowed: bool,
-        softcap: float | None,
-    ) -> Tensor:
-        """From `[B, heads, T, d]` (keys and values may have fewer heads) to `[B, T, heads, d]`."""
+Attention: TypeAlias = MaskedAttention | VarlenAttention
+"""Attends within the sequences of one batch: `[B, heads, T, d]` to `[B, T, heads, d]`."""
 
 
 def choose(
@@ -149,7 +136,7 @@ def choose(
     softcap: float | None = None,
     dropout: float = 0.0,
 ) -> Attention:
-    """The attention for a batch. Faster paths than the masked reference are chosen here.
+    """Choose the fastest attention for a batch that `path` allows.
 
     In layers with a sliding window a token sees those at a distance below `window`, both ways.
     `dtype` is that of the model's weights; autocast, where it is on, has the last word.
@@ -175,12 +162,12 @@ def choose(
 
 
 def computed_in(device: str, weights: torch.dtype) -> torch.dtype:
-    """The dtype of matrix products: autocast's where it is on, else that of the weights."""
+    """Return the dtype of matrix products: autocast's where it is on, else the weights'."""
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weights
 
 
 def _no_kernel(layout: Layout, softcap: float | None, *, demanded: bool) -> str | None:
-    """Why nothing can attend to these rows by their lengths, whatever the model."""
+    """Reason why no kernel can take these rows by their lengths, whatever the model."""
     device = layout.ids.device
     if layout.cu_seqlens is None:
         return "the rows are padded, not packed"
@@ -192,7 +179,7 @@ def _no_kernel(layout: Layout, softcap: float | None, *, demanded: bool) -> str 
 
 
 def missing(softcap: float | None) -> str | None:
-    """What is not installed that a kernel on a GPU needs."""
+    """Name the missing library that a GPU kernel needs; None: all are here."""
     if softcap is not None:
         return None if varlen.triton_exists() else "Triton is not installed"
     return None if varlen.flash_exists() else "this torch has no flash kernels"
@@ -223,7 +210,7 @@ def _attend(
     trainfit_attention: Attention | None = None,
     **rest: Any,
 ) -> tuple[Tensor, None]:
-    """What a transformers layer calls."""
+    """Attend for a transformers layer, by the batch's `Attention`."""
     terms = [name for name in _UNKNOWN_TERMS if rest.get(name) is not None]
     if trainfit_attention is None or attention_mask is not None or terms:
         raise BadInput(

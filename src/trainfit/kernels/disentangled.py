@@ -2,7 +2,7 @@
 
 DeBERTa adds to each score what the query and the key say about their distance. Distances are few,
 so their products are computed once per token; `disentangled_triton` has the kernels, which exist
-for GPUs alone. Elsewhere, and for a DeBERTa of another make, transformers' own code runs.
+for GPUs alone. Elsewhere, and for DeBERTas with other terms, transformers' own code runs.
 """
 
 from __future__ import annotations
@@ -22,23 +22,18 @@ if TYPE_CHECKING:
 
 _OLDEST = (8, 0)
 SPLITS = 8
-"""The gradient of positions is summed in so many parts, each over some of the sequences."""
+"""Parts in which the gradient of positions is summed, each over some of the sequences."""
 
 
 @torch.library.custom_op("trainfit::disentangled_attention", mutates_args=())
 def disentangled_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    longest: int,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """From `[tokens, heads, d]` to the same, and the softmax's logarithms `[heads, tokens]`.
 
-    `positions` `[2, 2·longest, heads, d]` has what a query, and what a key is multiplied by for
-    each distance from it to the other token, from 1 - longest on.
+    `positions` `[2, 2·longest, heads, d]` has the vectors that queries, and those that keys are
+    multiplied by for each distance to the other token, from 1 - longest on.
     """
     from trainfit.kernels import disentangled_triton
 
@@ -47,17 +42,9 @@ def disentangled_attention(
 
 @torch.library.custom_op("trainfit::disentangled_attention_backward", mutates_args=())
 def disentangled_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor,
+    starts: Tensor, out: Tensor, sums: Tensor, longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, value and positions."""
     from trainfit.kernels import disentangled_triton
 
@@ -95,15 +82,15 @@ disentangled_attention.register_autograd(_backward, setup_context=_remember)
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
 @dataclass(frozen=True, slots=True, eq=False)
 class DisentangledAttention:
-    """What a layer of DeBERTa needs to attend inside each sequence of one packed row."""
+    """Attention of DeBERTa's layers inside each sequence of one packed row."""
 
     starts: Tensor
-    """Where each sequence begins, those made of the filler too; ends with the row's width."""
+    """Start of each sequence, filler included; ends with the row's width."""
     longest: int
     """No sequence is longer."""
     chosen: Tensor
-    """`[2, 2·longest, embeddings]`: a 1 where a relative embedding stands for a distance, seen from
-    a query and from a key. To choose by multiplying keeps the gradient's sums in one order."""
+    """`[2, 2·longest, embeddings]`: 1 where a relative embedding belongs to a distance, seen from a
+    query and from a key. Selecting by a product keeps the order of the gradient's sums fixed."""
 
     def __call__(self, module: Any, hidden: Tensor, relative: Tensor) -> Tensor:
         """Attend by the weights of `module`, a layer's self-attention, `[1, tokens, width]`."""
@@ -134,7 +121,7 @@ class DisentangledAttention:
 def packed_attention(
     layout: Layout, config: PretrainedConfig, dtype: torch.dtype
 ) -> DisentangledAttention:
-    """The attention of a packed batch, made once for all layers, which compute in `dtype`."""
+    """Build the attention of a packed batch, once for all layers, which compute in `dtype`."""
     from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
 
     longest = min(layout.max_seqlen, layout.ids.shape[1])
@@ -156,7 +143,7 @@ def obstacle(
     longest: int | None = None,
     dropout: float = 0.0,
 ) -> str | None:
-    """Why a GPU of that compute capability cannot run this; None: it can.
+    """Reason why a GPU of that compute capability cannot run this; None: it can.
 
     A `capability` of None stands for a GPU that is new enough.
     """
@@ -173,7 +160,7 @@ def obstacle(
 def take_packed_rows(model: nn.Module) -> None:
     """Make the layers of a DeBERTa attend by a `DisentangledAttention` where they are given one.
 
-    It comes to them in the place of the relative positions, which nobody needs then.
+    It comes in the argument for relative positions, which packed rows do not need.
     """
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 

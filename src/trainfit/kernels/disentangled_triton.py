@@ -26,19 +26,14 @@ from trainfit.kernels.softcapped_triton import find_sequence, load_rows, row_poi
 BLOCK = 64
 WARPS = 4
 STAGES = {"multiply": 3, "attend": 2, "differentiate": 3, "input": 2, "position": 2}
-"""By kernel, as they were fastest on an H200; float32 has no room for more than one."""
+"""Pipeline stages that were fastest on an H200, by kernel; float32 has room for one only."""
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    longest: int,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int,
     scale: float,
-) -> tuple[Tensor, Tensor]:
-    """What is attended `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
     tokens, heads, _ = query.shape
     out = torch.empty_like(query)
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
@@ -51,17 +46,9 @@ def forward(
 
 
 def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    positions: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor,
+    starts: Tensor, out: Tensor, sums: Tensor, longest: int, scale: float,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, value and positions."""
     tokens, heads, head = query.shape
     grid = _grid(starts, longest, heads)
@@ -122,7 +109,7 @@ def _how(kernel: str, query: Tensor, longest: int) -> dict[str, Any]:
 
 @triton.jit
 def _line(products, start, head, tokens, LONGEST: tl.constexpr):
-    """Where one head of a sequence begins in a side's products, at the distance 0."""
+    """Pointer to one head of a sequence in a side's products, at the distance 0."""
     first = head * tl.cast(tokens, tl.int64) + start
     return products + first * (2 * LONGEST) + (LONGEST - 1)
 
@@ -131,7 +118,7 @@ def _line(products, start, head, tokens, LONGEST: tl.constexpr):
 def _vectors(
     positions, distances, head, HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr
 ):
-    """What a side's tokens are multiplied by at these distances; zeros where there is none."""
+    """Load a side's position vectors for these distances; zeros where there is none."""
     places = distances + (LONGEST - 1)
     pointers = positions + (places * HEADS + head)[:, None] * HEAD + tl.arange(0, HEAD)[None, :]
     return tl.load(pointers, mask=(places < 2 * LONGEST)[:, None], other=0.0)
@@ -139,18 +126,11 @@ def _vectors(
 
 @triton.jit
 def _multiply(
-    own,
-    positions,
-    starts,
-    products,
-    tokens,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    own, positions, starts, products, tokens,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A block of tokens times the positions of all distances that they have in their sequence."""
+):  # fmt: skip
+    """Multiply a block of tokens by the positions of all distances within their sequence."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
@@ -172,23 +152,11 @@ def _multiply(
 
 @triton.jit
 def _attend(
-    query,
-    key,
-    value,
-    by_query,
-    by_key,
-    starts,
-    out,
-    sums,
-    tokens,
-    scale,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, key, value, by_query, by_key, starts, out, sums, tokens, scale,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A block of queries over all keys, with the softmax kept up as they come."""
+):  # fmt: skip
+    """Attend from a block of queries to all keys, with an online softmax."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
@@ -231,25 +199,11 @@ def _attend(
 
 @triton.jit
 def _differentiate(
-    query,
-    key,
-    value,
-    by_query,
-    by_key,
-    starts,
-    out,
-    sums,
-    gradient,
-    into_value,
-    tokens,
-    scale,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, key, value, by_query, by_key, starts, out, sums, gradient, into_value, tokens, scale,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A block of keys over all queries: the values' gradient, and the scores' over the products."""
+):  # fmt: skip
+    """Write the gradient of a block of values, and the scores' gradients over the products."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
@@ -300,18 +254,10 @@ def _changes(line, rows, distances, count, LONGEST: tl.constexpr):
 
 @triton.jit
 def _input_gradient(
-    changes,
-    other,
-    positions,
-    starts,
-    into,
-    tokens,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    changes, other, positions, starts, into, tokens,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of one side's block of tokens: by the other side, and by the positions."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
@@ -339,18 +285,10 @@ def _input_gradient(
 
 @triton.jit
 def _position_gradient(
-    changes,
-    own,
-    starts,
-    parts,
-    tokens,
-    sequences,
-    HEADS: tl.constexpr,
-    HEAD: tl.constexpr,
-    LONGEST: tl.constexpr,
-    BLOCK: tl.constexpr,
+    changes, own, starts, parts, tokens, sequences,
+    HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """The gradient of a block of positions, over this program's share of the sequences."""
     least = tl.program_id(0) * BLOCK - (LONGEST - 1)
     head = tl.program_id(1)

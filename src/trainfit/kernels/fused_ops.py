@@ -1,8 +1,8 @@
-"""GELU that is no slower than the memory it reads, on a GPU.
+"""GELU at the speed of memory, and cross-entropy with its gradient in one pass.
 
-torch's kernels compute the error function term by term, which takes longer than reading and
-writing the numbers, and torch.compile computes the result again in the backward pass. `gelu_triton`
-has kernels with a shorter formula that is as accurate; without Triton torch's own are taken.
+torch's GELU kernels compute the error function term by term, which takes longer than reading and
+writing the numbers, and torch.compile computes the result again in the backward pass.
+`fused_ops_triton` has a shorter formula that is as accurate; without Triton torch's own runs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from trainfit.kernels.varlen import in_half_on_gpu, triton_takes
 
 
 def gelu(tensor: Tensor) -> Tensor:
-    """The exact GELU of any tensor, by the fastest way that it can take."""
+    """Compute the exact GELU of any tensor, by the fastest kernel that takes it."""
     if in_half_on_gpu(tensor):
         fast: Tensor = half_gelu(tensor)
         return fast
@@ -36,7 +36,7 @@ def half_gelu(tensor: Tensor) -> Tensor:
 
 @torch.library.custom_op("trainfit::half_gelu_backward", mutates_args=())
 def half_gelu_backward(gradient: Tensor, tensor: Tensor) -> Tensor:
-    """The gradient of what went in."""
+    """Gradient of the input."""
     if not triton_takes(tensor):
         into: Tensor = torch.ops.aten.gelu_backward(gradient, tensor)
         return into
@@ -68,11 +68,11 @@ def _backward(ctx: Any, gradient: Tensor) -> Tensor:
 half_gelu.register_autograd(_backward, setup_context=_remember)
 
 IGNORED = -100
-"""A target that counts nothing."""
+"""Target of a row that is left out of the loss."""
 
 
 def loss_and_slopes(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The summed cross-entropy of `logits` `[N, classes]`, and its gradient by them, alike."""
+    """Return the summed cross-entropy of `logits` `[N, classes]`, and its gradient."""
     if in_half_on_gpu(logits):
         losses, slopes = half_losses_and_slopes(logits, targets)
     else:
@@ -97,7 +97,7 @@ def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_formula(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The same in a few operations, which torch.compile can join."""
+    """Compute the same in a few operations, which torch.compile can fuse."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = (targets != IGNORED)[:, None]
     places = targets.clamp_min(0)[:, None]

@@ -1,4 +1,4 @@
-"""The Triton kernels of GELU.
+"""The Triton kernels of GELU and of cross-entropy.
 
 The normal distribution is 1 - P(t)·exp(-x²/2) for x >= 0, with t = 1/(1 + c·x) and a polynomial P
 of degree five: Abramowitz and Stegun 7.1.26, which is off by at most 7.5e-8, a thousandth of what
@@ -104,10 +104,10 @@ def _scaled(logits, at, classes):
 
 @triton.jit
 def _row(logits, targets, slopes, losses, stride, classes, BLOCK: tl.constexpr):
-    """The sum of exponentials, then each one's share of it.
+    """Sum the exponentials of a row, then write each one's share of the sum.
 
-    They are measured from the largest logit of the first block, which float32 has room for unless
-    another is larger by 127; then the largest of all is looked for.
+    Exponents are relative to the largest logit of the first block, which float32 has room for
+    unless another is larger by 127; then the largest of all is used.
     """
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride

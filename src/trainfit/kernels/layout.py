@@ -1,4 +1,4 @@
-"""Which token belongs to which sequence: what attention and pooling read, however rows are made.
+"""Layout of a batch: the sequence and position of each token, in padded or packed rows.
 
 Nothing here looks at the values of a tensor, so that a layout can be made of fake tensors and
 inside a compiled graph.
@@ -45,10 +45,10 @@ def lay_out(
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
 ) -> Layout:
-    """The layout of a batch: packed with `cu_seqlens`, else one sequence per row.
+    """Build the layout of a batch: packed with `cu_seqlens`, else one sequence per row.
 
-    Leave `attention_mask` out when nothing is padded: whether a mask is all ones is never looked
-    up, since that would make the GPU wait, so a mask that is given is used.
+    Leave `attention_mask` out when nothing is padded: to look whether it is all ones would make
+    the GPU wait, so a mask that is given is used.
     """
     if cu_seqlens is None:
         return _padded(input_ids, attention_mask)

@@ -18,7 +18,7 @@ from torch import Tensor
 
 @triton.jit
 def find_sequence(starts):
-    """Where this program's sequence begins, and its length."""
+    """Return the start of this program's sequence, and its length."""
     index = tl.program_id(1)
     start = tl.load(starts + index)
     return start, tl.load(starts + index + 1) - start
@@ -26,14 +26,14 @@ def find_sequence(starts):
 
 @triton.jit
 def row_pointers(tensor, start, rows, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """To rows of one head of a sequence in a `[tokens, heads, d]` tensor."""
+    """Pointers to rows of one head of a sequence in a `[tokens, heads, d]` tensor."""
     first = tensor + (start.to(tl.int64) * HEADS + head) * HEAD
     return first + rows[:, None] * (HEADS * HEAD) + tl.arange(0, HEAD)[None, :]
 
 
 @triton.jit
 def load_rows(tensor, start, rows, count, head, HEADS: tl.constexpr, HEAD: tl.constexpr):
-    """Rows of one head of a sequence; zeros beyond its end."""
+    """Load rows of one head of a sequence; zeros beyond its end."""
     pointers = row_pointers(tensor, start, rows, head, HEADS, HEAD)
     return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
 
@@ -43,16 +43,10 @@ BLOCK = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    cap: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
-    """What is attended `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float,
+    cap: float, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
     tokens, heads, head = query.shape
     out = torch.empty_like(query)
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
@@ -64,18 +58,9 @@ def forward(
 
 
 def backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-    cap: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor,
+    sums: Tensor, longest: int, scale: float, cap: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     tokens, heads, head = query.shape
     into_query, into_key, into_value = (torch.empty_like(t) for t in (query, key, value))
@@ -104,7 +89,7 @@ def _how(query: Tensor, key: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _span(first, count, window, BLOCK: tl.constexpr):
-    """The tokens that a block can see: all of the sequence, or those that the window reaches."""
+    """Range of tokens that a block can see: the sequence, or what the window reaches of it."""
     begin = tl.maximum(0, first - window + 1) // BLOCK * BLOCK
     return begin, tl.minimum(count, first + BLOCK - 1 + window)
 
@@ -125,23 +110,11 @@ def _seen(rows, others, count, window):
 
 @triton.jit
 def _attend(
-    query,
-    key,
-    value,
-    starts,
-    out,
-    sums,
-    tokens,
-    scale,
-    cap,
-    window,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, key, value, starts, out, sums, tokens, scale, cap, window,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """A block of queries over the keys that it sees, with the softmax kept up as they come."""
+):  # fmt: skip
+    """Attend from a block of queries to the keys that it sees, with an online softmax."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
@@ -178,17 +151,9 @@ def _attend(
 
 @triton.jit
 def _changes(
-    asked,
-    keys,
-    values,
-    slopes,
-    attended,
-    total,
-    seen,
-    scale,
-    cap,
+    asked, keys, values, slopes, attended, total, seen, scale, cap,
     PRECISION: tl.constexpr,
-):
+):  # fmt: skip
     """The shares of a tile, and the gradients of its scores before they are scaled and capped."""
     bent = _capped(asked, keys, scale, cap, PRECISION)
     shares = tl.math.exp2(bent * (cap * 1.4426950408889634) - total[:, None])
@@ -200,25 +165,11 @@ def _changes(
 
 @triton.jit
 def _query_gradient(
-    query,
-    key,
-    value,
-    starts,
-    out,
-    sums,
-    gradient,
-    into,
-    tokens,
-    scale,
-    cap,
-    window,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    query, key, value, starts, out, sums, gradient, into, tokens, scale, cap, window,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Of a block of queries, over the keys that it sees."""
+):  # fmt: skip
+    """Write the gradient of a block of queries, over the keys that it sees."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:
@@ -247,26 +198,12 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(
-    query,
-    key,
-    value,
-    starts,
-    out,
-    sums,
-    gradient,
-    into_key,
-    into_value,
-    tokens,
-    scale,
-    cap,
+    query, key, value, starts, out, sums, gradient, into_key, into_value, tokens, scale, cap,
     window,
-    HEADS: tl.constexpr,
-    GROUPS: tl.constexpr,
-    HEAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
-):
-    """Of a block of keys and values, over the queries that see it, of all heads that share it."""
+):  # fmt: skip
+    """Write the gradients of a block of keys and values, over all heads that share it."""
     start, count = find_sequence(starts)
     first = tl.program_id(0) * BLOCK
     if first >= count:

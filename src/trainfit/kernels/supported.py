@@ -1,4 +1,4 @@
-"""Which models trainfit's own kernels take, by their config alone."""
+"""Support of models by trainfit's and Liger's kernels, decided by the config alone."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
 
 
 MODEL_TYPE = "deberta-v2"
-"""What transformers calls DeBERTa-v3 too."""
+"""transformers' name for DeBERTa-v2 and DeBERTa-v3."""
 TERMS = ("c2p", "p2c")
-"""Beside the content: what the query, and what the key says about their distance."""
+"""Score terms beside the content: the query's and the key's product with their distance."""
 _HEADS = (16, 32, 64, 128)
 CAPPED_HEADS = (*_HEADS, 256)
 """Sizes of a head that the kernels for soft-capped logits take."""
 
 
 def model_obstacle(fields: dict[str, Any]) -> str | None:
-    """Why a model with this config cannot run this on any GPU; None: it can."""
+    """Reason why no GPU can run packed attention for a model's config; None: it can."""
     if fields.get("model_type") != MODEL_TYPE or not fields.get("relative_attention"):
         return "it has an attention of its own"
     terms = fields.get("pos_att_type") or []
@@ -48,21 +48,21 @@ _NORMS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {},
 }
-"""By family, how its norm is computed: Gemma's weights are stored less 1."""
+"""Arguments of Liger's norm by family: Gemma stores its norm's weights less 1."""
 
 
 def obstacle(model_type: str) -> str | None:
-    """Why Liger has nothing for a family of models; None: it has."""
+    """Reason why Liger has no layers for a family of models; None: it has."""
     return None if model_type in _NORMS else f"Liger has no layers for {model_type}"
 
 
 def is_installed() -> bool:
-    """Whether liger-kernel can be found; that its kernels run is another matter."""
+    """Look for liger-kernel without importing it; its kernels may still not run."""
     return find_spec("liger_kernel") is not None
 
 
 def use_liger(model: PreTrainedModel) -> None:
-    """Have the model's norms and feed-forwards computed by Liger's kernels; the weights stay."""
+    """Patch the model's norms and feed-forwards to use Liger's kernels; the weights stay."""
     kind = model.config.model_type
     if reason := obstacle(kind):
         raise BadInput(reason, "set optimization.liger to false")

@@ -24,15 +24,9 @@ from trainfit.kernels.supported import CAPPED_HEADS
 
 @torch.library.custom_op("trainfit::softcapped_attention", mutates_args=())
 def softcapped_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    longest: int,
-    scale: float,
-    cap: float,
-    window: int,
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float,
+    cap: float, window: int,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """From `[tokens, heads, d]` to the same, and the softmax's logarithms `[heads, tokens]`.
 
     Keys and values may have fewer heads. Tokens at a distance of `window` and beyond are not seen.
@@ -44,18 +38,9 @@ def softcapped_attention(
 
 @torch.library.custom_op("trainfit::softcapped_attention_backward", mutates_args=())
 def softcapped_attention_backward(
-    gradient: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    starts: Tensor,
-    out: Tensor,
-    sums: Tensor,
-    longest: int,
-    scale: float,
-    cap: float,
-    window: int,
-) -> tuple[Tensor, Tensor, Tensor]:
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor,
+    sums: Tensor, longest: int, scale: float, cap: float, window: int,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     from trainfit.kernels import softcapped_triton
 
@@ -105,13 +90,13 @@ class VarlenAttention:
     """Bidirectional attention inside each sequence of one packed row."""
 
     starts: Tensor
-    """Where each sequence begins, those made of the filler too; ends with the row's width."""
+    """Start of each sequence, filler included; ends with the row's width."""
     longest: int
     """No sequence is longer."""
     window: int | None
     """In layers with a sliding window, tokens at this distance and beyond are not seen."""
     dtype: torch.dtype
-    """What is computed in: rotary embeddings may have made float32 of the queries and keys."""
+    """Dtype to compute in: rotary embeddings may have made the queries and keys float32."""
 
     def __call__(
         self,
@@ -164,7 +149,7 @@ class VarlenAttention:
 
 
 def varlen_attention(layout: Layout, window: int | None, dtype: torch.dtype) -> VarlenAttention:
-    """The attention of a packed batch, made once for all layers."""
+    """Build the attention of a packed batch, once for all layers."""
     longest = min(layout.max_seqlen, layout.ids.shape[1])
     return VarlenAttention(starts_of(layout), longest, window, dtype)
 
@@ -177,7 +162,7 @@ def obstacle(
     softcap: float | None,
     dropout: float,
 ) -> str | None:
-    """Why a GPU of that compute capability has no such attention; None: it has.
+    """Reason why a GPU of that compute capability has no such attention; None: it has.
 
     A `capability` of None stands for a GPU that is new enough.
     """
@@ -205,40 +190,40 @@ def capability(index: int | None) -> tuple[int, int]:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def flash_exists() -> bool:
-    """Whether this torch has NVIDIA's flash kernels; AMD's know no window."""
+    """Tell if this torch has NVIDIA's flash kernels; AMD's have no sliding window."""
     return torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def triton_exists() -> bool:
-    """Whether there is a Triton to make the kernels with."""
+    """Tell if Triton is installed."""
     return find_spec("triton") is not None
 
 
 def triton_takes(tensor: Tensor) -> bool:
-    """Whether Triton makes kernels for a tensor on its GPU: bf16 needs Ampere, all else Volta."""
+    """Tell if Triton can make kernels for a tensor's GPU: bf16 needs Ampere, others Volta."""
     least = (8, 0) if tensor.dtype == torch.bfloat16 else (7, 0)
     return triton_exists() and torch.cuda.get_device_capability(tensor.device) >= least
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def stands_in(device: str) -> bool:
-    """Whether something plays CUDA's part on this kind of device, as on the planner's fakes."""
+    """Tell if the operation has a kernel on this kind of device, as the estimator's fakes do."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATION, device.upper())
 
 
 def in_half_on_gpu(tensor: Tensor) -> bool:
-    """Whether a tensor is in half precision on a GPU, or is a fake that stands for such a one."""
+    """Tell a half-precision tensor on a GPU, real or fake."""
     half = tensor.dtype in (torch.bfloat16, torch.float16)
     return half and (tensor.is_cuda or stands_in(tensor.device.type))
 
 
 def starts_of(layout: Layout) -> Tensor:
-    """Where each sequence of a packed row begins; the filler is cut into some, which may be empty.
+    """Starts of the sequences of a packed row, with the filler cut into sequences of its own.
 
-    A kernel leaves memory as it was where no sequence is, and what is not a number there would
-    reach every weight's gradient. None may be longer than the longest, which bounds the work that
-    a kernel looks for.
+    A kernel leaves memory uninitialised where no sequence is, and a NaN there would reach every
+    weight's gradient. No piece is longer than `max_seqlen`, which bounds the kernel's work; some
+    may be empty.
     """
     assert layout.cu_seqlens is not None
     width = layout.ids.shape[1]

@@ -6,22 +6,17 @@ for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
 """
 
 from trainfit.packing.cut_ladder import Cut, coarser_cuts, cut_step, ladder
-from trainfit.packing.packed import Fill, MicroBatch, PackedCut, fit_budget, measure_fill
-from trainfit.packing.padded import PaddedCut, fit_padded
-from trainfit.packing.steps import deal_steps, share_step
+from trainfit.packing.packed import MicroBatch, PackedCut
+from trainfit.packing.padded import PaddedCut
+from trainfit.packing.steps import deal_steps
 
 __all__ = [
     "Cut",
-    "Fill",
     "MicroBatch",
     "PackedCut",
     "PaddedCut",
     "coarser_cuts",
     "cut_step",
     "deal_steps",
-    "fit_budget",
-    "fit_padded",
     "ladder",
-    "measure_fill",
-    "share_step",
 ]

@@ -26,15 +26,15 @@ from trainfit.packing.steps import (
 Cut: TypeAlias = PackedCut | PaddedCut
 
 _FEW = 256
-"""Steps that the cuts to fall back on are fitted to."""
+"""Steps used to fit the fallback cuts."""
 
 
 def cut_step(
     lengths: IntArray, step: Sequence[int] | IntArray, cut: Cut, ranks: int = 1
 ) -> tuple[tuple[MicroBatch, ...], ...]:
-    """The micro-batches of a step, for each rank.
+    """Cut a step into micro-batches, for each rank.
 
-    All ranks get the same number, since some kinds of parallel training talk in every one of
+    All ranks get the same number, since some kinds of parallel training communicate in each of
     them; a rank with less to do gets empty ones at the end.
     """
     parts = share_step(lengths, np.asarray(step, dtype=np.int64), ranks)
@@ -54,19 +54,18 @@ def ladder(
     at_least: int = 1,
     at_most: int | None = None,
 ) -> tuple[Cut, ...]:
-    """The cut to start with, then those to go down when memory runs out, each smaller.
+    """Fit the cut to start with, then smaller ones to fall back on when memory runs out.
 
-    Packed: twice the micro-batches each time. Padded: half the tokens. The last one has little
-    more than the longest sequence in a micro-batch. To begin with, `at_least` so many micro-batches
-    make up a step. Packed ones are as few as the cap allows; padded ones as many as pad the least,
-    but `at_most` so many, as far as the cap allows.
+    Each next cut has twice the micro-batches (packed) or half the tokens (padded); the last one
+    holds little more than the longest sequence. The first has `at_least` that many micro-batches
+    per step: as few as the cap allows (packed), or those that pad the least, but no more than
+    `at_most` as far as the cap allows (padded).
     """
     array = check_lengths(lengths)
     longest = int(array.max())
     check_fits(longest, check_whole("the cap in tokens", cap_tokens))
     widths = choose_widths(array)
     parts = sample_parts(array, effective_batch, ranks, seed)
-
     few = _some(parts)
 
     def below(rung: Cut) -> Cut:
@@ -85,18 +84,18 @@ def ladder(
 
 
 def coarser_cuts(
-    lengths: Lengths, effective_batch: int, cap_tokens: int, *, ranks: int = 1, seed: int = 0
+    lengths: Lengths, effective_batch: int, cap_tokens: int, *, ranks: int = 1
 ) -> tuple[PaddedCut, ...]:
-    """Padded cuts into fewer micro-batches than those that pad the least, the fewest first.
+    """Fit padded cuts with fewer micro-batches than pad the least, the fewest first.
 
-    For a device that takes longer to start a micro-batch than to compute some padding.
+    They suit a device that takes longer to start a micro-batch than to compute some padding.
     """
     array = check_lengths(lengths)
     check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
-    parts = sample_parts(array, effective_batch, ranks, seed)
+    parts = sample_parts(array, effective_batch, ranks)
     return tuple(fit_coarser_parts(parts, choose_widths(array), cap_tokens))
 
 
 def _some(parts: list[list[int]]) -> list[list[int]]:
-    """Parts of some steps, whole ones first: enough to fit shapes to that are rarely needed."""
+    """Select parts of some steps, whole ones first: enough for shapes that are rarely needed."""
     return [*sorted(parts, key=len, reverse=True)[: _FEW - 1], min(parts, key=len)]

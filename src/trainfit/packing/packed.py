@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,14 +10,10 @@ import numpy as np
 from trainfit.core.records import Record
 from trainfit.packing.steps import (
     IntArray,
-    Lengths,
     check_fits,
-    check_lengths,
-    check_whole,
     divide_up,
     emptiest_first,
     round_up,
-    sample_parts,
 )
 
 
@@ -35,45 +30,6 @@ class MicroBatch(Record):
     """Tokens of the sequences, without filler or padding."""
     rows: int
     width: int
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        """Rows and tokens in a row, as the model sees them."""
-        return self.rows, self.width
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Fill(Record):
-    """How much of what the model computes is real."""
-
-    micro_batches: int
-    shapes: int
-    """Distinct ones: each is compiled once."""
-    tokens: int
-    capacity: int
-    """Tokens with filler and padding."""
-
-    @property
-    def fill(self) -> float:
-        """The share of real tokens."""
-        return self.tokens / self.capacity if self.capacity else 1.0
-
-    @property
-    def padding(self) -> float:
-        """The share of filler or padding."""
-        return 1.0 - self.fill
-
-
-def measure_fill(micro_batches: Iterable[MicroBatch]) -> Fill:
-    """How well these micro-batches fill their shapes."""
-    count = tokens = capacity = 0
-    shapes = set()
-    for batch in micro_batches:
-        count += 1
-        tokens += batch.tokens
-        capacity += batch.rows * batch.width
-        shapes.add(batch.shape)
-    return Fill(micro_batches=count, shapes=len(shapes), tokens=tokens, capacity=capacity)
 
 
 # Steps that may need a micro-batch more than planned, before all are planned with one more.
@@ -92,11 +48,11 @@ class PackedCut(Record):
     part_size: int
     """Sequences of a whole step that a rank gets, at most."""
     micro_batches: int
-    """In a whole step, on each rank; a step that does not fit takes one more of the same shape."""
+    """Micro-batches of a whole step on each rank; a step that does not fit takes one more."""
     budgets: tuple[int, ...]
     """Tokens of a micro-batch: one shape or two, the smaller first."""
     slots: int
-    """The most sequences in a micro-batch: the fixed size for whatever is one per sequence."""
+    """Maximum sequences in a micro-batch: the fixed size of tensors with one item per sequence."""
 
     @property
     def tokens(self) -> int:
@@ -108,7 +64,7 @@ class PackedCut(Record):
         return MicroBatch(sequences=(), tokens=0, rows=1, width=self.budgets[0])
 
     def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
-        """The micro-batches of a rank's part of a step, which comes longest first."""
+        """Cut a rank's part of a step, which comes longest first."""
         if not part.size:
             return []
         values = lengths[part].tolist()
@@ -124,34 +80,15 @@ class PackedCut(Record):
         return MicroBatch(sequences=tuple(part[group].tolist()), tokens=tokens, rows=1, width=width)
 
 
-def fit_budget(
-    lengths: Lengths,
-    effective_batch: int,
-    cap_tokens: int,
-    *,
-    ranks: int = 1,
-    seed: int = 0,
-    multiple: int = 64,
-    at_least: int = 1,
+def fit_packed_parts(
+    parts: list[list[int]], longest: int, cap_tokens: int, multiple: int = 64, at_least: int = 1
 ) -> PackedCut:
-    """The fewest micro-batches per step (`at_least` or more) under the cap, and their budget.
+    """Fit the fewest micro-batches per step (`at_least` or more) under the cap, and their budget.
 
     The cap, batch_size × max_length, is what memory allows; the budget is what the steps need of
     it, rounded up to a `multiple`. A few steps may be exceptions: they get the second shape, or
     one micro-batch more.
     """
-    array = check_lengths(lengths)
-    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
-    check_whole("the multiple of a budget", multiple)
-    check_whole("the number of micro-batches", at_least)
-    parts = sample_parts(array, effective_batch, ranks, seed)
-    return fit_packed_parts(parts, int(array.max()), cap_tokens, multiple, at_least)
-
-
-def fit_packed_parts(
-    parts: list[list[int]], longest: int, cap_tokens: int, multiple: int = 64, at_least: int = 1
-) -> PackedCut:
-    """Like `fit_budget`, for parts of steps that are dealt already."""
     size = max(map(len, parts))
     whole = [part for part in parts if len(part) == size]
     fewest = [_split(part, at_least, cap_tokens) for part in whole]
@@ -179,7 +116,7 @@ def fit_packed_parts(
 def _fewest(
     lengths: list[int], start: int, budget: int, room: int | None = None
 ) -> list[list[int]]:
-    """Places of the sequences in the fewest micro-batches, from `start` on, that keep to budget."""
+    """Group the sequences into the fewest micro-batches (`start` or more) within the budget."""
     size = len(lengths)
     room = room or size
     count = max(min(start, size), divide_up(size, room), divide_up(sum(lengths), budget))
@@ -195,17 +132,17 @@ def _fewest(
 
 
 def _split(lengths: list[int], start: int, budget: int) -> list[list[int]]:
-    """The lengths in each of the fewest micro-batches."""
+    """Group lengths as `_fewest` does, by length and not by index."""
     return [[lengths[at] for at in group] for group in _fewest(lengths, start, budget)]
 
 
 def _all_but_exceptions(counts: list[int]) -> int:
-    """The count that is enough for all steps but a few."""
+    """Return the count that suffices for all steps but a few."""
     return sorted(counts)[-1 - int(len(counts) * _EXCEPTIONS)]
 
 
 def _choose_budgets(totals: IntArray, budget: int, multiple: int) -> tuple[int, ...]:
-    """The budget, which holds every total, and before it a smaller one where that pays."""
+    """Return the budget, which holds every total, after a smaller one where that pays."""
     roomy = np.ceil(totals * (1 + _MARGIN)).astype(np.int64)
     sizes, counts = np.unique(round_up(roomy, multiple, budget), return_counts=True)
     held = np.cumsum(counts)

@@ -13,12 +13,8 @@ from trainfit.core.records import Record
 from trainfit.packing.packed import MicroBatch
 from trainfit.packing.steps import (
     IntArray,
-    Lengths,
     check_fits,
-    check_lengths,
-    check_whole,
     round_up,
-    sample_parts,
 )
 
 # What starting a micro-batch costs, in tokens: cutting finer must save more padding than that.
@@ -40,7 +36,7 @@ class PaddedCut(Record):
 
     @property
     def micro_batches(self) -> int:
-        """In a whole step, on each rank."""
+        """Micro-batches of a whole step, on each rank."""
         return len(self.rows)
 
     def empty(self) -> MicroBatch:
@@ -48,7 +44,7 @@ class PaddedCut(Record):
         return MicroBatch(sequences=(), tokens=0, rows=1, width=self.widths[0])
 
     def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
-        """The micro-batches of a rank's part of a step, which comes longest first."""
+        """Cut a rank's part of a step, which comes longest first."""
         if not part.size:
             return []
         values = lengths[part]
@@ -72,32 +68,6 @@ class PaddedCut(Record):
         return batches
 
 
-def fit_padded(
-    lengths: Lengths,
-    effective_batch: int,
-    cap_tokens: int,
-    *,
-    ranks: int = 1,
-    seed: int = 0,
-    multiple: int = 32,
-    most_widths: int = 8,
-    at_least: int = 1,
-    at_most: int | None = None,
-) -> PaddedCut:
-    """The widths to pad to, and the rows per micro-batch that pad the least.
-
-    A micro-batch has at most `cap_tokens` tokens, padding included. Dealt steps have nearly the
-    same lengths, so the same rows suit them all, and the shapes stay few. A step has `at_least` so
-    many micro-batches and `at_most` so many, or as few as the cap allows.
-    """
-    array = check_lengths(lengths)
-    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
-    check_whole("the multiple of a width", multiple)
-    widths = choose_widths(array, check_whole("the number of widths", most_widths), multiple)
-    parts = sample_parts(array, effective_batch, ranks, seed)
-    return fit_padded_parts(parts, widths, cap_tokens, at_least, at_most)
-
-
 def fit_padded_parts(
     parts: list[list[int]],
     widths: tuple[int, ...],
@@ -105,7 +75,11 @@ def fit_padded_parts(
     at_least: int = 1,
     at_most: int | None = None,
 ) -> PaddedCut:
-    """Like `fit_padded`, for parts of steps that are dealt already."""
+    """Fit the rows per micro-batch that pad the least, under a cap in tokens with padding.
+
+    Dealt steps have nearly the same lengths, so the same rows suit them all and the shapes stay
+    few. A step has between `at_least` and `at_most` micro-batches, or as few as the cap allows.
+    """
     profile = _profile(parts, widths)
     return _cut_of(profile, widths, _best_rows(profile, cap_tokens, at_least, at_most))
 
@@ -113,7 +87,7 @@ def fit_padded_parts(
 def fit_coarser_parts(
     parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int
 ) -> list[PaddedCut]:
-    """The cuts into fewer micro-batches than that of `fit_padded_parts`, the fewest first."""
+    """Fit cuts with fewer micro-batches than `fit_padded_parts` has, the fewest first."""
     profile = _profile(parts, widths)
     most = len(_best_rows(profile, cap_tokens))
     fewer = takewhile(lambda rows: len(rows) < most, _rows_by_count(_Runs.of(profile, cap_tokens)))
@@ -152,10 +126,9 @@ def _pad(values: IntArray, widths: tuple[int, ...]) -> IntArray:
 def _best_rows(
     profile: IntArray, cap: int, at_least: int = 1, at_most: int | None = None
 ) -> tuple[int, ...]:
-    """How many rows, from the longest on, each micro-batch has so that all steps pad the least.
+    """Choose the rows of each micro-batch, longest sequences first, so that all steps pad least.
 
-    `profile` has the widths of a step in each row, the longest first: a run of sequences costs as
-    many times the width of its first.
+    `profile` has the widths of one step in each row, the longest first.
     """
     steps, size = profile.shape
     cost = np.zeros(size + 1, dtype=np.int64)
@@ -174,9 +147,9 @@ def _best_rows(
 
 
 def _rows_by_count(runs: _Runs) -> Iterator[tuple[int, ...]]:
-    """The rows that pad the least, for each number of micro-batches that the cap allows.
+    """Yield the rows that pad the least, for each number of micro-batches that the cap allows.
 
-    Of those that pad the same, the most even: they take the least memory.
+    Of those that pad the same, the most even ones take the least memory.
     """
     size = runs.total.size
     scale = min(size**2 + 1, _NEVER // (4 * size * int(runs.total.max())))
@@ -197,22 +170,22 @@ def _rows_by_count(runs: _Runs) -> Iterator[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """What micro-batches cost: as many times the width of their first sequence as they have."""
+    """Costs of runs of sequences as micro-batches: rows times the width of the first sequence."""
 
     total: IntArray
     """The width of each sequence, over all steps."""
     most: IntArray
     cap: int
     uneven: int = 0
-    """Cost of a micro-batch besides, for the square of its rows."""
+    """Weight of the squared number of rows, which prefers even micro-batches."""
 
     @classmethod
     def of(cls, profile: IntArray, cap: int) -> Self:
-        """The runs of steps with these widths."""
+        """Build the costs for steps with these widths."""
         return cls(profile.sum(axis=0), profile.max(axis=0), cap)
 
     def last(self, cost: IntArray, end: int, start: int = 0) -> tuple[int, int]:
-        """Where the micro-batch that ends here begins, and what all up to it then cost."""
+        """Find where the micro-batch that ends at `end` starts, and the cost of all up to it."""
         rows = end - np.arange(end)
         options = cost[:end] + rows * (self.total[:end] + self.uneven * rows) + start
         options[rows * self.most[:end] > self.cap] = _NEVER
@@ -221,7 +194,7 @@ class _Runs:
 
 
 def _ends(rows: tuple[int, ...], widths: list[int], cap: int) -> Iterator[int]:
-    """Where the micro-batches of a step end; one that is over the cap is cut again."""
+    """Yield where each micro-batch of a step ends; one over the cap is cut again."""
     start = 0
     for end in np.cumsum(rows).tolist():
         while start < end:

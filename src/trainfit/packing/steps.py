@@ -1,4 +1,4 @@
-"""Which sequences meet in an optimizer step, and which of them a rank gets.
+"""The sequences of each optimizer step, and each rank's part of them.
 
 Steps are dealt, not drawn. A drawn step has as many tokens as chance gives it, and a fixed budget
 must then hold the worst; a dealt one has its exact number of sequences and nearly the same tokens
@@ -22,7 +22,7 @@ Lengths: TypeAlias = Sequence[int] | IntArray
 
 
 def check_lengths(lengths: Lengths) -> IntArray:
-    """The lengths as an array, or an error that names the first one that cannot be."""
+    """Return the lengths as an array, or raise BadInput for the first invalid one."""
     array = np.asarray(lengths)
     if array.size == 0:
         raise BadInput("there are no sequences", "give one or more")
@@ -39,14 +39,14 @@ def check_lengths(lengths: Lengths) -> IntArray:
 
 
 def check_whole(name: str, value: int, least: int = 1) -> int:
-    """The value, or an error when it is below `least`."""
+    """Return the value, or raise BadInput when it is below `least`."""
     if value < least:
         raise BadInput(f"{name} is {value}", f"give {least} or more")
     return value
 
 
 def check_fits(longest: int, limit: int) -> None:
-    """Refuse a sequence that no micro-batch can hold."""
+    """Raise BadInput for a sequence that no micro-batch can hold."""
     if longest > limit:
         raise BadInput(
             f"a sequence of {longest} tokens does not fit a micro-batch of {limit}",
@@ -60,7 +60,7 @@ def divide_up(value: int, by: int) -> int:
 
 
 def round_up(values: IntArray | int, multiple: int, limit: int) -> IntArray:
-    """The next multiples, but never over the limit, to which the values themselves keep."""
+    """Round up to multiples, but never over the limit, which no value exceeds."""
     rounded: IntArray = np.minimum(-(-np.asarray(values) // multiple) * multiple, limit)
     return rounded
 
@@ -76,7 +76,7 @@ _SAMPLE_EPOCHS = 64
 def deal_steps(
     lengths: Lengths, effective_batch: int, seed: int, epoch: int = 0
 ) -> tuple[IntArray, ...]:
-    """The sequences of every optimizer step of an epoch, by index.
+    """Deal the sequences of an epoch, by index, into optimizer steps.
 
     Each sequence is in one step. Every step has `effective_batch` sequences (over all ranks),
     except the last one, which has what remains.
@@ -102,10 +102,7 @@ def deal_steps(
 
 
 def _take_evenly(ordered: IntArray, count: int, offset: int) -> tuple[IntArray, IntArray]:
-    """Split off `count` of the sequences, evenly over their lengths.
-
-    So the partial step of an epoch is as mixed as any other, only smaller.
-    """
+    """Split off `count` sequences, evenly over the lengths: a partial step as mixed as any."""
     if not count:
         return ordered, ordered[:0]
     size = ordered.size
@@ -127,7 +124,7 @@ def _shuffle_strata(ordered: IntArray, keys: NDArray[np.uint64], effective_batch
 
 
 def emptiest_first(lengths: Iterable[int], groups: int, room: int) -> list[int]:
-    """The group of each sequence: always the one with the fewest tokens that still has room."""
+    """Assign each sequence to the group with the fewest tokens that still has room."""
     heap = list(range(groups))  # tokens * groups + group, in one integer, since tuples are slow
     rooms = [room] * groups
     dealt = []
@@ -144,7 +141,7 @@ def emptiest_first(lengths: Iterable[int], groups: int, room: int) -> list[int]:
 
 
 def share_step(lengths: IntArray, step: IntArray, ranks: int = 1) -> tuple[IntArray, ...]:
-    """The part of a step that each rank gets, longest first.
+    """Split a step into one part per rank, longest sequences first.
 
     The parts have nearly the same tokens, and the same number of sequences where it divides. They
     do not depend on how the step is cut into micro-batches.
@@ -158,11 +155,12 @@ def share_step(lengths: IntArray, step: IntArray, ranks: int = 1) -> tuple[IntAr
     return tuple(ordered[groups == rank] for rank in range(ranks))
 
 
-def sample_parts(lengths: IntArray, effective_batch: int, ranks: int, seed: int) -> list[list[int]]:
-    """The lengths, longest first, of the parts of steps that shapes are fitted to.
+def sample_parts(
+    lengths: IntArray, effective_batch: int, ranks: int, seed: int = 0
+) -> list[list[int]]:
+    """Sample the parts of steps that shapes are fitted to: their lengths, longest first.
 
-    They come from a few epochs, or from one when it is large: the steps are so alike that some
-    speak for all.
+    They come from a few epochs, or from one that is large, since dealt steps are much alike.
     """
     check_whole("effective_batch_size", effective_batch)
     most = max(_SAMPLE_SEQUENCES // effective_batch, _SAMPLE_LEAST_STEPS)

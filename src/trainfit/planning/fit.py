@@ -12,7 +12,7 @@ import numpy as np
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
-from trainfit.packing import Cut, PackedCut, cut_step, deal_steps, measure_fill
+from trainfit.packing import Cut, PackedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
 from trainfit.planning.estimator.estimate import Target
 from trainfit.planning.estimator.probes import Taken, both, exactly, take
@@ -113,14 +113,13 @@ def look_at(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) 
     # Attention may grow with the square of the width, so a wide micro-batch counts for more.
     worst = max(batches, key=lambda b: b.rows * b.width * (b.width + 1024))
     usual = sorted(batches, key=lambda b: b.tokens)[len(batches) // 2]
-    fill = measure_fill(batches)
     return Cutting(
         cut=cut,
         rows=worst.rows,
         width=worst.width,
         lengths=tuple(lengths[np.array(usual.sequences)].tolist()),
-        computed=fill.capacity / len(parts),
-        tokens=fill.tokens / len(parts),
+        computed=sum(b.rows * b.width for b in batches) / len(parts),
+        tokens=sum(b.tokens for b in batches) / len(parts),
     )
 
 
