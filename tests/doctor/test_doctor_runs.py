@@ -1,6 +1,7 @@
 """Run folders: one that went well, and one for each thing that can go wrong."""
 
 import json
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, Ta
 from trainfit.core.records import Event, RunResult
 from trainfit.doctor import examine_run
 from trainfit.doctor.run_checks import CHECKS
+from trainfit.runs.event_log import Journal
 
 PLAN = Plan(
     fits=True,
@@ -94,13 +96,17 @@ def write(
     (folder / "metrics.jsonl").write_text(
         "".join(json.dumps(row) + "\n" for row in metrics) + '{"kind": "tra'  # cut off by a kill
     )
-    lines = [f"2026-11-15 06:19:02 {kind} at step 12: {text}\n" for kind, text in events]
-    (folder / "train.log").write_text("2026-11-15 06:19:00 Device cuda\n" + "".join(lines) + log)
+    told = [Event(kind=kind, step=12, seconds=1.0, text=text) for kind, text in events]
+    with closing(Journal(folder)) as journal:
+        journal.line("Device cuda")
+        for event in told:
+            journal.event(event, {"micro_batches": 4} if event.text == AGAIN else {})
+    with (folder / "train.log").open("a") as file:
+        file.write(log)
     if gpus is not None:
         samples = [{"step": 1, "gpus": [{"index": 0, "utilisation_percent": n}]} for n in gpus]
         (folder / "gpus.jsonl").write_text("".join(json.dumps(s) + "\n" for s in samples))
     if ended:
-        told = tuple(Event(kind=k, step=12, seconds=1.0, text=text) for k, text in events)
         RunResult(
             run=str(folder),
             status="finished",
@@ -108,7 +114,7 @@ def write(
             seconds=400.0,
             metrics={},
             peak_memory_gib=20.0,
-            events=told,
+            events=tuple(told),
         ).save(folder / "result.json")
     return folder
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import warnings
+from contextlib import closing
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +16,12 @@ from torch.utils.data import DataLoader
 
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.engine.distributed import World
-from trainfit.engine.setup import opening_lines
+from trainfit.engine.setup import describe
 from trainfit.jobs import encoder_setup
 from trainfit.packing import PackedCut, PaddedCut, ladder
-from trainfit.runs.reader import opening_of
+from trainfit.reports.report import report
+from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import RunSetup
 from trainfit.runtime import applied
 
 DOCUMENT = (
@@ -60,14 +65,21 @@ def parts(
         model=model,
         optimizer=optimizer,
         rates=(2e-5,),
+        indivisible=None,
         loader=SimpleNamespace(workers=lambda: loader),
         sharded=False,
+        task=SimpleNamespace(steps=lambda _epoch: [tuple(range(8))]),
     )
 
 
-def lines(*args: Any, tf32: bool = True, **options: Any) -> str:
+def opened(*args: Any, tf32: bool = True, **options: Any) -> RunSetup:
+    plan: Any = SimpleNamespace(workload=SimpleNamespace(method="full"), measurements=())
     with applied(RuntimeSettings(tf32=tf32)):
-        return "\n".join(encoder_setup.opening(parts(*args, **options)))
+        return encoder_setup.opening(parts(*args, **options), plan)
+
+
+def lines(*args: Any, **options: Any) -> str:
+    return "\n".join(opened(*args, **options).lines())
 
 
 @pytest.mark.parametrize("packed", [True, False])
@@ -114,17 +126,31 @@ def test_a_mask_on_packed_rows_says_why(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_job_without_a_line_of_its_own_reads_torchs_switches(monkeypatch: pytest.MonkeyPatch):
     plain = parts(monkeypatch, tiny("bert-base"))
-    assert any(line.startswith(FLASH) for line in opening_lines(plain))
+    assert any(line.startswith(FLASH) for line in describe(plain).lines())
     with applied(RuntimeSettings(attention="efficient")):
-        shown = opening_lines(plain)
+        shown = list(describe(plain).lines())
     assert "SDPA memory-efficient Attention backend enabled (fallbacks: Flash, math)" in shown
 
 
 @pytest.mark.parametrize("name", ["gemma-3-1b-it", "gemma-2-2b", "deberta-v3-base"])
 @pytest.mark.parametrize("packed", [True, False])
-def test_the_report_finds_every_one_of_them_in_the_log(
-    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_report_names_the_attention_of_a_run(
+    name: str, packed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
-    shown = lines(monkeypatch, tiny(name), packed=packed).split("\n")
-    log = "".join(f"2026-11-15 06:19:00 {line}\n" for line in shown)
-    assert opening_of(log) == tuple(shown)
+    setup = opened(monkeypatch, tiny(name), packed=packed)
+    (tmp_path / "run.json").write_text('{"id": "x"}')
+    with closing(Journal(tmp_path)) as journal:
+        shown = list(journal.setup(setup, 0))
+    page = report(tmp_path).to_json()
+    assert sum("ttention" in line for line in shown) == 1
+    assert all(json.dumps(line)[1:-1] in page for line in shown)
+    assert "NVIDIA GeForce RTX 3090" in report(tmp_path).chapters[0].subtitle
+
+
+def test_the_log_for_people_is_never_read_back(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "run.json").write_text('{"id": "x"}')
+    with closing(Journal(tmp_path)) as journal:
+        list(journal.setup(opened(monkeypatch, tiny("bert-base")), 0))
+    before = report(tmp_path).chapters
+    (tmp_path / "train.log").write_text("2026-11-15 06:19:00 oom at step 3: it is said\n")
+    assert report(tmp_path).chapters == before

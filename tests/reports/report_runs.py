@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,37 @@ import numpy as np
 
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Receipt, ReceiptItem, RunResult
+from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import AttentionPath, RunSetup
 
 OOM = Event(kind="oom", step=200, seconds=31.0, text="cut into 4 micro-batches from here on")
 SKIP = Event(kind="skipped", step=410, seconds=60.0, text="step 410: loss nan; no update")
+SETUP = RunSetup(
+    device="cuda",
+    device_name="NVIDIA GeForce RTX 4090",
+    compute_capability=(8, 9),
+    threads=16,
+    ranks=1,
+    sharded=False,
+    tf32=("matmul", "cuDNN"),
+    precision="bf16",
+    loss_scaling=False,
+    attention=AttentionPath(kind="varlen"),
+    optimizer="AdamW",
+    fused=True,
+    learning_rate=2e-5,
+    weight_decay=0.01,
+    trained_weights=1_000_000,
+    weights=1_000_000,
+    num_workers=4,
+    pin_memory=True,
+    prefetch_factor=2,
+    step_sequences=32,
+    micro_batches=2,
+    micro_batch_tokens=4096,
+    packed=True,
+    compiled=False,
+)
 RECEIPT = Receipt(
     run="x",
     items=(
@@ -115,11 +144,12 @@ def write_run(
         rows.append({"kind": "evaluation", "step": step, "loss": 1 - score, "f1": score})
     write_rows(folder / "metrics.jsonl", rows)
     write_rows(folder / "gpus.jsonl", gpu_rows(steps))
-    log = ["2026-11-15 08:00:00 Device: cuda (NVIDIA GeForce RTX 4090)"]
     events = (OOM, SKIP) if steps >= 600 else ()
-    log += [f"2026-11-15 08:00:31 {e.kind} at step {e.step}: {e.text}" for e in events]
-    log += ["2026-11-15 08:01:00 evaluation at step 300: f1 0.5000"]
-    (folder / "train.log").write_text("\n".join(log) + "\n")
+    with closing(Journal(folder)) as journal:
+        list(journal.setup(SETUP, 0))
+        for event in events:
+            journal.event(event, {})
+        journal.line("evaluation at step 300: f1 0.5000")
     if finished:
         write_end(folder, steps, events, results or {})
     RECEIPT.save(folder / "receipt.json")

@@ -17,7 +17,8 @@ from rich.console import Console
 
 from trainfit.cli.main import run as cli
 from trainfit.core.plan_records import Plan
-from trainfit.reports.live import Tail, Watcher, follow, frame
+from trainfit.reports.live import Watcher, follow, frame
+from trainfit.runs.reader import Tail
 
 Make = Callable[..., Plan]
 
@@ -80,7 +81,7 @@ def test_a_log_that_was_cut_back_is_read_anew(growing: Path):
 
 
 def test_a_tail_of_nothing_is_empty(tmp_path: Path):
-    assert Tail(tmp_path / "none").lines() == ([], False)
+    assert Tail(tmp_path / "none").rows() == ([], False)
 
 
 def test_it_follows_from_fold_to_fold(tmp_path: Path):

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
+from trainfit.core.errors import BadInput
+from trainfit.core.files import is_file
 from trainfit.doctor import run_facts
 from trainfit.doctor.advice import (
     BUSY,
@@ -18,14 +20,9 @@ from trainfit.doctor.advice import (
 from trainfit.doctor.finding import Check, Fault, Finding, Seen, check, worst_first
 from trainfit.doctor.logs import read_log
 from trainfit.doctor.patterns.training import TRAINFIT_OOM
-from trainfit.doctor.run_facts import (
-    FEWER_EVALUATIONS,
-    RunFacts,
-    parts,
-    read_run,
-    run_low_mfu,
-    run_underused,
-)
+from trainfit.doctor.run_facts import FEWER_EVALUATIONS, RunFacts, run_low_mfu, run_underused
+from trainfit.runs.event_log import LOG
+from trainfit.runs.reader import read_run
 
 OVERFLOWS = 0.05
 """The share of steps from which on fp16 is more than looking for its scale."""
@@ -57,19 +54,18 @@ def run_failed(run: RunFacts) -> Iterator[Seen]:
 )
 def run_out_of_memory(run: RunFacts) -> Iterator[Seen]:
     """How far down the ladder of cuts the run had to go."""
-    events = run.said("oom")
+    events = run.rows_of("oom")
     if not events:
         return
-    finer = [event for event in events if "steps are cut" in event.text]
-    evaluations = [event for event in events if "evaluation" in event.text]
-    retried = len(events) - len(finer) - len(evaluations)
+    cuts = [event["micro_batches"] for event in events if "micro_batches" in event]
+    evaluations = sum("eval_batch_size" in event for event in events)
     lower, expandable, in_evaluations = TRAINFIT_OOM.mend
-    steps = [lower] if finer else []
-    steps += [expandable] if retried else []
+    steps = [lower] if cuts else []
+    steps += [expandable] if len(events) > len(cuts) + evaluations else []
     steps += [in_evaluations] if evaluations else []
     told = f"memory ran out {len(events)} times"
-    if finer:
-        told += f"; {finer[-1].text.partition(': ')[2]}"
+    if cuts:
+        told += f"; steps are cut into {cuts[-1]} from there on"
     yield Seen(evidence=f"{run.where}{told}", mend=tuple(steps))
 
 
@@ -219,13 +215,17 @@ def run_over_plan(run: RunFacts) -> Iterator[Seen]:
 )
 def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
     """The peak so far jumps from the last row before an evaluation to the first after it."""
-    for evaluation in run.evaluations:
-        step = evaluation["step"]
-        before = run.figures("memory_gib", (row for row in run.rows if row["step"] <= step))
-        after = run.figures("memory_gib", (row for row in run.rows if row["step"] > step))
+    train = run.part.train
+    if "memory_gib" not in train:
+        return
+    for step in run.figures("step", run.part.evaluations):
+        before, after = (
+            run.figures("memory_gib", {"memory_gib": train["memory_gib"][chosen]})
+            for chosen in (train["step"] <= step, train["step"] > step)
+        )
         if before and after and before[-1] > 0 and after[0] > before[-1] * (1 + SPIKE):
             rise = f"from {before[-1]:.2f} to {after[0]:.2f} GiB"
-            yield Seen(evidence=f"{run.where}the evaluation at step {step} raised it {rise}")
+            yield Seen(evidence=f"{run.where}the evaluation at step {step:.0f} raised it {rise}")
             return
 
 
@@ -247,10 +247,14 @@ _IN_NUMBERS = frozenset({"trainfit_oom", "nan_loss", "low_mfu"})
 def examine_run(folder: Path) -> tuple[Finding, ...]:
     """What went wrong, or could go better, in a run; what several folds share is said once."""
     findings: dict[tuple[str, str], Finding] = {}
-    for part in parts(folder):
-        facts = read_run(part, folder)
+    run = read_run(folder)
+    begun = [part for part in run.parts if is_file(part.folder / LOG)]
+    if not begun:
+        raise BadInput(f"{folder} holds no training", "give the folder of a run that has begun")
+    for part in begun:
+        facts = RunFacts(part=part, plan=run.plan)
         found = [finding for check in CHECKS for finding in check(facts)]
-        found += [f for f in read_log(part / "train.log") if f.id not in _IN_NUMBERS]
+        found += [f for f in read_log(part.folder / LOG) if f.id not in _IN_NUMBERS]
         for finding in found:
             findings.setdefault((finding.id, finding.title), finding)
     return worst_first(findings.values())

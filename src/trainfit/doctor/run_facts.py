@@ -1,18 +1,15 @@
-"""A run folder read for the doctor: what was planned, what was measured, what happened."""
+"""The facts of one training for the doctor, and the checks of its speed."""
 
 from __future__ import annotations
 
-import math
-import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
-from trainfit.core import codec
-from trainfit.core.errors import BadInput, TrainfitError, reason
-from trainfit.core.files import LARGEST_LOG, read_text
+import numpy as np
+
+from trainfit.core.errors import TrainfitError
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event
 from trainfit.doctor.advice import (
@@ -29,37 +26,30 @@ from trainfit.doctor.advice import (
 )
 from trainfit.doctor.finding import Check, Fault, Seen, check
 from trainfit.hardware.catalogue import GpuSpec, find
-
-_EVENT = re.compile(r"[\d-]{10} [\d:]{8} ([a-z][a-z ]*) at step (\d+): (.*)")
+from trainfit.runs.reader import Columns, RunPart, finite, settled
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunFacts:
-    """One training: a run without folds, or one of its folds."""
+    """One training, a run without folds or one of its folds, with the plan of the run."""
 
-    name: str = ""
+    part: RunPart
     plan: Plan | None = None
-    rows: tuple[Mapping[str, Any], ...] = ()
-    """The lines of metrics.jsonl about training."""
-    evaluations: tuple[Mapping[str, Any], ...] = ()
-    gpus: tuple[Mapping[str, Any], ...] = ()
-    """What the driver said of each GPU, again and again."""
-    events: tuple[Event, ...] = ()
 
-    def figures(self, name: str, rows: Iterable[Mapping[str, Any]] | None = None) -> list[float]:
-        """The finite values of a figure, in the order of their rows."""
-        values = (_number(row.get(name)) for row in (self.rows if rows is None else rows))
-        return [value for value in values if math.isfinite(value)]
+    def figures(self, name: str, table: Columns | None = None) -> list[float]:
+        """Finite values of a figure in order; of the training rows unless a table is given."""
+        values: list[float] = finite(self.part.train if table is None else table, name).tolist()
+        return values
 
     def usual(self, name: str) -> float | None:
-        """The median of a figure, without the first row, in which things are still warming up."""
-        values = self.figures(name, self.rows[1:] or self.rows)
-        return median(values) if values else None
+        """Median of a figure, without the first row, which has the warm-up in it."""
+        values = settled(self.part.train, name)
+        return float(np.median(values)) if values.size else None
 
     @property
     def where(self) -> str:
-        """Which fold this is, before what is said of it."""
-        return f"{self.name}: " if self.name else ""
+        """The fold, as a prefix of evidence."""
+        return f"{self.part.folder.name}: " if self.part.name else ""
 
     @property
     def steps(self) -> int:
@@ -78,89 +68,16 @@ class RunFacts:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether it was planned for a GPU, or one was watched."""
-        return bool(self.gpus) or (self.plan is not None and self.plan.gpu is not None)
+        """True where the run was planned for a GPU, or one was watched."""
+        return bool(self.part.gpus) or (self.plan is not None and self.plan.gpu is not None)
 
     def said(self, kind: str) -> list[Event]:
-        """The events of one kind."""
-        return [event for event in self.events if event.kind == kind]
+        """Events of one kind."""
+        return [event for event in self.part.events if event.kind == kind]
 
-
-def read_run(part: Path, folder: Path) -> RunFacts:
-    """The facts of one training in `part`, of the run in `folder`."""
-    rows = [row for row in _rows(part / "metrics.jsonl") if "step" in row]
-    result = _object(part / "result.json")
-    return RunFacts(
-        name="" if part == folder else part.name,
-        plan=_plan(folder / "plan.json"),
-        rows=tuple(row for row in rows if row.get("kind") == "train"),
-        evaluations=tuple(row for row in rows if row.get("kind") == "evaluation"),
-        gpus=tuple(gpu for row in _rows(part / "gpus.jsonl") for gpu in _gpus(row)),
-        events=_events(part / "train.log", result),
-    )
-
-
-def _gpus(row: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    found = row.get("gpus")
-    return [gpu for gpu in found if isinstance(gpu, dict)] if isinstance(found, list) else []
-
-
-def parts(folder: Path) -> list[Path]:
-    """The folders that hold a training: the run's own, or those of its folds."""
-    folds = sorted(folder.glob("fold-*/"), key=lambda fold: (len(fold.name), fold.name))
-    parts = [part for part in (folds or [folder]) if (part / "train.log").is_file()]
-    if not parts:
-        raise BadInput(f"{folder} holds no training", "give the folder of a run that has begun")
-    return parts
-
-
-def _events(log: Path, result: Mapping[str, Any]) -> tuple[Event, ...]:
-    """Of the result; of the log, where the run has not ended or was killed."""
-    try:
-        if events := result.get("events"):
-            return codec.decode(tuple[Event, ...], events)
-    except TrainfitError:  # an older run's form
-        pass
-    found = []
-    try:
-        text = read_text(log, LARGEST_LOG, errors="replace")
-    except OSError as error:
-        what = f"cannot read {log} ({reason(error)})"
-        raise BadInput(what, "give the folder of a run that has begun") from None
-    for line in text.splitlines():
-        match = _EVENT.fullmatch(line)
-        if match and match[1] != "evaluation":
-            found.append(Event(kind=match[1], step=int(match[2]), seconds=0.0, text=match[3]))
-    return tuple(found)
-
-
-def _plan(path: Path) -> Plan | None:
-    try:
-        return Plan.load(path)
-    except TrainfitError:  # none, or that of another version
-        return None
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return codec.read_object(path)
-    except (OSError, ValueError):
-        return {}
-
-
-def _rows(path: Path) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, without what a killed process left half written."""
-    try:
-        return codec.read_rows(path)
-    except OSError:
-        return []
-
-
-def _number(value: Any) -> float:
-    try:
-        return codec.decode(float, value)
-    except TrainfitError:
-        return math.nan
+    def rows_of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Events of one kind with their figures."""
+        return [row for row in self.part.event_rows if row.get("kind") == kind]
 
 
 WAITS = 0.10
@@ -242,7 +159,9 @@ def run_waits(run: RunFacts) -> Iterator[Seen]:
 )
 def run_underused(run: RunFacts) -> Iterator[Seen]:
     """As the driver saw it while the run went on."""
-    shares = run.figures("utilisation_percent", run.gpus)
+    shares = [
+        share for gpu in run.part.gpus.values() for share in run.figures("utilisation_percent", gpu)
+    ]
     if shares and (share := median(shares)) < BUSY:
         yield Seen(
             evidence=f"{run.where}busy {share:.0f}% of the time (median of {len(shares)} looks)",
@@ -261,12 +180,13 @@ def run_underused(run: RunFacts) -> Iterator[Seen]:
 )
 def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
     """Over three tenths of training and evaluating together."""
-    spent = sum(run.figures("seconds", run.evaluations))
+    times = run.figures("seconds", run.part.evaluations)
+    spent = sum(times)
     trained = run.steps * (run.usual("step_seconds") or 0.0)
     if spent > max(WORTH_SECONDS, EVALUATES * (spent + trained)):
         share = spent / (spent + trained)
         yield Seen(
-            evidence=f"{run.where}{len(run.evaluations)} evaluations took {spent:.0f} s, "
+            evidence=f"{run.where}{len(times)} evaluations took {spent:.0f} s, "
             f"{share:.0%} of the time"
         )
 
@@ -286,7 +206,7 @@ def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
 def run_slowing(run: RunFacts) -> Iterator[Seen]:
     """The last quarter's throughput against the first's, where steps are cut alike."""
     cuts = run.figures("micro_batches")
-    rates = run.figures("tokens_per_second", run.rows[1:])
+    rates = settled(run.part.train, "tokens_per_second").tolist()
     quarter = len(rates) // 4
     if quarter < 2 or len(set(cuts)) > 1 or not run.on_gpu:
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -14,7 +14,7 @@ from trainfit.core.errors import BadInput, OutOfMemory, did_you_mean
 from trainfit.engine.distributed import first_says
 from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
-from trainfit.engine.recovery import Parts
+from trainfit.engine.recovery import Parts, TellMemory
 from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.saved_state import protected
 from trainfit.engine.sharded_step import MustRestart
@@ -22,9 +22,7 @@ from trainfit.engine.step import autocast
 from trainfit.runtime import eagerly
 
 
-def evaluate(
-    parts: Parts, batch_size: int, tell: Callable[[str], None]
-) -> tuple[dict[str, float], int]:
+def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
     """The metrics of the model as it is, and the batch size that memory had room for.
 
     Every rank evaluates everything, and the first one's numbers count for all: a rank that only
@@ -49,9 +47,7 @@ def _without_graphs(parts: Parts) -> AbstractContextManager[None]:
     return eagerly(parts.model) if parts.settings.graphs else nullcontext()
 
 
-def _halving(
-    parts: Parts, batch_size: int, tell: Callable[[str], None]
-) -> tuple[dict[str, float], int]:
+def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
     """Evaluate from the beginning with half the batch as often as memory runs out."""
     while True:
         try:
@@ -73,7 +69,8 @@ def _halving(
                 change=Otherwise(eval_batch_size=batch_size),
             )
         give_back_memory()
-        tell(f"memory ran out in an evaluation: {batch_size} sequences at a time from here")
+        text = f"memory ran out in an evaluation: {batch_size} sequences at a time from here"
+        tell(text, {"eval_batch_size": batch_size})
 
 
 def is_better(

@@ -30,9 +30,10 @@ from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
-from trainfit.engine.setup import opening_lines
+from trainfit.engine.setup import describe
 from trainfit.engine.sharded_step import MustRestart, take_sharded_step
 from trainfit.runs.event_log import Journal, Tracker
+from trainfit.runs.opening import RunSetup
 from trainfit.runtime import applied
 
 
@@ -46,7 +47,7 @@ def train(
     trackers: Sequence[Tracker] = (),
     line: Callable[[TrainRow], str] = plain_line,
     ideal_seconds: Callable[[Sequence[int]], float] | None = None,
-    opening: Callable[[Parts], Sequence[str]] = opening_lines,
+    opening: Callable[[Parts], RunSetup] = describe,
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> RunResult:
     """Train `task` in the folder `run`; with `resume`, go on from its newest good checkpoint.
@@ -56,8 +57,8 @@ def train(
     observers, trackers and files are the first one's.
 
     `ideal_seconds` says what a step of sequences of these lengths would take at the peak of all
-    devices, for the MFU. `line` makes the lines of train.log, and `opening` the first ones, about
-    what is set. `make_optimizer` replaces the optimizer of the settings; the schedule scales the
+    devices, for the MFU. `line` makes the lines of train.log, and `opening` records the settings
+    in effect. `make_optimizer` replaces the optimizer of the settings; the schedule scales the
     learning rate of each of its groups.
     """
     with ExitStack() as stack:
@@ -86,12 +87,9 @@ def train(
             saved_step=start.progress.step if start.resumed else None,
         )
         stack.callback(session.background.join)
-        for text in opening(parts):
-            session.say(text)
-        if parts.indivisible is not None:
-            session.say(f"Steps are not cut into micro-batches: {parts.indivisible}")
-        for kind, text in start.events:
-            session.tell(kind, text)
+        session.open(opening(parts))
+        for kind, text, figures in start.events:
+            session.tell(kind, text, figures)
         return _to_the_end(session, request)
 
 
@@ -190,7 +188,7 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
                 weight,
                 progress.rung,
                 stop=stop,
-                tell=lambda text: session.tell("oom", text),
+                tell=lambda text, figures: session.tell("oom", text, figures),
             )
     _after_step(session)
     session.took(loaded, taken)
@@ -226,7 +224,7 @@ def _evaluate(session: Session) -> bool:
     metrics, session.progress.eval_batch_size = evaluate(
         session.parts,
         session.progress.eval_batch_size,
-        lambda text: session.tell("oom", text),
+        lambda text, figures: session.tell("oom", text, figures),
     )
     better = session.evaluated(metrics, time.perf_counter() - started)
     session.go_on()

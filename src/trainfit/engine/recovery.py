@@ -7,7 +7,7 @@ What a finer cut changes is memory alone, and it stays, so that it can be replay
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -68,6 +68,10 @@ class Buffers:
                 self._copies[buffer] = buffer._version, copy
 
 
+TellMemory = Callable[[str, Mapping[str, int]], None]
+"""Takes the text and the figures of an event after memory ran out."""
+
+
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a step is made of."""
@@ -107,7 +111,7 @@ def take_step(
     rung: int,
     *,
     stop: bool,
-    tell: Callable[[str], None],
+    tell: TellMemory,
 ) -> Taken:
     """Take a step, by the cut of `rung` or a finer one, on all ranks together."""
     cuts, batches = parts.settings.cuts, loaded.batches
@@ -127,9 +131,11 @@ def take_step(
         if again:
             rung = _next_rung(parts, rung)
             batches = parts.loader.load(loaded.sequences, cuts[rung])
-            tell(f"memory ran out again: steps are cut into {cuts[rung].micro_batches} from here")
+            pieces = cuts[rung].micro_batches
+            text = f"memory ran out again: steps are cut into {pieces} from here"
+            tell(text, {"micro_batches": pieces})
         else:
-            tell("memory ran out: the cache was given back and the step is taken again")
+            tell("memory ran out: the cache was given back and the step is taken again", {})
         again = not again
     sum_gradients(parts.world, parameters, agreed.used, loss)
     numbers = finish(

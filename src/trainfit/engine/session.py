@@ -26,6 +26,7 @@ from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
 from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import RunSetup
 from trainfit.runtime import compile_seconds
 
 
@@ -79,19 +80,19 @@ class Session:
         factor = rate_factor(self.progress.step, self.total_steps, schedule)
         return [rate * factor for rate in self.parts.rates]
 
-    def tell(self, kind: str, text: str) -> None:
-        """Record that something happened."""
+    def tell(self, kind: str, text: str, figures: Mapping[str, int] | None = None) -> None:
+        """Record an event; programs read the `figures` and never the text."""
         event = Event(kind=kind, step=self.progress.step, seconds=self.seconds, text=text)
         self.progress.events = (*self.progress.events, event)
-        self.journal.line(f"{kind} at step {event.step}: {text}")
+        self.journal.event(event, figures or {})
         for observer in self.observers:
             observer.on_event(event)
 
-    def say(self, text: str) -> None:
-        """A line for people that is no event."""
-        self.journal.line(text)
-        for observer in self.observers:
-            observer.on_line(text)
+    def open(self, setup: RunSetup) -> None:
+        """Record the settings in effect at the first step of this process."""
+        for text in self.journal.setup(setup, self.progress.step):
+            for observer in self.observers:
+                observer.on_line(text)
 
     # ── the clock and the log ──
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,10 +32,14 @@ from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import loss_scale
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import event_log
+from trainfit.runs.opening import AttentionPath, RunSetup
 from trainfit.runtime import compile_blocks, compile_model
 from trainfit.runtime.switches import attention_order
 
 T = TypeVar("T")
+
+Notice = tuple[str, str, Mapping[str, int]]
+"""Kind, text and figures of an event before the first step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +49,7 @@ class Start:
     progress: Progress
     resumed: bool
     """From a checkpoint."""
-    events: tuple[tuple[str, str], ...] = ()
+    events: tuple[Notice, ...] = ()
 
 
 def build_model(task: TrainTask) -> nn.Module:
@@ -157,18 +161,18 @@ def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start
     with first_writes(parts.world) as looks:
         found = _look(run, launch, resume) if looks else _Found()
     found = _Found.from_json(first_says(parts.world, found.to_json(indent=None)))
-    events = [("damaged", text) for text in found.faults]
+    events: list[Notice] = [("damaged", text, {}) for text in found.faults]
     if found.folder is not None:
         folder = Path(found.folder)
         progress, more = _restore(parts, folder, frozen)
-        events += [("resumed", f"from {folder.name}"), *more]
+        events += [("resumed", f"from {folder.name}", {}), *more]
     else:
         progress = Progress(eval_batch_size=parts.settings.eval_batch_size)
         if found.resume:
-            events.append(("resumed", "from the beginning: there is no checkpoint yet"))
+            events.append(("resumed", "from the beginning: there is no checkpoint yet", {}))
     events += _do_otherwise(progress, found.otherwise, parts.settings)
     if parts.world.first:
-        event_log.forget_after(run, progress.step)
+        event_log.forget_after(run, progress.step, progress.events)
         launch.note(run)
     return Start(progress, found.folder is not None, tuple(events))
 
@@ -201,26 +205,24 @@ def _look(run: Path, launch: Launch, resume: bool) -> _Found:
     )
 
 
-def _do_otherwise(
-    progress: Progress, change: Otherwise, settings: LoopSettings
-) -> list[tuple[str, str]]:
-    """Heed what an earlier process left; where that changes anything, it is worth a line."""
-    events = []
+def _do_otherwise(progress: Progress, change: Otherwise, settings: LoopSettings) -> list[Notice]:
+    """Apply the changes that an earlier process left; each that has an effect is an event."""
+    events: list[Notice] = []
     rung = min(max(progress.rung, change.rung), len(settings.cuts) - 1)
     if rung != progress.rung:
         progress.use_rung(rung)
         pieces = settings.cuts[rung].micro_batches
-        events.append(("oom", f"memory ran out: steps are cut into {pieces} from here"))
+        text = f"memory ran out: steps are cut into {pieces} from here"
+        events.append(("oom", text, {"micro_batches": pieces}))
     size = min(progress.eval_batch_size, change.eval_batch_size or progress.eval_batch_size)
     if size != progress.eval_batch_size:
         progress.eval_batch_size = size
-        events.append(("oom", f"memory ran out: evaluations of {size} sequences from here"))
+        text = f"memory ran out: evaluations of {size} sequences from here"
+        events.append(("oom", text, {"eval_batch_size": size}))
     return events
 
 
-def _restore(
-    parts: Parts, folder: Path, frozen: str | None
-) -> tuple[Progress, tuple[tuple[str, str], ...]]:
+def _restore(parts: Parts, folder: Path, frozen: str | None) -> tuple[Progress, tuple[Notice, ...]]:
     """Put everything back as it was when the checkpoint was written."""
     state = checkpoint.read_state(folder)
     if state["frozen"] != frozen:
@@ -247,110 +249,63 @@ def _restore(
     states = state["random"]
     if len(states) != parts.world.size:
         text = f"saved by {len(states)} ranks, now there are {parts.world.size}: dropout differs"
-        return progress, (("ranks", text),)
+        return progress, (("ranks", text, {}),)
     own = saved_state.RandomState.from_json(states[parts.world.rank], str(folder))
     saved_state.put_back(own, parts.device)
     return progress, ()
 
 
-_KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
 _FLASH_FROM = (8, 0)
 """Compute capability from which on torch has a flash kernel, for half precision alone."""
 
 
-def opening_lines(parts: Parts, attention: str | None = None) -> list[str]:
-    """Device, TF32, precision, attention, optimizer and loader, as they are now.
+def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
+    """Record the settings in effect now, as torch and the loader report them.
 
-    `attention` is the line of a task that knows more about it than torch's switches tell.
+    `attention` comes from a job that knows more about it than torch's switches tell.
     """
-    return [
-        _device(parts),
-        _tf32(parts),
-        f"Precision: {parts.settings.precision}"
-        + ("" if parts.scale is None else " with loss scaling"),
-        attention or _attention(parts),
-        _optimizer(parts),
-        _loader(parts),
-        _batches(parts),
-        *([_ranks(parts)] if parts.world.size > 1 else []),
-    ]
-
-
-def _device(parts: Parts) -> str:
-    ranks = f", {parts.world.size} ranks" if parts.world.size > 1 else ""
-    if parts.device.type != "cuda":
-        return f"Device: {parts.device.type} ({torch.get_num_threads()} threads){ranks}"
-    return f"Device: cuda ({torch.cuda.get_device_name(parts.device)}){ranks}"
-
-
-def _tf32(parts: Parts) -> str:
-    backends: Any = torch.backends
-    matmul = backends.cuda.matmul.fp32_precision == "tf32"
-    cudnn = backends.cudnn.conv.fp32_precision == "tf32"
-    if parts.device.type != "cuda":
-        return "TF32 does not apply: there is no GPU"
-    capability = torch.cuda.get_device_capability(parts.device)
-    where = {(True, True): "matmul and cuDNN", (True, False): "matmul", (False, True): "cuDNN"}
-    if (matmul, cudnn) not in where:
-        return f"TF32 off (GPU compute capability {capability})"
-    return (
-        f"TF32 enabled for {where[matmul, cudnn]} operations (GPU compute capability {capability})"
+    settings, groups, loader = parts.settings, parts.optimizer.param_groups, parts.loader.workers()
+    cut, gpu = settings.cuts[0], parts.device.type == "cuda"
+    return RunSetup(
+        device=parts.device.type,
+        device_name=torch.cuda.get_device_name(parts.device) if gpu else None,
+        compute_capability=torch.cuda.get_device_capability(parts.device) if gpu else None,
+        threads=torch.get_num_threads(),
+        ranks=parts.world.size,
+        sharded=parts.sharded,
+        tf32=_tf32() if gpu else (),
+        precision=settings.precision,
+        loss_scaling=parts.scale is not None,
+        attention=attention or _sdpa(parts),
+        optimizer=type(parts.optimizer).__name__,
+        fused=all(group.get("fused") for group in groups),
+        learning_rate=parts.rates[0],
+        weight_decay=float(groups[0].get("weight_decay", 0.0)),
+        trained_weights=sum(p.numel() for group in groups for p in group["params"]),
+        weights=sum(p.numel() for p in parts.model.parameters()),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        prefetch_factor=loader.prefetch_factor,
+        step_sequences=len(parts.task.steps(0)[0]),
+        micro_batches=cut.micro_batches,
+        micro_batch_tokens=cut.tokens,
+        packed=isinstance(cut, PackedCut),
+        indivisible=parts.indivisible,
+        compiled=any(module._compiled_call_impl is not None for module in parts.model.modules()),
     )
 
 
-def _attention(parts: Parts) -> str:
+def _tf32() -> tuple[str, ...]:
+    backends: Any = torch.backends
+    switches = {"matmul": backends.cuda.matmul, "cuDNN": backends.cudnn.conv}
+    return tuple(name for name, switch in switches.items() if switch.fp32_precision == "tf32")
+
+
+def _sdpa(parts: Parts) -> AttentionPath:
+    """SDPA with the kernels that torch's switches, the GPU and the precision allow."""
     if parts.device.type != "cuda":
-        return "SDPA attention on padded rows of like length"
+        return AttentionPath(kind="sdpa")
     capability = torch.cuda.get_device_capability(parts.device)
     flash = capability >= _FLASH_FROM and parts.settings.precision != "fp32"
-    usable = [kind for kind in attention_order() if kind in _KERNELS and (flash or kind != "flash")]
-    first, *others = [_KERNELS[kind] for kind in usable] or ["no"]
-    rest = f" (fallbacks: {', '.join(others)})" if others else ""
-    return f"SDPA {first} Attention backend enabled{rest}"
-
-
-def _optimizer(parts: Parts) -> str:
-    groups = parts.optimizer.param_groups
-    kind = "fused " if all(group.get("fused") for group in groups) else ""
-    trained = sum(p.numel() for group in groups for p in group["params"])
-    whole = sum(p.numel() for p in parts.model.parameters())
-    return (
-        f"Using {kind}{type(parts.optimizer).__name__} optimizer"
-        f" (lr={parts.rates[0]:g}, wd={groups[0].get('weight_decay', 0):g})"
-        f" on {trained:,} of {whole:,} weights"
-    )
-
-
-def _loader(parts: Parts) -> str:
-    loader = parts.loader.workers()
-    return (
-        f"DataLoader settings: num_workers={loader.num_workers}, pin_memory={loader.pin_memory},"
-        f" prefetch_factor={loader.prefetch_factor}"
-    )
-
-
-def _ranks(parts: Parts) -> str:
-    ranks = parts.world.size
-    batch = len(parts.task.steps(0)[0])
-    share = (
-        f"{batch // ranks}" if batch % ranks == 0 else f"{batch // ranks} or {batch // ranks + 1}"
-    )
-    model = (
-        "each holds a share of the model (FSDP2)"
-        if parts.sharded
-        else "each holds the model, and gradients are summed once a step"
-    )
-    return (
-        f"{ranks} ranks: steps of {batch} sequences, {share} on each; {model};"
-        " samples/s and tokens/s are of all, MFU is per GPU"
-    )
-
-
-def _batches(parts: Parts) -> str:
-    cut = parts.settings.cuts[0]
-    kind = "packed" if isinstance(cut, PackedCut) else "padded"
-    compiled = any(module._compiled_call_impl is not None for module in parts.model.modules())
-    return (
-        f"Steps of {cut.micro_batches} {kind} micro-batches of up to {cut.tokens:,} tokens,"
-        f" {'compiled' if compiled else 'not compiled'}"
-    )
+    kernels = {"efficient", "math"} | ({"flash"} if flash else set())
+    return AttentionPath(kind="sdpa", kernels=tuple(k for k in attention_order() if k in kernels))

@@ -34,7 +34,7 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.settings import LoopSettings
-from trainfit.jobs import exports, flops, job_plan, scores, tuned_plans
+from trainfit.jobs import exports, flops, job_plan, scores
 from trainfit.jobs.classification import ClassifierTask, Probabilities
 from trainfit.jobs.encoder_setup import Prepared, begin, loop_settings, model_decisions, opening
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
@@ -172,7 +172,7 @@ class _Job:
             observers=self._show.watch(title),
             trackers=self._show.track(folder) if self._world.first else (),
             ideal_seconds=None if frozen else flops.ideal_seconds(self._plan),
-            opening=lambda parts: [*opening(parts), *tuned_plans.opening(self._plan)],
+            opening=lambda parts: opening(parts, self._plan),
         )
         if self._world.first:
             clip = self._prepared.config.training.max_grad_norm

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,7 @@ from trainfit.engine.settings import (
     OptimizerSettings,
     ScheduleSettings,
 )
-from trainfit.engine.setup import opening_lines
+from trainfit.engine.setup import describe
 from trainfit.jobs import job_plan, scores, tuned_plans
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.frozen import Head
@@ -37,6 +37,7 @@ from trainfit.jobs.models.backbone import Traits, packed_obstacle
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.packing import PackedCut, ladder
 from trainfit.runs import run_folder
+from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
@@ -238,15 +239,19 @@ def loop_settings(
     )
 
 
-def opening(parts: Parts) -> list[str]:
-    """The engine's first lines, with the attention that the model will really take."""
-    return opening_lines(parts, _attention(parts))
+def opening(parts: Parts, plan: Plan) -> RunSetup:
+    """Record the settings in effect, with the attention that the model will really take."""
+    return replace(
+        describe(parts, _attention(parts)),
+        method=plan.workload.method,
+        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
+    )
 
 
-def _attention(parts: Parts) -> str | None:
+def _attention(parts: Parts) -> AttentionPath | None:
     model = parts.model
     if isinstance(model, Head):
-        return "Frozen encoder: its outputs were computed once, and only the head is trained"
+        return AttentionPath(kind="frozen")
     if not isinstance(model, EncoderClassifier):
         return None
     if not isinstance(parts.settings.cuts[0], PackedCut):
@@ -256,25 +261,21 @@ def _attention(parts: Parts) -> str | None:
     return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
 
 
-def _on_padded_rows(traits: Traits) -> str | None:
-    """Name the attention where it does not go through SDPA."""
-    rows = "on padded rows of like length"
+def _on_padded_rows(traits: Traits) -> AttentionPath | None:
+    """Attention that does not go through SDPA; None where it does."""
     if traits.own_attention:
-        return f"Attention: the model's own, {rows}"
-    capped = "Attention: soft-capped logits, which SDPA has no kernel for, by plain products"
-    return None if traits.softcap is None else f"{capped}, {rows}"
+        return AttentionPath(kind="own")
+    return None if traits.softcap is None else AttentionPath(kind="products")
 
 
-def _on_packed_rows(traits: Traits, obstacle: str | None) -> str:
-    """Name the kernel that attends within packed rows, or why it is a mask."""
-    rows = f"packed rows, attention dropout {traits.attention_dropout:g}"
+def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
+    """The kernel that attends within packed rows, or the reason for a mask."""
+    kind: AttentionKind = "varlen" if traits.softcap is None else "softcap"
+    if traits.own_attention:
+        kind = "disentangled"
     if obstacle is not None:
-        return f"Attention: a mask on {rows} ({obstacle})"
-    if traits.own_attention:
-        return f"Attention: trainfit's Triton kernel for disentangled attention on {rows}"
-    if traits.softcap is not None:
-        return f"Attention: trainfit's Triton kernel for soft-capped logits on {rows}"
-    return f"SDPA Flash Attention backend enabled (its variable-length kernel on {rows})"
+        kind = "mask"
+    return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
 def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:

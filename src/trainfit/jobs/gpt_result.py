@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
-from trainfit.core import codec
+import numpy as np
+
 from trainfit.core.records import Event, Record
 from trainfit.engine.observers import TrainRow
 from trainfit.jobs.gpt_flops import Standing
+from trainfit.runs.reader import Columns, read_part
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +70,14 @@ class GptResult(Record):
     events: tuple[Event, ...]
 
 
-_NEEDED = {
-    "train": (
-        "compute_seconds",
-        "compile_seconds",
-        "wait_share",
-        "step_seconds",
-        "tokens_per_second",
-    ),
-    "evaluation": ("seconds",),
-}
-"""Figures of a row that are summed up, by its kind."""
+_NEEDED = (
+    "compute_seconds",
+    "compile_seconds",
+    "wait_share",
+    "step_seconds",
+    "tokens_per_second",
+)
+"""Figures of a training row that are summed up."""
 
 
 def iter_line(row: TrainRow) -> str:
@@ -90,64 +87,36 @@ def iter_line(row: TrainRow) -> str:
 
 
 def read_meter(run: Path) -> Meter:
-    """From metrics.jsonl."""
-    rows = _rows(run)
-    train = [row for row in rows if row.get("kind") == "train"]
-    steps = _steps(train)
-    settled = slice(1, None) if len(train) > 1 else slice(None)  # the first ones warm up
-    computing = _sum(train[settled], steps[settled], lambda row: row["compute_seconds"])
-    seconds = _sum(
-        train[settled],
-        steps[settled],
-        lambda row: row["compute_seconds"] + row["wait_share"] * row["step_seconds"],
-    )
-    tokens = _sum(
-        train[settled], steps[settled], lambda row: row["tokens_per_second"] * row["step_seconds"]
-    )
-    ideal = _sum(
-        train[settled],
-        steps[settled],
-        lambda row: (_number(row.get("mfu")) or 0.0) * row["compute_seconds"],
-    )
-    known = bool(train) and all(_number(row.get("mfu")) is not None for row in train[settled])
+    """Rates and shares of a run by its metrics, without the first row, the warm-up."""
+    part = read_part(run)
+    train = _whole(part.train, _NEEDED)
+    steps = np.diff(train["step"], prepend=0)
+    settled = slice(1, None) if len(steps) > 1 else slice(None)
+    mfu = train.get("mfu", np.full(len(steps), np.nan))
+    computing = steps * train["compute_seconds"]
+    waiting = steps * train["wait_share"] * train["step_seconds"]
+    tokens = steps * train["tokens_per_second"] * train["step_seconds"]
+    computed = float(computing[settled].sum())
+    seconds = computed + float(waiting[settled].sum())
+    known = computed > 0 and bool(np.isfinite(mfu[settled]).all())
+    loss = train["loss"][-1] if len(steps) and "loss" in train else np.nan
     return Meter(
-        train_loss=_number(train[-1].get("loss")) if train else None,
-        tokens_per_second=tokens / seconds if seconds else None,
-        mfu=ideal / computing if known and computing else None,
-        wait_share=1 - computing / seconds if seconds else 0.0,
+        train_loss=float(loss) if np.isfinite(loss) else None,
+        tokens_per_second=float(tokens[settled].sum()) / seconds if seconds else None,
+        mfu=float((mfu * computing)[settled].sum()) / computed if known else None,
+        wait_share=1 - computed / seconds if seconds else 0.0,
         spent=Spent(
-            computing=_sum(train, steps, lambda row: row["compute_seconds"]),
-            waiting=_sum(train, steps, lambda row: row["wait_share"] * row["step_seconds"]),
-            compiling=sum(row["compile_seconds"] for row in train),
-            evaluating=sum(row["seconds"] for row in rows if row.get("kind") == "evaluation"),
+            computing=float(computing.sum()),
+            waiting=float(waiting.sum()),
+            compiling=float(train["compile_seconds"].sum()),
+            evaluating=float(_whole(part.evaluations, ("seconds",))["seconds"].sum()),
         ),
     )
 
 
-def _rows(run: Path) -> list[dict[str, Any]]:
-    """The rows that are whole; a run that was damaged and gone on with has lost some."""
-    try:
-        rows = codec.read_rows(run / "metrics.jsonl")
-    except OSError:
-        return []
-    return [row for row in rows if _is_whole(row)]
-
-
-def _is_whole(row: dict[str, Any]) -> bool:
-    needed = _NEEDED.get(str(row.get("kind")), ())
-    figures = [row.get(name) for name in ("step", *needed)]
-    return all(isinstance(value, int | float) and math.isfinite(value) for value in figures)
-
-
-def _steps(rows: Sequence[dict[str, Any]]) -> list[int]:
-    """The steps that each line is about."""
-    ends = [0, *(int(row["step"]) for row in rows)]
-    return [end - start for start, end in pairwise(ends)]
-
-
-def _sum(rows: Sequence[dict[str, Any]], steps: Sequence[int], per_step: Any) -> float:
-    return float(sum(count * per_step(row) for row, count in zip(rows, steps, strict=True)))
-
-
-def _number(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) else None
+def _whole(table: Columns, needed: Sequence[str]) -> Columns:
+    """The rows that have all the figures needed; a run that was damaged has lost some."""
+    if not all(name in table for name in ("step", *needed)):
+        return {name: np.empty(0) for name in ("step", *needed)}
+    whole = np.all([np.isfinite(table[name]) for name in needed], axis=0)
+    return {name: values[whole] for name, values in table.items()}

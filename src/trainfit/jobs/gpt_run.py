@@ -24,7 +24,7 @@ from trainfit.engine.distributed import World, gather, joined
 from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import writing
 from trainfit.hardware.catalogue import find
-from trainfit.jobs import exports, gpt_flops, job_plan, tuned_plans
+from trainfit.jobs import exports, gpt_flops, job_plan
 from trainfit.jobs.encoder_run import Show
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.gpt_setup import Prepared, begin, build, loop_settings, opening, shape_of
@@ -140,21 +140,11 @@ def _train(
         trackers=show.track(run) if world.first else (),
         line=iter_line,
         ideal_seconds=gpt_flops.ideal_seconds(shape_of(config), peaks.datasheet),
-        opening=lambda parts: [*opening(parts, plan, _about(prepared)), *tuned_plans.opening(plan)],
+        opening=lambda parts: opening(parts, plan, prepared.data),
     )
     if world.first:
         save_receipt(run, plan, max_grad_norm=config.training.max_grad_norm)
     return result
-
-
-def _about(prepared: Prepared) -> str:
-    header = prepared.data.header
-    entropy = prepared.data.unigram_entropy
-    said = "" if entropy is None else f", unigram entropy {entropy:.4f} nats"
-    return (
-        f"Data: {header.train.tokens:,} tokens to train on, {header.validation.tokens:,} held out,"
-        f" a vocabulary of {header.vocab_size:,}{said}"
-    )
 
 
 # ── after the last step ───────────────────────────────────────────────────────────────────────

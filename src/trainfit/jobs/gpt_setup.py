@@ -27,7 +27,7 @@ from trainfit.engine.settings import (
     OptimizerSettings,
     ScheduleSettings,
 )
-from trainfit.engine.setup import opening_lines
+from trainfit.engine.setup import describe
 from trainfit.hardware.host import check_room
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.jobs.gpt_plan import stream_is_half
@@ -35,6 +35,7 @@ from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.pretraining import METRIC, count_blocks
 from trainfit.packing import ladder
 from trainfit.runs import run_folder
+from trainfit.runs.opening import PretrainingSetup, RunSetup
 
 _ROUND = 64
 """The vocabulary is filled up to a multiple of this: matrix units like round sizes."""
@@ -252,17 +253,19 @@ def loop_settings(config: GptConfig, plan: Plan, *, device: str, ranks: int) -> 
     )
 
 
-def opening(parts: Parts, plan: Plan, about_data: str) -> list[str]:
-    """The engine's first lines, with the data's and the batch's."""
-    ranks = parts.world.size
-    per_rank = -(-plan.effective_batch_size // ranks)
-    tokens = plan.effective_batch_size * plan.workload.max_length
-    chunk = plan.task.arguments.get("loss_chunk")
-    return [
-        *opening_lines(parts),
-        about_data,
-        f"Global batch {plan.effective_batch_size} ({tokens:,} tokens a step),"
-        f" {per_rank} on each of {ranks} {'rank' if ranks == 1 else 'ranks'},"
-        f" at most {plan.batch_size} at a time; loss "
-        + ("of all tokens at once" if chunk is None else f"{chunk:,} tokens at a time"),
-    ]
+def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
+    """Record the settings in effect, with the tokens and the batch."""
+    return replace(
+        describe(parts),
+        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
+        pretraining=PretrainingSetup(
+            train_tokens=data.header.train.tokens,
+            held_out_tokens=data.header.validation.tokens,
+            vocabulary=data.header.vocab_size,
+            unigram_entropy=data.unigram_entropy,
+            effective_batch_size=plan.effective_batch_size,
+            step_tokens=plan.effective_batch_size * plan.workload.max_length,
+            batch_size=plan.batch_size,
+            loss_chunk=plan.task.arguments.get("loss_chunk"),
+        ),
+    )

@@ -5,7 +5,7 @@ Nothing here imports torch: trials run in processes of their own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -121,11 +121,6 @@ def _is_short(plan: Plan, tuned: Plan) -> bool:
     return seconds / 2 < COMPILE_SECONDS  # no recorded step became twice as fast
 
 
-def opening(plan: Plan) -> Iterator[str]:
-    """A line for the beginning of a run whose plan was tuned."""
-    for item in plan.measurements:
-        if item.name == RATE:
-            yield (
-                f"Settings as tuned on this machine: {item.value:,.1f} samples/s"
-                " (tune=off plans without measuring)"
-            )
+def tuned_rate(plan: Plan) -> float | None:
+    """Samples per second that `tune` measured for this plan; None for a plan never tuned."""
+    return next((item.value for item in plan.measurements if item.name == RATE), None)

@@ -17,44 +17,19 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.core import codec
-from trainfit.core.files import open_regular
 from trainfit.core.records import Event, Record
 from trainfit.reports.markdown import spark
 from trainfit.reports.model import MISSING, shown
 from trainfit.reports.plan_page import duration
-from trainfit.runs.reader import event_in, gpus_in, number, parsed
+from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
+from trainfit.runs.reader import Tail, gpus_in, number
 
 _KEPT = 2000
 """Lines of the log that are remembered, which is more than a terminal is wide."""
-_MOST = 1 << 28
-"""Bytes that are read at a look; the next one goes on from there."""
 _LONGEST = 1e12
 """Steps of a run, or seconds of one: more is damage."""
 _QUIET = 60.0
 """Seconds without a line after which a person may want to know."""
-
-
-class Tail:
-    """The whole lines that a file has got since the last look; anew where it was replaced."""
-
-    def __init__(self, path: Path) -> None:
-        self._path, self._identity, self._offset = path, (0, 0), 0
-
-    def lines(self) -> tuple[list[str], bool]:
-        """The new lines, and whether they are all that there is: what was read before is void."""
-        try:
-            with open_regular(self._path) as file:
-                about = self._path.stat()
-                identity = (about.st_dev, about.st_ino)
-                anew = identity != self._identity or about.st_size < self._offset
-                if anew:
-                    self._identity, self._offset = identity, 0
-                file.seek(self._offset)
-                whole, end, _ = file.read(_MOST).rpartition(b"\n")
-        except OSError:
-            return [], False
-        self._offset += len(whole) + len(end)
-        return whole.decode(errors="replace").splitlines(), anew
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +78,7 @@ class Watcher:
 
     def _begin(self, folder: Path) -> None:
         self._folder = folder
-        self._metrics, self._log = Tail(folder / "metrics.jsonl"), Tail(folder / "train.log")
+        self._metrics, self._happened = Tail(folder / METRICS), Tail(folder / EVENTS)
         self._samples = Tail(folder / "gpus.jsonl")
         self._rows: list[Mapping[str, Any]] = []
         self._evaluation: Mapping[str, Any] = {}
@@ -111,18 +86,17 @@ class Watcher:
         self._events: list[Event] = []
 
     def _read(self) -> None:
-        lines, anew = self._metrics.lines()
-        rows = [row for line in lines if (row := parsed(line)) is not None]
+        rows, anew = self._metrics.rows()
         if anew:
             self._rows, self._evaluation = [], {}
         self._rows = [*self._rows, *(row for row in rows if row.get("kind") == "train")][-_KEPT:]
         evaluations = [row for row in rows if row.get("kind") == "evaluation"]
         evaluations = [row for row in evaluations if math.isfinite(number(row.get("step")))]
         self._evaluation = evaluations[-1] if evaluations else self._evaluation
-        lines, anew = self._log.lines()
-        found = [event for line in lines if (event := event_in(line)) is not None]
+        rows, anew = self._happened.rows()
+        found = [event for row in rows if (event := as_event(row)) is not None]
         self._events = found if anew else [*self._events, *found]
-        samples = [row for line in self._samples.lines()[0] if (row := parsed(line)) is not None]
+        samples, _ = self._samples.rows()
         if samples:
             self._gpus = tuple(map(_sample, gpus_in(samples[-1])))
 
@@ -161,8 +135,8 @@ class Watcher:
 
 def _current(run: Path) -> Path:
     """The fold that was written to last, or the run itself where it has none."""
-    folds = [path.parent for path in run.glob("fold-*/metrics.jsonl")]
-    return max(folds, key=lambda fold: _changed(fold / "metrics.jsonl"), default=run)
+    folds = [path.parent for path in run.glob(f"fold-*/{METRICS}")]
+    return max(folds, key=lambda fold: _changed(fold / METRICS), default=run)
 
 
 def _place(run: Path, folder: Path) -> tuple[int | None, int]:
@@ -185,8 +159,8 @@ def _status(run: Path, folder: Path) -> tuple[str, float | None]:
     if (run / "results.json").is_file():
         return "finished", None
     result = folder / "result.json"
-    spoken = max(_changed(folder / name) for name in ("metrics.jsonl", "train.log"))
-    if _changed(result) >= _changed(folder / "metrics.jsonl") > 0:
+    spoken = max(_changed(folder / name) for name in (METRICS, LOG))
+    if _changed(result) >= _changed(folder / METRICS) > 0:
         ended = str(_object(result).get("status", "finished"))
         if ended != "finished" or folder == run:
             return ended, None

@@ -31,12 +31,12 @@ from trainfit.reports.sections.run import (
 from trainfit.reports.sections.scores import scores_section
 from trainfit.reports.sections.study import is_study, ladder_section, study_chapter
 from trainfit.runs import run_folder
-from trainfit.runs.reader import Run, read_run
+from trainfit.runs.reader import RunFiles, read_run
 
 _ROOT = Path("runs")
 T = TypeVar("T")
 
-_SECTIONS: Sequence[Callable[[Run], Section | None]] = (
+_SECTIONS: Sequence[Callable[[RunFiles], Section | None]] = (
     scores_section,
     training_section,
     speed_section,
@@ -89,7 +89,7 @@ FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = {
 def report(*runs: str | Path) -> Report:
     """The report of runs and studies, by their folders or their names under runs/."""
     chapters: list[Chapter] = []
-    read: list[Run] = []
+    read: list[RunFiles] = []
     for folder in map(find, runs):
         if is_study(folder):
             chapters.append(_study(folder, len(chapters)))
@@ -115,7 +115,7 @@ def _study(folder: Path, at: int) -> Chapter:
         raise BadInput(f"{what} ({type(error).__name__})", fix) from None
 
 
-def _comparison(runs: Sequence[Run]) -> Chapter | None:
+def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
     try:
         return comparison(runs)
     except MALFORMED as error:
@@ -143,7 +143,7 @@ def write(made: Report, path: Path, form: str = "html") -> Path:
     return path
 
 
-def _chapter(run: Run, at: int) -> Chapter:
+def _chapter(run: RunFiles, at: int) -> Chapter:
     made: list[Section | None] = []
     for section in _SECTIONS:
         what = section.__name__.replace("_", " ")
@@ -164,7 +164,9 @@ def _chapter(run: Run, at: int) -> Chapter:
     )
 
 
-def _or_without(what: str, make: Callable[[Run], T], run: Run, nothing: T) -> tuple[Run, T]:
+def _or_without(
+    what: str, make: Callable[[RunFiles], T], run: RunFiles, nothing: T
+) -> tuple[RunFiles, T]:
     """Make a part of the page, or nothing and a word where the run's files are of another form."""
     try:
         return run, make(run)
@@ -173,16 +175,16 @@ def _or_without(what: str, make: Callable[[Run], T], run: Run, nothing: T) -> tu
         return replace(run, problems=(*run.problems, problem)), nothing
 
 
-def _remarks(run: Run) -> tuple[Block, ...]:
+def _remarks(run: RunFiles) -> tuple[Block, ...]:
     return tuple(Remark(text=text, tone="warning") for text in run.problems)
 
 
-def _subtitle(run: Run) -> str:
+def _subtitle(run: RunFiles) -> str:
     words = " · ".join(word for word in (model_of(run), device_of(run)) if word)
     return f"{run.config.get('task', 'run')} · {words}"
 
 
-def _headlines(run: Run) -> list[Headline]:
+def _headlines(run: RunFiles) -> list[Headline]:
     found = []
     if (score := main_score(run)) is not None:
         label, one = score

@@ -37,7 +37,7 @@ from trainfit.reports.sections.run import (
     seconds_of,
     typical,
 )
-from trainfit.runs.reader import Columns, Part, Run, thin
+from trainfit.runs.reader import Columns, RunFiles, RunPart, thin
 
 _MOST_MARKS = 60
 """More lines than this on a plot would hide it; the table of events has them all."""
@@ -75,7 +75,7 @@ _CHOSEN = ("loss", "f1", "accuracy", "auc")
 """Of the evaluations; whatever else there is follows."""
 
 
-def training_section(run: Run) -> Section:
+def training_section(run: RunFiles) -> Section:
     """Loss, validation and learning rate."""
     blocks: list[Block] = []
     entropy = {"loss": _loss_levels(run), "val_loss": _loss_levels(run)}
@@ -89,7 +89,7 @@ def training_section(run: Run) -> Section:
     return Section(id="training", title="Training", blocks=tuple(blocks))
 
 
-def speed_section(run: Run) -> Section:
+def speed_section(run: RunFiles) -> Section:
     """Throughput, MFU, memory, waiting, and the GPUs as the driver saw them."""
     blocks: list[Block] = []
     levels = {"mfu": _mfu_levels(run), "memory_gib": _memory_levels(run)}
@@ -123,7 +123,7 @@ def needs_log(series: Iterable[Series]) -> bool:
     return bool(values) and min(values) > 0 and max(values) / min(values) > 100
 
 
-def marks(parts: Sequence[Part]) -> tuple[Mark, ...]:
+def marks(parts: Sequence[RunPart]) -> tuple[Mark, ...]:
     """What happened, for all plots over steps."""
     found = [
         Mark(
@@ -139,7 +139,7 @@ def marks(parts: Sequence[Part]) -> tuple[Mark, ...]:
 
 
 def _plot(
-    run: Run, shape: Shape, table: str, references: tuple[Reference, ...] = ()
+    run: RunFiles, shape: Shape, table: str, references: tuple[Reference, ...] = ()
 ) -> list[Lines]:
     series = []
     for color, part in enumerate(run.parts):
@@ -163,7 +163,7 @@ def _plot(
     ]
 
 
-def _measures(run: Run) -> list[Shape]:
+def _measures(run: RunFiles) -> list[Shape]:
     """The figures of the evaluations, those that decide first."""
     names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
     first = [name for name in _CHOSEN if name in names]
@@ -175,7 +175,7 @@ def _measures(run: Run) -> list[Shape]:
     ]
 
 
-def _gpu_plot(run: Run, shape: Shape) -> list[Lines]:
+def _gpu_plot(run: RunFiles, shape: Shape) -> list[Lines]:
     series: list[Series] = []
     for part in run.parts:
         for gpu, columns in part.gpus.items():
@@ -198,7 +198,7 @@ def _gpu_plot(run: Run, shape: Shape) -> list[Lines]:
     ]
 
 
-def _spent(run: Run) -> list[Stack]:
+def _spent(run: RunFiles) -> list[Stack]:
     """Where the seconds went, where the job knows."""
     spent: Mapping[str, Any] = run.results.get("spent") or {}
     parts = tuple(
@@ -211,12 +211,12 @@ def _spent(run: Run) -> list[Stack]:
     return [Stack(id="spent", title="Where the time went", form="duration", parts=parts)]
 
 
-def _loss_levels(run: Run) -> tuple[Reference, ...]:
+def _loss_levels(run: RunFiles) -> tuple[Reference, ...]:
     entropy = run.results.get("unigram_entropy")
     return () if entropy is None else (Reference(y=float(entropy), label="unigram entropy"),)
 
 
-def _memory_levels(run: Run) -> tuple[Reference, ...]:
+def _memory_levels(run: RunFiles) -> tuple[Reference, ...]:
     if run.plan is None or run.plan.memory is None or not on_gpu(run.plan):
         return ()
     memory = run.plan.memory
@@ -226,7 +226,7 @@ def _memory_levels(run: Run) -> tuple[Reference, ...]:
     )
 
 
-def _mfu_levels(run: Run) -> tuple[Reference, ...]:
+def _mfu_levels(run: RunFiles) -> tuple[Reference, ...]:
     """What the tuning guide calls good and excellent on this GPU, for a small GPT."""
     slug = run.plan.gpu if run.plan else None
     spec = next((row for row in gpus() if row.slug == slug), None)
@@ -243,7 +243,7 @@ def _mfu_levels(run: Run) -> tuple[Reference, ...]:
     )
 
 
-def _why_no_mfu(run: Run) -> str:
+def _why_no_mfu(run: RunFiles) -> str:
     if not on_gpu(run.plan):
         return "there is no published peak for this device"
     if run.plan is not None and run.plan.workload.method == "frozen":
@@ -251,7 +251,7 @@ def _why_no_mfu(run: Run) -> str:
     return "the peak of this GPU or the work of a step is not known"
 
 
-def _why_no_samples(run: Run) -> str:
+def _why_no_samples(run: RunFiles) -> str:
     if on_gpu(run.plan):
         return "the driver was not asked, or did not answer"
     return "the run used no GPU that the catalogue knows"
@@ -268,7 +268,7 @@ _CURVES: tuple[tuple[str, str, str, Form, bool], ...] = (
 )
 
 
-def comparison(runs: Sequence[Run]) -> Chapter:
+def comparison(runs: Sequence[RunFiles]) -> Chapter:
     """The chapter before those of the runs."""
     sections = [
         Section(id="side-by-side", title="Side by side", blocks=(_table(runs), *_scores(runs))),
@@ -286,7 +286,7 @@ def comparison(runs: Sequence[Run]) -> Chapter:
     )
 
 
-def main_score(run: Run) -> tuple[str, Interval] | None:
+def main_score(run: RunFiles) -> tuple[str, Interval] | None:
     """The figure that a run is judged by, with its interval where folds gave one."""
     metrics = run.results.get("metrics") or {}
     for name, label in (("f1", "F1"), ("val_loss", "validation loss")):
@@ -297,7 +297,7 @@ def main_score(run: Run) -> tuple[str, Interval] | None:
     return None
 
 
-def _table(runs: Sequence[Run]) -> Table:
+def _table(runs: Sequence[RunFiles]) -> Table:
     rows: list[tuple[Scalar, ...]] = []
     for run in runs:
         score = main_score(run)
@@ -332,7 +332,7 @@ def _table(runs: Sequence[Run]) -> Table:
     return Table(columns=columns, rows=tuple(rows))
 
 
-def _scores(runs: Sequence[Run]) -> list[Block]:
+def _scores(runs: Sequence[RunFiles]) -> list[Block]:
     found = [main_score(run) for run in runs]
     blocks: list[Block] = []
     for label in ("F1", "validation loss"):
@@ -349,7 +349,7 @@ def _scores(runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def _curves(runs: Sequence[Run]) -> list[Block]:
+def _curves(runs: Sequence[RunFiles]) -> list[Block]:
     """One line per run; of folds the first, as a line of means would be of nothing that ran."""
     blocks: list[Block] = []
     for table, name, title, form, from_zero in _CURVES:
@@ -374,7 +374,7 @@ def _curves(runs: Sequence[Run]) -> list[Block]:
     return blocks
 
 
-def _differences(runs: Sequence[Run]) -> Block:
+def _differences(runs: Sequence[RunFiles]) -> Block:
     tables = [flat(run.config.get("config", {})) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = []

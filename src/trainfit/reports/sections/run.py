@@ -26,36 +26,34 @@ from trainfit.reports.model import (
 )
 from trainfit.reports.plan_page import SETTINGS
 from trainfit.reports.plots import parts_at_peak
-from trainfit.runs.reader import Run
+from trainfit.runs.reader import RunFiles
 
 
-def setting(run: Run) -> Section:
+def setting(run: RunFiles) -> Section:
     """The section."""
     blocks: list[Block] = [Remark(text=text, tone="warning") for text in run.problems]
     blocks.append(Facts(title="Job", items=tuple(_job(run))))
     blocks.append(Facts(title="Machine", items=tuple(_machine(run))))
     if data := tuple(_data(run)):
         blocks.append(Facts(title="Data", items=data))
-    if opening := run.parts[0].opening:
-        rows = tuple((line,) for line in opening)
+    if (setup := run.parts[0].setup) is not None:
+        rows = tuple((line,) for line in setup.lines())
         blocks.append(Table(title="Really set, as torch says", columns=("",), rows=rows))
     if run.config.get("config"):
         blocks.append(_configuration(run))
     return Section(id="setting", title="What was run", blocks=tuple(blocks))
 
 
-def device_of(run: Run) -> str:
+def device_of(run: RunFiles) -> str:
     """The device in a few words."""
-    for line in run.parts[0].opening:
-        if line.startswith("Device: "):
-            kind, _, rest = line.removeprefix("Device: ").partition(" (")
-            return rest.partition(")")[0] if kind == "cuda" else f"{kind} ({rest}"
+    if (setup := run.parts[0].setup) is not None:
+        return setup.device_words
     if run.hardware and run.hardware.gpus:
         return run.hardware.gpus[0].name
     return (run.plan.gpu if run.plan else None) or "unknown device"
 
 
-def model_of(run: Run) -> str:
+def model_of(run: RunFiles) -> str:
     """The model's name; of a path its last part."""
     name = run.setting("model.name")
     if name is None:
@@ -63,7 +61,7 @@ def model_of(run: Run) -> str:
     return Path(str(name)).name if "/" in str(name) and Path(str(name)).is_dir() else str(name)
 
 
-def _job(run: Run) -> Iterator[tuple[str, str]]:
+def _job(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "task", str(run.config.get("task", "unknown"))
     if model := model_of(run):
         weights = run.setting("model.weights")
@@ -84,7 +82,7 @@ def _job(run: Run) -> Iterator[tuple[str, str]]:
     yield "folder", str(run.folder)
 
 
-def _machine(run: Run) -> Iterator[tuple[str, str]]:
+def _machine(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "device", device_of(run)
     if run.hardware is not None:
         yield from _hardware(run.hardware)
@@ -105,7 +103,7 @@ def _hardware(profile: HardwareProfile) -> Iterator[tuple[str, str]]:
         yield "driver", profile.driver
 
 
-def _data(run: Run) -> Iterator[tuple[str, str]]:
+def _data(run: RunFiles) -> Iterator[tuple[str, str]]:
     folds = run.data.get("folds") or []
     if not folds:
         yield from _token_files(run.data.get("header"))
@@ -150,7 +148,7 @@ def flat(config: Any, prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _configuration(run: Run) -> Table:
+def _configuration(run: RunFiles) -> Table:
     origins = run.config.get("origins") or {}
     rows = [
         (key, cell(value) if not isinstance(value, list) else str(value), origins.get(key, ""))
@@ -170,7 +168,7 @@ _BOUND = 0.005
 """GiB under which a part of the memory is not worth a place in a picture."""
 
 
-def plan_section(run: Run) -> Section:
+def plan_section(run: RunFiles) -> Section:
     """Every setting and why."""
     plan = run.plan
     blocks: list[Block] = []
@@ -186,7 +184,7 @@ def plan_section(run: Run) -> Section:
     return Section(id="plan", title="Plan", blocks=tuple(blocks))
 
 
-def promise_section(run: Run) -> Section:
+def promise_section(run: RunFiles) -> Section:
     """Predicted against measured memory and time."""
     blocks: list[Block] = []
     plan = run.plan
@@ -211,13 +209,13 @@ def on_gpu(plan: Plan | None) -> bool:
     return plan is not None and plan.gpu is not None
 
 
-def measured_memory(run: Run) -> float | None:
+def measured_memory(run: RunFiles) -> float | None:
     """The most that any part of the run took, in GiB."""
     peaks = [part.train["memory_gib"].max() for part in run.parts if "memory_gib" in part.train]
     return float(max(peaks)) if peaks else None
 
 
-def typical(run: Run, name: str) -> float | None:
+def typical(run: RunFiles, name: str) -> float | None:
     """The median of a figure over the log, without the first line, which has the warm-up in it."""
     values = [part.train[name][1:] for part in run.parts if name in part.train]
     together = np.concatenate(values) if values else np.array([])
@@ -225,13 +223,13 @@ def typical(run: Run, name: str) -> float | None:
     return float(np.median(together)) if together.size else None
 
 
-def seconds_of(run: Run) -> float | None:
+def seconds_of(run: RunFiles) -> float | None:
     """The whole time of training over all folds."""
     found = [part.result.get("seconds") for part in run.parts if part.result]
     return float(sum(found)) if found and None not in found else None  # type: ignore[arg-type]
 
 
-def _rows(plan: Plan, run: Run) -> Iterator[tuple[str, str, str, str, str]]:
+def _rows(plan: Plan, run: RunFiles) -> Iterator[tuple[str, str, str, str, str]]:
     memory, time = plan.memory, plan.time
     comparable = on_gpu(plan)
     if memory is not None:
@@ -265,7 +263,7 @@ def _row(
     return label, shown(predicted, form), stated, shown(measured, form), difference
 
 
-def _note(plan: Plan, run: Run) -> str:
+def _note(plan: Plan, run: RunFiles) -> str:
     notes = ["Rates are medians over the log without its first line."]
     if plan.time is None or plan.time.step_seconds is None:
         notes.append("No times were recorded on this kind of device, so none were predicted.")
@@ -302,7 +300,7 @@ _STATUS = {
 _MOST_EVENTS = 200
 
 
-def receipt_section(run: Run) -> Section | None:
+def receipt_section(run: RunFiles) -> Section | None:
     """Requested against observed, where the run has a receipt; what failed stands first."""
     if run.receipt is None:
         return None
@@ -333,7 +331,7 @@ def receipt_section(run: Run) -> Section | None:
     )
 
 
-def events_section(run: Run) -> Section:
+def events_section(run: RunFiles) -> Section:
     """Everything that happened, in order."""
     rows = [
         (part.name, event.step, shown(event.seconds, "duration"), event.kind, event.text)

@@ -31,7 +31,7 @@ from trainfit.reports.predictions import (
     read_predictions,
     roc_curve,
 )
-from trainfit.runs.reader import Run
+from trainfit.runs.reader import RunFiles
 
 _FIGURES = ("f1", "precision", "recall", "macro_f1", "accuracy", "auc")
 _BASELINES = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}
@@ -39,7 +39,7 @@ _RESAMPLED = "95% intervals by drawing whole posts anew; none where no error was
 _MOST_CLASSES = 8
 
 
-def scores_section(run: Run) -> Section | None:
+def scores_section(run: RunFiles) -> Section | None:
     """The section, or None for a run that has no scores."""
     metrics = run.results.get("metrics") or _only_fold(run)
     found = _predictions(run)
@@ -61,25 +61,25 @@ def scores_section(run: Run) -> Section | None:
     return Section(id="scores", title="Held-out scores", blocks=tuple(blocks))
 
 
-def _only_fold(run: Run) -> Mapping[str, Any]:
+def _only_fold(run: RunFiles) -> Mapping[str, Any]:
     """The scores of a run that has only one part, where its results are not written yet."""
     found: Mapping[str, Any] = run.parts[0].scores.get("overall", {})
     return found if len(run.parts) == 1 else {}
 
 
-def _predictions(run: Run) -> Predictions | None:
+def _predictions(run: RunFiles) -> Predictions | None:
     path: Path = run.folder / "predictions.csv"
     return read_predictions(path) if path.is_file() else None
 
 
-def class_names(run: Run, count: int) -> tuple[str, ...]:
+def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
     """The classes as the data names them."""
     folds = run.data.get("folds") or [{}]
     names = folds[0].get("classes") or ()
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
 
 
-def _table(metrics: Mapping[str, Any], run: Run) -> Table:
+def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     rows: list[tuple[Scalar, ...]] = []
     folds: Sequence[Mapping[str, Any]] = metrics.get("folds") or ()
     for number, fold in enumerate(folds, 1):
@@ -102,7 +102,7 @@ def _table(metrics: Mapping[str, Any], run: Run) -> Table:
     )
 
 
-def _intervals(found: Predictions, run: Run) -> Iterator[Intervals]:
+def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
     """F1 by fold and by criterion; without folds the whole leads the criteria."""
     baselines: Mapping[str, Any] = run.results.get("baselines") or {}
     references = tuple(
@@ -145,7 +145,7 @@ def _row(label: str, part: Predictions, color: int) -> Interval:
     )
 
 
-def _confusion(counts: Sequence[Sequence[int]], run: Run) -> Matrix:
+def _confusion(counts: Sequence[Sequence[int]], run: RunFiles) -> Matrix:
     return Matrix(
         id="confusion",
         title="Confusion",
@@ -155,7 +155,7 @@ def _confusion(counts: Sequence[Sequence[int]], run: Run) -> Matrix:
     )
 
 
-def _curves(found: Predictions, run: Run) -> Iterator[Lines]:
+def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
     """ROC and precision–recall: by fold and together, or one class against the rest."""
     for name, title, curve in (
         ("roc", "ROC", roc_curve),
@@ -180,7 +180,7 @@ def _curves(found: Predictions, run: Run) -> Iterator[Lines]:
             )
 
 
-def _sets(found: Predictions, run: Run) -> Iterator[tuple[str, int, Any, Any]]:
+def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, Any]]:
     """Name, colour, what is positive, and its scores, for each line."""
     if found.classes > 2:
         sizes = np.bincount(found.labels, minlength=found.classes)

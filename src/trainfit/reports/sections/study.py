@@ -29,7 +29,7 @@ from trainfit.reports.model import (
     cell,
     shown,
 )
-from trainfit.runs.reader import Run, number
+from trainfit.runs.reader import RunFiles, number
 
 _MOST_CURVES = 60
 
@@ -212,7 +212,7 @@ _KEPT, _ASIDE = 0, 7
 """Colours: of what the next steps build on, and of what they do not."""
 
 
-def ladder_section(run: Run) -> Section | None:
+def ladder_section(run: RunFiles) -> Section | None:
     """Speed and memory, one optimization after another, then the best without each."""
     steps = _listed(run.ladder, "steps")
     if not steps:
