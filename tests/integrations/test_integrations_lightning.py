@@ -83,7 +83,8 @@ def test_running_out_of_memory_comes_with_advice(tmp_path: Path):
     with pytest.raises(torch.OutOfMemoryError) as raised:
         trainer(tmp_path, callback).fit(Tiny(fail_at=2), loader())
     [note] = raised.value.__notes__
-    assert "training.batch_size" in note
+    assert "accumulate_grad_batches" in note
+    assert "per_device_train_batch_size" not in note
 
 
 def test_without_lightning_it_says_so_in_one_line(monkeypatch: pytest.MonkeyPatch):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
 
+from trainfit.conf import SCHEMAS, keys
 from trainfit.core.records import Receipt
 from trainfit.integrations import TrainfitCallback, oom_advice
 from trainfit.integrations.flops import work_of
@@ -217,6 +218,27 @@ def test_running_out_of_memory_comes_with_advice(tmp_path: Path, monkeypatch: py
     [note] = raised.value.__notes__
     assert "3.1 GiB are reserved but unallocated" in note
     assert "expandable_segments" in note
+    assert "per_device_train_batch_size" in note
+    assert "gradient_accumulation_steps" in note
+
+
+OOM = (
+    "CUDA out of memory. Tried to allocate 2.25 GiB. GPU 0 has a total capacity of 23.64 GiB of "
+    "which 1.02 GiB is free."
+)
+SHARED = f"{OOM} Process 5142 has 21.30 GiB memory in use."
+
+
+@pytest.mark.parametrize("message", [OOM, SHARED, "CUDA error: device-side assert triggered"])
+def test_advice_in_a_loop_of_ones_own_names_nothing_of_trainfits(message: str):
+    with pytest.raises(RuntimeError) as raised, oom_advice():
+        raise RuntimeError(message)
+    [note] = raised.value.__notes__
+    words = set(note.removeprefix("trainfit:").replace("=", " ").replace("`", " ").split())
+    own = {key for task in SCHEMAS for key in keys(task)}
+    assert not words & (own | {"make", "trainfit"})
+    assert ("optimizer.step()" in note) == ("memory" in message)
+    assert ("5142" in note) == (message == SHARED)
 
 
 def test_other_errors_pass_as_they_are():

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
@@ -58,6 +59,22 @@ def test_notes_say_what_an_uneven_cut_would_have_kept(make_plan: Make):
     assert (split.size, split.accumulation) == (16, 4)
     assert "46 or 69 would keep 23" in split.notes[0]
     assert even_batch(make_plan()).notes == ()
+
+
+@given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 8))
+def test_another_accumulation_than_the_plans_is_said(make_plan, effective, batch, planned):
+    """Trainfit's own micro-batches may differ in size, so their number may be another."""
+    plan = make_plan(
+        effective_batch_size=effective,
+        batch_size=batch,
+        micro_batch_tokens=batch * 512,
+        gradient_accumulation_steps=planned,
+    )
+    said = hf(plan, compose("nli"))
+    found = json.loads(said.text)["gradient_accumulation_steps"]
+    both = f"gradient accumulation is {found} here"
+    explained = [n for n in said.notes if n.startswith(both) and f"into {planned} of" in n]
+    assert len(explained) == (found != planned)
 
 
 def test_the_longest_sequence_counts_not_the_longest_allowed(make_plan: Make):
@@ -136,6 +153,37 @@ def test_a_plan_for_the_cpu_stays_on_it(make_plan: Make, tmp_path: Path):
     plan = make_plan(gpu=None, precision="fp32", runtime__tf32=None, pin_memory=False)
     arguments = json.loads(hf(plan, compose("nli", ["hardware=cpu"])).text)
     assert TrainingArguments(output_dir=str(tmp_path), **arguments).device.type == "cpu"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+@pytest.mark.parametrize("precision", ["bf16", "fp32"])
+def test_trainer_trains_by_a_plan_for_the_cpu(make_plan: Make, tmp_path: Path, precision: str):
+    from transformers import Trainer, TrainingArguments
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(2, 1)
+
+        def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+            return {"loss": self.layer(x).float().square().mean()}
+
+    plan = make_plan(
+        gpu=None,
+        device="cpu",
+        precision=precision,
+        runtime__tf32=False,
+        pin_memory=False,
+        compile=False,
+        num_workers=0,
+        persistent_workers=False,
+        prefetch_factor=None,
+    )
+    arguments = json.loads(hf(plan, compose("nli", ["training.max_steps=1"])).text)
+    arguments |= {"eval_strategy": "no", "report_to": "none", "save_strategy": "no"}
+    args = TrainingArguments(output_dir=str(tmp_path), **arguments)
+    rows = [{"x": torch.ones(2)} for _ in range(16)]
+    assert Trainer(model=Model(), args=args, train_dataset=rows).train().global_step == 1
 
 
 def test_notes_tell_what_the_arguments_cannot(make_plan: Make):

@@ -185,6 +185,8 @@ class Plan(Record):
     workload: Workload
     gpu: str | None
     """The catalogue's row; None for a CPU or a GPU that it does not know."""
+    device: Literal["cuda", "cpu"] | None = None
+    """Device to train on, as torch names it; None in plans of version 0.1."""
     ranks: int = 1
     sharding: Literal["none", "fsdp"] = "none"
     """Each rank holds the whole model, or a share of it where no GPU could alone."""

@@ -9,7 +9,8 @@ from typing import Any, Self
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from trainfit.core.records import Receipt
-from trainfit.integrations.meter import Meter, Observing, oom_advice
+from trainfit.integrations.memory_advice import oom_advice
+from trainfit.integrations.meter import Meter, Observing
 from trainfit.measuring.observe import WARM_UP
 
 

@@ -7,7 +7,8 @@ from typing import Any
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt
-from trainfit.integrations.meter import Meter, Observing, add_advice
+from trainfit.integrations.memory_advice import add_advice
+from trainfit.integrations.meter import Meter, Observing
 from trainfit.measuring.observe import WARM_UP
 
 try:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.records import Receipt
-from trainfit.doctor import diagnose_text
 from trainfit.hardware.gpus import known_spec
 from trainfit.integrations.flops import ModelWork, work_of
 from trainfit.measuring.observe import Observation, observe
@@ -179,24 +178,3 @@ class Observing:
         if write:
             receipt.save(folder / RECEIPT)
         return receipt
-
-
-_HEAD = "trainfit:"
-
-
-@contextmanager
-def oom_advice() -> Iterator[None]:
-    """Let errors through with the doctor's advice as a note, which Python prints below them."""
-    try:
-        yield
-    except Exception as error:
-        add_advice(error)
-        raise
-
-
-def add_advice(error: BaseException) -> None:
-    """Note what the doctor knows of this error, once."""
-    if any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
-        return
-    for finding in diagnose_text(f"{type(error).__name__}: {error}"):
-        error.add_note(f"{_HEAD} {finding.title} ({finding.evidence})\n{finding.mend}")

@@ -59,6 +59,11 @@ def even_batch(plan: Plan) -> EvenBatch:
             f"batches of {size} instead of {rows} hold the effective batch of {share} per rank "
             f"exactly; {share // rows * rows} or {(share // rows + 1) * rows} would keep {rows}"
         )
+    if share // size != plan.gradient_accumulation_steps:
+        notes.append(
+            f"gradient accumulation is {share // size} here, with batches of one size; trainfit's "
+            f"own run cuts the same step into {plan.gradient_accumulation_steps} of unlike sizes"
+        )
     return EvenBatch(size, share // size, tuple(notes))
 
 
@@ -164,10 +169,11 @@ def launch_config(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def _device(plan: Plan, config: Config) -> str:
-    """The kind of device: cpu or gpu, and auto where the plan is for whatever is there."""
-    if config.device.use_cuda is False:
+    """Kind of device in Lightning's words; auto for an old plan that does not tell."""
+    if config.device.use_cuda is False or plan.device == "cpu":
         return "cpu"
-    return "gpu" if plan.gpu is not None or config.device.use_cuda is True else "auto"
+    known = plan.device == "cuda" or plan.gpu is not None or config.device.use_cuda is True
+    return "gpu" if known else "auto"
 
 
 def _warmup(config: Config) -> float:

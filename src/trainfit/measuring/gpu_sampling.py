@@ -38,18 +38,21 @@ class GpuSamples:
         found = [value for gpu in self.gpus if (value := getattr(gpu.state, figure)) is not None]
         return statistics.fmean(found) if found else None
 
-    def notices(self) -> tuple[str, ...]:
-        """What spoils a measurement: the GPU was held back, or not alone."""
+    def throttling(self) -> tuple[str, ...]:
+        """Sentences on what slowed the GPU down, and in how many samples."""
         said = []
-        count = len(self.gpus)
         for reason, cause in _HOLDS_BACK.items():
             held = sum(reason in gpu.state.throttle_reasons for gpu in self.gpus)
             if held:
-                said.append(f"the GPU was held back by {cause} in {held} of {count} samples")
-        others = max((_others(gpu) for gpu in self.gpus), default=0.0)
-        if others >= _OTHERS_GIB:
-            said.append(f"other processes held {others:.1f} GiB of the GPU")
+                of = f"{held} of {len(self.gpus)} samples"
+                said.append(f"the GPU was held back by {cause} in {of}")
         return tuple(dict.fromkeys(said))
+
+    def notices(self) -> tuple[str, ...]:
+        """Sentences on what spoils a measurement: a slowed GPU, or other processes on it."""
+        others = max((_others(gpu) for gpu in self.gpus), default=0.0)
+        shared = f"other processes held {others:.1f} GiB of the GPU"
+        return (*self.throttling(), *([shared] if others >= _OTHERS_GIB else []))
 
 
 def _others(gpu: NvmlGpu) -> float:

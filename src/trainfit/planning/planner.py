@@ -223,6 +223,7 @@ def _planned(
             effective_batch_size=basis.effective.value,
         ),
         gpu=None if gpu is None else gpu.slug,
+        device=profile.device,
         ranks=ranks,
         weights_dtype=basis.arguments.get("dtype", "float32"),
         runtime=RuntimeSettings(

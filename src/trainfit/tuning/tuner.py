@@ -175,8 +175,7 @@ def tune(
             seconds=minutes * 60 - (time.monotonic() - began),
             tell=tell,
         )
-    held_back = [text for text in samples.notices() if "held back" in text]
-    result = conclude(base, found, time.monotonic() - began, held_back)
+    result = conclude(base, found, time.monotonic() - began, samples.throttling())
     if keep and result.samples_per_second is not None:
         tuned_cache.write(question, profile, result, ranks)
     return result

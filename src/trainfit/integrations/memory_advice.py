@@ -1,0 +1,105 @@
+"""Advice on errors in somebody else's training loop, in the words of the framework that runs it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from trainfit.doctor import diagnose_text
+from trainfit.doctor.finding import numbered
+from trainfit.doctor.patterns.out_of_memory import Numbers, kind_of, read_numbers
+
+_HEAD = "trainfit:"
+_MODULES = {
+    "transformers.": "transformers",
+    "lightning.": "lightning",
+    "pytorch_lightning.": "lightning",
+}
+"""Modules of a traceback that tell the framework; a loop without any is torch's."""
+_LESS_MEMORY: Mapping[str, tuple[str, ...]] = {
+    "transformers": (
+        "Halve per_device_train_batch_size and double gradient_accumulation_steps: the effective "
+        "batch stays the same.",
+        "Recompute activations: gradient_checkpointing=True.",
+        "Cut sequences shorter: the tokenizer's max_length, with truncation=True.",
+        "If it happens in an evaluation: lower per_device_eval_batch_size, and set "
+        "eval_accumulation_steps=1 so that predictions leave the GPU.",
+        "Train less of the model: wrap it by peft.get_peft_model with a LoraConfig.",
+    ),
+    "lightning": (
+        "Halve the batch_size of the DataLoader and double Trainer(accumulate_grad_batches=...): "
+        "the effective batch stays the same.",
+        "Recompute activations: torch.utils.checkpoint around the blocks of the module, or "
+        "gradient_checkpointing_enable() of a transformers model in it.",
+        "Use half precision if it is not on: Trainer(precision='bf16-mixed').",
+        "Cut sequences shorter in the dataset or the collate function.",
+        "If it happens in a validation: lower the batch_size of the validation DataLoader.",
+    ),
+    "torch": (
+        "Halve the batch size and call optimizer.step() after every second batch, with each loss "
+        "divided by 2: the effective batch stays the same.",
+        "Recompute activations: torch.utils.checkpoint.checkpoint around the blocks of the model.",
+        "Use half precision if it is not on: torch.autocast('cuda', dtype=torch.bfloat16).",
+        "Cut sequences shorter, or use smaller images.",
+        "If it happens in an evaluation: run it under torch.no_grad() with smaller batches.",
+    ),
+}
+_EXPANDABLE = (
+    "`export PYTORCH_ALLOC_CONF=expandable_segments:True` before Python starts "
+    "(PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
+)
+
+
+@contextmanager
+def oom_advice() -> Iterator[None]:
+    """Let errors through with advice as a note, which Python prints below them."""
+    try:
+        yield
+    except Exception as error:
+        add_advice(error)
+        raise
+
+
+def add_advice(error: BaseException) -> None:
+    """Add a note with the cause of a known error, once; running out of memory gets steps too."""
+    if any(note.startswith(_HEAD) for note in getattr(error, "__notes__", ())):
+        return
+    numbers = read_numbers(str(error))
+    for finding in diagnose_text(f"{type(error).__name__}: {error}"):
+        out_of_memory = finding.id == kind_of(numbers)
+        steps = numbered(_steps(finding.id, numbers, framework_of(error)))
+        advice = steps if out_of_memory else finding.why
+        error.add_note(f"{_HEAD} {finding.title} ({finding.evidence})\n{advice}")
+
+
+def framework_of(error: BaseException) -> str:
+    """Framework whose code the error passed through: transformers, lightning, or else torch."""
+    trace = error.__traceback__
+    while trace is not None:
+        module = str(trace.tb_frame.f_globals.get("__name__", ""))
+        for prefix, name in _MODULES.items():
+            if module.startswith(prefix):
+                return name
+        trace = trace.tb_next
+    return "torch"
+
+
+def _steps(kind: str, numbers: Numbers, framework: str) -> tuple[str, ...]:
+    """Steps for running out of memory, in the order to try them."""
+    steps = _LESS_MEMORY[framework]
+    grow = f"If much is reserved but unallocated: {_EXPANDABLE}."
+    if kind == "cuda_oom_fragmented":
+        amount = f"{numbers.unallocated or 0:.1f} GiB are reserved but unallocated"
+        return (f"Fragmentation: {amount}. Let segments grow: {_EXPANDABLE}.", *steps)
+    if kind == "cuda_oom_shared":
+        pids = ",".join(str(pid) for pid, _ in numbers.others)
+        return (
+            f"Other processes hold {numbers.held:.1f} GiB: `ps -o pid,user,etime,cmd -p {pids}` "
+            "lists them; end those that are yours and left over.",
+            "Choose another GPU: `export CUDA_VISIBLE_DEVICES=1`.",
+            *steps,
+        )
+    if numbers.allowed is not None:
+        cap = f"The process may use {numbers.allowed:.1f} GiB only: "
+        return (f"{cap}raise what set_per_process_memory_fraction was given.", *steps, grow)
+    return (*steps, grow)
