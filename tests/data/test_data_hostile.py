@@ -198,7 +198,7 @@ def test_a_child_that_dies_or_hangs_is_one_line(
 ):
     (tmp_path / "child.py").write_text(script)
     (tmp_path / "a.parquet").write_text("private")
-    monkeypatch.setattr(columnar, "_CHILD", tmp_path / "child.py")
+    monkeypatch.setattr(columnar, "CHILD", tmp_path / "child.py")
     monkeypatch.setattr(columnar, "_PATIENCE", 0.5)
     assert "is damaged" in refused(lambda: read_texts(tmp_path / "a.parquet", "text"))
 

@@ -9,10 +9,15 @@ from torch.utils.data import DataLoader
 
 from job_tiny import write_redsm5
 from trainfit.core.errors import BadInput
-from trainfit.data.pairs import nli_dataset, sample_negatives, split_corpus, tokenize_corpus
+from trainfit.data.pairs import (
+    load_redsm5_nli,
+    nli_dataset,
+    sample_negatives,
+    split_corpus,
+    tokenize_corpus,
+)
 from trainfit.data.redsm5 import ANNOTATIONS, CRITERIA, POSTS, read_redsm5
-from trainfit.data.redsm5_nli_dataset import load_redsm5_nli
-from trainfit.data.synthetic import make_corpus, write_files
+from trainfit.data.synthetic import Scale, make_corpus, make_drafts
 from trainfit.data.tokenizers import learn_tokenizer
 
 SECRET = "nobody may read this"
@@ -31,6 +36,18 @@ def put(
         with (folder / name).open("w", newline="") as file:
             csv.writer(file).writerows([first, *rows])
     return folder
+
+
+def write_files(folder: Path, scale: Scale, seed: int) -> None:
+    """The synthetic corpus of a seed as files."""
+    folder.mkdir(exist_ok=True)
+    drafts = list(make_drafts(scale, seed))
+    marks = [
+        (d.id, f"{d.id}_{m.sentence}", d.sentences[m.sentence], m.symptom, str(int(m.status)), "")
+        for d in drafts
+        for m in d.marks
+    ]
+    put(folder, [(draft.id, " ".join(draft.sentences)) for draft in drafts], marks)
 
 
 def mark(post: str, symptom: str, status: str, sentence: int = 0) -> tuple[str, ...]:

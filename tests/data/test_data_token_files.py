@@ -18,10 +18,10 @@ from job_tiny import detect_once
 from trainfit.cli.main import run
 from trainfit.core.errors import BadInput
 from trainfit.data import corpus, token_preparation
-from trainfit.data.bpe import load_bpe, short_words
 from trainfit.data.corpus import END_OF_TEXT, find_files, read_pieces, standard_library
 from trainfit.data.token_files import open_tokens, unigram_entropy
 from trainfit.data.token_preparation import Preparation, embedded_tokens, prepare_tokens
+from trainfit.data.tokenizers import load_bpe, short_words
 from trainfit.jobs import job_plan
 
 TREES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper kapok larch maple"

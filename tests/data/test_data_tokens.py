@@ -185,3 +185,9 @@ def test_importing_the_data_package_is_light():
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_every_public_name_of_the_package_can_be_imported():
+    import trainfit.data as package
+
+    assert all(getattr(package, name) is not None for name in package.__all__)

@@ -17,7 +17,7 @@ from transformers.integrations import hub_kernels
 
 from trainfit.core.errors import BadInput
 from trainfit.core.files import cache_folder
-from trainfit.data import model_files, weights_child
+from trainfit.data import model_files, reading_child
 from trainfit.data.model_files import plain_config, weight_files
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 from trainfit.jobs.models.backbone import build_encoder
@@ -242,7 +242,7 @@ def test_a_malicious_pickle_is_refused_in_one_line(model: Path, tmp_path: Path):
     for write in bombs.values():
         write(model / "pytorch_model.bin")
         with pytest.raises((ValueError, pickle.UnpicklingError)):
-            weights_child._convert(model / "pytorch_model.bin", tmp_path / "converted")
+            reading_child.convert(model / "pytorch_model.bin", tmp_path / "converted")
     assert not marker.exists()
     assert not (tmp_path / "converted").exists()
 

@@ -1,4 +1,4 @@
-"""What is trained on: ReDSM5 and data of its shape, text files, folds, tokens and micro-batches.
+"""Training data: ReDSM5 and data of its shape, text files, folds, tokens and micro-batches.
 
 The public names are loaded when they are first used: `import trainfit.data` imports neither torch
 nor scikit-learn.
@@ -13,12 +13,12 @@ if TYPE_CHECKING:
     from trainfit.data.folds import split as split
     from trainfit.data.labelled_texts import load_text_files as load_text_files
     from trainfit.data.labelled_texts import text_datasets as text_datasets
+    from trainfit.data.pairs import load_redsm5_nli as load_redsm5_nli
     from trainfit.data.pairs import nli_dataset as nli_dataset
     from trainfit.data.pairs import split_corpus as split_corpus
     from trainfit.data.pairs import tokenize_corpus as tokenize_corpus
     from trainfit.data.redsm5 import Corpus as Corpus
     from trainfit.data.redsm5 import read_redsm5 as read_redsm5
-    from trainfit.data.redsm5_nli_dataset import load_redsm5_nli as load_redsm5_nli
     from trainfit.data.synthetic import make_corpus as make_corpus
     from trainfit.data.synthetic import make_texts as make_texts
     from trainfit.data.text_files import Columns as Columns
@@ -33,20 +33,20 @@ _HOMES = {
     "Corpus": "redsm5",
     "Dataset": "tokens",
     "Tokens": "tokens",
-    "collate_packed": "collate",
-    "collate_padded": "collate",
+    "collate_packed": "batches",
+    "collate_padded": "batches",
     "learn_tokenizer": "tokenizers",
-    "load_redsm5_nli": "redsm5_nli_dataset",
-    "load_text_files": "textclass",
+    "load_redsm5_nli": "pairs",
+    "load_text_files": "labelled_texts",
     "load_tokenizer": "tokenizers",
     "make_corpus": "synthetic",
-    "make_texts": "synthetic_texts",
-    "nli_dataset": "nli",
+    "make_texts": "synthetic",
+    "nli_dataset": "pairs",
     "read_redsm5": "redsm5",
     "split": "folds",
-    "split_corpus": "nli",
-    "text_datasets": "textclass",
-    "tokenize_corpus": "nli",
+    "split_corpus": "pairs",
+    "text_datasets": "labelled_texts",
+    "tokenize_corpus": "pairs",
     "tokenize_texts": "tokens",
 }
 __all__ = [*_HOMES]

@@ -17,7 +17,7 @@ from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
-_CHILD = Path(__file__).with_name("columnar_child.py")
+CHILD = Path(__file__).with_name("reading_child.py")
 _BATCH = 1024
 _PATIENCE = 120.0
 """Seconds for one batch of rows."""
@@ -71,7 +71,8 @@ def _read(
     names: list[str],
     kind: str,
 ) -> Rows:
-    request = {"format": form, "files": [str(f.absolute()) for f in files], "columns": names}
+    names_of_files = [str(file.absolute()) for file in files]
+    request = {"format": form, "files": names_of_files, "columns": names, "batch": _BATCH}
     child = _start(request)
     assert child.stdout is not None
     damaged = BadInput(f"{path} is damaged, or not a {kind}", "save it again")
@@ -97,7 +98,7 @@ def _read(
 
 def _start(request: dict[str, Any]) -> subprocess.Popen[str]:
     # -P: beside the script lie modules with the names of libraries.
-    command = [sys.executable, "-P", str(_CHILD), str(_memory()), str(_BATCH)]
+    command = [sys.executable, "-P", str(CHILD), str(_memory())]
     # The system's allocator asks for no more address space than it uses.
     surroundings = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2"}
     child = subprocess.Popen(

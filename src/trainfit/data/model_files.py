@@ -20,11 +20,11 @@ from typing import TYPE_CHECKING, Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.files import cache_folder, check_regular, checksum, read_text
+from trainfit.data.columnar import CHILD
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-_CHILD = Path(__file__).with_name("weights_child.py")
 _SECONDS = 900.0
 """For one conversion."""
 _MEMORY = 24 << 30
@@ -220,12 +220,13 @@ def _is_whole(path: Path) -> bool:
 
 
 def _convert(place: str, files: list[Path], targets: list[Path]) -> None:
-    request = {"files": [[str(a), str(b)] for a, b in zip(files, targets, strict=True)]}
+    pairs = [[str(a), str(b)] for a, b in zip(files, targets, strict=True)]
+    request = {"format": "weights", "files": pairs}
     memory = _MEMORY + 8 * sum(file.stat().st_size for file in files)
     try:
         # -P: beside the script lie modules with the names of libraries.
         done = subprocess.run(
-            [sys.executable, "-P", str(_CHILD), str(memory)],
+            [sys.executable, "-P", str(CHILD), str(memory)],
             input=json.dumps(request) + "\n",
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -237,7 +238,7 @@ def _convert(place: str, files: list[Path], targets: list[Path]) -> None:
         answer = json.loads(done.stdout) if done.stdout else {}
     except (subprocess.TimeoutExpired, ValueError):
         answer = {}
-    if answer.get("done"):
+    if answer.get("end"):
         return
     fix = "get the model as safetensors"
     name = f"{files[0].name} of {place}"

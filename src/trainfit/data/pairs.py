@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from trainfit.core.errors import BadInput
 from trainfit.data.folds import Fold, Folds, split
-from trainfit.data.redsm5 import CRITERIA, Corpus
+from trainfit.data.redsm5 import CRITERIA, Corpus, Wording, read_redsm5
 from trainfit.data.text_files import balanced_weights
 from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
 
 if TYPE_CHECKING:
+    from torch.utils.data import StackDataset
+
     from trainfit.data.tokenizers import Tokenizer
 
 CLASSES = ("no evidence", "evidence")
@@ -106,3 +109,37 @@ def _describe(part: Tokens) -> dict[str, Any]:
         "mean_length": round(float(part.lengths.mean()), 1),
         "longest": int(part.lengths.max()),
     }
+
+
+def load_redsm5_nli(
+    data_dir: Path | str,
+    tokenizer: Tokenizer,
+    *,
+    max_length: int = 512,
+    wording: Wording = "short",
+    negative_ratio: float | None = None,
+    test_share: float = 0.2,
+    validation_share: float = 0.2,
+    seed: int = 0,
+) -> tuple[StackDataset, StackDataset, StackDataset, dict[str, Any]]:
+    """Train, validation and test pairs of the real files, split by post, and their metadata.
+
+    Each is a torch dataset, padded to `max_length`, for a DataLoader of one's own; trainfit's own
+    loop packs or buckets the same tokens. A pair that is too long loses the end of its post.
+    """
+    from torch.utils.data import StackDataset
+
+    from trainfit.data.batches import collate_padded
+    from trainfit.data.tokenizers import pad_id
+
+    corpus = read_redsm5(data_dir, wording)
+    shares = {"test_share": test_share, "validation_share": validation_share}
+    folds = split_corpus(corpus, **shares, seed=seed)
+    tokens = tokenize_corpus(corpus, tokenizer, max_length)
+    data = nli_dataset(tokens, folds, 0, negative_ratio=negative_ratio, seed=seed)
+    filler = pad_id(tokenizer)
+
+    def padded(part: Tokens) -> StackDataset:
+        return StackDataset(**collate_padded(part, range(len(part)), len(part), max_length, filler))
+
+    return padded(data.train), padded(data.validation), padded(data.test), data.metadata

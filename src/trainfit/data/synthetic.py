@@ -8,23 +8,17 @@ not whom it is about, and only a model that reads the order tells the two apart.
 
 from __future__ import annotations
 
-import csv
-import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
-from pathlib import Path
 from statistics import NormalDist
 from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.core.files import write_whole
 from trainfit.data.redsm5 import (
-    ANNOTATIONS,
     CRITERIA,
-    POSTS,
     SPECIAL_CASE,
     Annotation,
     Corpus,
@@ -127,7 +121,7 @@ SIZES: dict[Scale, Size] = {
 
 def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short") -> Corpus:
     """The made-up corpus, labelled as the real one is."""
-    drafts = list(_drafts(SIZES[scale], seed))
+    drafts = list(make_drafts(scale, seed))
     posts = [Post(id=draft.id, text=" ".join(draft.sentences)) for draft in drafts]
     annotations = [
         Annotation(post_id=draft.id, symptom=mark.symptom, status=mark.status, place="made up")
@@ -141,35 +135,6 @@ def criteria_texts(wording: Wording) -> list[str]:
     """Made-up criteria: each names its cue, as a real one names what to look for."""
     cues = CUES[: len(CRITERIA)]
     return [cue if wording == "short" else f"the writer tells of {cue}" for cue in cues]
-
-
-def write_files(folder: Path, scale: Scale = "small", seed: int = 0) -> None:
-    """The same as `make_corpus`, as files that `read_redsm5` takes."""
-    drafts = list(_drafts(SIZES[scale], seed))
-    posts = [(draft.id, " ".join(draft.sentences)) for draft in drafts]
-    marks = [
-        (
-            draft.id,
-            f"{draft.id}_{mark.sentence}",
-            draft.sentences[mark.sentence],
-            mark.symptom,
-            int(mark.status),
-            "made up",
-        )
-        for draft in drafts
-        for mark in draft.marks
-    ]
-    header = ("post_id", "sentence_id", "sentence_text", "DSM5_symptom", "status", "explanation")
-    write_whole(folder / POSTS, _csv(("post_id", "text"), posts))
-    write_whole(folder / ANNOTATIONS, _csv(header, marks))
-
-
-def _csv(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text)
-    writer.writerow(header)
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -186,8 +151,9 @@ class _Draft:
     marks: list[_Mark]
 
 
-def _drafts(size: Size, seed: int) -> Iterator[_Draft]:
-    """The posts of a seed: what each tells, then how long it is, then its sentences."""
+def make_drafts(scale: Scale, seed: int) -> Iterator[_Draft]:
+    """Posts of a seed as sentences, with the symptoms that sentences are marked with."""
+    size = SIZES[scale]
     random = np.random.default_rng((seed, 5))
     evidence = _spread_evidence(size, random)
     lures = _spread_lures(size, random)

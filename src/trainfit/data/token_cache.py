@@ -12,12 +12,9 @@ import json
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,7 +35,7 @@ from trainfit.data.text_files import (
     shown,
 )
 from trainfit.data.tokenizers import tokenizer_hash
-from trainfit.data.tokens import Tokens, encode_texts
+from trainfit.data.tokens import Tokens, encode_texts, map_in_order
 from trainfit.hardware.host import allowed_by_affinity
 
 if TYPE_CHECKING:
@@ -105,7 +102,9 @@ def tokenize_file(
     else:
         chunks = read_chunks(path, columns)
         count = _processes(path) if processes is None else processes
-        _make(folder, path, _encode(chunks, tokenizer, max_length, count), check, progress)
+        pairs = ((chunk, chunk.texts) for chunk in chunks)
+        encoded = map_in_order(pairs, _work, count, _start_worker, (tokenizer, max_length))
+        _make(folder, path, encoded, check, progress)
         found = _open(folder)
     if found is None:
         raise RunFailed(f"{folder} was changed as it was written", "try again")
@@ -134,38 +133,14 @@ def _processes(path: Path) -> int:
     return 1 if size < _LARGE else allowed_by_affinity()
 
 
-def _encode(
-    chunks: Iterator[Chunk], tokenizer: Tokenizer, max_length: int, processes: int
-) -> Iterator[tuple[Chunk, _Encoded]]:
-    """Each chunk with its tokens, in order; with several processes only a few are under way."""
-    if processes == 1:
-        for chunk in chunks:
-            yield chunk, _flat(tokenizer, chunk.texts, max_length)
-        return
-    # A fork of a process that has threads, as torch and tokenizers start them, may hang.
-    with ProcessPoolExecutor(
-        processes, get_context("spawn"), _start_worker, (tokenizer, max_length)
-    ) as pool:
-        waiting: deque[tuple[Chunk, Future[_Encoded]]] = deque()
-        for chunk in chunks:
-            waiting.append((chunk, pool.submit(_work, chunk.texts)))
-            if len(waiting) > 2 * processes:
-                first, future = waiting.popleft()
-                yield first, future.result()
-        for last, future in waiting:
-            yield last, future.result()
-
-
 def _start_worker(tokenizer: Tokenizer, max_length: int) -> None:
     _IN_WORKER.update(tokenizer=tokenizer, max_length=max_length)
 
 
 def _work(texts: list[str]) -> _Encoded:
-    return _flat(_IN_WORKER["tokenizer"], texts, _IN_WORKER["max_length"])
-
-
-def _flat(tokenizer: Tokenizer, texts: list[str], max_length: int) -> _Encoded:
-    encoded = [np.array(one, dtype=np.int32) for one in encode_texts(tokenizer, texts, max_length)]
+    """Token ids of the texts end to end, and the length of each."""
+    ids = encode_texts(_IN_WORKER["tokenizer"], texts, _IN_WORKER["max_length"])
+    encoded = [np.array(one, dtype=np.int32) for one in ids]
     return np.concatenate(encoded), np.array([one.size for one in encoded], dtype=np.int32)
 
 

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from trainfit.core import codec
 from trainfit.core.codec import Range
 from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import checksum
 from trainfit.core.records import Record
-from trainfit.data.bpe import file_hash
 
 FORMAT = "trainfit tokens 1"
 META, TOKENIZER = "meta.json", "tokenizer.json"
@@ -36,7 +36,7 @@ _CHUNK = 1 << 22
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Part(Record):
+class TokenFile(Record):
     """What the header says of a file."""
 
     tokens: Annotated[int, Range(0)]
@@ -53,8 +53,8 @@ class Header(Record):
     dtype: Dtype
     vocab_size: Annotated[int, Range(1, 1 << 24)]
     """At most many times the largest there is: a count of each is kept in memory."""
-    train: Part
-    validation: Part
+    train: TokenFile
+    validation: TokenFile
     tokenizer: str | None = None
     """SHA-256 of tokenizer.json; None where there is none."""
     end_of_text: int | None = None
@@ -102,15 +102,15 @@ def open_tokens(folder: Path, *, survey: bool = True) -> TokenFolder:
     """Map the files of a folder; `survey` reads them through and checks every token."""
     header = read_header(folder)
     parts = {name: _map(folder / file, header) for name, file in FILES.items()}
-    entropy, checksum = None, ""
+    entropy, digest = None, ""
     if survey:
         _check_tokenizer(folder, header)
         seen = {name: _checked(folder / file, header, name) for name, file in FILES.items()}
         entropy = unigram_entropy(seen["train"].counts, seen["validation"].counts)
         sums = [header.vocab_size, *(one.checksum for one in seen.values())]
-        checksum = hashlib.sha256(json.dumps(sums).encode()).hexdigest()
+        digest = hashlib.sha256(json.dumps(sums).encode()).hexdigest()
     return TokenFolder(
-        folder=folder, header=header, unigram_entropy=entropy, checksum=checksum, **parts
+        folder=folder, header=header, unigram_entropy=entropy, checksum=digest, **parts
     )
 
 
@@ -166,7 +166,7 @@ def _foreign(folder: Path, data: dict[str, Any]) -> Header:
         **{name: {"tokens": size // width} for name, size in sizes.items()},
     }
     if (folder / TOKENIZER).is_file():
-        known["tokenizer"] = file_hash(folder / TOKENIZER)
+        known["tokenizer"] = checksum(folder / TOKENIZER)
     return codec.decode(Header, known, str(folder / META))
 
 
@@ -192,7 +192,7 @@ def _check_tokenizer(folder: Path, header: Header) -> None:
         return
     if not path.is_file():
         raise BadInput(f"no {TOKENIZER} in {folder}", "put the one there that made the tokens")
-    if file_hash(path) != header.tokenizer:
+    if checksum(path) != header.tokenizer:
         raise BadInput(
             f"{path} is not the tokenizer that made the tokens beside it",
             "put the right one back, or prepare the data again",

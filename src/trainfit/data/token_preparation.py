@@ -11,11 +11,8 @@ import json
 import os
 import shutil
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import asdict, dataclass
-from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
 
@@ -25,9 +22,8 @@ from numpy.typing import NDArray
 from trainfit.core import caches
 from trainfit.core.codec import Length, Range
 from trainfit.core.errors import BadInput, RunFailed, reason
-from trainfit.core.files import cache_folder
+from trainfit.core.files import cache_folder, checksum
 from trainfit.core.records import Record
-from trainfit.data.bpe import end_of_text, file_hash, learn_bpe, load_bpe
 from trainfit.data.corpus import END_OF_TEXT, Piece, find_files, read_pieces, standard_library
 from trainfit.data.token_files import (
     FILES,
@@ -35,10 +31,12 @@ from trainfit.data.token_files import (
     TOKENIZER,
     Dtype,
     Header,
-    Part,
+    TokenFile,
     dtype_for,
     open_tokens,
 )
+from trainfit.data.tokenizers import end_of_text, learn_bpe, load_bpe
+from trainfit.data.tokens import map_in_order
 from trainfit.hardware.host import allowed_by_affinity
 
 if TYPE_CHECKING:
@@ -178,22 +176,10 @@ def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
 def _encode(
     files: Sequence[Path], how: Preparation, tokenizer: Path, processes: int
 ) -> Iterator[tuple[Piece, NDArray[np.uint32]]]:
-    """Each piece with its tokens, in order; with several processes only a few are under way."""
-    if processes == 1:
-        _start_worker(tokenizer)
-        for piece in _pieces(files, how):
-            yield piece, _work([piece.text])[0]
-        return
-    # A fork of a process that has threads, as tokenizers starts them, may hang.
-    with ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, (tokenizer,)) as pool:
-        waiting: deque[tuple[list[Piece], Future[_Encoded]]] = deque()
-        for group in _grouped(_pieces(files, how)):
-            waiting.append((group, pool.submit(_work, [piece.text for piece in group])))
-            if len(waiting) > 2 * processes:
-                pieces, future = waiting.popleft()
-                yield from zip(pieces, future.result(), strict=True)
-        for pieces, future in waiting:
-            yield from zip(pieces, future.result(), strict=True)
+    """Each piece with its tokens, in order."""
+    groups = ((group, [piece.text for piece in group]) for group in _grouped(_pieces(files, how)))
+    for pieces, encoded in map_in_order(groups, _work, processes, _start_worker, (tokenizer,)):
+        yield from zip(pieces, encoded, strict=True)
 
 
 def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
@@ -240,12 +226,12 @@ class _Written:
         self._tokens += ids.size
         self._documents += last
 
-    def close(self) -> Part:
+    def close(self) -> TokenFile:
         """Have it reach the disk; what the header says of it."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()
-        return Part(
+        return TokenFile(
             tokens=self._tokens, documents=self._documents, checksum=self._digest.hexdigest()
         )
 
@@ -274,14 +260,14 @@ def _write(
         vocab_size=size,
         train=train,
         validation=validation,
-        tokenizer=file_hash(building / TOKENIZER),
+        tokenizer=checksum(building / TOKENIZER),
         end_of_text=ends,
         seed=how.seed,
         validation_share=how.validation_share,
     )
 
 
-def _check_split(train: Part, validation: Part) -> None:
+def _check_split(train: TokenFile, validation: TokenFile) -> None:
     total = (train.documents or 0) + (validation.documents or 0)
     if not total:
         raise BadInput("the corpus is empty: no file has any text", "give files with text")

@@ -1,22 +1,24 @@
-"""Tokenizers: the model's own, or one learned from the data for a model with random weights."""
+"""Tokenizers: the model's own, or a byte-level BPE that is learned from the data."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import read_text
-from trainfit.data.bpe import short_words
+from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import tokenizer_files
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer as Backend
     from transformers import PreTrainedTokenizerBase
 
     Tokenizer: TypeAlias = PreTrainedTokenizerBase
@@ -31,6 +33,9 @@ _CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "bpe.codes": "PhobertTo
 _FEWEST = 10
 """Tokens beside the special ones, from which on there is a vocabulary."""
 _SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+_BYTES = 256
+_LONG = re.compile(r"\S{1000}")
+"""Text without a space that is longer than any token."""
 
 
 def has_tokenizer(folder: Path) -> bool:
@@ -104,24 +109,13 @@ def learn_tokenizer(
     a rare one may be a name. `pad_id` is where the model's config has its padding: that row of an
     embedding is not trained.
     """
-    from tokenizers import Tokenizer as Backend
-    from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+    from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
 
     special = [*_SPECIAL]
     special.insert(min(pad_id, len(special)), "[PAD]")
-    backend = Backend(models.BPE(unk_token="[UNK]"))
     # With a space before the first word it is the same token there as anywhere else.
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    backend.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=special,
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        min_frequency=least,
-        show_progress=False,
-    )
-    backend.train_from_iterator(map(short_words, texts), trainer)
+    backend = _learn(texts, vocabulary, special, least=least, space_first=True)
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
         pair="[CLS] $A [SEP] $B:1 [SEP]:1",
@@ -136,6 +130,65 @@ def learn_tokenizer(
         pad_token="[PAD]",
         model_input_names=["input_ids", "token_type_ids", "attention_mask"],
     )
+
+
+def learn_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Backend:
+    """Learn a tokenizer for GPT; the end of a text and the `special` tokens come first."""
+    special = list(dict.fromkeys([END_OF_TEXT, *special]))
+    fewest = _BYTES + len(special)
+    if vocab_size < fewest:
+        raise BadInput(
+            f"a vocabulary of {vocab_size}",
+            f"give {fewest} or more: one for each byte and each special token",
+        )
+    return _learn(texts, vocab_size, special, least=0, space_first=False)
+
+
+def _learn(
+    texts: Iterable[str], size: int, special: list[str], *, least: int, space_first: bool
+) -> Backend:
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    unknown = "[UNK]" if "[UNK]" in special else None
+    made = Tokenizer(models.BPE(unk_token=unknown))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=space_first)
+    made.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=special,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        min_frequency=least,
+        show_progress=False,
+    )
+    made.train_from_iterator(map(short_words, texts), trainer)
+    return made
+
+
+def short_words(text: str) -> str:
+    """Put spaces into words of thousands of characters: learning time grows with their length."""
+    return _LONG.sub(r"\g<0> ", text)
+
+
+def load_bpe(path: Path) -> Backend:
+    """Load a tokenizer.json."""
+    from tokenizers import Tokenizer
+
+    try:
+        return Tokenizer.from_str(read_text(path))
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({reason(error)})", "give a tokenizer.json") from None
+    except BaseException as error:  # noqa: BLE001  a panic of the library is no Exception
+        raise BadInput(
+            f"{path} is no tokenizer ({reason(error)})", "give a tokenizer.json"
+        ) from None
+
+
+def end_of_text(tokenizer: Backend) -> int | None:
+    """Token that stands between documents, or None where the tokenizer has none."""
+    found: int | None = tokenizer.token_to_id(END_OF_TEXT)
+    return found
 
 
 def pad_id(tokenizer: Tokenizer) -> int:

@@ -6,9 +6,12 @@ shares that array, so folds and splits cost no tokens.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from multiprocessing import get_context
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +21,7 @@ from trainfit.core.errors import BadInput
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
+T, R = TypeVar("T"), TypeVar("R")
 IntArray = NDArray[np.int64]
 Indices = Sequence[int] | IntArray
 _CHUNK = 1024
@@ -128,6 +132,34 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) ->
     # A tokenizer without special tokens makes nothing of an empty text, and packing needs a token.
     filler = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
     return [one or [filler] for one in ids]
+
+
+def map_in_order(
+    items: Iterable[tuple[T, list[str]]],
+    work: Callable[[list[str]], R],
+    processes: int,
+    start: Callable[..., None],
+    args: tuple[Any, ...],
+) -> Iterator[tuple[T, R]]:
+    """Each item with what `work` makes of its texts, in order.
+
+    A process begins with `start(*args)`. With several of them, only a few items are under way.
+    """
+    if processes == 1:
+        start(*args)
+        for item, texts in items:
+            yield item, work(texts)
+        return
+    # A fork of a process that has threads, as torch and tokenizers start them, may hang.
+    with ProcessPoolExecutor(processes, get_context("spawn"), start, args) as pool:
+        waiting: deque[tuple[T, Future[R]]] = deque()
+        for item, texts in items:
+            waiting.append((item, pool.submit(work, texts)))
+            if len(waiting) > 2 * processes:
+                first, future = waiting.popleft()
+                yield first, future.result()
+        for last, future in waiting:
+            yield last, future.result()
 
 
 def tokenize_pairs(

@@ -23,10 +23,10 @@ from torch import Tensor
 from trainfit.core import checksums, codec
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.files import write_whole
-from trainfit.data.bpe import load_bpe
 from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
+from trainfit.data.tokenizers import load_bpe
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import Gpt

@@ -13,8 +13,8 @@ from torch import Tensor
 from trainfit.conf import GptConfig
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
-from trainfit.data.bpe import end_of_text, load_bpe
 from trainfit.data.token_files import TOKENIZER
+from trainfit.data.tokenizers import end_of_text, load_bpe
 from trainfit.engine import checkpoint
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.jobs import exports

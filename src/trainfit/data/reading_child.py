@@ -1,0 +1,157 @@
+"""Reads Parquet files, Arrow streams and pickled weights, in a process that may die of it.
+
+Run as a script: `python -P reading_child.py MEMORY`, with a request in JSON on its input:
+{"format": "parquet" or "arrow", "files": [...], "columns": [...], "batch": rows} or
+{"format": "weights", "files": [[source, target], ...]}. It answers with lines of JSON and ends with
+{"end": true}. For tables: first {"columns": {name: type}, "twice": [name]}, then {"rows": [[value
+of each column]]} for each batch. Weights are written as safetensors. {"damaged": true} means that a
+file cannot be read, {"global": name} that a pickle asks for something that is not weights.
+
+Damaged bytes may crash the library that reads them, or make it ask for any amount of memory. So
+nothing of trainfit is imported here, and no message of a library is passed on: it may quote data.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import re
+import sys
+import zipfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_ROWS_PER_BYTE = 1000
+"""Most rows per byte of a file above a million rows; more are a small file that never ends."""
+_ROOM = 4
+"""Most bytes of tensors per byte of a pickled file: tied tensors are written twice."""
+_GLOBAL = re.compile(r"GLOBAL ([\w.]{1,80})")
+
+
+def main() -> None:
+    """Answer one request."""
+    _limit_memory(int(sys.argv[1]))
+    request = json.loads(sys.stdin.readline())
+    try:
+        for answer in _weights(request) if request["format"] == "weights" else _tables(request):
+            _say(answer)
+    except Exception as error:  # noqa: BLE001 - whatever it is, the file is not what it should be
+        found = _GLOBAL.search(str(error)) if request["format"] == "weights" else None
+        _say({"global": found[1]} if found else {"damaged": True})
+        sys.exit(1)
+    _say({"end": True})
+
+
+def _limit_memory(size: int) -> None:
+    with contextlib.suppress(ImportError, ValueError, OSError):  # Windows, or a lower limit
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_AS, (size, size))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+
+
+def _say(answer: dict[str, Any]) -> None:
+    sys.stdout.write(json.dumps(answer, allow_nan=False) + "\n")
+    sys.stdout.flush()
+
+
+def _tables(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Columns of the first file, then the rows of all files."""
+    read = {"parquet": _parquet, "arrow": _arrow}[request["format"]]
+    for number, name in enumerate(request["files"]):
+        for answer in read(name, request["columns"], request["batch"]):
+            if number == 0 or "rows" in answer:
+                yield answer
+
+
+def _parquet(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:
+    from pyarrow import parquet
+
+    # Not mapped: a file that shrinks under a mapping kills the process.
+    with parquet.ParquetFile(name, memory_map=False, buffer_size=1 << 20) as file:
+        yield _columns(file.schema_arrow)
+        rows = file.metadata.num_rows
+        if not 0 <= rows <= max(1_000_000, _ROWS_PER_BYTE * Path(name).stat().st_size):
+            raise ValueError("more rows than it can hold")
+        for batch in file.iter_batches(batch_size=size, columns=columns):
+            yield _rows(batch, columns)
+
+
+def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:
+    import pyarrow
+
+    with pyarrow.OSFile(name) as source, pyarrow.ipc.open_stream(source) as reader:
+        yield _columns(reader.schema)
+        for batch in reader:
+            chosen = batch.select(columns)
+            for start in range(0, chosen.num_rows, size):
+                yield _rows(chosen.slice(start, size), columns)
+
+
+def _columns(schema: Any) -> dict[str, Any]:
+    counted = Counter(schema.names)
+    return {
+        "columns": {field.name: _kind(field.type) for field in schema},
+        "twice": [name for name, count in counted.items() if count > 1],
+    }
+
+
+def _kind(kind: Any) -> str:
+    """Type of a column, or "" where its values can be a text or a label."""
+    from pyarrow import types
+
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    plain = ("is_string", "is_large_string", "is_string_view", "is_integer", "is_floating")
+    if any(getattr(types, name)(kind) for name in (*plain, "is_boolean", "is_null")):
+        return ""
+    return "nested" if types.is_nested(kind) else "of another type"
+
+
+def _rows(batch: Any, columns: list[str]) -> dict[str, Any]:
+    batch.validate(full=True)
+    values = [[_plain(value) for value in batch.column(name).to_pylist()] for name in columns]
+    return {"rows": list(zip(*values, strict=True))}
+
+
+def _plain(value: Any) -> Any:
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _weights(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for source, target in request["files"]:
+        convert(Path(source), Path(target))
+    yield from ()
+
+
+def convert(source: Path, target: Path) -> None:
+    """Write pickled weights as safetensors; weights_only=True builds tensors and calls nothing."""
+    import torch
+    from safetensors.torch import save_file
+
+    mapped = zipfile.is_zipfile(source)
+    state = torch.load(source, map_location="cpu", weights_only=True, mmap=mapped)
+    if not isinstance(state, dict) or not state:
+        raise ValueError("no state dict")
+    # A tensor of a few bytes may claim any shape by strides of 0.
+    left = _ROOM * source.stat().st_size
+    tensors, seen = {}, set()
+    for name, tensor in state.items():
+        if not isinstance(name, str) or not isinstance(tensor, torch.Tensor):
+            raise ValueError("no state dict")
+        left -= tensor.numel() * tensor.element_size()
+        if left < 0:
+            raise ValueError("more than the file holds")
+        storage = tensor.untyped_storage().data_ptr()
+        plain = tensor.detach().contiguous()
+        # Of tensors that share memory each is written: a tied model ties them again.
+        tensors[name] = plain.clone() if storage in seen else plain
+        seen.add(storage)
+    save_file(tensors, target, metadata={"format": "pt"})
+
+
+if __name__ == "__main__":
+    main()
