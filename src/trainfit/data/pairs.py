@@ -14,7 +14,7 @@ from trainfit.data.text_files import balanced_weights
 from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
 
 if TYPE_CHECKING:
-    from torch.utils.data import StackDataset
+    from torch.utils.data import Dataset as TorchDataset
 
     from trainfit.data.tokenizers import Tokenizer
 
@@ -121,7 +121,7 @@ def load_redsm5_nli(
     test_share: float = 0.2,
     validation_share: float = 0.2,
     seed: int = 0,
-) -> tuple[StackDataset, StackDataset, StackDataset, dict[str, Any]]:
+) -> tuple[TorchDataset[Any], TorchDataset[Any], TorchDataset[Any], dict[str, Any]]:
     """Train, validation and test pairs of the real files, split by post, and their metadata.
 
     Each is a torch dataset, padded to `max_length`, for a DataLoader of one's own; trainfit's own
@@ -133,13 +133,15 @@ def load_redsm5_nli(
     from trainfit.data.tokenizers import pad_id
 
     corpus = read_redsm5(data_dir, wording)
-    shares = {"test_share": test_share, "validation_share": validation_share}
-    folds = split_corpus(corpus, **shares, seed=seed)
+    folds = split_corpus(
+        corpus, test_share=test_share, validation_share=validation_share, seed=seed
+    )
     tokens = tokenize_corpus(corpus, tokenizer, max_length)
     data = nli_dataset(tokens, folds, 0, negative_ratio=negative_ratio, seed=seed)
     filler = pad_id(tokenizer)
 
-    def padded(part: Tokens) -> StackDataset:
-        return StackDataset(**collate_padded(part, range(len(part)), len(part), max_length, filler))
+    def padded(part: Tokens) -> TorchDataset[Any]:
+        rows: Any = collate_padded(part, range(len(part)), len(part), max_length, filler)
+        return StackDataset(**rows)
 
     return padded(data.train), padded(data.validation), padded(data.test), data.metadata

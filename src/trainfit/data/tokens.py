@@ -21,7 +21,8 @@ from trainfit.core.errors import BadInput
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
-T, R = TypeVar("T"), TypeVar("R")
+T = TypeVar("T")
+R = TypeVar("R")
 IntArray = NDArray[np.int64]
 Indices = Sequence[int] | IntArray
 _CHUNK = 1024
