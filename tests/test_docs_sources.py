@@ -108,10 +108,10 @@ def test_every_make_target_is_one():
 
 
 def test_every_finding_that_is_named_exists():
-    from trainfit.doctor import host_checks, run_checks
-    from trainfit.doctor.patterns import PATTERNS
+    from trainfit.doctor import machine_checks, run_checks
+    from trainfit.doctor.signs import patterns
 
-    known = {fault.fault.id for fault in (*host_checks.CHECKS, *PATTERNS, *run_checks.CHECKS)}
+    known = {fault.fault.id for fault in (*machine_checks.CHECKS, *patterns(), *run_checks.CHECKS)}
     assert known & set(code(SOURCES)) >= {"cuda_oom", "no_gpu", "run_waits"}
     plain = {span for span in code(SOURCES) if re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", span)}
     assert plain - known - _not_findings() == set()

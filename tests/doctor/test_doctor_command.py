@@ -13,15 +13,17 @@ from doctor_logs import HARMLESS, ILL, ill
 from trainfit.cli.main import COMMANDS, run
 from trainfit.conf import SCHEMAS, compose
 from trainfit.core.errors import BadInput
-from trainfit.doctor import host_checks, run_checks
-from trainfit.doctor.page import troubleshooting
-from trainfit.doctor.patterns import PATTERNS
+from trainfit.doctor import machine_checks, run_checks
+from trainfit.doctor.signs import patterns
+from trainfit.doctor.troubleshooting import troubleshooting
+
+PATTERNS = patterns()
 
 ROOT = Path(__file__).parent.parent.parent
 FAULTS = {
     fault.id: fault
     for fault in (
-        *(check.fault for check in host_checks.CHECKS),
+        *(check.fault for check in machine_checks.CHECKS),
         *(pattern.fault for pattern in PATTERNS),
         *(check.fault for check in run_checks.CHECKS),
     )
@@ -54,7 +56,7 @@ def test_an_ill_log_ends_with_one(name: str, tmp_path: Path, capsys: pytest.Capt
     assert {finding["id"] for finding in data["findings"]} == ILL[name][0]
     assert run(["doctor", "--log", str(log)]) == 1
     page = capsys.readouterr().out
-    assert "mend" in page
+    assert "fix" in page
     assert "zyxquabberword" not in page
 
 
@@ -115,10 +117,8 @@ def test_a_log_needs_no_torch(tmp_path: Path):
 
 def test_the_page_is_the_checks():
     page = ROOT / "docs" / "troubleshooting.md"
-    again = (
-        "python -c 'from trainfit.doctor.page import troubleshooting as t; print(t(), end=\"\")'"
-    )
-    assert page.read_text() == troubleshooting(), f"make it again: {again} > {page.name}"
+    again = "trainfit.doctor.troubleshooting.troubleshooting()"
+    assert page.read_text() == troubleshooting(), f"write {again} to {page.name}"
 
 
 def test_the_page_names_every_fault_once():
@@ -126,12 +126,12 @@ def test_the_page_names_every_fault_once():
     for id, fault in FAULTS.items():
         assert page.count(f"`{id}`, {fault.severity}.") == 1
         assert fault.why in page
-    assert len(FAULTS) == len(host_checks.CHECKS) + len(PATTERNS) + len(run_checks.CHECKS)
+    assert len(FAULTS) == len(machine_checks.CHECKS) + len(PATTERNS) + len(run_checks.CHECKS)
 
 
 # ── what the steps say can be done ────────────────────────────────────────────────────────────
 
-STEPS = [(fault.id, step) for fault in FAULTS.values() for step in fault.mend]
+STEPS = [(fault.id, step) for fault in FAULTS.values() for step in fault.fix]
 WORD = re.compile(r"(?<![\w-])((?:[a-z_]+\.)?[a-z_]+)=([\w./-]+)")
 _SECTIONS = ("device.", "model.", "data.", "training.", "optimization.", "cv.")
 
@@ -218,6 +218,6 @@ PLAYBOOKS = [
 def test_every_playbook_of_the_documents_is_here(
     document: str, playbook: str, id: str, words: list[str]
 ):
-    steps = "\n".join(FAULTS[id].mend)
+    steps = "\n".join(FAULTS[id].fix)
     for word in words:
         assert word in steps, f"{document}, {playbook}"

@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from trainfit.core.errors import BadInput
 from trainfit.doctor import Finding, diagnose_text, read_log
-from trainfit.doctor.patterns import PATTERNS, Pattern
-from trainfit.doctor.patterns.out_of_memory import read_numbers
+from trainfit.doctor.out_of_memory import read_numbers
+from trainfit.doctor.signs import Pattern, patterns
+
+PATTERNS = patterns()
 
 
 def of(findings: tuple[Finding, ...]) -> set[str]:
@@ -199,7 +201,7 @@ def test_nans_in_fp16_lead_out_of_fp16_and_never_into_it():
     assert "device.mixed_precision=off" in fp16.mend.splitlines()[0]
     assert "training.learning_rate" in bf16.mend.splitlines()[0]
     for pattern in PATTERNS:
-        for step in pattern.fault.mend:
+        for step in pattern.fault.fix:
             assert not re.search(r"mixed_precision=fp16|amp_dtype=fp16|[Uu]se fp16", step)
 
 

@@ -24,7 +24,7 @@ from hardware_fakes import (
 
 from trainfit.cli.main import run
 from trainfit.core.records import CompileSupport, Note
-from trainfit.doctor import Facts, Finding, examine, gather, is_healthy
+from trainfit.doctor import Finding, MachineFacts, examine, gather, is_healthy
 from trainfit.doctor.facts import (
     DiskRates,
     GpuActivity,
@@ -34,9 +34,9 @@ from trainfit.doctor.facts import (
     nccl_version,
     watch_gpus,
 )
-from trainfit.doctor.host_checks import CHECKS
+from trainfit.doctor.machine_checks import CHECKS
 
-HEALTHY = Facts(
+HEALTHY = MachineFacts(
     profile=profile(fake_torch(H200), FakeNvml(H200)),
     on_pci=1,
     device_nodes=("/dev/nvidia0",),
@@ -50,19 +50,19 @@ HEALTHY = Facts(
 )
 
 
-def facts(**changed: Any) -> Facts:
+def facts(**changed: Any) -> MachineFacts:
     return replace(HEALTHY, **changed)
 
 
-def machine(torch: Any, nvml: Any, host: Any = HOST, **more: Any) -> Facts:
+def machine(torch: Any, nvml: Any, host: Any = HOST, **more: Any) -> MachineFacts:
     return facts(profile=profile(torch, nvml, host=host, **more))
 
 
-def environment(**variables: str) -> Facts:
+def environment(**variables: str) -> MachineFacts:
     return facts(environment={**HEALTHY.environment, **variables})
 
 
-def working(used_gib: float, *utilisation: int) -> Facts:
+def working(used_gib: float, *utilisation: int) -> MachineFacts:
     holder = GpuProcess(pid=4321, name="python", memory_gib=used_gib)
     gpu = GpuActivity(
         index=0,
@@ -75,14 +75,14 @@ def working(used_gib: float, *utilisation: int) -> Facts:
     return facts(activity=(gpu,))
 
 
-def host_profile(**changed: Any) -> Facts:
+def host_profile(**changed: Any) -> MachineFacts:
     return facts(profile=replace(HEALTHY.profile, **changed))
 
 
 TWO = numbered(A30, 1, 2)
 DIFFERENT = (H200, *numbered(T4, 2))
 BUSY_OTHERS = used(H200, 80_000, ComputeRunningProcesses=[process(7, 80_000)])
-FAULTS: dict[str, tuple[str, Facts]] = {
+FAULTS: dict[str, tuple[str, MachineFacts]] = {
     "torch broken": ("no_torch", machine(ImportError("libtorch.so"), FakeNvml(H200))),
     "CPU build beside a GPU": ("cpu_torch", machine(cpu_torch(), FakeNvml(H200))),
     "driver older than the build": (
@@ -219,7 +219,7 @@ def test_every_check_that_can_be_a_fault_is_simulated():
     assert simulated | only_worth_knowing == {check.fault.id for check in CHECKS}
 
 
-INFOS: dict[str, tuple[str, Facts]] = {
+INFOS: dict[str, tuple[str, MachineFacts]] = {
     "no GPU, CPU build": (
         "no_gpu",
         facts(profile=profile(cpu_torch(), None), on_pci=0, device_nodes=()),

@@ -1,4 +1,4 @@
-"""`trainfit doctor`: what is wrong with a machine, a log or a run, and how to mend it."""
+"""`trainfit doctor`: faults of a machine, a log or a run, and how to fix them."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _COLOURS = {"error": "bold red", "warning": "bold yellow", "info": "bold blue"}
 @click.option("--run", metavar="RUN", help="Read this run folder instead.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 def command(log: Path | None, run: str | None, as_json: bool) -> int:
-    """What is wrong here, in a log or in a run, and how to mend it.
+    """Find faults here, in a log or in a run, and how to fix them.
 
     Ends with 0 where nothing is wrong and with 1 where something is. Nothing is changed, and no
     process is ended. Of a log only the words of an error are shown, never its other lines.
@@ -81,8 +81,8 @@ def _finding(finding: Finding) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()
-    for name in ("evidence", "why", "mend"):
-        grid.add_row(name, Text(getattr(finding, name)))
+    for name, text in (("evidence", finding.evidence), ("why", finding.why), ("fix", finding.mend)):
+        grid.add_row(name, Text(text))
     title = Text.assemble((finding.severity, _COLOURS[finding.severity]), ": ", finding.title)
     shown = Table.grid()
     shown.add_row(title.append(f" ({finding.id})", "dim"))

@@ -1,4 +1,4 @@
-"""Everything the checks of the machine look at, gathered once."""
+"""The facts that the checks of the machine look at, gathered once."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainfit.hardware.torch_probe import load_torch, probe_compile, probe_torch
 
 SAMPLES = 8
 SECONDS = 1.0
-"""A single look at a GPU between two steps says nothing: it is watched for so long."""
+"""Seconds that a GPU is watched: a single look between two steps says nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +54,7 @@ def watch_gpus(
     name_of: Callable[[int], str | None],
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[GpuActivity, ...]:
-    """What others than process `pid` do on each GPU; empty where NVML does not answer."""
+    """Watch what other processes do on each GPU; empty where NVML does not answer."""
     try:
         nvml = load()
     except ImportError:
@@ -141,40 +141,40 @@ def _utilisation(nvml: Any, handle: Any) -> list[int]:
 _PIECE = 4 << 20
 _PIECES = 8
 _DISK_SECONDS = 1.0
-"""A disk so slow that not all is written by then has said enough."""
+"""Seconds after which the test of a slow disk ends, whatever was written."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DiskRates:
-    """What the disk under the current folder does now, in MB/s."""
+    """Speed of the disk under the current folder, in MB/s."""
 
     write: float
     read: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """The machine, and what around it decides whether training goes well."""
+class MachineFacts:
+    """The machine and its surroundings, as far as they decide how training goes."""
 
     profile: HardwareProfile
     on_pci: int = 0
     """NVIDIA GPUs on the PCI bus, with or without a driver."""
     device_nodes: tuple[str, ...] = ()
-    """Such as /dev/nvidia0: somebody means this process to have a GPU."""
+    """Device files such as /dev/nvidia0: this process is meant to have a GPU."""
     activity: tuple[GpuActivity, ...] = ()
     nccl: str | None = None
-    """The version that torch was built with; None: without."""
+    """Version that torch was built with; None without NCCL."""
     interfaces: tuple[str, ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     open_files: int | None = None
-    """How many files a process may have open; None where there is no such limit."""
+    """Number of files a process may have open; None where there is no limit."""
     shm_free_gib: float | None = None
     temporary_free_gib: float | None = None
     disk: DiskRates | None = None
     """None where nothing can be written."""
 
 
-def gather(folder: Path | None = None) -> Facts:
+def gather(folder: Path | None = None) -> MachineFacts:
     """The facts of this machine, for runs in `folder`; reads, and changes nothing."""
     folder = folder or Path()
     nvml = probe_nvml(load_nvml, os.getpid())  # before torch could start CUDA here
@@ -187,7 +187,7 @@ def gather(folder: Path | None = None) -> Facts:
         visible_devices=os.environ.get(VARIABLE),
         compile=probe_compile(),
     )
-    return Facts(
+    return MachineFacts(
         profile=profile,
         on_pci=host.nvidia_devices,
         device_nodes=device_nodes(),
@@ -219,7 +219,7 @@ def nccl_version(load: Callable[[], Any]) -> str | None:
 def disk_rates(folder: Path, piece: int = _PIECE) -> DiskRates | None:
     """Write a file in pieces and read it without the page cache; it is gone afterwards.
 
-    The fastest piece counts: what is slow while a neighbour writes is not a slow disk.
+    The fastest piece counts: a disk that another process uses is not a slow disk.
     """
     data = os.urandom(piece)
     write: list[float] = []

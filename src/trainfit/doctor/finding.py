@@ -1,16 +1,24 @@
-"""What the doctor says of one fault, and what a check is: both are data."""
+"""Faults as signs.yaml has them, findings as people and programs get them, and checks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeVar
+from functools import cache
+from pathlib import Path
+from typing import Any, Generic, Literal, TypeVar
 
 from trainfit.core.records import Record
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")
 """Worst first. An info is worth knowing, and nothing is wrong."""
+BUSY = 80
+"""Percent of the time that a GPU should work, and of its memory that training should use."""
+IDLE = 70
+"""Percent of the time below which the guides call for a change."""
+GUIDE_MFU = 15.0
+"""Percent: the tuning guide calls an MFU good from here on in most setups."""
 
 F = TypeVar("F")
 
@@ -30,53 +38,99 @@ class Finding(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A fault as it was found; what is None is as the check says."""
+    """Evidence of a fault; a field that is None is as the fault says."""
 
     evidence: str
     severity: Severity | None = None
     title: str | None = None
-    mend: tuple[str, ...] | None = None
+    fix: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fault:
-    """What is known of a fault before anything is looked at: the page is made from this."""
+    """Title, reason and steps of a fault, whether or not it was found."""
 
     id: str
     severity: Severity
     title: str
     why: str
-    mend: tuple[str, ...]
+    fix: tuple[str, ...]
 
     def finding(self, seen: Seen) -> Finding:
-        """The fault as it was seen."""
+        """Combine the fault with the evidence."""
         return Finding(
             id=self.id,
             severity=seen.severity or self.severity,
             title=seen.title or self.title,
             evidence=seen.evidence,
             why=self.why,
-            mend=numbered(self.mend if seen.mend is None else seen.mend),
+            mend=numbered(self.fix if seen.fix is None else seen.fix),
         )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Check(Generic[F]):
-    """A fault, and the pure function over the facts that finds it."""
+    """A fault, and the pure function over facts that finds it."""
 
     fault: Fault
     look: Callable[[F], Iterable[Seen]]
 
     def __call__(self, facts: F) -> Iterator[Finding]:
-        """What is found in these facts."""
+        """Yield a finding for each piece of evidence in the facts."""
         return (self.fault.finding(seen) for seen in self.look(facts))
 
 
-def check(
-    fault: Fault,
-) -> Callable[[Callable[[F], Iterable[Seen]]], Check[F]]:
-    """Make a function that looks for `fault` a check."""
-    return lambda look: Check(fault=fault, look=look)
+@cache
+def tables() -> Mapping[str, Any]:
+    """The contents of signs.yaml."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+    text = Path(__file__).with_name("signs.yaml").read_text(encoding="utf-8")
+    found: Mapping[str, Any] = yaml.load(text, loader)
+    return found
+
+
+def fault(row: Mapping[str, Any]) -> Fault:
+    """The fault of a row of signs.yaml."""
+    names = ("id", "severity", "title", "why")
+    return Fault(fix=tuple(_flat(row["fix"])), **{name: row[name] for name in names})
+
+
+def steps(name: str) -> tuple[str, ...]:
+    """A shared step, or shared list of steps, of signs.yaml."""
+    return tuple(_flat([tables()["shared"][name]]))
+
+
+def _flat(steps: Iterable[Any]) -> Iterator[str]:
+    for step in steps:
+        if isinstance(step, str):
+            yield step
+        else:
+            yield from _flat(step)
+
+
+def checks(
+    section: str,
+    looks: Iterable[Callable[[F], Iterable[Seen]]],
+    otherwise: Callable[[Fault, F], Iterable[Seen]] | None = None,
+) -> tuple[Check[F], ...]:
+    """One check for each fault of a section: the function of its name, or else `otherwise`."""
+    by_name = {getattr(look, "__name__", ""): look for look in looks}
+    made = []
+    for row in tables()[section]:
+        one = fault(row)
+        look = by_name.pop(one.id, None)
+        if look is None:
+            assert otherwise is not None, f"no function looks for {one.id}"
+            look = _with(otherwise, one)
+        made.append(Check(fault=one, look=look))
+    assert not by_name, f"signs.yaml has no {', '.join(by_name)}"
+    return tuple(made)
+
+
+def _with(look: Callable[[Fault, F], Iterable[Seen]], one: Fault) -> Callable[[F], Iterable[Seen]]:
+    return lambda facts: look(one, facts)
 
 
 def numbered(steps: Sequence[str]) -> str:
@@ -87,10 +141,10 @@ def numbered(steps: Sequence[str]) -> str:
 
 
 def worst_first(findings: Iterable[Finding]) -> tuple[Finding, ...]:
-    """Errors, then warnings, then what is only worth knowing; else in their order."""
+    """Sort by severity, worst first; findings of one severity keep their order."""
     return tuple(sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity)))
 
 
 def is_healthy(findings: Iterable[Finding]) -> bool:
-    """Whether nothing is wrong."""
+    """True where nothing is wrong."""
     return all(finding.severity == "info" for finding in findings)

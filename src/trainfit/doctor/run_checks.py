@@ -1,57 +1,108 @@
-"""Every check of a run, and its log beside them."""
+"""Checks of a run folder: its events, speed and memory against the plan, and its log.
+
+Each function looks for the fault of signs.yaml that has its name.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from trainfit.core.errors import BadInput
+import numpy as np
+
+from trainfit.core.errors import BadInput, TrainfitError
 from trainfit.core.files import is_file
-from trainfit.doctor import run_facts
-from trainfit.doctor.advice import (
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import Event
+from trainfit.doctor.finding import (
     BUSY,
-    LOSS_SCALING,
-    LOWER_RATE,
-    NO_FP16,
-    RAISE_BATCH,
-    WIDER_RANGE,
-    nan_steps,
+    GUIDE_MFU,
+    IDLE,
+    Check,
+    Finding,
+    Seen,
+    checks,
+    steps,
+    worst_first,
 )
-from trainfit.doctor.finding import Check, Fault, Finding, Seen, check, worst_first
-from trainfit.doctor.logs import read_log
-from trainfit.doctor.patterns.training import TRAINFIT_OOM
-from trainfit.doctor.run_facts import FEWER_EVALUATIONS, RunFacts, run_low_mfu, run_underused
+from trainfit.doctor.signs import read_log
+from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.runs.event_log import LOG
-from trainfit.runs.reader import read_run
+from trainfit.runs.reader import Columns, RunPart, finite, read_run, settled
 
+WAITS = 0.10
+"""The share of the time from which on waiting for data is the bottleneck."""
+EVALUATES = 0.30
+WORTH_SECONDS = 20.0
+"""Seconds lost below which there is no finding."""
+SLOWER = 0.7
 OVERFLOWS = 0.05
 """The share of steps from which on fp16 is more than looking for its scale."""
+OVER_PLAN = 0.05
+"""Where no error of the estimate was recorded."""
+SPIKE = 0.10
 
 
-@check(
-    Fault(
-        id="run_failed",
-        severity="error",
-        title="The run failed",
-        why="It did not reach its end; what was saved can be gone on from.",
-        mend=("Do what the message says, then `trainfit train nli --resume RUN`.",),
-    )
-)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunFacts:
+    """One training, a run without folds or one of its folds, with the plan of the run."""
+
+    part: RunPart
+    plan: Plan | None = None
+
+    def figures(self, name: str, table: Columns | None = None) -> list[float]:
+        """Finite values of a figure in order; of the training rows unless a table is given."""
+        values: list[float] = finite(self.part.train if table is None else table, name).tolist()
+        return values
+
+    def usual(self, name: str) -> float | None:
+        """Median of a figure, without the first row, which has the warm-up in it."""
+        values = settled(self.part.train, name)
+        return float(np.median(values)) if values.size else None
+
+    @property
+    def where(self) -> str:
+        """The fold, as a prefix of evidence."""
+        return f"{self.part.folder.name}: " if self.part.name else ""
+
+    @property
+    def steps(self) -> int:
+        """Optimizer steps that were logged."""
+        return int(max(self.figures("step"), default=0))
+
+    @property
+    def spec(self) -> GpuSpec | None:
+        """The catalogue's row of the GPU that the run was planned for."""
+        if self.plan is None or self.plan.gpu is None:
+            return None
+        try:
+            return find(self.plan.gpu)
+        except TrainfitError:  # a plan of another version's catalogue
+            return None
+
+    @property
+    def on_gpu(self) -> bool:
+        """True where the run was planned for a GPU, or one was watched."""
+        return bool(self.part.gpus) or (self.plan is not None and self.plan.gpu is not None)
+
+    def said(self, kind: str) -> list[Event]:
+        """Events of one kind."""
+        return [event for event in self.part.events if event.kind == kind]
+
+    def rows_of(self, kind: str) -> list[Mapping[str, Any]]:
+        """Events of one kind with their figures."""
+        return [row for row in self.part.event_rows if row.get("kind") == kind]
+
+
 def run_failed(run: RunFacts) -> Iterator[Seen]:
     """The last event says why."""
     for event in run.said("failed")[-1:]:
         yield Seen(evidence=f"{run.where}step {event.step}: {event.text}")
 
 
-@check(
-    Fault(
-        id="run_out_of_memory",
-        severity="warning",
-        title=TRAINFIT_OOM.title,
-        why=TRAINFIT_OOM.why,
-        mend=TRAINFIT_OOM.mend,
-    )
-)
 def run_out_of_memory(run: RunFacts) -> Iterator[Seen]:
     """How far down the ladder of cuts the run had to go."""
     events = run.rows_of("oom")
@@ -59,26 +110,16 @@ def run_out_of_memory(run: RunFacts) -> Iterator[Seen]:
         return
     cuts = [event["micro_batches"] for event in events if "micro_batches" in event]
     evaluations = sum("eval_batch_size" in event for event in events)
-    lower, expandable, in_evaluations = TRAINFIT_OOM.mend
-    steps = [lower] if cuts else []
-    steps += [expandable] if len(events) > len(cuts) + evaluations else []
-    steps += [in_evaluations] if evaluations else []
+    lower, expandable, in_evaluations = steps("finer_cut")
+    fix = [lower] if cuts else []
+    fix += [expandable] if len(events) > len(cuts) + evaluations else []
+    fix += [in_evaluations] if evaluations else []
     told = f"memory ran out {len(events)} times"
     if cuts:
         told += f"; steps are cut into {cuts[-1]} from there on"
-    yield Seen(evidence=f"{run.where}{told}", mend=tuple(steps))
+    yield Seen(evidence=f"{run.where}{told}", fix=tuple(fix))
 
 
-@check(
-    Fault(
-        id="run_not_finite",
-        severity="error",
-        title="Losses or gradients were not finite",
-        why="The steps were skipped, so that no weight was spoiled, but nothing was learned in "
-        "them.",
-        mend=(*nan_steps(fp16=True), NO_FP16),
-    )
-)
 def run_not_finite(run: RunFacts) -> Iterator[Seen]:
     """Steps that were skipped, apart from fp16's search for its scale."""
     skipped = run.said("skipped")
@@ -87,19 +128,10 @@ def run_not_finite(run: RunFacts) -> Iterator[Seen]:
         first = skipped[0]
         yield Seen(
             evidence=f"{run.where}{len(skipped)} steps skipped, the first at step {first.step}",
-            mend=nan_steps(fp16),
+            fix=steps("nan_fp16" if fp16 else "nan_other"),
         )
 
 
-@check(
-    Fault(
-        id="run_overflows",
-        severity="warning",
-        title="Many steps were lost to fp16's overflow",
-        why="A few are how the loss scale is found; many are steps in which nothing is learned.",
-        mend=(WIDER_RANGE, LOWER_RATE, LOSS_SCALING),
-    )
-)
 def run_overflows(run: RunFacts) -> Iterator[Seen]:
     """More than one step in twenty."""
     lost, steps = len(run.said("overflow")), run.steps
@@ -107,15 +139,6 @@ def run_overflows(run: RunFacts) -> Iterator[Seen]:
         yield Seen(evidence=f"{run.where}{lost} of {steps} steps overflowed")
 
 
-@check(
-    Fault(
-        id="run_bf16_emulated",
-        severity="warning",
-        title="The run computes in bfloat16 on a GPU that emulates it",
-        why="torch says that it works there, and it is several times slower than fp16.",
-        mend=("device.mixed_precision=auto, or fp16, which comes with loss scaling.",),
-    )
-)
 def run_bf16_emulated(run: RunFacts) -> Iterator[Seen]:
     """bf16 before compute capability 8.0."""
     spec = run.spec
@@ -123,15 +146,6 @@ def run_bf16_emulated(run: RunFacts) -> Iterator[Seen]:
         yield Seen(evidence=f"bf16 on {spec.slug}, compute capability {spec.compute_capability}")
 
 
-@check(
-    Fault(
-        id="run_full_precision",
-        severity="warning",
-        title="The run computes in fp32 on a GPU with half precision",
-        why="Mixed precision is about twice as fast and takes about half the memory.",
-        mend=("device.mixed_precision=auto", "device.tf32=true, where fp32 has to be."),
-    )
-)
 def run_full_precision(run: RunFacts) -> Iterator[Seen]:
     """fp32, with TF32 or without."""
     spec = run.spec
@@ -140,29 +154,80 @@ def run_full_precision(run: RunFacts) -> Iterator[Seen]:
         yield Seen(evidence=f"fp32 on {spec.slug}{tf32}")
 
 
-EVENT_CHECKS: tuple[Check[RunFacts], ...] = (
-    run_failed,
-    run_out_of_memory,
-    run_not_finite,
-    run_overflows,
-    run_bf16_emulated,
-    run_full_precision,
-)
+def run_low_mfu(run: RunFacts) -> Iterator[Seen]:
+    """Against the catalogue's target for the GPU, or the guide's for most."""
+    mfu, spec = run.usual("mfu"), run.spec
+    if mfu is None:
+        return
+    target = spec.mfu_good[0] if spec and spec.mfu_good else GUIDE_MFU
+    if 100 * mfu < target:
+        yield Seen(
+            evidence=f"{run.where}MFU {mfu:.1%}, and {target:g}% is where good begins on "
+            f"{spec.slug if spec else 'most GPUs'}",
+            fix=_faster(run),
+        )
 
-OVER_PLAN = 0.05
-"""Where no error of the estimate was recorded."""
-SPIKE = 0.10
+
+def _faster(run: RunFacts) -> tuple[str, ...]:
+    """The steps that this run has not taken yet, the loader first where it waits."""
+    plan, waits = run.plan, (run.usual("wait_share") or 0.0) > WAITS
+    wanted = {
+        "loader": waits,
+        "raise_batch": True,
+        "precision": plan is None or plan.precision == "fp32",
+        "compile": plan is None or not plan.compile,
+    }
+    names = [name for name, use in wanted.items() if use]
+    names += ([] if waits else ["loader"]) + ["fewer_pauses", "rest"]
+    return tuple(step for name in names for step in steps(name))
 
 
-@check(
-    Fault(
-        id="run_memory_unused",
-        severity="info",
-        title="GPU memory was left unused",
-        why="A larger batch would use it, and the GPU better, unless it is busy already.",
-        mend=(RAISE_BATCH, "model.use_gradient_checkpointing=false, where it is on."),
-    )
-)
+def run_waits(run: RunFacts) -> Iterator[Seen]:
+    """The loop's own measure of it."""
+    share = run.usual("wait_share")
+    lost = (share or 0.0) * run.steps * (run.usual("step_seconds") or 0.0)
+    if share is not None and share > WAITS and lost > WORTH_SECONDS:
+        workers = f", with {run.plan.num_workers} workers" if run.plan else ""
+        yield Seen(evidence=f"{run.where}{share:.0%} of the time waiting for data{workers}")
+
+
+def run_underused(run: RunFacts) -> Iterator[Seen]:
+    """As the driver saw it while the run went on."""
+    shares = [
+        share for gpu in run.part.gpus.values() for share in run.figures("utilisation_percent", gpu)
+    ]
+    if shares and (share := median(shares)) < BUSY:
+        yield Seen(
+            evidence=f"{run.where}busy {share:.0f}% of the time (median of {len(shares)} looks)",
+            severity="warning" if share < IDLE else "info",
+        )
+
+
+def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
+    """Over three tenths of training and evaluating together."""
+    times = run.figures("seconds", run.part.evaluations)
+    spent = sum(times)
+    trained = run.steps * (run.usual("step_seconds") or 0.0)
+    if spent > max(WORTH_SECONDS, EVALUATES * (spent + trained)):
+        share = spent / (spent + trained)
+        yield Seen(
+            evidence=f"{run.where}{len(times)} evaluations took {spent:.0f} s, "
+            f"{share:.0%} of the time"
+        )
+
+
+def run_slowing(run: RunFacts) -> Iterator[Seen]:
+    """The last quarter's throughput against the first's, where steps are cut alike."""
+    cuts = run.figures("micro_batches")
+    rates = settled(run.part.train, "tokens_per_second").tolist()
+    quarter = len(rates) // 4
+    if quarter < 2 or len(set(cuts)) > 1 or not run.on_gpu:
+        return
+    early, late = median(rates[:quarter]), median(rates[-quarter:])
+    if late < SLOWER * early:
+        yield Seen(evidence=f"{run.where}from {early:,.0f} to {late:,.0f} tokens/s")
+
+
 def run_memory_unused(run: RunFacts) -> Iterator[Seen]:
     """Under 80% at the peak; worth a warning where the GPU was not busy either."""
     plan, peak = run.plan, max(run.figures("memory_gib"), default=None)
@@ -170,9 +235,7 @@ def run_memory_unused(run: RunFacts) -> Iterator[Seen]:
         return
     share = 100 * peak / plan.memory.capacity_gib
     if share < BUSY:
-        slow = any(True for _ in run_low_mfu.look(run)) or any(
-            True for _ in run_underused.look(run)
-        )
+        slow = any(True for look in (run_low_mfu, run_underused) for _ in look(run))
         yield Seen(
             evidence=f"{run.where}at most {peak:.1f} of {plan.memory.capacity_gib:.1f} GiB "
             f"({share:.0f}%)",
@@ -180,19 +243,6 @@ def run_memory_unused(run: RunFacts) -> Iterator[Seen]:
         )
 
 
-@check(
-    Fault(
-        id="run_over_plan",
-        severity="warning",
-        title="The run took more memory than was planned",
-        why="What else the plan promises, such as the next larger batch, may not hold either.",
-        mend=(
-            "`trainfit plan nli` again with what the run really does; other programs on the GPU "
-            "and custom kernels are not in the estimate.",
-            "training.batch_size=8 (lower than now), to have room.",
-        ),
-    )
-)
 def run_over_plan(run: RunFacts) -> Iterator[Seen]:
     """The measured peak against the predicted one, with its error bar."""
     plan, peak = run.plan, max(run.figures("memory_gib"), default=None)
@@ -204,15 +254,6 @@ def run_over_plan(run: RunFacts) -> Iterator[Seen]:
         yield Seen(evidence=f"{run.where}peak {peak:.2f} GiB, planned {planned:.2f} GiB")
 
 
-@check(
-    Fault(
-        id="run_evaluation_memory",
-        severity="warning",
-        title="Evaluations make the memory peak",
-        why="Training would have had room for more, or an evaluation will run out.",
-        mend=("Smaller evaluation batches: training.eval_batch_size=8.", *FEWER_EVALUATIONS),
-    )
-)
 def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
     """The peak so far jumps from the last row before an evaluation to the first after it."""
     train = run.part.train
@@ -229,23 +270,31 @@ def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
             return
 
 
-MEMORY_CHECKS: tuple[Check[RunFacts], ...] = (
-    run_memory_unused,
-    run_over_plan,
-    run_evaluation_memory,
-)
-
-CHECKS: tuple[Check[RunFacts], ...] = (
-    *EVENT_CHECKS,
-    *run_facts.CHECKS,
-    *MEMORY_CHECKS,
+CHECKS: tuple[Check[RunFacts], ...] = checks(
+    "run",
+    (
+        run_failed,
+        run_out_of_memory,
+        run_not_finite,
+        run_overflows,
+        run_bf16_emulated,
+        run_full_precision,
+        run_low_mfu,
+        run_waits,
+        run_underused,
+        run_evaluation_time,
+        run_slowing,
+        run_memory_unused,
+        run_over_plan,
+        run_evaluation_memory,
+    ),
 )
 _IN_NUMBERS = frozenset({"trainfit_oom", "nan_loss", "low_mfu"})
-"""What the run's own numbers and events tell better than its log."""
+"""Faults of a log that the run's own numbers and events tell better."""
 
 
 def examine_run(folder: Path) -> tuple[Finding, ...]:
-    """What went wrong, or could go better, in a run; what several folds share is said once."""
+    """Find what went wrong, or could go better, in a run; faults that folds share come once."""
     findings: dict[tuple[str, str], Finding] = {}
     run = read_run(folder)
     begun = [part for part in run.parts if is_file(part.folder / LOG)]

@@ -13,13 +13,12 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from trainfit.doctor.finding import Fault, Seen
-from trainfit.doctor.patterns.pattern import Context, Pattern, Sign, quote
+from trainfit.doctor.finding import Fault
 
 _UNITS = {"bytes": 1 / 2**30, "kib": 1 / 2**20, "mib": 1 / 2**10, "gib": 1.0, "tib": 2.0**10}
 _SIZE = r"[\d.]+ (?:bytes|[KMGT]iB)"
 _MUCH = 0.05
-"""The share of a GPU from which on fragmentation or others are the cause, and not the batch."""
+"""Share of a GPU from which on fragmentation or other processes are the cause, not the batch."""
 
 _FIELDS = {
     "tried": rf"Tried to allocate ({_SIZE})",
@@ -72,12 +71,13 @@ def stated(words: str) -> str:
 
 _NAMED = f"(?:{'|'.join((_MESSAGE, _WORDS, *_OTHER))})"
 _CLASS = rf"{_HERE}torch\.(?:cuda\.)?OutOfMemoryError(?:: {_NAMED}|(?=: |:?[ \t]*$))"
-_SIGN = f"(?i:{'|'.join((_MESSAGE, stated(_WORDS), _CLASS, *_OTHER))})"
+MESSAGES = {"cuda_oom": f"(?i:{'|'.join((_MESSAGE, stated(_WORDS), _CLASS, *_OTHER))})"}
+"""Expressions that signs.yaml refers to by name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Numbers:
-    """What a message says, in GiB; None where it does not."""
+    """Figures of a message in GiB; None where it has none."""
 
     tried: float | None = None
     capacity: float | None = None
@@ -88,11 +88,11 @@ class Numbers:
     unallocated: float | None = None
     reserved: float | None = None
     others: tuple[tuple[int, float], ...] = ()
-    """(process, GiB) of those that are not the one that ran out."""
+    """(process, GiB) of the other processes."""
 
     @property
     def held(self) -> float:
-        """By the others together."""
+        """GiB of the other processes together."""
         return sum(gib for _, gib in self.others)
 
 
@@ -121,29 +121,6 @@ def _first(regex: re.Pattern[str], message: str) -> float | None:
     return None if match is None else gib(next(group for group in match.groups() if group))
 
 
-LESS_MEMORY = (
-    "Lower training.batch_size first (24 → 16 → 12 → 8 → 4): training.batch_size=8. The effective "
-    "batch stays the same with training.effective_batch_size=32, or elsewhere with "
-    "optimization.gradient_accumulation_steps=4.",
-    "Recompute activations: model.use_gradient_checkpointing=true.",
-    "Shorten the sequences (1024 → 768, 192 → 128): data.max_length=768.",
-    "Lower the peak of compiling: optimization.compile=false.",
-    "If it happens in an evaluation: training.eval_batch_size=8, training.eval_iters=50 and a "
-    "larger training.eval_steps.",
-    "Train less of the model: model.method=lora, or model.freeze_encoder=true; "
-    "hardware=gpu_low_mem sets all of this (`make nli-train-low-mem`). In a script of your own: "
-    "trainfit.hardware_optimizer.enable_memory_efficient_mode().",
-    "`trainfit plan nli --gpu t4` says beforehand what fits. fp16 is no cure: bf16 and fp16 take "
-    "the same memory.",
-)
-_EXPANDABLE = (
-    "device.expandable_segments=true, or before Python starts "
-    "`export PYTORCH_ALLOC_CONF=expandable_segments:True` (PYTORCH_CUDA_ALLOC_CONF before torch "
-    "2.9)"
-)
-_LAST = f"If much is reserved but unallocated: {_EXPANDABLE}."
-
-
 def _told(numbers: Numbers) -> str:
     told = [
         f"{name} {value:.2f} GiB"
@@ -162,7 +139,7 @@ def _told(numbers: Numbers) -> str:
 
 
 def kind_of(numbers: Numbers) -> str:
-    """Which of the three faults the numbers speak for."""
+    """The fault that the numbers speak for."""
     tried = numbers.tried or 0.0
     much = max(tried, _MUCH * (numbers.capacity or 20.0))
     unallocated = numbers.unallocated or 0.0
@@ -171,25 +148,31 @@ def kind_of(numbers: Numbers) -> str:
     return "cuda_oom_fragmented" if unallocated >= much else "cuda_oom"
 
 
-def _explain(kind: str, signs: Sequence[Sign]) -> Seen | None:
-    """The finding, if some of the messages are of this kind: by the one that asked for most."""
-    known = [(read_numbers(sign.words), sign) for sign in signs]
+def explain(fault: Fault, messages: Sequence[str]) -> tuple[str, list[int], tuple[str, ...]] | None:
+    """Figures, positions of the messages of this fault, and steps; None where no message is one.
+
+    The message that asked for most decides.
+    """
+    known = {at: read_numbers(words) for at, words in enumerate(messages)}
     # Words without numbers say nothing new about what a message with numbers explains.
-    known = [pair for pair in known if pair[0].tried is not None] or known
-    fitting = [(numbers, sign) for numbers, sign in known if kind_of(numbers) == kind]
+    known = {at: n for at, n in known.items() if n.tried is not None} or known
+    fitting = {at: n for at, n in known.items() if kind_of(n) == fault.id}
     if not fitting:
         return None
-    numbers, _ = max(fitting, key=lambda pair: pair[0].tried or 0.0)
-    told = _told(numbers)
-    times = f" ({len(fitting)} times)" if len(fitting) > 1 else ""
-    return Seen(
-        evidence=f"CUDA out of memory: {told}{times}" if told else quote([s for _, s in fitting]),
-        mend=_STEPS[kind](numbers),
-    )
+    numbers = max(fitting.values(), key=lambda numbers: numbers.tried or 0.0)
+    return _told(numbers), list(fitting), _steps(fault, numbers)
 
 
-def _plain_steps(numbers: Numbers) -> tuple[str, ...]:
-    steps = list(LESS_MEMORY)
+def _steps(fault: Fault, numbers: Numbers) -> tuple[str, ...]:
+    """The steps of the fault with the figures in place, and those that the figures call for."""
+    amount = numbers.held if fault.id == "cuda_oom_shared" else numbers.unallocated or 0.0
+    pids = ",".join(str(pid) for pid, _ in numbers.others)
+    steps = [
+        step.replace("N GiB", f"{amount:.1f} GiB").replace("-p PID", f"-p {pids}")
+        for step in fault.fix
+    ]
+    if fault.id != "cuda_oom":
+        return tuple(steps)
     if numbers.capacity and (numbers.tried or 0.0) > numbers.capacity / 4:
         # One tensor of that size comes from long rows, such as the logits of a large vocabulary.
         one = f"One allocation of {numbers.tried:.1f} GiB comes from long sequences: "
@@ -197,66 +180,4 @@ def _plain_steps(numbers: Numbers) -> tuple[str, ...]:
     if numbers.allowed is not None:
         cap = f"The process may use {numbers.allowed:.1f} GiB only: "
         steps.insert(0, cap + "raise what set_per_process_memory_fraction was given.")
-    return (*steps, _LAST)
-
-
-def _fragmented_steps(numbers: Numbers) -> tuple[str, ...]:
-    amount = numbers.unallocated or 0.0
-    first = f"Fragmentation: {amount:.1f} GiB are reserved but unallocated. Let segments grow: "
-    return (
-        first + f"{_EXPANDABLE}.",
-        "Keep shapes alike (trainfit packs rows of a fixed size).",
-        *LESS_MEMORY,
-    )
-
-
-def _shared_steps(numbers: Numbers) -> tuple[str, ...]:
-    pids = ",".join(str(pid) for pid, _ in numbers.others)
-    return (
-        f"Other processes hold {numbers.held:.1f} GiB: `ps -o pid,user,etime,cmd -p {pids}` says "
-        "what they are; end those that are yours and left over.",
-        "Choose another GPU: `export CUDA_VISIBLE_DEVICES=1`.",
-        *LESS_MEMORY,
-    )
-
-
-_STEPS = {
-    "cuda_oom": _plain_steps,
-    "cuda_oom_fragmented": _fragmented_steps,
-    "cuda_oom_shared": _shared_steps,
-}
-
-_WHY = "The step did not fit: the run ends, unless its loop cuts the step finer and goes on."
-
-
-def _pattern(id: str, title: str, why: str) -> Pattern:
-    def explain(signs: Sequence[Sign], _context: Context) -> Seen | None:
-        return _explain(id, signs)
-
-    fault = Fault(id=id, severity="error", title=title, why=why, mend=_STEPS[id](Numbers()))
-    return Pattern(fault=fault, like=_LIKE[id], signs=(_SIGN,), word="memory", explain=explain)
-
-
-_LIKE = {
-    "cuda_oom": "CUDA out of memory. Tried to allocate 512.00 MiB. GPU 0 has a total capacity of "
-    "14.75 GiB of which 17.06 MiB is free.",
-    "cuda_oom_fragmented": "CUDA out of memory. Tried to allocate 2.25 GiB. Of the allocated "
-    "memory 18.90 GiB is allocated by PyTorch, and 3.10 GiB is reserved by PyTorch but "
-    "unallocated.",
-    "cuda_oom_shared": "CUDA out of memory. Tried to allocate 128.00 MiB. Process 5142 has 61.30 "
-    "GiB memory in use. Including non-PyTorch memory, this process has 17.75 GiB memory in use.",
-}
-PATTERNS = (
-    _pattern(
-        "cuda_oom_shared",
-        "GPU memory ran out, and other processes hold much of it",
-        "What others hold cannot be won back by a smaller batch of yours.",
-    ),
-    _pattern(
-        "cuda_oom_fragmented",
-        "GPU memory ran out, though enough of it was free in pieces",
-        "The allocator holds memory in blocks of the wrong sizes, as lengths change from step to "
-        "step.",
-    ),
-    _pattern("cuda_oom", "GPU memory ran out", _WHY),
-)
+    return tuple(steps)

@@ -1,14 +1,13 @@
-"""The troubleshooting page, made from the checks so that it cannot say anything else."""
+"""docs/troubleshooting.md, made from signs.yaml and the checks."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 from typing import Any
 
-from trainfit.doctor import host_checks, run_checks
+from trainfit.doctor import machine_checks, run_checks
 from trainfit.doctor.finding import Check, Fault
-from trainfit.doctor.patterns import PATTERNS
+from trainfit.doctor.signs import patterns
 
 _HEAD = """\
 # Troubleshooting
@@ -18,14 +17,16 @@ faults of the machine, `trainfit doctor --log FILE` for those in a log, `trainfi
 for those of a run. The steps are in the order to try them; `key=value` words go after
 `trainfit train TASK`.
 """
+_OWN = ("The finding has the command for the machine.",)
+"""Steps of a fault that detection notes with the machine's own command."""
 
 
 def troubleshooting() -> str:
     """The page."""
     parts = [_HEAD]
-    parts.append(_section("The machine", _with_looks(host_checks.CHECKS)))
+    parts.append(_section("The machine", _with_looks(machine_checks.CHECKS)))
     parts.append(
-        _section("A log", ((pattern.fault, f"Like: `{pattern.like}`") for pattern in PATTERNS))
+        _section("A log", ((pattern.fault, f"Like: `{pattern.like}`") for pattern in patterns()))
     )
     parts.append(_section("A run", _with_looks(run_checks.CHECKS)))
     return "\n".join(parts)
@@ -34,8 +35,7 @@ def troubleshooting() -> str:
 def _with_looks(checks: Iterable[Check[Any]]) -> Iterable[tuple[Fault, str]]:
     for check in checks:
         text = (getattr(check.look, "__doc__", None) or "").split("\n")[0]
-        noted = isinstance(check.look, partial)  # then its docstring is functools'
-        yield check.fault, "" if noted or not text else f"Looked at: {text[0].lower()}{text[1:]}"
+        yield check.fault, f"Looked at: {text[0].lower()}{text[1:]}" if text else ""
 
 
 def _section(title: str, faults: Iterable[tuple[Fault, str]]) -> str:
@@ -46,10 +46,5 @@ def _fault(fault: Fault, look: str) -> str:
     lines = [f"### {fault.title}", "", f"`{fault.id}`, {fault.severity}. {fault.why}", ""]
     if look:
         lines += [look, ""]
-    lines += [f"{number}. {step}" for number, step in enumerate(_steps(fault), 1)]
+    lines += [f"{number}. {step}" for number, step in enumerate(fault.fix or _OWN, 1)]
     return "\n".join(lines) + "\n"
-
-
-def _steps(fault: Fault) -> tuple[str, ...]:
-    """A fault that detection notes has the machine's own command first."""
-    return fault.mend or ("The finding has the command for the machine.",)
