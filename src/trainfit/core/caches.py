@@ -1,8 +1,8 @@
-"""Records of a cache: sealed with a checksum, and thrown away with a word where they are damaged.
+"""Cached records: sealed with a checksum, and thrown away with a warning when damaged.
 
     {"sha256": "…", "content": {…}}    the checksum of the content as compact JSON
 
-A cache saves time and holds nothing else: what cannot be read, or written, ends no command.
+A cache only saves time: a failure to read or write it ends no command.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ T = TypeVar("T")
 _LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel")
 _READ = (".py", ".json", ".csv")
 _PAGES = ("cli", "reports", "doctor", "integrations", "hpo", "conf")
-"""Packages that decide nothing about a step's memory or speed."""
+"""Packages that do not affect a step's memory or speed."""
 
 
 def libraries() -> dict[str, str | None]:
@@ -51,7 +51,7 @@ def _version(name: str) -> str | None:
 
 
 def read(kind: type[T], path: Path) -> T | None:
-    """The record kept there; None where there is none, or none that is whole."""
+    """Read a cached record; None where there is none, or a damaged one."""
     try:
         sealed = codec.read_object(path)
         if sealed.get("sha256") != _checksum(sealed.get("content")):
@@ -65,7 +65,7 @@ def read(kind: type[T], path: Path) -> T | None:
 
 
 def write(path: Path, record: object) -> bool:
-    """Keep a record; False, with a warning, where the cache cannot be written."""
+    """Write a record; False, with a warning, where the cache cannot be written."""
     content = codec.encode(record)
     sealed = {"sha256": _checksum(content), "content": content}
     try:
@@ -77,7 +77,7 @@ def write(path: Path, record: object) -> bool:
 
 
 def throw_away(path: Path, why: str) -> None:
-    """Remove a file or folder of a cache that is damaged, and say so."""
+    """Remove a damaged file or folder of a cache, with a warning."""
     discard(path)
     text = f"{path} is damaged and was thrown away ({why})"
     warnings.warn(text, TrainfitWarning, stacklevel=3)
@@ -90,7 +90,7 @@ def _warn_unwritten(folder: Path, why: str) -> None:
 
 
 def discard(path: Path) -> None:
-    """Remove whatever stands there, as far as it can be."""
+    """Remove a file or folder, as far as possible."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ def write(folder: Path) -> None:
 def check(folder: Path) -> None:
     """Raise BadInput for a file that is damaged, missing, or was not exported.
 
-    An export of an earlier version has no checksums: it is taken as it is, with a note.
+    An export of an earlier version has no checksums: it is used unchecked, with a warning.
     """
     path = folder / NAME
     if not path.is_file():
@@ -49,7 +49,7 @@ def check(folder: Path) -> None:
 
 
 def _files(folder: Path) -> list[str]:
-    """Every file in a folder, but for notes and hidden files, which nothing loads."""
+    """List every file in a folder except notes and hidden files, which nothing loads."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
     return sorted(
         str(PurePosixPath(path))

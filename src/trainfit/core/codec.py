@@ -25,7 +25,7 @@ T = TypeVar("T")
 _NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 _FLOAT = "$float"  # strict JSON has no NaN: {"$float": "nan"} stands for it
 _DEEPEST = 100
-"""Levels of lists and objects in each other; ours have about ten."""
+"""Maximum nesting of lists and objects; trainfit's own files have about ten levels."""
 _SHOWN = 200
 """Characters of a wrong value that an error shows."""
 _LONG_NUMBER = re.compile(r"\d{19}")
@@ -39,7 +39,7 @@ class Range:
     high: float = math.inf
 
     def __str__(self) -> str:
-        """Say the bounds the way a person would."""
+        """Word the bounds for an error message."""
         if self.high == math.inf:
             return f"{_number(self.low)} or more"
         if self.low == -math.inf:
@@ -59,11 +59,11 @@ class Length:
     most: int
 
     def __str__(self) -> str:
-        """Say the bounds the way a person would."""
+        """Word the bounds for an error message."""
         return f"{self.least} to {self.most:,} characters"
 
     def allows(self, value: str) -> bool:
-        """Tell a text of as many characters, with none that no file can hold."""
+        """Tell a text within the bounds, without control characters."""
         return self.least <= len(value) <= self.most and is_plain(value)
 
 
@@ -72,11 +72,11 @@ class PathName:
     """A path, or a name that may be one, that an operating system takes."""
 
     def __str__(self) -> str:
-        """Say the bounds the way a person would."""
+        """Word the bounds for an error message."""
         return "a path of at most 4,096 bytes, 255 between two slashes"
 
     def allows(self, value: str) -> bool:
-        """Tell a path that a system call would take, whatever is there."""
+        """Tell a path that a system call would take, whether or not it exists."""
         if not value.strip() or not is_plain(value):
             return False
         parts = value.encode().split(b"/")
@@ -92,7 +92,7 @@ _BOUNDS = (Range, Length, PathName)
 
 
 def _number(value: float) -> str:
-    """A bound as a person writes it: 1,000,000, 0.5 or 1e-05."""
+    """Format a bound: 1,000,000, 0.5 or 1e-05."""
     return f"{value:,.0f}" if value == int(value) and abs(value) < 1e15 else f"{value:g}"
 
 
@@ -123,7 +123,7 @@ def decode(kind: type[T], data: Any, source: str = "", key: str = "") -> T:
 
 
 def dumps(value: Any, indent: int | None = 2) -> str:
-    """JSON text of a dataclass; strict JSON, so that any other program can read it."""
+    """Turn a dataclass into strict JSON text, which any program can read."""
     return json.dumps(encode(value), indent=indent, allow_nan=False)
 
 
@@ -140,10 +140,10 @@ def loads(kind: type[T], text: str, source: str = "") -> T:
 
 
 def parse(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
-    """Plain data of strict JSON text; ValueError for all else, and for what is out of all bounds.
+    """Parse strict JSON text; ValueError for anything else, and for extreme values.
 
-    Refuses NaN and Infinity, whole numbers over 64 bits and deep nesting, each of which is legal
-    somewhere and breaks whoever computes with it. `pairs` builds the objects, as in json.loads.
+    NaN, Infinity, whole numbers over 64 bits and deep nesting are refused. `pairs` builds the
+    objects, as in json.loads.
     """
     integers = _integer if _LONG_NUMBER.search(text) else None
     try:
@@ -157,23 +157,18 @@ def parse(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None
     return data
 
 
-def read_json(path: Path) -> Any:
-    """Plain data of a JSON file; OSError or ValueError where it cannot be read."""
-    return parse(read_text(path))
-
-
 def read_object(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; OSError or ValueError where there is none."""
-    data = read_json(path)
+    """Read the object in a JSON file; OSError or ValueError where there is none."""
+    data = parse(read_text(path))
     if not isinstance(data, dict):
         raise ValueError("it is not an object")
     return data
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """The objects in a .jsonl file, without the lines that are damaged; OSError where it is none.
+    """Read the objects in a .jsonl file, without damaged lines; OSError where it cannot be read.
 
-    A process that was killed leaves half a line: such a file is still worth reading.
+    A process that was killed leaves half a line, and the rest of the file is still good.
     """
     rows = []
     for line in read_text(path, LARGEST_LOG, errors="replace").splitlines():
@@ -212,12 +207,12 @@ def _check_depth(data: Any) -> None:
 
 @cache
 def hints(kind: type) -> dict[str, Any]:
-    """The resolved type of each field of a dataclass."""
+    """Resolve the type of each field of a dataclass."""
     return get_type_hints(kind, include_extras=True)
 
 
 def describe(kind: Any) -> str:
-    """What values a type takes, for an error message: "a whole number (1 or more) or auto"."""
+    """Describe the values of a type for an error: "a whole number (1 or more) or auto"."""
     origin = get_origin(kind)
     if origin is Annotated:
         base, *extras = get_args(kind)
@@ -336,7 +331,7 @@ def _read_union(kind: Any, data: Any, path: str, problems: list[BadInput]) -> An
 
 
 def _names(kind: Any, data: Any) -> bool:
-    """Tell if `kind` has `data` among its words, or both are None."""
+    """Tell if `data` is one of the words of `kind`, or both are None."""
     if kind is type(None):
         return data is None
     return get_origin(kind) is Literal and isinstance(data, str) and data in get_args(kind)

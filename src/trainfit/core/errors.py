@@ -19,15 +19,15 @@ _NAMES = (
 _SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$", re.IGNORECASE)
 _SECRET_VARIABLE = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
 _SHORTEST = 6
-"""Characters of a variable's value; a shorter one would be found in innocent words."""
+"""Minimum characters of a secret value; a shorter one would match innocent words."""
 
 _URL = re.compile(r"(:/(?:/|(?=[^\s/?#@:]+:)))(?:[^\s/?#'\"<>]*|[^\s/?#@:'\"<>]*:[^\s@]*)@")
-"""The second form is a password with a slash in it, which database drivers take.
+"""The second form is a password with a slash in it, which database drivers accept.
 
-A path that was made of a URL has one slash.
+A path made from a URL has one slash.
 """
 _URL_WORD = re.compile(r"(://)(?:[^/?#]*|[^/?#@:]*:.*)@", re.DOTALL)
-"""As a word of a command, which may hold spaces."""
+"""A URL as one word of a command, which may contain spaces."""
 _ASSIGNED = re.compile(
     rf"((?<![\w.-])[\w.-]*?(?:(?<![a-z]){_NAMES}|password)['\"]?=\s?|"
     r"\b[\w.-]*(?:password|secret)['\"]?\s?:\s?)"
@@ -38,7 +38,7 @@ _BEARER = re.compile(r"(\b(?:bearer|basic)\s+)[\w.~+/=-]{8,}", re.IGNORECASE)
 
 
 def redact(text: str) -> str:
-    """The text without credentials in URLs, named secrets and the values of secret variables."""
+    """Remove credentials in URLs, named secrets and the values of secret variables."""
     text = _URL.sub(rf"\1{HIDDEN}@", text)
     for pattern in (_BEARER, _ASSIGNED):
         text = pattern.sub(rf"\1{HIDDEN}", text)
@@ -48,12 +48,12 @@ def redact(text: str) -> str:
 
 
 def redact_word(word: str) -> str:
-    """One word of a command, or a URL: a password in it may hold spaces."""
+    """Redact one word of a command, or a URL, whose password may contain spaces."""
     return redact(_URL_WORD.sub(rf"\1{HIDDEN}@", word))
 
 
 def redact_words(words: Iterable[str]) -> list[str]:
-    """The words of a command, with the word after an option such as --password hidden too."""
+    """Redact the words of a command, and the word after an option such as --password."""
     shown: list[str] = []
     hide = False
     for word in words:
@@ -63,7 +63,7 @@ def redact_words(words: Iterable[str]) -> list[str]:
 
 
 def redact_values(value: Any) -> Any:
-    """Plain data with every text in it redacted, and what a secret's name stands for."""
+    """Redact every text in plain data, and the values of keys that are named like a secret."""
     if isinstance(value, str):
         return redact(value)
     if isinstance(value, Mapping):
@@ -80,7 +80,7 @@ def _named(name: str, value: Any) -> Any:
 
 
 def _variables(environment: Mapping[str, str]) -> list[str]:
-    """The values of variables that are named like a secret, the longest first."""
+    """List the values of variables that are named like a secret, the longest first."""
     found = {
         value
         for name, value in environment.items()
@@ -96,7 +96,7 @@ MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError
 
 
 class TrainfitWarning(UserWarning):
-    """Something a person should know about, and trainfit goes on."""
+    """A problem that does not stop trainfit."""
 
 
 class CompileFailed(TrainfitWarning):
@@ -104,7 +104,7 @@ class CompileFailed(TrainfitWarning):
 
 
 class TrainfitError(Exception):
-    """Base of everything trainfit raises on purpose; the command line prints it as one line."""
+    """Base of all errors that trainfit raises; the command line prints one line."""
 
     exit_code = 1
 
@@ -116,7 +116,7 @@ class TrainfitError(Exception):
         self.fix = fix
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Errors of worker processes reach the process that started them."""
+        """Pickle both arguments, so that errors of worker processes reach their parent."""
         return type(self), (self.what, self.fix)
 
 
@@ -143,12 +143,12 @@ class BadConfig(BadInput):
         self.problems = tuple(problems)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """As above, with its own argument."""
+        """Pickle with its own argument, as the base class does."""
         return type(self), (self.problems,)
 
 
 def reason(error: BaseException) -> str:
-    """Why something failed, in one short line; an OSError's without the path."""
+    """Word why something failed in one short line; an OSError without its path."""
     said = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
     if len(said) > 1 and said[0].endswith(":"):
         said[0] = f"{said[0]} {said[1].strip()}"
@@ -157,7 +157,7 @@ def reason(error: BaseException) -> str:
 
 @contextmanager
 def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
-    """Turn whatever a library raises over input of others into one line; `refusal` words it."""
+    """Turn whatever a library raises for bad input into the error that `refusal` makes."""
     try:
         yield
     except (TrainfitError, KeyboardInterrupt, SystemExit, GeneratorExit):
@@ -167,12 +167,12 @@ def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
 
 
 def brief(text: str, most: int = 200) -> str:
-    """A text that fits into a line: its middle is left out where it is long."""
+    """Shorten a text to one line by leaving out its middle."""
     return text if len(text) <= most else f"{text[: most - 40]} … {text[-37:]}"
 
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
-    """The `choices` that look most like `word`, best first, and none that look much less so."""
+    """Return the `choices` most similar to `word`, best first."""
     folded = word[:200].lower()  # comparing takes the product of both lengths
     likeness = {
         choice: difflib.SequenceMatcher(None, folded, choice.lower()).ratio()
@@ -185,6 +185,6 @@ def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
 
 
 def did_you_mean(word: str, choices: Iterable[str], otherwise: str = "") -> str:
-    """A fix that names the nearest valid words, or `otherwise` when none is near."""
+    """Word a fix that names the nearest valid words, or `otherwise` when none is near."""
     close = nearest(word, choices)
     return f"did you mean {' or '.join(close)}?" if close else otherwise

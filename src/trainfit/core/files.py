@@ -16,9 +16,9 @@ from pathlib import Path
 from trainfit.core.errors import BadInput, TrainfitWarning, brief, reason
 
 LARGEST_TEXT = 256 << 20
-"""Bytes of a file that is read at once: more than any record of a run or a cache has."""
+"""Maximum bytes of a file that is read at once; records and caches are smaller."""
 LARGEST_LOG = 2 << 30
-"""The same of a file that grows with a run."""
+"""Maximum bytes of a file that grows with a run."""
 _KINDS = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -27,10 +27,10 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _KERNEL = (Path("/proc"), Path("/sys"))
-"""Their files are made up as they are read: no size, and some never end."""
+"""Their files are generated while they are read: no size, and some never end."""
 _NAME = re.compile(r"\w(?:[\w .,+=@-]*[\w+=@-])?")
 _LONGEST = 100
-"""Bytes of a name, of the 255 that file systems take: endings and numbers are added to it."""
+"""Maximum bytes of a name, of 255 in file systems: endings and numbers are added to it."""
 _LONGEST_PART = 255
 
 
@@ -49,7 +49,7 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
-    """Text of a regular file of at most so many bytes; OSError or ValueError where it has none."""
+    """Read the text of a regular file of at most `most` bytes; OSError or ValueError if not."""
     with open_regular(path) as file:
         data = file.read(most + 1)
     if len(data) > most:
@@ -58,7 +58,7 @@ def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
 
 
 def is_file(path: Path) -> bool:
-    """Look for a regular file; a name that no system takes names none."""
+    """Tell if a regular file is there; False for a name that is too long for any."""
     try:
         return path.is_file()
     except OSError:  # too long
@@ -72,7 +72,7 @@ def checksum(path: Path) -> str:
 
 
 def check_regular(path: Path, fix: str = "give a regular file") -> Path:
-    """The path of a file that can be read, or BadInput that names what is in its place."""
+    """Return the path of a readable file, or raise BadInput that names what is there instead."""
     try:
         open_regular(path).close()
     except FileNotFoundError:
@@ -94,8 +94,8 @@ def _check_kind(path: Path, found: os.stat_result) -> None:
 def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> None:
     """Write `content` to `path` so that a reader, or a crash, never sees half of it.
 
-    Without `parents`, a folder that is not there is an error and not made: what someone removed
-    must not come back half.
+    Without `parents`, a missing folder is an error and not made: a folder that someone removed
+    must not come back with part of its files.
     """
     data = content.encode() if isinstance(content, str) else content
     if parents:
@@ -114,7 +114,7 @@ def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> No
 
 
 def check_name(name: str, key: str) -> str:
-    """Return a name that is one plain part of a path, or refuse it; `key` is where it was given."""
+    """Return a name that can be one part of a path, or raise BadInput that names its `key`."""
     if _NAME.fullmatch(name) and len(name.encode()) <= _LONGEST:
         return name
     shown = name if len(name) <= 40 else f"{name[:40]}…"
@@ -125,7 +125,7 @@ def check_name(name: str, key: str) -> str:
 
 
 def check_path(path: str | Path, key: str) -> Path:
-    """Return the path of a folder, or refuse one that no file system takes."""
+    """Return the path of a folder, or raise BadInput for one that no file system takes."""
     text = str(path)
     longest = max(len(os.fsencode(part)) for part in re.split(r"[\\/]", text))
     if not text or "\0" in text or longest > _LONGEST_PART:
@@ -146,7 +146,7 @@ def _sync_folder(folder: Path) -> None:
 
 
 def check_output(path: Path, fix: str = "give another --output") -> Path:
-    """The path of a file to write, or BadInput where there is no room for one, before any work."""
+    """Return the path of a file to write, or raise BadInput where it cannot be written."""
     try:
         there = path.exists()
         if there and not path.is_file():
@@ -168,10 +168,9 @@ def write_output(path: Path, content: str | bytes, fix: str = "give another --ou
 
 
 def cache_folder() -> Path:
-    """Where trainfit keeps what it measured: $TRAINFIT_CACHE, else the user's cache folder.
+    """Folder of trainfit's caches: $TRAINFIT_CACHE, else the user's cache folder.
 
-    Where no folder can be made there, a temporary one of this process, with one note: a cache
-    saves time, and is no reason not to run.
+    Where no folder can be made there, a temporary one of this process, with one warning.
     """
     if chosen := os.environ.get("TRAINFIT_CACHE"):
         return _usable(Path(chosen).absolute())
@@ -180,7 +179,7 @@ def cache_folder() -> Path:
 
 
 def keeps_cache() -> bool:
-    """Tell a cache that is there for the next process too."""
+    """Tell if the cache folder outlives this process."""
     folder = cache_folder()
     return not _temporary.cache_info().currsize or folder != Path(_temporary().name)
 
@@ -202,5 +201,5 @@ def _usable(folder: Path) -> Path:
 
 @cache
 def _temporary() -> tempfile.TemporaryDirectory[str]:
-    """A folder that is removed when the process ends."""
+    """Make a folder that is removed when the process ends."""
     return tempfile.TemporaryDirectory(prefix="trainfit-cache-")

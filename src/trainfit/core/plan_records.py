@@ -14,7 +14,7 @@ Precision = Literal["bf16", "fp16", "fp32"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Reason(Record):
-    """One setting, its value, why, and what lost against it."""
+    """A setting with its value, the reason, and the alternatives that lost."""
 
     setting: str
     value: Scalar
@@ -24,34 +24,34 @@ class Reason(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation(Record):
-    """The plan of a default job on a machine, in the settings to start from."""
+    """Settings to start from: the plan of a default job on a machine."""
 
     task: str
     model: str
-    """The model that the settings are for; another one has a plan of its own."""
+    """Model that the settings are for."""
     method: Literal["full", "lora", "dora", "frozen"]
     max_length: int
     fits: bool
     preset: str
-    """The documents' row for the GPU, which `hardware=` pins; the plan does without it."""
+    """Preset of the documents for the GPU, for `hardware=`; the plan does not use it."""
     precision: Precision
     tf32: bool
     batch_size: int
     gradient_accumulation_steps: int
     gradient_checkpointing: bool
-    """True where any block is computed again; the reason of that name says which."""
+    """True where any block is recomputed; the reason of that name says which."""
     freeze_encoder: bool
     compile: bool
     num_workers: int
     num_threads: int | None
-    """Threads of torch's operations on a CPU; None beside a GPU: as torch has it."""
+    """Threads of torch's CPU operations; None: torch's default, as with a GPU."""
     reasons: tuple[Reason, ...] = ()
     advice: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload(Record):
-    """What is to be trained, apart from the model: how long the sequences are and how many."""
+    """Data and batch of a training run: how many sequences, and how long."""
 
     lengths: tuple[int, ...]
     """Tokens per sequence, or a sample of them."""
@@ -70,25 +70,25 @@ OWN_FACTORIES = (
     "trainfit.jobs.probes:gpt_step",
     "trainfit.jobs.gpt_trial:gpt_trial",
 )
-"""Factories that a file may name: they build a model and a step, and take no further name."""
+"""Factories that a file may name: they build a model and a step, and import nothing else."""
 _RENAMED_FACTORIES = {
     "trainfit.tasks.encoder.probe:probe": "trainfit.jobs.probes:encoder_step",
     "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.encoder_trial:encoder_trial",
     "trainfit.tasks.gpt.probe:probe": "trainfit.jobs.probes:gpt_step",
     "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.gpt_trial:gpt_trial",
 }
-"""Names that plans of version 0.1 carry."""
+"""Former names of the factories, as in plans of version 0.1."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TaskSpec(Record):
-    """How a child process builds the task: an import path and its JSON arguments."""
+    """Recipe for a child process to build the task: an import path and JSON arguments."""
 
     factory: str
     """module:callable"""
     arguments: dict[str, Any]
     from_file: bool = field(default=False, compare=False)
-    """Read from a file, which may come from anyone: only trainfit's own factories are imported."""
+    """True if read from a file, which is not trusted: only trainfit's factories are imported."""
 
     def from_a_file(self) -> Self:
         """Mark the task as read from a file, and translate a factory's name of version 0.1."""
@@ -96,7 +96,7 @@ class TaskSpec(Record):
         return replace(self, factory=factory, from_file=True)
 
     def check(self) -> Self:
-        """Return the task, or refuse the factory of one that a file named."""
+        """Return the task, or raise BadInput for a foreign factory that a file named."""
         if self.from_file and self.factory not in OWN_FACTORIES:
             raise BadInput(
                 f"{self.factory!r} was read from a file, and is not imported",
@@ -105,7 +105,7 @@ class TaskSpec(Record):
         return self
 
     def function(self) -> Callable[..., Any]:
-        """The factory, imported."""
+        """Import the factory."""
         from importlib import import_module
 
         self.check()
@@ -121,7 +121,7 @@ class TaskSpec(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RuntimeSettings(Record):
-    """Process-wide switches that runtime applies; None leaves one as it is."""
+    """Process-wide switches that runtime applies; None leaves a switch unchanged."""
 
     tf32: bool | None = None
     cudnn_benchmark: bool | None = None
@@ -136,7 +136,7 @@ class RuntimeSettings(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate(Record):
-    """Where the memory of a step goes, and what is left."""
+    """Memory of a step by use, and the capacity."""
 
     weights_gib: float
     """Weights of the model itself; adapters are apart."""
@@ -148,31 +148,31 @@ class MemoryEstimate(Record):
     peak_reserved_gib: float
     capacity_gib: float
     fits: bool
-    """Whether the step runs within the capacity, with the allocator giving back its cache."""
+    """True if the step runs within the capacity once the allocator frees its cache."""
     error_percent: float | None
-    """The largest error recorded on this architecture; None where nothing was recorded."""
+    """Largest error recorded on this architecture; None: nothing was recorded."""
     adapters_gib: float = 0.0
     """Weights of LoRA's or DoRA's adapters."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeEstimate(Record):
-    """How fast it will run; a figure is None where nothing was recorded to base it on."""
+    """Estimated speed; a figure is None where no recording supports it."""
 
     tokens_per_second: float | None
-    """Tokens of the data, without filler and padding."""
+    """Tokens of the data per second, without filler and padding."""
     samples_per_second: float | None
     mfu: float | None
-    """The share of the dense peak that goes into operations the step must do."""
+    """Model FLOPs utilization: share of the dense peak spent on necessary operations."""
     step_seconds: float | None
     epoch_seconds: float | None
     total_seconds: float | None
     error_percent: float | None
-    """The error that nine in ten recorded steps keep to; None: not recorded on this kind of GPU."""
+    """Error bound of nine in ten recorded steps; None: not recorded on this kind of GPU."""
     energy_kwh: float | None = None
-    """Of the whole run, where the watts were given."""
+    """Energy of the whole run, where the watts were given."""
     cost: float | None = None
-    """Of the whole run, where a price per hour was given, in its currency."""
+    """Cost of the whole run, in the currency of the given price per hour."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,7 +181,7 @@ class Plan(Record):
 
     fits: bool
     task: TaskSpec
-    """The step that was estimated, for a child process to build again."""
+    """Step that was estimated, so that a child process can build it again."""
     workload: Workload
     gpu: str | None
     """The catalogue's row; None for a CPU or a GPU that it does not know."""
@@ -189,27 +189,27 @@ class Plan(Record):
     """Device to train on, as torch names it; None in plans of version 0.1."""
     ranks: int = 1
     sharding: Literal["none", "fsdp"] = "none"
-    """Each rank holds the whole model, or a share of it where no GPU could alone."""
+    """Each rank holds the whole model (none), or a share of it (fsdp)."""
     precision: Precision
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of weights that are not trained; those that are trained are kept in float32."""
+    """Dtype of frozen weights; trained weights are kept in float32."""
     runtime: RuntimeSettings
     packed: bool
-    """Sequences end to end in rows of a fixed number of tokens; else padded ones of like length."""
+    """Rows of sequences end to end; else padded batches of similar length."""
     attention: str
     """The attention path: varlen, disentangled, softcapped, sdpa, or the model's own."""
     batch_size: int
     micro_batch_tokens: int
-    """The most tokens of a micro-batch, filler and padding included: it sets the memory."""
+    """Maximum tokens of a micro-batch, filler and padding included: it sets the memory."""
     gradient_accumulation_steps: int
     effective_batch_size: int
     cuts: tuple[int, ...]
-    """Micro-batches per step: the one planned, then those to fall back on when memory runs out."""
+    """Micro-batches per step: the planned number, then fallbacks when memory runs out."""
     gradient_checkpointing: Literal["none", "selective", "full"]
     compile: bool
     compile_mode: str
     liger: bool = False
-    """Norms and gated feed-forwards by Liger's kernels."""
+    """Use Liger's kernels for norms and gated feed-forwards."""
     optimizer: Literal["adamw_fused", "adamw"]
     num_workers: int
     pin_memory: bool
@@ -221,7 +221,7 @@ class Plan(Record):
     time: TimeEstimate | None
     reasons: tuple[Reason, ...] = ()
     advice: tuple[str, ...] = ()
-    """What would fit, where this does not; and what else to know."""
+    """Changes that would make the job fit, and further hints."""
     assumptions: tuple[str, ...] = ()
-    """Facts about the machine that nobody could look up, since it is not here."""
+    """Assumed facts about a machine that is not here."""
     measurements: tuple[Measurement, ...] = ()

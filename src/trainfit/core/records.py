@@ -27,7 +27,7 @@ _LEFT = ' style="text-align:left"'
 
 
 def html_table(data: Any) -> str:
-    """A mapping as two columns, a list of mappings as rows; everything in it is escaped."""
+    """Format a mapping as two columns, a list of mappings as rows; everything is escaped."""
     if isinstance(data, Mapping):
         rows = "".join(
             f"<tr><th{_LEFT}>{_name(key)}</th><td{_LEFT}>{html_table(value)}</td></tr>"
@@ -51,7 +51,7 @@ def _rows(items: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _list(items: Sequence[Any]) -> str:
-    """The first few, since the lengths of a data set may be thousands."""
+    """Show the first few items, since a data set may have thousands of lengths."""
     shown = ", ".join(html_table(item) for item in items[:_MOST])
     return shown if len(items) <= _MOST else f"{shown}, … ({len(items):,} in all)"
 
@@ -74,20 +74,20 @@ class Record:
     """Base of the records: JSON both ways, to text or to a file, and a table in a notebook."""
 
     def to_json(self, indent: int | None = 2) -> str:
-        """The record as strict JSON text."""
+        """Return the record as strict JSON text."""
         return codec.dumps(self, indent)
 
     @classmethod
     def from_json(cls, text: str, source: str = "") -> Self:
-        """The record that `text` holds; `source` is named in an error."""
+        """Read a record from JSON text; an error names the `source`."""
         return codec.loads(cls, text, source)
 
     def save(self, path: Path, *, parents: bool = True) -> None:
-        """Write the record whole or not at all; `parents` makes its folder where there is none."""
+        """Write the record whole or not at all; `parents` makes a missing folder."""
         write_whole(path, self.to_json() + "\n", parents=parents)
 
     def _repr_html_(self) -> str:
-        """The record as a table, where a notebook shows it."""
+        """Return the record as a table for notebooks."""
         return html_table(codec.encode(self))
 
     @classmethod
@@ -102,7 +102,7 @@ class Record:
         return cls.from_json(text, str(path)).from_a_file()
 
     def from_a_file(self) -> Self:
-        """Mark every task in the record: its words are a file's, not the user's."""
+        """Mark every task in the record as read from a file, so that it is not trusted."""
         parts = {each.name: _from_a_file(getattr(self, each.name)) for each in fields(self)}
         return replace(self, **parts)
 
@@ -118,7 +118,7 @@ def _from_a_file(value: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Note(Record):
-    """Something about the machine that a person should know, and what to do about it."""
+    """A problem or limit of the machine, and its fix."""
 
     code: str
     text: str
@@ -127,7 +127,7 @@ class Note(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PcieLink(Record):
-    """The link of a GPU to the host: a narrow one makes every copy slow."""
+    """PCIe link of a GPU to the host: a narrow one slows every copy."""
 
     generation: int | None = None
     width: int | None = None
@@ -137,7 +137,7 @@ class PcieLink(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuState(Record):
-    """What the driver says of a GPU right now; everything may be unknown."""
+    """Current state of a GPU by its driver; every field may be unknown."""
 
     memory_used_gib: float | None = None
     memory_used_by_others_gib: float | None = None
@@ -162,12 +162,12 @@ class Gpu(Record):
     name: str
     vendor: Literal["nvidia", "amd", "apple", "unknown"]
     slug: str | None
-    """The catalogue's row, or None for a GPU that it does not know (then there is no peak)."""
+    """Row of the catalogue; None for an unknown GPU, which has no peak."""
     memory_gib: float
-    """What a program can see of it, which is less than the box says."""
+    """Memory visible to a program, which is less than advertised."""
     compute_capability: str
     native_bf16: bool
-    """Matrix units take bfloat16. An emulated bfloat16, as on a T4, does not count."""
+    """True if matrix units take bfloat16; emulated bfloat16, as on a T4, does not count."""
     tf32: bool
     fp16: bool
     fp8: bool
@@ -180,20 +180,20 @@ class Gpu(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cpu(Record):
-    """The processor as this process may use it."""
+    """Processor, as far as this process may use it."""
 
     name: str
     cores: int
-    """Cores that affinity and cgroup allow, which in a container are fewer than the host has."""
+    """Cores that affinity and cgroup allow; in a container, fewer than the host has."""
     host_cores: int
     native_bf16: bool = False
     assumed: bool = False
-    """True beside a GPU that is not here: a typical processor, and not this machine's."""
+    """True for a typical processor, assumed beside a GPU that is not here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchBuild(Record):
-    """Which torch is installed, and for what."""
+    """Version and backend of the installed torch."""
 
     version: str
     backend: Literal["cpu", "cuda", "rocm", "mps"]
@@ -204,14 +204,14 @@ class TorchBuild(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompileSupport(Record):
-    """What torch.compile needs on this machine."""
+    """Tools for torch.compile on this machine."""
 
     c_compiler: str | None
     python_headers: bool
     triton: str | None
 
     def missing(self, gpu: bool) -> tuple[str, ...]:
-        """What torch.compile would fail for, for a GPU (Triton) or the CPU (C++)."""
+        """List the missing tools without which torch.compile fails, for a GPU or the CPU."""
         lacks = []
         if self.c_compiler is None:
             lacks.append("a C compiler")
@@ -224,19 +224,19 @@ class CompileSupport(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HardwareProfile(Record):
-    """The machine as it is now, from detect()."""
+    """Current state of the machine, from detect()."""
 
     gpus: tuple[Gpu, ...]
-    """What torch can train on, in torch's order."""
+    """GPUs that torch can train on, in torch's order."""
     other_gpus: tuple[str, ...] = ()
-    """GPUs that are in the machine but that this process cannot use, with the reason in notes."""
+    """GPUs of the machine that this process cannot use; the notes say why."""
     cpu: Cpu
     memory_gib: float
     memory_available_gib: float
     shm_gib: float | None
     disk_free_gib: float
     torch: TorchBuild | None
-    """None where torch was not asked, as for a GPU that is only looked up."""
+    """None where torch was not imported, as for a GPU of the catalogue."""
     driver: str | None
     driver_cuda: str | None
     compile: CompileSupport
@@ -248,7 +248,7 @@ class HardwareProfile(Record):
 
     @property
     def device(self) -> Literal["cuda", "cpu"]:
-        """What the jobs train on, as torch calls it."""
+        """Device that the jobs train on, by torch's name."""
         return "cuda" if any(gpu.vendor != "apple" for gpu in self.gpus) else "cpu"
 
 
@@ -268,7 +268,7 @@ class Measurement(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurements(Record):
-    """What `check --measure` found on one device, with what it depends on."""
+    """Results of `check --measure` on one device, with the versions they depend on."""
 
     device: str
     torch: str
@@ -279,29 +279,29 @@ class Measurements(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Change(Record):
-    """One switch: what was asked, what it was before, and what it is now as read back."""
+    """A switch: requested value, value before, and value read back after."""
 
     name: str
     requested: Scalar
     before: Scalar
     after: Scalar
     note: str = ""
-    """Why it could not be done, or what else to know."""
+    """Reason why it could not be set, or a remark."""
 
     @property
     def done(self) -> bool:
-        """Whether the switch now stands where it was asked to."""
+        """True if the switch has the requested value."""
         return self.after == self.requested
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Applied(Record):
-    """What apply() did to this process."""
+    """Changes that apply() made to this process."""
 
     changes: tuple[Change, ...]
 
     def __getitem__(self, name: str) -> Change:
-        """The change of that name."""
+        """Return the change of that name."""
         return {change.name: change for change in self.changes}[name]
 
 
@@ -310,7 +310,7 @@ class Applied(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event(Record):
-    """Something that happened in a run: an OOM, a resume, a skipped step."""
+    """An event of a run: out of memory, a resume, a skipped step."""
 
     kind: str
     step: int
@@ -320,7 +320,7 @@ class Event(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunResult(Record):
-    """How a run ended."""
+    """Outcome of a run."""
 
     run: str
     """The run folder."""
@@ -328,18 +328,18 @@ class RunResult(Record):
     steps: int
     seconds: float
     metrics: dict[str, float]
-    """Of the best evaluation where one metric decides, else of the last."""
+    """Metrics of the best evaluation where one metric decides, else of the last."""
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
     best_step: int | None = None
-    """The step of the best evaluation; its checkpoint is kept."""
+    """Step of the best evaluation, whose checkpoint is kept."""
     cuts: tuple[tuple[int, int], ...] = ()
-    """(step, rung): from that step on, steps were cut by that rung of the ladder."""
+    """(step, rung) pairs: the rung of the ladder of cuts used from that step on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReceiptItem(Record):
-    """One optimization: what was asked for against what was seen to run."""
+    """One optimization: requested against observed."""
 
     name: str
     requested: Scalar
@@ -351,7 +351,7 @@ class ReceiptItem(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Receipt(Record):
-    """The proof of what was active in a run."""
+    """Evidence of which optimizations were active in a run."""
 
     run: str
     items: tuple[ReceiptItem, ...]
@@ -361,10 +361,10 @@ class Receipt(Record):
 
 
 class TrainTask(Protocol):
-    """What a user brings to have it planned, tuned, trained and verified.
+    """Interface of a user's own training task, to be planned, tuned, trained and verified.
 
-    A step is a fixed set of sequences. How it is cut into micro-batches is the engine's decision,
-    so a task answers for any subset: the loss is a sum, and the weights say of how much.
+    A step is a fixed set of sequences. The engine decides how to cut it into micro-batches, so the
+    loss of any subset is a sum, and `weight` says how much the subset counts.
 
     A task may also have `indivisible = True`, where a step must be one micro-batch;
     `after_step(model, step)`, called after each update; and `state_dict()` with
@@ -372,32 +372,32 @@ class TrainTask(Protocol):
     """
 
     def build_model(self) -> torch.nn.Module:
-        """A new model with its weights, on the CPU or where it will train."""
+        """Build a new model with its weights, on the CPU or on its training device."""
 
     def lengths(self) -> Sequence[int]:
-        """Tokens in each training sequence, by index, without reading its text."""
+        """Return the tokens of each training sequence, by index, without reading its text."""
 
     def steps(self, epoch: int) -> Sequence[Sequence[int]]:
-        """The sequences of each optimizer step of an epoch, by index; the same every time."""
+        """Return the sequences of each optimizer step of an epoch, by index; always the same."""
 
     def weight(self, sequences: Sequence[int]) -> float:
-        """How much these sequences count in the loss, known before they are computed."""
+        """Return how much these sequences count in the loss, before it is computed."""
 
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, torch.Tensor]:
-        """The micro-batch of these sequences, on the CPU, in a shape of `rows` × `width`.
+        """Collate these sequences on the CPU into a micro-batch of shape `rows` × `width`.
 
-        With `slots` it is packed: one row, the sequences end to end, and whatever is one per
-        sequence filled up to that number. Without, it is padded. It may be empty of sequences.
+        With `slots` it is packed: one row, the sequences end to end, and tensors with one item per
+        sequence filled up to that number. Without, it is padded. There may be no sequences.
         """
 
     def loss(self, model: torch.nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The summed loss of a micro-batch; filler counts nothing."""
+        """Return the summed loss of a micro-batch, without filler."""
 
     def evaluate(self, model: torch.nn.Module, batch_size: int) -> dict[str, float]:
-        """Metrics on the validation data, at most so many sequences at a time.
+        """Compute metrics on the validation data, `batch_size` sequences at a time at most.
 
         The model is on its device and in evaluation mode, under the run's autocast and without
-        gradients. Where memory runs out, it is asked again with half the batch.
+        gradients. When memory runs out, this is called again with half the batch.
         """
