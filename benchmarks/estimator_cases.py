@@ -90,7 +90,7 @@ def config_of(model: str) -> Any:
     """The transformers config: the catalogue's, or a shape that only these cases use."""
     from transformers import LlamaConfig, Qwen3Config, T5Config
 
-    from trainfit.hardware.catalogue import model_shape, transformers_config
+    from trainfit.hardware.model_shapes import model_shape, transformers_config
 
     extra = {
         "llama-1b": lambda: LlamaConfig(

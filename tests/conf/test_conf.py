@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainfit.conf import SCHEMAS, compose, keys, options, preset
 from trainfit.conf.aliases import ALIASES
 from trainfit.core.errors import BadConfig, BadInput
-from trainfit.hardware.catalogue import model_shape
+from trainfit.hardware.model_shapes import model_shape
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "presets.csv").open()))
 TASKS = list(SCHEMAS)

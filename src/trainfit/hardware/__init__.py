@@ -1,4 +1,4 @@
-"""What is here now: torch, NVML, processor, memory, disk and compiler, as one HardwareProfile."""
+"""Detection of torch, NVML, processor, memory, disk and compiler, as one HardwareProfile."""
 
 from trainfit.hardware.detection import as_if, detect
 

@@ -1,4 +1,4 @@
-"""Why a GPU of this machine cannot be used: the build, the driver, the environment or MIG."""
+"""Notes on GPUs that cannot be used because of the build, the driver, the environment or MIG."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ _INDEX = re.compile(r"\+?([0-9]+)")  # CUDA stops at the first other character: 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Visibility:
-    """Which GPUs the variable leaves visible."""
+    """GPUs that CUDA_VISIBLE_DEVICES leaves visible."""
 
     value: str | None
-    """The variable as it is set, or None."""
+    """Value of the variable, or None where it is not set."""
     chosen: tuple[int | str, ...] | None
-    """The indices or UUIDs that count, in order; None is every GPU."""
+    """Indices or UUIDs that count, in order; None: every GPU."""
     problem: str | None = None
-    """What makes CUDA ignore an entry and those after it, or all of them."""
+    """Fault that makes CUDA ignore an entry and those after it, or all of them."""
 
     @property
     def hides_all(self) -> bool:
-        """Whether no GPU is left."""
+        """True if no GPU is left."""
         return self.chosen == ()
 
 
@@ -37,10 +37,10 @@ class _Malformed(Exception):
 
 
 def resolve(value: str | None, uuids: Sequence[Sequence[str]] | None = None) -> Visibility:
-    """Read the variable's `value` against the GPUs that the driver has.
+    """Match the variable's `value` with the GPUs that the driver has.
 
-    `uuids` holds for each GPU its own UUID and those of its MIG slices; None means that nobody
-    knows them, and then every well-formed entry counts.
+    `uuids` holds for each GPU its own UUID and those of its MIG slices; None: they are unknown,
+    and every well-formed entry counts.
     """
     if value is None:
         return Visibility(value=None, chosen=None)
@@ -62,17 +62,17 @@ def resolve(value: str | None, uuids: Sequence[Sequence[str]] | None = None) -> 
 
 
 def _ends_list(entry: str, last: bool) -> bool:
-    """Whether the entry is a deliberate end: a negative number, nothing, or NoDevFiles."""
+    """Tell an entry that ends the list: a negative number, nothing at its end, or NoDevFiles."""
     return entry.startswith("-") or entry == "NoDevFiles" or (entry == "" and last)
 
 
 def _kind(device: int | str) -> str:
-    """GPUs by index, GPUs by UUID or slices by UUID: CUDA takes one kind at a time."""
+    """Kind of an entry; CUDA takes only one kind in a list."""
     return "index" if isinstance(device, int) else device[:3]
 
 
 def _read(entry: str, uuids: Sequence[Sequence[str]] | None) -> int | str:
-    """The index that an entry gives, or the full UUID that its beginning stands for."""
+    """Read an entry: an index, or the full UUID for the beginning of one."""
     if entry.startswith(("GPU-", "MIG-")):
         return _by_uuid(entry, uuids)
     number = _INDEX.match(entry)
@@ -101,18 +101,18 @@ _DRIVER_FIX = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Access:
-    """What the probes found about the way from torch to the GPUs."""
+    """Reports of the probes on the path from torch to the GPUs."""
 
     torch: TorchReport
     nvml: NvmlReport
     visible: Visibility
     others: tuple[NvmlGpu, ...]
-    """GPUs of the driver that torch does not have."""
+    """GPUs that the driver lists and torch does not."""
     on_pci: int
 
 
 def access_notes(seen: Access) -> Iterator[Note]:
-    """Everything that stands between torch and a GPU."""
+    """Yield a note on each obstacle between torch and a GPU."""
     build = seen.torch.build
     if build is None:
         text = f"torch cannot be imported ({seen.torch.error})."
@@ -130,19 +130,19 @@ def access_notes(seen: Access) -> Iterator[Note]:
 
 
 def names_of(gpus: Sequence[NvmlGpu]) -> str:
-    """The GPUs of a sentence."""
+    """Join the names of GPUs for a sentence."""
     return ", ".join(gpu.name for gpu in gpus)
 
 
 def install_command(build: TorchBuild, wheel: str) -> str:
-    """The command that replaces torch by the same version for another CUDA."""
+    """Return the command that installs the same torch for another CUDA."""
     version = build.version.split("+")[0]
     index = f"https://download.pytorch.org/whl/{wheel}"
     return f"`pip install torch=={version}+{wheel} --index-url {index}`"
 
 
 def _partly(seen: Access, build: TorchBuild) -> Iterator[Note]:
-    """Torch has a GPU; not everything about it, or not every GPU, is within reach."""
+    """Yield notes for a torch that has some GPU but cannot reach everything."""
     if seen.torch.error:
         text = f"torch could not read every GPU ({seen.torch.error})."
         yield Note(code="cuda_error", text=text, fix="Look at the GPU with `nvidia-smi -q`.")
@@ -186,7 +186,7 @@ def _unused(seen: Access, build: TorchBuild) -> Note:
 
 
 def _cuda_without_gpu(seen: Access, build: TorchBuild) -> Iterator[Note]:
-    """A CUDA build that has no device: the variable, the slices or the driver."""
+    """Yield the note for a CUDA build without a device: the variable, MIG or the driver."""
     if seen.visible.hides_all:
         yield _hidden(seen)
     elif not seen.nvml.gpus:
@@ -208,7 +208,7 @@ def _no_driver(seen: Access, build: TorchBuild) -> Note:
 
 
 def _cuda_error(seen: Access, build: TorchBuild) -> Note:
-    """The driver has GPUs, but CUDA does not start on them."""
+    """Note for GPUs that the driver has but CUDA does not start on."""
     why = seen.torch.error or "it gives no reason"
     fix = "Run `nvidia-smi -q` for errors of the GPU, and restart the machine if it is lost."
     driver = seen.nvml.driver_cuda
@@ -230,7 +230,7 @@ def _rocm_without_gpu(seen: Access, build: TorchBuild) -> Note:
 
 
 def _no_gpu_backend(seen: Access, build: TorchBuild) -> Note:
-    """A build for the processor or for Apple's GPUs, and no such GPU."""
+    """Note for a CPU or Apple build where no GPU is usable."""
     if seen.nvml.gpus:
         text = (
             f"torch {build.version} is a CPU build and cannot use {names_of(seen.nvml.gpus)} "
@@ -247,7 +247,7 @@ def _no_gpu_backend(seen: Access, build: TorchBuild) -> Note:
 
 
 def _wheel_fix(seen: Access, build: TorchBuild) -> str:
-    """How to get a torch that fits the driver and the oldest GPU."""
+    """Word how to install a torch that fits the driver and the oldest GPU."""
     capabilities = [gpu.capability for gpu in seen.nvml.gpus if gpu.capability]
     wheel = cuda_wheel(min(capabilities, default=None), seen.nvml.driver_cuda)
     if wheel is None:

@@ -1,4 +1,4 @@
-"""GPUs: one row each in gpus.csv, with its source. What is not there is unknown, not guessed."""
+"""Catalogue of GPUs: one row each in gpus.csv, with its source; nothing is guessed."""
 
 from __future__ import annotations
 
@@ -11,12 +11,6 @@ from importlib import resources
 from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, TrainfitWarning, did_you_mean
-from trainfit.hardware.model_shapes import (
-    ModelShape,
-    model_shape,
-    model_shapes,
-    transformers_config,
-)
 
 MEMORY_TOLERANCE = 0.07
 """Drivers, ECC and operating systems show up to this much less than the same card elsewhere."""
@@ -28,16 +22,16 @@ class GpuSpec:
 
     slug: str
     names: tuple[str, ...]
-    """As torch and nvidia-smi print them, to the letter."""
+    """Exact device names, as torch and nvidia-smi print them."""
     short_names: tuple[str, ...]
-    """Short forms of which this row is the usual member, such as a100 or 4090."""
+    """Short forms that mean this row, such as a100 or 4090."""
     vendor: Literal["nvidia", "amd", "apple"]
     architecture: str
     compute_capability: str
     memory_gb: float
-    """What the box says."""
+    """Advertised memory."""
     memory_gib: float
-    """What a program sees on Linux."""
+    """Memory visible to a program on Linux."""
     bandwidth_gbs: float
     sm_count: int
     fp32_tflops: float
@@ -56,7 +50,7 @@ class GpuSpec:
     """Percent of the dense peak that a small GPT should reach (the tuning guide's table)."""
     mfu_excellent: tuple[int, int] | None
     batch_advice: tuple[int, int] | None
-    """The same table's batch sizes: advice, since presets have their own."""
+    """Batch sizes of the same table; presets have their own."""
     preset: str | None
     """The hardware preset written for this GPU, if there is one."""
     confidence: Literal["high", "medium", "low"]
@@ -64,7 +58,7 @@ class GpuSpec:
     notes: str
 
     def peak_tflops(self, precision: str) -> float | None:
-        """The dense peak for matrix products in bf16, fp16, fp8, tf32 or fp32."""
+        """Return the dense peak of matrix products in bf16, fp16, fp8, tf32 or fp32."""
         peak: float | None = getattr(self, f"{precision}_tflops")
         return peak
 
@@ -103,7 +97,7 @@ _READERS: dict[str, Callable[[str], Any]] = {
 
 @cache
 def gpus() -> tuple[GpuSpec, ...]:
-    """Every row of the catalogue."""
+    """Read every row of the catalogue."""
     table = resources.files("trainfit.hardware").joinpath("gpus.csv").read_text(encoding="utf-8")
     return tuple(
         GpuSpec(**{key: _READERS.get(key, str)(text) for key, text in row.items()})
@@ -112,9 +106,9 @@ def gpus() -> tuple[GpuSpec, ...]:
 
 
 def lookup(name: str, memory_gib: float | None = None) -> GpuSpec | None:
-    """The row of a device by its exact name, and by memory where one name has several.
+    """Look up a device by its exact name, and by memory where several rows share the name.
 
-    An unknown device is None with a warning: a neighbour's peak would make every figure wrong.
+    An unknown device is None, with a warning: the peak of a similar one would be wrong.
     """
     rows = [row for row in gpus() if name in row.names]
     if len(rows) == 1:
@@ -134,7 +128,7 @@ def lookup(name: str, memory_gib: float | None = None) -> GpuSpec | None:
 
 
 def find(word: str) -> GpuSpec:
-    """The row for what a person types: a slug, a family's short form, or a full device name."""
+    """Find the row for a slug, a short form or a full device name; BadInput if there is none."""
     folded = word.strip().lower().replace(" ", "-").replace("_", "-")
     by_word = {short: row for row in gpus() for short in row.short_names}
     by_word |= {row.slug: row for row in gpus()}
@@ -149,15 +143,3 @@ def find(word: str) -> GpuSpec:
 
 def _warn(text: str) -> None:
     warnings.warn(text, TrainfitWarning, stacklevel=3)
-
-
-__all__ = [
-    "GpuSpec",
-    "ModelShape",
-    "find",
-    "gpus",
-    "lookup",
-    "model_shape",
-    "model_shapes",
-    "transformers_config",
-]

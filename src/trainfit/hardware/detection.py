@@ -1,4 +1,4 @@
-"""Put the probes together: detect() asks this machine, as_if() imagines a GPU of the catalogue."""
+"""Hardware profiles: detect() probes this machine, as_if() simulates a GPU of the catalogue."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from trainfit.hardware.nvml import (
 from trainfit.hardware.torch_probe import TorchReport, load_torch, probe_compile, probe_torch
 
 SMALL_SHM_GIB = 1.0
-"""Docker gives 64 MiB, and one worker's batches already fill that."""
+"""Least size of /dev/shm without a note; Docker's 64 MiB is less than one worker needs."""
 
 MEMORY_IN_USE = 0.05
-"""The share of a GPU that a desktop or another context may hold without being worth a note."""
+"""Share of a GPU's memory that others may use without a note, such as a desktop."""
 
 _POWER_BRAKE = "hw_power_brake_slowdown"
 _SLOWED = ("hw_slowdown", "sw_thermal_slowdown", "hw_thermal_slowdown", _POWER_BRAKE)
-"""The reasons that something is wrong for; a power cap or set clocks are somebody's choice."""
+"""Throttle reasons that mean a fault; a power cap or fixed clocks are chosen."""
 
 
 def gpu_notes(
     gpus: Sequence[Gpu], build: TorchBuild | None, architectures: Sequence[str] = ()
 ) -> Iterator[Note]:
-    """Notes on the kinds of GPU here, then on the state of each."""
+    """Yield notes on the kinds of GPU, then on the state of each."""
     if len({(gpu.name, gpu.mig) for gpu in gpus}) > 1:
         yield _mixed(gpus)
     first_of_kind = {gpu.name: gpu for gpu in reversed(gpus)}
@@ -51,7 +51,7 @@ def gpu_notes(
 
 
 def host_notes(host: Host) -> Iterator[Note]:
-    """Notes on what a container or a scheduler keeps from this process."""
+    """Yield notes on limits by a container or a scheduler."""
     cpu = host.cpu
     if cpu.cores < cpu.host_cores:
         quota = cpu.cores < host.affinity
@@ -142,7 +142,7 @@ def _state_notes(gpu: Gpu) -> Iterator[Note]:
 
 
 def _pcie(gpu: Gpu) -> Iterator[Note]:
-    """A link narrower than it could be. An idle link also lowers its generation: no note."""
+    """Note a link with fewer lanes than possible; an idle link's lower generation is normal."""
     link = gpu.state.pcie
     if link.width and link.max_width and link.width < link.max_width:
         yield Note(
@@ -179,10 +179,10 @@ _SECONDS = 60
 def bf16_fault(
     command: tuple[str, ...] = (sys.executable, "-c", _PRODUCT), seconds: float = _SECONDS
 ) -> str | None:
-    """The signal that a bfloat16 product ended with, such as SIGILL; None if it lived.
+    """Try a bfloat16 product in a child: the signal that killed it, such as SIGILL, or None.
 
-    Some virtual machines show AMX in the processor's flags and do not let it run. What gives no
-    answer is not trusted either. The processor stays the same: it is tried once in a process.
+    Some virtual machines show AMX in the processor's flags and do not let it run. A child that
+    does not answer counts as a fault too. It is tried once in a process.
     """
     try:
         done = subprocess.run(command, capture_output=True, timeout=seconds, check=False)
@@ -194,7 +194,7 @@ def bf16_fault(
 
 
 def bf16_note(fault: str) -> Note:
-    """What to do about it."""
+    """Note on a processor whose bfloat16 products crash."""
     return Note(
         code="cpu_bf16_dies",
         text=f"The processor says that it multiplies bfloat16, but a product died of {fault} here.",
@@ -204,15 +204,15 @@ def bf16_note(fault: str) -> Note:
 
 
 ASSUMED_CORES = 8
-"""Usable cores beside a GPU that is not here: what clouds rent with one."""
+"""Usable cores assumed beside a GPU that is not here, as in rented machines with one."""
 _ASSUMED = Cpu(name="assumed", cores=ASSUMED_CORES, host_cores=ASSUMED_CORES, assumed=True)
 
 
 def detect(folder: Path | None = None) -> HardwareProfile:
-    """What this machine has and what of it this process may use; `folder` is on the disk meant.
+    """Detect this machine, as far as this process may use it; `folder` selects the disk.
 
-    Reading a GPU's properties starts CUDA in this process, but nothing is allocated. Whatever is
-    broken or out of reach is a note of the profile; detection itself goes on.
+    Reading a GPU's properties starts CUDA in this process, but nothing is allocated. Anything
+    broken or out of reach becomes a note of the profile.
     """
     # NVML first: it sees the memory in use before this process could add to it.
     nvml = probe_nvml(load_nvml, os.getpid())
@@ -227,9 +227,9 @@ def detect(folder: Path | None = None) -> HardwareProfile:
 
 
 def as_if(spec: GpuSpec) -> HardwareProfile:
-    """The catalogue's GPU as if it were here; torch is not asked.
+    """Simulate a GPU of the catalogue, without torch.
 
-    The cores beside it are this machine's where such a GPU is in it, and else assumed.
+    The cores are this machine's if it has such a GPU, and assumed otherwise.
     """
     host = probe_host(Path())
     gpu = catalogue_gpu(spec)
@@ -258,7 +258,7 @@ def assemble(
     visible_devices: str | None,
     compile: CompileSupport,
 ) -> HardwareProfile:
-    """The profile that the probes' reports add up to."""
+    """Combine the probes' reports into a profile."""
     joined = join(torch.devices, nvml.gpus)
     others = not_joined(joined, nvml.gpus)
     uuids = [[gpu.uuid or "", *(part.uuid or "" for part in gpu.slices)] for gpu in nvml.gpus]
@@ -286,7 +286,7 @@ def assemble(
 
 
 def _tried(profile: HardwareProfile, trial: Callable[[], str | None]) -> HardwareProfile:
-    """The profile of a CPU machine once its bfloat16 has been tried, if it claims to have it."""
+    """Try the bfloat16 of a CPU machine that claims it, and correct the profile."""
     fault = trial() if profile.cpu.native_bf16 else None
     if fault is None:
         return profile
@@ -295,7 +295,7 @@ def _tried(profile: HardwareProfile, trial: Callable[[], str | None]) -> Hardwar
 
 
 def _machine(host: Host, compile: CompileSupport) -> HardwareProfile:
-    """The profile of the machine before any GPU is known."""
+    """Build the profile of the host without GPUs."""
     return HardwareProfile(
         gpus=(),
         cpu=host.cpu,

@@ -1,4 +1,4 @@
-"""One Gpu record per device: what torch says, what the driver adds, what the catalogue knows."""
+"""Gpu records, combined from torch, the driver and the catalogue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SLICE_NAME = re.compile(r" MIG (\S+)$")
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A device of torch with the driver's view of it: the GPU, and the slice if it is one."""
+    """A device of torch with its GPU in the driver, and the MIG slice if it is one."""
 
     device: TorchDevice
     gpu: NvmlGpu | None = None
@@ -27,7 +27,7 @@ class Joined:
 
     @property
     def mig(self) -> str | None:
-        """The profile of a MIG slice, such as 1g.5gb."""
+        """Profile of a MIG slice, such as 1g.5gb."""
         for name in (self.device.name, self.slice.name if self.slice else ""):
             if found := _SLICE_NAME.search(name):
                 return found.group(1)
@@ -37,8 +37,8 @@ class Joined:
 def join(devices: Sequence[TorchDevice], known: Sequence[NvmlGpu]) -> tuple[Joined, ...]:
     """Match torch's devices to the driver's by UUID, else PCI address, else position.
 
-    CUDA numbers GPUs fastest first and after CUDA_VISIBLE_DEVICES, NVML by PCI address, so a
-    position means something only when the two lists are alike throughout.
+    CUDA numbers GPUs fastest first and after CUDA_VISIBLE_DEVICES, NVML by PCI address, so
+    positions count only where both lists have the same names.
     """
     alike = [device.name for device in devices] == [gpu.name for gpu in known]
     return tuple(
@@ -50,7 +50,7 @@ def join(devices: Sequence[TorchDevice], known: Sequence[NvmlGpu]) -> tuple[Join
 
 
 def not_joined(joined: Sequence[Joined], known: Sequence[NvmlGpu]) -> tuple[NvmlGpu, ...]:
-    """The driver's GPUs that torch does not have."""
+    """Return the driver's GPUs that torch does not have."""
     used = [id(pair.gpu) for pair in joined]
     left = [gpu for gpu in known if id(gpu) not in used]
     for pair in joined:
@@ -61,7 +61,7 @@ def not_joined(joined: Sequence[Joined], known: Sequence[NvmlGpu]) -> tuple[Nvml
 
 
 def gpu_record(pair: Joined, shared_memory_gib: float) -> Gpu:
-    """The record of a device; one without memory of its own has `shared_memory_gib`."""
+    """Build the record of a device; one without own memory has `shared_memory_gib`."""
     device, mig = pair.device, pair.mig
     memory = shared_memory_gib if device.memory_bytes is None else device.memory_bytes / GIB
     spec = None if mig else known_spec(device.name, memory)
@@ -85,7 +85,7 @@ def gpu_record(pair: Joined, shared_memory_gib: float) -> Gpu:
 
 
 def catalogue_gpu(spec: GpuSpec) -> Gpu:
-    """The record of a catalogue GPU as if it were here."""
+    """Build the record of a GPU of the catalogue."""
     return Gpu(
         index=0,
         name=spec.names[0] if spec.names else spec.slug,
@@ -102,7 +102,7 @@ def catalogue_gpu(spec: GpuSpec) -> Gpu:
 
 
 def known_spec(name: str, memory_gib: float) -> GpuSpec | None:
-    """The catalogue's row; an unknown GPU becomes a note of the profile, not a warning."""
+    """Look up a GPU without a warning: an unknown one becomes a note of the profile."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TrainfitWarning)
         return lookup(name, memory_gib)
@@ -119,7 +119,7 @@ def _dtypes(device: TorchDevice, spec: GpuSpec | None) -> Dtypes:
 
 
 def _state(pair: Joined) -> GpuState:
-    """What the driver says now. A slice has memory of its own; the rest is the whole GPU's."""
+    """Current state by the driver; a slice has its own memory, the rest is the whole GPU's."""
     if pair.gpu is None:
         return GpuState()
     part = (pair.slice or NvmlGpu(name="")) if pair.mig else pair.gpu
@@ -134,11 +134,10 @@ def _state(pair: Joined) -> GpuState:
 def used_by_others(
     used_gib: float | None, own_gib: float | None, has_context: bool | None
 ) -> float | None:
-    """What of the used memory is not this process's.
+    """Return the used memory that is not this process's; None where it is unknown.
 
-    A process that has no context on the GPU holds none of it. One that has is in the driver's
-    list, except in a container, where the list has the host's process numbers or is empty: what
-    is its own is then unknown, and so is the rest.
+    A process without a context on the GPU holds none of it. In a container, the driver's list has
+    the host's process numbers or is empty, so this process's own share may be unknown.
     """
     if used_gib is None or has_context is False:
         return used_gib
@@ -146,7 +145,7 @@ def used_by_others(
 
 
 def _uuid(pair: Joined) -> str | None:
-    """The UUID as the vendor's tools print it, so that it can be pasted into a command."""
+    """Return the UUID as the vendor's tools print it, ready for a command."""
     known = (pair.slice if pair.mig else pair.gpu) or NvmlGpu(name="")
     own = pair.device.uuid
     if known.uuid or own is None or pair.mig:
@@ -155,7 +154,7 @@ def _uuid(pair: Joined) -> str | None:
 
 
 def _bare(uuid: str | None) -> str | None:
-    """A UUID without the GPU- or MIG- that NVML writes before it and torch does not."""
+    """Strip the GPU- or MIG- that NVML writes before a UUID and torch does not."""
     return uuid and uuid.lower().removeprefix("gpu-").removeprefix("mig-")
 
 
@@ -180,6 +179,6 @@ def _by_pci(device: TorchDevice, known: Sequence[NvmlGpu]) -> Joined | None:
 
 
 def _slice_by_name(device: TorchDevice, gpu: NvmlGpu) -> NvmlGpu | None:
-    """The slice, when torch gave its parent's identity and only one slice has its name."""
+    """Find the slice by name where torch gave its parent's identity and the name is unique."""
     fitting = [part for part in gpu.slices if part.name == device.name]
     return fitting[0] if len(fitting) == 1 else None

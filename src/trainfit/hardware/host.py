@@ -15,21 +15,21 @@ from trainfit.core.errors import BadInput
 from trainfit.core.records import Cpu
 
 _UNLIMITED = 1 << 60
-"""Version 1 writes "no limit" as the largest page-aligned number: no machine has an exbibyte."""
+"""Limits from here on mean none: cgroup version 1 writes the largest page-aligned number."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Limits:
-    """The allowance of this process; None where no group sets one."""
+    """Limits of this process by its cgroups; None where no group sets one."""
 
     cores: int | None = None
     memory_bytes: int | None = None
     memory_left_bytes: int | None = None
-    """What is left of the allowance: the file cache that the kernel would give back counts."""
+    """Unused part of the memory limit, with the file cache that the kernel would free."""
 
 
 def read_limits(root: Path = Path("/")) -> Limits:
-    """The limits of this process, read from the /proc and /sys below `root`."""
+    """Read the limits of this process from /proc and /sys below `root`."""
     cores = [quota for group in _groups(root, "cpu") if (quota := _quota(group)) is not None]
     memory = [room for group in _groups(root, "memory") if (room := _memory(group)) is not None]
     return Limits(
@@ -40,7 +40,7 @@ def read_limits(root: Path = Path("/")) -> Limits:
 
 
 def _groups(root: Path, controller: str) -> Iterator[Path]:
-    """The folders of the groups that this process is in, from its own up to the mount point."""
+    """Yield the folders of this process's groups, from its own up to the mount point."""
     memberships = list(_memberships(root))
     for mounted_for, mounted, point in _mounts(root):
         for member_of, path in memberships:
@@ -50,14 +50,14 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
 
 
 def _memberships(root: Path) -> Iterator[tuple[frozenset[str], str]]:
-    """The controllers and the path of each hierarchy; version 2 names no controllers."""
+    """Yield the controllers and the path of each hierarchy; version 2 has no controllers."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         yield frozenset(controllers.split(",")) - {""}, path
 
 
 def _mounts(root: Path) -> Iterator[tuple[frozenset[str], str, str]]:
-    """Each mounted hierarchy: its controllers (none for version 2), its root and its place."""
+    """Yield each mounted hierarchy: controllers (none for version 2), root and mount point."""
     for line in _text(root / "proc/self/mountinfo").splitlines():
         place, _, kind = line.partition(" - ")
         mounted, point = place.split()[3:5]
@@ -69,7 +69,7 @@ def _mounts(root: Path) -> Iterator[tuple[frozenset[str], str, str]]:
 
 
 def _below(path: str, mounted: str) -> PurePosixPath:
-    """The group's path below the mount point, when the mount shows only a part of the tree."""
+    """Return the group's path below the mount point, which may show a part of the tree only."""
     try:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:  # the namespace hides where the process really is: only the top is readable
@@ -77,13 +77,13 @@ def _below(path: str, mounted: str) -> PurePosixPath:
 
 
 def _upwards(top: Path, below: PurePosixPath) -> Iterator[Path]:
-    """The folder of a group and those above it, ending with the mount point `top`."""
+    """Yield the folder of a group and those above it, up to the mount point `top`."""
     for part in (below, *below.parents):
         yield top / part
 
 
 def _quota(group: Path) -> float | None:
-    """Cores that the group may keep busy, as a fraction."""
+    """Read the CPU quota of the group, in cores."""
     words = _text(group / "cpu.max").split()
     if not words:
         words = [_text(group / f"cpu.cfs_{name}_us").strip() for name in ("quota", "period")]
@@ -95,7 +95,7 @@ def _quota(group: Path) -> float | None:
 
 
 def _memory(group: Path) -> tuple[int, int] | None:
-    """The memory limit of the group and what is left of it, in bytes."""
+    """Read the memory limit of the group and its unused part, in bytes."""
     for limit_file, usage_file, cache in (
         ("memory.max", "memory.current", "inactive_file"),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -109,7 +109,7 @@ def _memory(group: Path) -> tuple[int, int] | None:
 
 
 def _statistic(path: Path, name: str) -> int:
-    """One line of memory.stat, or 0 where it is not counted."""
+    """Read one line of memory.stat, or 0 where it is missing."""
     for line in _text(path).splitlines():
         key, _, value = line.partition(" ")
         if key == name:
@@ -118,13 +118,13 @@ def _statistic(path: Path, name: str) -> int:
 
 
 def _number(text: str) -> int | None:
-    """A whole number, or None for what is not one: an absent file, or the word max."""
+    """Read a whole number; None for anything else, as an absent file or the word max."""
     word = text.strip()
     return int(word) if word.lstrip("-").isdecimal() else None
 
 
 def _text(path: Path) -> str:
-    """The file's text; empty where it is absent or closed to us, as most of these files may be."""
+    """Read a file; empty where it is absent or unreadable, as many of these are."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError):
@@ -132,7 +132,7 @@ def _text(path: Path) -> str:
 
 
 _BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
-"""The x86 flags and the Arm feature of native bfloat16 products."""
+"""CPU flags (x86) and feature (Arm) for native bfloat16 products."""
 _BELOW_BF16 = frozenset(
     {"SSE41", "AVX", "AVX2", "AVX2_VNNI", "AVX2_VNNI_2", "AVX512_CORE", "AVX512_CORE_VNNI"}
 )
@@ -144,7 +144,7 @@ Sysctl = Callable[[str], str | None]
 def probe_cpu(
     cpuinfo: str, *, affinity: int, host_cores: int, quota: int | None, sysctl: Sysctl
 ) -> Cpu:
-    """The processor, from the text of /proc/cpuinfo or, where there is none, from sysctl."""
+    """Describe the processor by the text of /proc/cpuinfo, or by sysctl where it is empty."""
     fields = _first_of_each(cpuinfo)
     name = fields.get("model name") or sysctl("machdep.cpu.brand_string")
     flags = f"{fields.get('flags', '')} {fields.get('features', '')}".split()
@@ -160,22 +160,14 @@ def probe_cpu(
 
 
 def allowed_by_affinity() -> int:
-    """The cores that the scheduler may put this process on."""
+    """Count the cores that the scheduler may use for this process."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def read_cpuinfo(root: Path = Path("/")) -> str:
-    """The text of /proc/cpuinfo; empty on a system that has none."""
-    try:
-        return (root / "proc/cpuinfo").read_text()
-    except OSError:
-        return ""
-
-
 def sysctl(name: str) -> str | None:
-    """A value that macOS keeps of its hardware; None on other systems."""
+    """Read a value of the hardware on macOS; None on other systems."""
     if platform.system() != "Darwin" or (program := shutil.which("sysctl")) is None:
         return None
     try:
@@ -186,7 +178,7 @@ def sysctl(name: str) -> str | None:
 
 
 def _first_of_each(cpuinfo: str) -> dict[str, str]:
-    """The first value of each key: the cores of a machine repeat it."""
+    """Return the first value of each key, which every core repeats."""
     fields: dict[str, str] = {}
     for line in cpuinfo.splitlines():
         key, _, value = line.partition(":")
@@ -199,11 +191,11 @@ GIB = 1 << 30
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Host:
-    """What this process may use of the machine, apart from its GPUs."""
+    """Resources of the machine without GPUs, as far as this process may use them."""
 
     cpu: Cpu
     affinity: int
-    """Cores that affinity alone would allow: fewer in `cpu` means that a cgroup sets a quota."""
+    """Cores that affinity alone allows; fewer in `cpu` mean a cgroup's quota."""
     memory_gib: float
     memory_available_gib: float
     shm_gib: float | None
@@ -215,7 +207,7 @@ class Host:
 
 
 def probe_host(folder: Path, root: Path = Path("/")) -> Host:
-    """The machine, from the files below `root` and psutil; `folder` is on the disk meant."""
+    """Probe the machine by the files below `root` and psutil; `folder` selects the disk."""
     import psutil
 
     limits = read_limits(root)
@@ -224,7 +216,7 @@ def probe_host(folder: Path, root: Path = Path("/")) -> Host:
     total, available = memory_allowed(limits, system.total, system.available)
     return Host(
         cpu=probe_cpu(
-            read_cpuinfo(root),
+            _text(root / "proc/cpuinfo"),
             affinity=affinity,
             host_cores=psutil.cpu_count() or affinity,
             quota=limits.cores,
@@ -242,14 +234,14 @@ def probe_host(folder: Path, root: Path = Path("/")) -> Host:
 
 
 def memory_allowed(limits: Limits, total: int, available: int) -> tuple[int, int]:
-    """The memory this process may use and what of it is free, given the host's own figures."""
+    """Return the memory that this process may use and its free part, by the host's figures."""
     limit = total if limits.memory_bytes is None else limits.memory_bytes
     left = available if limits.memory_left_bytes is None else limits.memory_left_bytes
     return min(total, limit), min(available, left)
 
 
 def check_room(needed: int, what: str) -> None:
-    """Raise BadInput where `needed` bytes are more than this machine has, before they are asked."""
+    """Raise BadInput if `needed` bytes are more than this machine's memory."""
     import psutil
 
     system = psutil.virtual_memory()
@@ -262,7 +254,7 @@ def check_room(needed: int, what: str) -> None:
 
 
 def shared_memory(root: Path = Path("/")) -> float | None:
-    """The size of /dev/shm, which data-loader workers pass batches through; None without one."""
+    """Size of /dev/shm, through which data-loader workers pass batches; None without one."""
     try:
         return shutil.disk_usage(root / "dev/shm").total / GIB
     except OSError:
@@ -270,7 +262,7 @@ def shared_memory(root: Path = Path("/")) -> float | None:
 
 
 def free_disk(folder: Path) -> float:
-    """The free disk where `folder` is, or where it would be made."""
+    """Free disk space of `folder`, or of its nearest existing parent."""
     try:
         return shutil.disk_usage(folder).free / GIB
     except OSError:
@@ -281,7 +273,7 @@ def free_disk(folder: Path) -> float:
 
 
 def nvidia_on_pci(root: Path = Path("/")) -> int:
-    """How many NVIDIA GPUs the kernel sees on the PCI bus, whether or not a driver runs them."""
+    """Count the NVIDIA GPUs on the PCI bus, with or without a driver."""
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         try:

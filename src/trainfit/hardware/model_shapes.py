@@ -1,4 +1,4 @@
-"""The shapes of the models the documents name: planned and built by name, without a download."""
+"""Shapes of the models that the documents name, planned and built without a download."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ OWN_GPT = "trainfit_gpt"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """What is published about a model, enough to build it with random weights."""
+    """Published facts of a model, enough to build it with random weights."""
 
     slug: str
     hub: str | None
@@ -33,24 +33,24 @@ class ModelShape:
     names: tuple[str, ...]
     """Further spellings that mean the same model."""
     kind: Literal["encoder", "decoder"]
-    """As published: a decoder attends backwards only, an encoder both ways."""
+    """Attention as published: a decoder attends backwards only, an encoder both ways."""
     parameters: Annotated[int, Range(1)]
-    """The exact number in the backbone, tied weights counted once."""
+    """Exact number in the backbone, tied weights counted once."""
     parameters_note: str
-    """What that number counts, and what it leaves out."""
+    """Remark on which weights the number counts and which it leaves out."""
     source: str
     config: dict[str, Any] = field(hash=False)
-    """The fields of its transformers config and `model_type`; read it, do not write to it."""
+    """Fields of its transformers config with `model_type`; read-only."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Every name that `model_shape` takes for it."""
+        """Every name that `model_shape` accepts for it."""
         return (self.slug, *([self.hub] if self.hub else []), *self.names)
 
 
 @cache
 def model_shapes() -> tuple[ModelShape, ...]:
-    """Every model of the catalogue."""
+    """Read every model of the catalogue."""
     text = resources.files("trainfit.hardware").joinpath("models.json").read_text(encoding="utf-8")
     return decode(tuple[ModelShape, ...], json.loads(text), "models.json")
 
@@ -61,7 +61,7 @@ def _by_spelling() -> dict[str, ModelShape]:
 
 
 def model_shape(name: str) -> ModelShape:
-    """The model by its slug, hub id or another of its names, in any case."""
+    """Find a model by its slug, hub id or another of its names, in any case."""
     shape = _by_spelling().get(name.strip().lower())
     if shape is not None:
         return shape
@@ -75,10 +75,10 @@ def model_shape(name: str) -> ModelShape:
 
 
 def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig:
-    """A new transformers config of the model, with `overrides` in place before it is built.
+    """Build a transformers config of the model with `overrides`.
 
-    Some fields act only while the config is built (Gemma 3 halves its sliding window when
-    `use_bidirectional_attention` is set), so that setting them afterwards is too late.
+    Some fields act only while the config is built: Gemma 3 halves its sliding window when
+    `use_bidirectional_attention` is set.
     """
     if shape.config["model_type"] == OWN_GPT:
         raise BadInput(
@@ -138,13 +138,13 @@ _KINDS: dict[Any, tuple[str, ...]] = {
     str | tuple[str, ...] | None: ("pos_att_type",),
     Annotated[int, Range(0, 1024)] | None: ("conv_kernel_size",),
 }
-"""Type and bounds of each field, by the names that models have for it."""
+"""Type and bounds of each field, with its names in the families of models."""
 _TYPES = {name: kind for kind, names in _KINDS.items() for name in names}
 _FIX = "give a folder that save_pretrained wrote"
 
 
 def read_model_config(folder: Path) -> dict[str, Any]:
-    """The fields of config.json in a model's folder, checked."""
+    """Read and check the fields of config.json in a model's folder."""
     path = folder / "config.json"
     try:
         fields = codec.read_object(path)
@@ -184,7 +184,7 @@ def _problems(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
 
 
 def _contradictions(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
-    """Sizes that do not go together."""
+    """Yield errors for sizes that contradict each other."""
     width, heads = (_first(fields, _KINDS[kind]) for kind in (_Width, _Heads))
     groups, pad = fields.get("num_key_value_heads"), fields.get("pad_token_id")
     vocabulary, layers = fields.get("vocab_size"), fields.get("num_hidden_layers")

@@ -1,7 +1,7 @@
-"""The GPUs as the NVIDIA driver tells of them through NVML.
+"""GPUs as the NVIDIA driver describes them through NVML, and facts by compute capability.
 
-Almost every question may be answered with "not supported" by some GPU, driver or container, and
-that makes the one figure unknown. Only when the library itself does not start is NVML broken.
+Almost every query is "not supported" by some GPU, driver or container: that one figure is then
+unknown. NVML counts as broken only when the library itself does not start.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from trainfit.hardware.host import GIB
 Capability = tuple[int, int]
 
 _EMBEDDED: frozenset[Capability] = frozenset({(5, 3), (6, 2), (7, 2), (8, 7), (10, 1)})
-"""Jetson and its kin: the binary promise within a major version leaves them out."""
+"""Jetson boards: machine code for other GPUs of the same major version does not run on them."""
 
 _ARCHITECTURE = re.compile(r"(sm|compute)_(\d+)(\d)([af]?)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtypes:
-    """The dtypes that the matrix units of a GPU take."""
+    """Dtypes that the matrix units of a GPU take."""
 
     bf16: bool = False
     tf32: bool = False
@@ -33,15 +33,15 @@ class Dtypes:
 
 
 def parse_capability(text: str) -> Capability:
-    """The two numbers of a compute capability such as 8.6."""
+    """Parse a compute capability such as 8.6."""
     major, minor = text.split(".")
     return int(major), int(minor)
 
 
 def native_dtypes(capability: Capability) -> Dtypes:
-    """The native dtypes of an NVIDIA GPU.
+    """Return the native dtypes of an NVIDIA GPU.
 
-    torch.cuda.is_bf16_supported() is not asked: it says True for a T4, which emulates bfloat16.
+    torch.cuda.is_bf16_supported() is not used: it is True for a T4, which emulates bfloat16.
     """
     return Dtypes(
         bf16=capability >= (8, 0),
@@ -52,7 +52,7 @@ def native_dtypes(capability: Capability) -> Dtypes:
 
 
 def has_kernels(capability: Capability, architectures: Sequence[str]) -> bool:
-    """Whether a torch built for `architectures` (torch.cuda.get_arch_list()) runs on the GPU.
+    """Tell if a torch built for `architectures` (torch.cuda.get_arch_list()) runs on the GPU.
 
     Machine code (sm_86) runs on the same major version from its minor version up; PTX
     (compute_90) is compiled for any newer GPU by the driver; an `a` ties either to one GPU.
@@ -73,10 +73,10 @@ def _runs_on(capability: Capability, architecture: str) -> bool:
 
 
 def cuda_wheel(capability: Capability | None, driver_cuda: str | None) -> str | None:
-    """The CUDA variant of torch's wheels for a GPU and its driver, or None for too old a driver.
+    """Choose the CUDA variant of torch's wheels for a GPU and its driver; None: too old a driver.
 
-    cu126 is the last with kernels below 7.5 and runs on any driver of CUDA 12; what came after
-    Hopper needs a newer one.
+    cu126 is the last with kernels below 7.5 and runs on any driver of CUDA 12; GPUs after Hopper
+    need a newer one.
     """
     driver = parse_capability(driver_cuda) if driver_cuda else (13, 0)
     if driver < (12, 0):
@@ -89,7 +89,7 @@ def cuda_wheel(capability: Capability | None, driver_cuda: str | None) -> str | 
 
 
 Sample = dict[str, float | None]
-"""index, utilisation_percent, temperature_c, power_w, memory_used_gib; None is not known."""
+"""index, utilisation_percent, temperature_c, power_w, memory_used_gib; None: unknown."""
 
 _THROTTLE_REASONS = {
     0x002: "applications_clocks_setting",
@@ -103,12 +103,12 @@ _THROTTLE_REASONS = {
     0x200: "board_limit",
     0x400: "reliability",
 }
-"""The bits of the driver's answer; the first one, idle, holds nothing back and is left out."""
+"""Bits of the driver's answer, without the first one, idle, which slows nothing down."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlGpu:
-    """One GPU, or one MIG slice of a GPU, as the driver sees it now."""
+    """A GPU, or a MIG slice of one, in its current state."""
 
     name: str
     uuid: str | None = None
@@ -117,14 +117,14 @@ class NvmlGpu:
     capability: Capability | None = None
     state: GpuState = field(default_factory=GpuState)
     own_gib: float | None = None
-    """What this process holds of it; None when the driver does not list this process."""
+    """Memory of this process; None when the driver does not list it."""
     mig_on: bool = False
     slices: tuple[NvmlGpu, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NvmlReport:
-    """Everything NVML said, or the reason why it said nothing."""
+    """Result of the NVML probe, or the error."""
 
     driver: str | None = None
     driver_cuda: str | None = None
@@ -135,14 +135,14 @@ class NvmlReport:
 
 
 def load_nvml() -> Any:
-    """NVML's Python binding."""
+    """Import NVML's Python binding."""
     import pynvml
 
     return pynvml
 
 
 def probe_nvml(load: Callable[[], Any], pid: int) -> NvmlReport:
-    """Ask the binding that `load` gives; `pid` is the process whose own memory is told apart."""
+    """Query NVML by the binding of `load`; the memory of process `pid` is kept apart."""
     try:
         nvml = load()
     except ImportError as error:
@@ -160,10 +160,9 @@ def probe_nvml(load: Callable[[], Any], pid: int) -> NvmlReport:
 
 
 def open_sampler(load: Callable[[], Any], uuids: Sequence[str]) -> Callable[[], list[Sample]]:
-    """What the driver says of these GPUs at each call, in their order: cheap enough for a loop.
+    """Return a function that samples these GPUs, in their order, cheaply enough for a loop.
 
-    NVML stays open. A GPU that the driver does not know by its UUID, or NVML that does not start,
-    gives no sample.
+    NVML stays open. A GPU whose UUID is unknown, or NVML that does not start, gives no sample.
     """
     try:
         nvml = load()
@@ -194,12 +193,12 @@ def _sample(nvml: Any, handle: Any) -> Sample:
 
 
 def pci_address(domain: int, bus: int, device: int) -> str:
-    """One spelling of a PCI address for torch and NVML, which print it differently."""
+    """Format a PCI address in the same way for torch and NVML."""
     return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
 def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """The driver's answer, or None where this driver, GPU or binding has none."""
+    """Query the driver; None where this driver, GPU or binding has no answer."""
     function = getattr(nvml, question, None)
     if function is None:
         return None
@@ -211,7 +210,7 @@ def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
 
 
 def _read(nvml: Any, pid: int) -> NvmlReport:
-    """Every GPU that answers; one that fell off the bus is an error beside the others."""
+    """Read every GPU; one that does not answer becomes an error of the report."""
     cuda = _ask(nvml, "nvmlSystemGetCudaDriverVersion_v2")
     gpus, lost = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
@@ -228,7 +227,7 @@ def _read(nvml: Any, pid: int) -> NvmlReport:
 
 
 def _gpu(nvml: Any, handle: Any, pid: int) -> NvmlGpu:
-    """A whole GPU with its MIG slices; raises NVMLError when not even its name is known."""
+    """Read a whole GPU with its MIG slices; NVMLError when even its name is unknown."""
     memory = _memory(nvml, handle)
     mig_on = (_ask(nvml, "nvmlDeviceGetMigMode", handle) or (0,))[0] == 1
     pci = _ask(nvml, "nvmlDeviceGetPciInfo", handle)
@@ -261,14 +260,14 @@ def _slices(nvml: Any, parent: Any, pid: int) -> Iterator[NvmlGpu]:
 
 
 def _memory(nvml: Any, handle: Any) -> Any:
-    """Total and used memory; the second version does not count the driver's reserve as used."""
+    """Query memory, by the version that does not count the driver's reserve as used."""
     version = getattr(nvml, "nvmlMemory_v2", None)
     answer = version and _ask(nvml, "nvmlDeviceGetMemoryInfo", handle, version)
     return answer or _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
 
 
 def _own_memory(nvml: Any, handle: Any, pid: int) -> float | None:
-    """What the driver says that process `pid` holds on the GPU."""
+    """Query the memory of process `pid` on the GPU."""
     for kind in ("Compute", "Graphics"):
         for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
             if process.pid == pid and process.usedGpuMemory is not None:
@@ -307,7 +306,7 @@ def _state(nvml: Any, handle: Any, memory: Any) -> GpuState:
 
 
 def _first(ask: Callable[..., Any], questions: tuple[str, ...], *arguments: Any) -> Any:
-    """The first answer to questions that mean the same: newer drivers rename them."""
+    """Return the first answer to queries with the same meaning, which newer drivers rename."""
     answers = (ask(question, *arguments) for question in questions)
     return next((answer for answer in answers if answer is not None), None)
 

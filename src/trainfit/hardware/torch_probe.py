@@ -1,4 +1,4 @@
-"""The GPUs and the build as torch tells of them. Nothing is allocated on a GPU."""
+"""GPUs and build as torch describes them, and the tools of torch.compile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from trainfit.core.errors import reason
 from trainfit.core.records import CompileSupport, TorchBuild
 from trainfit.hardware.host import Sysctl
 from trainfit.hardware.nvml import pci_address
@@ -21,7 +22,7 @@ from trainfit.hardware.nvml import pci_address
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchDevice:
-    """One device that torch can use."""
+    """A device that torch can use."""
 
     index: int
     name: str
@@ -33,33 +34,33 @@ class TorchDevice:
     uuid: str | None = None
     pci: str | None = None
     has_context: bool | None = None
-    """Whether this process already holds memory there; None when torch cannot say."""
+    """True if this process already has a context there; None when torch cannot tell."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TorchReport:
-    """Which torch this is, what it can use, and what went wrong on the way."""
+    """Build and devices of torch, and the errors met."""
 
     build: TorchBuild | None = None
     devices: tuple[TorchDevice, ...] = ()
     architectures: tuple[str, ...] = ()
-    """What a CUDA build has kernels for, such as sm_90; empty when it does not say."""
+    """Architectures that a CUDA build has kernels for, such as sm_90; empty: unknown."""
     error: str | None = None
 
 
 def load_torch() -> Any:
-    """Torch itself."""
+    """Import torch."""
     import torch
 
     return torch
 
 
 def probe_torch(load: Callable[[], Any], sysctl: Sysctl) -> TorchReport:
-    """Ask the torch that `load` imports; `sysctl` names the chip of an Apple machine."""
+    """Probe the torch that `load` imports; `sysctl` names the chip of an Apple machine."""
     try:
         torch = load()
     except (ImportError, OSError, RuntimeError) as error:
-        return TorchReport(error=first_line(error))
+        return TorchReport(error=reason(error))
     report = TorchReport(build=_build(torch))
     match report.build:
         case TorchBuild(backend="cuda"):
@@ -69,12 +70,6 @@ def probe_torch(load: Callable[[], Any], sysctl: Sysctl) -> TorchReport:
         case TorchBuild(backend="mps"):
             return replace(report, devices=tuple(_apple(torch, sysctl)))
     return report
-
-
-def first_line(problem: object) -> str:
-    """The first line of an error or a warning: torch's go on for pages."""
-    lines = str(problem).strip().splitlines()
-    return lines[0] if lines else type(problem).__name__
 
 
 def _build(torch: Any) -> TorchBuild:
@@ -95,7 +90,7 @@ def _build(torch: Any) -> TorchBuild:
 
 
 def _cudnn(torch: Any) -> str | None:
-    """The version as people write it: 91002 is 9.10.2, and 8902 was 8.9.2."""
+    """Format the version: 91002 is 9.10.2, and 8902 was 8.9.2."""
     try:
         number = torch.backends.cudnn.version()
     except RuntimeError:  # a cuDNN that does not fit this torch has no version worth showing
@@ -107,14 +102,14 @@ def _cudnn(torch: Any) -> str | None:
 
 
 def _cuda_report(torch: Any, report: TorchReport, vendor: Literal["nvidia", "amd"]) -> TorchReport:
-    """The devices behind torch.cuda, which on a ROCm build are AMD's."""
+    """Probe the devices of torch.cuda, which on a ROCm build are AMD's."""
     errors: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         # torch warns of a broken driver and returns no device: the warning is the only reason.
         warnings.simplefilter("always")
         devices = tuple(_cuda_devices(torch, vendor, errors))
     if not devices and not errors:
-        errors += [first_line(warning.message) for warning in caught[:1]]
+        errors += [reason(Warning(warning.message)) for warning in caught[:1]]
     return replace(
         report,
         devices=devices,
@@ -126,19 +121,19 @@ def _cuda_report(torch: Any, report: TorchReport, vendor: Literal["nvidia", "amd
 def _cuda_devices(
     torch: Any, vendor: Literal["nvidia", "amd"], errors: list[str]
 ) -> Iterator[TorchDevice]:
-    """Each device that answers; what the others answered instead goes to `errors`."""
+    """Yield each device that answers; failures of the others go to `errors`."""
     # Starting CUDA late, torch wraps what fails into an error of its own kind.
     deferred = getattr(torch.cuda, "DeferredCudaCallError", RuntimeError)
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     except (RuntimeError, AssertionError, deferred) as error:
-        errors.append(first_line(error))
+        errors.append(reason(error))
         return
     for index in range(count):
         try:
             yield _cuda_device(torch, index, vendor)
         except (RuntimeError, AssertionError, deferred) as error:
-            errors.append(f"GPU {index}: {first_line(error)}")
+            errors.append(f"GPU {index}: {reason(error)}")
 
 
 def _cuda_device(torch: Any, index: int, vendor: Literal["nvidia", "amd"]) -> TorchDevice:
@@ -163,14 +158,14 @@ def _cuda_device(torch: Any, index: int, vendor: Literal["nvidia", "amd"]) -> To
 
 
 def _pci(found: Any) -> str | None:
-    """The PCI address, which torch tells since 2.8."""
+    """PCI address, which torch has since 2.8."""
     if not hasattr(found, "pci_bus_id"):
         return None
     return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
 
 
 def _has_context(torch: Any, index: int) -> bool | None:
-    """Whether this process has started work on the GPU; there is no public way to ask."""
+    """Tell if this process has a context on the GPU; torch has no public function for it."""
     ask = getattr(torch._C, "_cuda_hasPrimaryContext", None)
     try:
         return None if ask is None else bool(ask(index))
@@ -195,7 +190,7 @@ _COMPILERS = ("cc", "gcc", "g++", "clang", "cl")
 
 
 def probe_compile() -> CompileSupport:
-    """What this machine and this Python have of it."""
+    """Probe the tools that torch.compile needs."""
     return CompileSupport(
         c_compiler=find_compiler(os.environ, shutil.which),
         python_headers=has_headers(Path(sysconfig.get_path("include"))),
@@ -204,10 +199,10 @@ def probe_compile() -> CompileSupport:
 
 
 def find_compiler(environment: Mapping[str, str], which: Callable[[str], str | None]) -> str | None:
-    """The path of the C compiler that a build would take.
+    """Find the C compiler that a build would use.
 
-    CC and CXX decide where they are set, even when what they name is not there: the compilation
-    would then fail, however many other compilers there are.
+    CC and CXX decide where they are set, even if they name a missing one: the compilation would
+    then fail, whatever other compilers exist.
     """
     for variable in ("CC", "CXX"):
         if words := _words(environment.get(variable, "")):
@@ -216,7 +211,7 @@ def find_compiler(environment: Mapping[str, str], which: Callable[[str], str | N
 
 
 def has_headers(include: Path) -> bool:
-    """Whether Python.h, which compiled code includes, is in the folder."""
+    """Tell if Python.h, which compiled code includes, is in the folder."""
     return (include / "Python.h").is_file()
 
 
@@ -227,7 +222,7 @@ def triton_version(
         importlib.metadata.packages_distributions
     ),
 ) -> str | None:
-    """Triton's version without importing it; None where it is not installed."""
+    """Read Triton's version without importing it; None where it is not installed."""
     if find("triton") is None:
         return None
     try:
@@ -238,7 +233,7 @@ def triton_version(
 
 
 def _words(command: str) -> list[str]:
-    """A command split as a shell would; an unbalanced quote makes it one word."""
+    """Split a command as a shell would; with an unbalanced quote it is one word."""
     try:
         return shlex.split(command)
     except ValueError:
