@@ -1,4 +1,4 @@
-"""From what the machine is to what to set, each with a reason; and what a step would take."""
+"""Plans: every setting for a machine, each with a reason, and estimates of memory and time."""
 
 from trainfit.planning.estimator.estimate import estimate
 from trainfit.planning.question import preset_for, preset_for_memory, workers

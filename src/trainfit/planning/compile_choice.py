@@ -1,4 +1,4 @@
-"""Whether torch.compile pays: what it costs once against what it saves every step."""
+"""Choice of torch.compile: its cost at the start against the time saved in every step."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from trainfit.planning.fit import Candidate
 from trainfit.planning.question import Choice, Question
 
 COMPILE_SECONDS = 25.0
-"""What the first steps cost on the recorded GPU: 2 to 24 s, block by block, with a cold cache."""
+"""Cost of the first steps on the recorded GPU: 2 to 24 s per model, with a cold cache."""
 _WORTH = 1.02
-"""A gain below this is within the noise of the estimate."""
+"""Least gain in speed; a smaller one is within the noise of the estimate."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiling:
-    """The choice, and the candidate as it then runs."""
+    """The choice, and the resulting candidate."""
 
     choice: Choice
     candidate: Candidate
@@ -80,7 +80,7 @@ def _weighed(off: Compiling, candidate: Candidate, fits: bool, steps: float) -> 
 
 
 def may_compile(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> bool:
-    """Whether compiling will be weighed at all."""
+    """Tell if `decide_compile` will consider compiling."""
     pin = decide.pinned(question, "compile")
     return gpu is not None and (
         bool(pin.value) if pin is not None else _obstacle(profile, gpu) is None

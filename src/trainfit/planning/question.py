@@ -1,9 +1,8 @@
-"""What a plan is asked for: a job, its data, and the settings that are not free any more."""
+"""Question to the planner: a job, its data and its pinned settings; presets and workers by rule."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +15,7 @@ from trainfit.hardware.catalogue import GpuSpec, find
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pin(Record):
-    """A setting that was decided before the plan, and by whom."""
+    """A setting that was decided before the plan, and its origin."""
 
     value: Scalar
     origin: str
@@ -29,26 +28,26 @@ class Question(Record):
 
     task: str
     factory: str
-    """module:function of the probe, which takes `arguments` and what is planned."""
+    """module:function of the probe, which takes `arguments` and the planned settings."""
     arguments: dict[str, Any]
     layers: int
-    """Like ones, one after the other."""
+    """Number of equal blocks of the model."""
     workload: Workload
     quick: dict[str, Any] = field(default_factory=dict)
-    """Arguments that make the model quicker to build, and its layers no faster or slower."""
+    """Arguments that make the model quicker to build without changing the speed of its layers."""
     pins: dict[str, Pin] = field(default_factory=dict)
     default_batch: int = 16
-    """Sequences per optimizer step where nobody says."""
+    """Sequences per optimizer step where no setting says."""
     unpackable: str | None = None
-    """Why the model cannot attend within packed rows on any GPU; None: it can."""
+    """Reason why no GPU can attend within packed rows of the model; None: it can."""
     own_attention: bool = False
     """The model's own code computes attention, so the memory margin is wider."""
     packed_attention: str = "varlen"
-    """The kernel that packed rows take: varlen, or disentangled for a DeBERTa."""
+    """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
     no_liger: str | None = "Liger is for transformers' models"
-    """Why Liger has no kernels for the model; None: it has."""
+    """Reason why Liger has no kernels for the model; None: it has."""
     causal: bool = False
-    """Blocks of one length, each token predicting the next: nothing to pack, nothing to pad."""
+    """True for next-token prediction on blocks of one length, without packing or padding."""
     watts: float | None = None
     price_per_hour: float | None = None
 
@@ -60,21 +59,17 @@ class Question(Record):
             raise BadInput(f"cannot pin {unknown[0]!r}: no such setting", fix)
 
     def pinned(self, name: str) -> Any:
-        """The value of a setting that is pinned, or None."""
+        """Return the value of a pinned setting, or None."""
         return self.pins[name].value if name in self.pins else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """A decision, why, and what lost."""
+    """A decision, its reason, and the alternatives that lost."""
 
     value: Any
     why: str
     alternatives: tuple[str, ...] = ()
-
-    def __iter__(self) -> Iterator[Any]:
-        """For unpacking into value, why and alternatives."""
-        return iter((self.value, self.why, self.alternatives))
 
 
 # Least memory (GiB, as a program sees it), native bf16 needed, preset. A 16 GB card shows 14.5 to
@@ -96,7 +91,7 @@ GB_PER_WORKER = 3
 
 
 def preset_for_memory(memory_gib: float, native_bf16: bool = False) -> str:
-    """The cautious preset for a GPU of which only the memory is known."""
+    """Choose the cautious preset for a GPU of which only the memory is known."""
     return next(
         name
         for least, needs_bf16, name in _BY_MEMORY
@@ -105,7 +100,7 @@ def preset_for_memory(memory_gib: float, native_bf16: bool = False) -> str:
 
 
 def workers(cores: int, gpu_memory_gb: float | None) -> int:
-    """Loader processes: two cores are left for the training process itself."""
+    """Choose the number of loader processes; two cores are left for training."""
     limits = [cores - 2, MAX_WORKERS]
     if gpu_memory_gb is not None:
         limits.append(math.ceil(gpu_memory_gb) // GB_PER_WORKER)  # the box says 24, a program 23.5
@@ -113,7 +108,7 @@ def workers(cores: int, gpu_memory_gb: float | None) -> int:
 
 
 def preset_for(gpu: Gpu | None) -> tuple[str, str]:
-    """The preset written for a GPU, or the cautious one for its memory; and why that one."""
+    """Return the preset for a GPU, or the cautious one for its memory, and the reason."""
     if gpu is None:
         return "cpu", "no GPU that torch can use"
     spec = None if gpu.slug is None else find(gpu.slug)
@@ -132,7 +127,7 @@ def _advice(spec: GpuSpec | None) -> str:
 
 
 def lacks(precise: Precision, cpu: Cpu, gpu: Gpu | None) -> str | None:
-    """Why the GPU, or without one the CPU, cannot multiply in a precision; None: it can."""
+    """Reason why the GPU, or else the CPU, lacks products in a precision; None: it has them."""
     if gpu is None:
         able = precise == "fp32" or (precise == "bf16" and cpu.native_bf16)
         return None if able else "this CPU does not multiply it"

@@ -27,11 +27,10 @@ def compile_model(
 ) -> Model:
     """Compile `model` in place and return it; its state dict keeps its keys.
 
-    torch compiles at the first call, so that is where the compiler fails, if it does. The model
-    then warns once and runs eagerly from there on. An error in the model's own forward is raised
-    as it is. `mode` is one of torch.compile's. With `dynamic` code is made for inputs of any size
-    at once; None leaves that to torch, which compiles for the first sizes and again for others, and
-    after eight times no more. `backend` is for another compiler than Inductor.
+    torch compiles at the first call. If the compiler fails there, the model warns once and runs
+    eagerly from then on; an error in the model's own forward is raised unchanged. `mode` is one of
+    torch.compile's. With `dynamic` the code takes inputs of any size; None lets torch compile for
+    the first sizes and again for others, at most eight times.
     """
     import torch
     from torch._inductor import list_mode_options
@@ -69,7 +68,7 @@ def compile_blocks(
 
 
 def compile_seconds() -> float:
-    """What torch.compile has taken in this process so far, by its own clock."""
+    """Return the seconds that torch.compile has taken in this process, by its own clock."""
     dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
     return float(dynamo.calculate_time_spent()["total_wall_time"]) if dynamo else 0.0
 
@@ -77,8 +76,8 @@ def compile_seconds() -> float:
 def forget_compiled() -> None:
     """Drop all compiled code of this process, with the memory of its CUDA graphs.
 
-    torch keeps a few compilations of a function and then runs it eagerly, without a word, however
-    many models it belongs to: who tries one after the other in a process starts each afresh.
+    torch compiles a function only a few times, over all models that use it, and then runs it
+    eagerly without a warning. A process that tries several models calls this between them.
     """
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing was compiled
     if dynamo is not None:
@@ -87,9 +86,9 @@ def forget_compiled() -> None:
 
 @contextmanager
 def eagerly(model: torch.nn.Module) -> Iterator[None]:
-    """Run `model` and its parts without what was compiled, for the length of a block.
+    """Run `model` without its compiled code inside a block.
 
-    For shapes that change from call to call, as in evaluation: each would be compiled anew.
+    For shapes that change from call to call, as in evaluation: each would be compiled again.
     """
     compiled = [
         (module, module._compiled_call_impl)
@@ -106,7 +105,7 @@ def eagerly(model: torch.nn.Module) -> Iterator[None]:
 
 
 def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The longest row of modules of one kind, by their parameters; empty where there is none."""
+    """Return the list of equal modules with the most parameters; empty where there is none."""
     import torch
 
     rows = [
@@ -123,7 +122,7 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 def _guarded(
     model: torch.nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """The `compiled` call of `model`, which gives way to the `eager` one if the compiler fails."""
+    """Wrap the `compiled` call of `model`: the `eager` one replaces it if the compiler fails."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch import config
 
@@ -152,7 +151,7 @@ def _guarded(
 
 
 def _in_one_line(error: BaseException) -> str:
-    """The cause of a compiler's `error`, which torch tells over many lines."""
+    """Word the cause of a compiler's `error`, which torch spreads over many lines."""
     cause = getattr(error, "inner_exception", error)
     text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
     return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

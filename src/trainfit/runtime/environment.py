@@ -1,4 +1,4 @@
-"""Variables that torch and CUDA read from the environment, once, when CUDA starts."""
+"""Environment variables that torch and CUDA read once, when CUDA starts."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from contextlib import ExitStack
 
 from trainfit.core.records import Change
 
-# All three are honoured, and an older name wins over the newer one. So every variable that is there
-# is amended, and only where there is none is the new name used.
+# torch reads all three, and an older name wins over a newer one. So every variable that is set is
+# changed, and the new name is used only where none is set.
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NEW_NAME = _NAMES[-1]
 _PROFILER_LOG = "KINETO_LOG_LEVEL"
@@ -18,7 +18,7 @@ _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*(\w+)")
 
 
 def set_variable(name: str, value: str, restore: ExitStack) -> None:
-    """Set an environment variable, and leave in `restore` what puts the old one back."""
+    """Set an environment variable, and add the reset to `restore`."""
     restore.callback(_put_back, name, os.environ.get(name))
     os.environ[name] = value
 
@@ -37,22 +37,22 @@ def _put_back(name: str, value: str | None) -> None:
 
 
 def cuda_started() -> bool:
-    """Whether CUDA runs in this process, without importing torch or starting it."""
+    """Tell if CUDA runs in this process, without importing torch or starting it."""
     torch = sys.modules.get("torch")
     return torch is not None and bool(torch.cuda.is_initialized())
 
 
 def has_segments() -> bool:
-    """Whether a started CUDA uses torch's own allocator; cudaMallocAsync shows no segments."""
+    """Tell if a started CUDA uses torch's allocator; cudaMallocAsync shows no segments."""
     return bool(sys.modules["torch"].cuda.get_allocator_backend() == "native")
 
 
 def expandable_segments(on: bool, restore: ExitStack) -> Change:
-    """Let the CUDA allocator grow its segments, which keeps memory from fragmenting.
+    """Let the CUDA allocator grow its segments, which reduces fragmentation.
 
-    Everything else in the variable stays. This neither imports torch nor starts CUDA. Where CUDA
-    has started but nothing was allocated yet, as after a look at the hardware, the allocator is
-    told directly, since it no longer reads the variable.
+    Other settings in the variable stay. This neither imports torch nor starts CUDA. A CUDA that
+    has started without an allocation, as after hardware detection, no longer reads the variable:
+    its allocator is set directly.
     """
     before, obstacle = _reads(), _obstacle(on)
     if not obstacle and cuda_started():
@@ -71,7 +71,7 @@ def expandable_segments(on: bool, restore: ExitStack) -> Change:
 
 
 def _obstacle(on: bool) -> str:
-    """Why it would be set in vain."""
+    """Reason why the setting would have no effect; empty: it would."""
     if not _has_cuda():
         return f"this torch has no CUDA: nothing reads {_NEW_NAME}"
     if cuda_started() and not _takes_settings():
@@ -83,7 +83,7 @@ def _obstacle(on: bool) -> str:
 
 
 def _takes_settings() -> bool:
-    """Whether a started CUDA can still be set up whole: its own allocator, and nothing in it."""
+    """Tell if a started CUDA still takes the setting: torch's allocator, with nothing in it."""
     torch = sys.modules["torch"]
     devices = range(torch.cuda.device_count())
     unused = has_segments() and not any(torch.cuda.memory_reserved(d) for d in devices)
@@ -100,13 +100,13 @@ def _tell_allocator(on: bool, restore: ExitStack) -> None:
 
 
 def _has_cuda() -> bool:
-    """Whether torch was built with CUDA; a torch that is not imported yet may be."""
+    """Tell if torch was built with CUDA; True where torch is not imported yet."""
     torch = sys.modules.get("torch")
     return torch is None or bool(torch.backends.cuda.is_built())
 
 
 def _amended(text: str, on: bool) -> str:
-    """The allocator's settings in `text` with this one set, and all others as they were."""
+    """Change this one of the allocator's settings in `text`."""
     setting = f"expandable_segments:{on}"
     if _EXPANDABLE.search(text):
         return _EXPANDABLE.sub(setting, text)
@@ -114,7 +114,7 @@ def _amended(text: str, on: bool) -> str:
 
 
 def _reads() -> bool | None:
-    """What the allocator works with, or will when CUDA starts; None where nothing says."""
+    """Read the allocator's current setting, or that for CUDA's start; None: not set."""
     if not _has_cuda():
         return None
     if cuda_started():
@@ -128,5 +128,5 @@ def _reads() -> bool | None:
 
 
 def _variable() -> str:
-    """The text that the allocator reads when CUDA starts."""
+    """Return the text that the allocator reads when CUDA starts."""
     return next((os.environ[name] for name in _NAMES if name in os.environ), "")

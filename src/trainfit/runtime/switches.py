@@ -22,13 +22,13 @@ _MAX_SEED = 2**32 - 1  # numpy takes no larger one
 
 
 def _assign(owner: Any, name: str, value: object, restore: ExitStack) -> None:
-    """Set an attribute, and leave in `restore` what puts the old value back."""
+    """Set an attribute, and add the reset to `restore`."""
     restore.callback(setattr, owner, name, getattr(owner, name))
     setattr(owner, name, value)
 
 
 def num_threads(count: int, restore: ExitStack) -> Change:
-    """Threads of an operation on the CPU."""
+    """Set the threads of torch's CPU operations."""
     import torch
 
     if count < 1:
@@ -40,7 +40,7 @@ def num_threads(count: int, restore: ExitStack) -> Change:
 
 
 def cudnn_benchmark(on: bool, restore: ExitStack) -> Change:
-    """Let cuDNN time its kernels and keep the fastest for each shape."""
+    """Let cuDNN time its kernels and use the fastest for each shape."""
     import torch
 
     cudnn = torch.backends.cudnn
@@ -55,7 +55,7 @@ def cudnn_benchmark(on: bool, restore: ExitStack) -> Change:
 
 
 def deterministic(on: bool, restore: ExitStack) -> Change:
-    """Use only operations that give the same bits each time; those that cannot will raise."""
+    """Use only operations with bit-identical results; those without one will raise."""
     import torch
 
     cudnn = torch.backends.cudnn
@@ -98,7 +98,7 @@ def _reproducible_cublas(restore: ExitStack) -> str:
 
 
 def attention(kernel: str, restore: ExitStack) -> Change:
-    """Try `kernel` first; the others stay enabled behind it, so that nothing loses its fallback."""
+    """Prefer an attention `kernel`; the others stay enabled as fallbacks."""
     import torch
     import torch.compiler.config
     from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
@@ -126,7 +126,7 @@ def attention(kernel: str, restore: ExitStack) -> Change:
 
 
 def attention_order() -> list[str]:
-    """The attention kernels that torch may use, in the order in which it tries them."""
+    """List the attention kernels that torch may use, in the order of preference."""
     from torch.nn.attention import _cur_sdpa_kernel_backends
 
     enabled = _cur_sdpa_kernel_backends(with_priority=True)
@@ -156,7 +156,7 @@ def seed(value: int, restore: ExitStack) -> Change:
 
 
 def empty_cache(on: bool, _restore: ExitStack) -> Change:
-    """Give memory that no tensor uses back to the GPU. It is an act: nothing is left to undo."""
+    """Return unused cached memory to the GPU; there is nothing to undo."""
     import torch
 
     if not cuda_started():
@@ -170,7 +170,7 @@ def empty_cache(on: bool, _restore: ExitStack) -> Change:
 
 
 def _cached() -> tuple[int, bool | None]:
-    """Bytes that the allocator holds, and whether a tensor lives in each of its segments."""
+    """Return the allocator's reserved bytes, and True if every segment is in use."""
     import torch
 
     cuda: Any = torch.cuda
@@ -192,7 +192,7 @@ def tf32(on: bool, restore: ExitStack) -> Change:
 
 
 def _reads() -> bool | str:
-    """Whether TF32 is on, or for what alone it is."""
+    """Read TF32: True, False, or the only parts that use it."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
@@ -239,7 +239,7 @@ def _write_cudnn(on: bool, restore: ExitStack) -> None:
 
 
 def _cudnn_flag() -> bool:
-    """The old flag of cuDNN, also where it contradicts the tree."""
+    """Read cuDNN's old flag, also where it contradicts the newer settings."""
     import torch
 
     cudnn: Any = torch.backends.cudnn
@@ -250,7 +250,7 @@ def _cudnn_flag() -> bool:
 
 
 def _own(part: Any, *above: Any) -> str:
-    """What `part` of the tree holds itself; "none" where it follows the levels `above`."""
+    """Read the own setting of `part`; "none" where it follows the levels `above`."""
     seen = part.fp32_precision
     with ExitStack() as probe:
         for level in above:
@@ -260,9 +260,9 @@ def _own(part: Any, *above: Any) -> str:
     return str(own) if own == seen else "none"
 
 
-# A switch sets its value, leaves in the stack what puts the old one back, and tells what it reads
-# now. The order matters: the allocator is settled before anything could start CUDA, and the choice
-# of cuDNN's kernels by time gives way to determinism.
+# A switch sets its value, adds the reset to the stack, and returns the value read back. The order
+# matters: the allocator is set before anything could start CUDA, and determinism comes before the
+# choice of cuDNN's kernels by time.
 _SWITCHES: dict[str, Callable[[Any, ExitStack], Change]] = {
     "expandable_segments": environment.expandable_segments,
     "deterministic": deterministic,
@@ -274,16 +274,15 @@ _SWITCHES: dict[str, Callable[[Any, ExitStack], Change]] = {
     "empty_cache": empty_cache,
 }
 
-# The records are plain data, so what restores the old state is kept here, the latest last. It
-# belongs to the process, as the state does.
+# The stacks that restore the old state of this process, the latest last; records are plain data.
 _in_force: list[tuple[Applied, ExitStack]] = []
 
 
 def apply(settings: RuntimeSettings | Plan) -> Applied:
-    """Set every switch that `settings` names, or none of them when one cannot be set.
+    """Set every switch that `settings` names; on an error, none of them.
 
-    Read `Applied.changes` for what each switch reads now: a switch that could not be moved says
-    why in its note. Pass the result to `undo` to put everything back.
+    `Applied.changes` has the value of each switch as read back, and a note where it could not be
+    set. `undo` takes the result and restores everything.
     """
     wanted = settings.runtime if isinstance(settings, Plan) else settings
     with ExitStack() as restore:
@@ -301,9 +300,9 @@ def apply(settings: RuntimeSettings | Plan) -> Applied:
 
 
 def undo(done: Applied) -> None:
-    """Put back all that `done` changed, and before it whatever was applied since.
+    """Restore everything that `done` changed, and first everything applied since.
 
-    What was undone already, or was applied by another process, is left alone.
+    It does nothing for changes that are undone already or belong to another process.
     """
     if not any(done is entry for entry, _ in _in_force):
         return
@@ -315,7 +314,7 @@ def undo(done: Applied) -> None:
 
 @contextmanager
 def applied(settings: RuntimeSettings | Plan) -> Iterator[Applied]:
-    """Apply `settings` for the length of a block, however the block ends."""
+    """Apply `settings` inside a block, and undo them however the block ends."""
     done = apply(settings)
     try:
         yield done
