@@ -10,7 +10,7 @@ import pytest
 from engine_toy import ToyTask, final_bits, settings
 
 from trainfit.core.errors import RunFailed
-from trainfit.engine import background, checkpoint
+from trainfit.engine import checkpoint
 from trainfit.engine.checkpoint import listed
 from trainfit.engine.loop import train
 from trainfit.engine.session import Session
@@ -76,8 +76,8 @@ def test_a_full_disk_ends_the_run_with_its_line(
 def test_without_room_for_a_copy_it_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(background, "_ROOM", 1e15)
-    monkeypatch.setattr(background.Background, "start", lambda *_: pytest.fail("no room"))
+    monkeypatch.setattr(checkpoint, "_ROOM", 1e15)
+    monkeypatch.setattr(checkpoint.Writer, "start", lambda *_: pytest.fail("no room"))
     task = ToyTask()
     train(task, settings(task, **EVERY_3), tmp_path / "run")
     assert listed(tmp_path / "run")

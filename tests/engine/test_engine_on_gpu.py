@@ -16,9 +16,8 @@ from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.readings import Readings
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
-from trainfit.engine.step import loss_scale, plain_step
+from trainfit.engine.step import Readings, loss_scale, plain_step
 from trainfit.packing import ladder
 from trainfit.runtime import applied
 

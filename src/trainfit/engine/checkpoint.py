@@ -21,12 +21,14 @@ import json
 import os
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import safetensors
 import safetensors.torch
 from torch import Tensor, nn
@@ -183,6 +185,50 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
             doomed = folder.with_name(_UNFINISHED + folder.name)
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)
+
+
+_ROOM = 1.5
+"""Bytes of the host's memory that must be free for each byte that is copied there."""
+
+
+class Writer:
+    """Writes one checkpoint at a time in a thread, while the run goes on."""
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(1, "checkpoint")
+        self._under_way: Future[object] | None = None
+
+    def start(self, work: Callable[[], object]) -> None:
+        """Begin to write, after the checkpoint before is done."""
+        self.wait()
+        self._under_way = self._pool.submit(work)
+
+    def wait(self) -> None:
+        """Wait until the checkpoint is written, and raise what went wrong."""
+        begun, self._under_way = self._under_way, None
+        if begun is not None:
+            begun.result()
+
+    def close(self) -> None:
+        """Wait until the checkpoint is written, or could not be."""
+        self._pool.shutdown()
+
+
+def on_host(contents: Contents) -> Contents | None:
+    """Copy a checkpoint's contents to the host's memory; None where there is no room."""
+    tensors = [*contents.model.values(), *contents.optimizer.values(), *contents.task.values()]
+    if sum(t.nbytes for t in tensors) * _ROOM > psutil.virtual_memory().available:
+        return None
+
+    def copied(tensor: Tensor) -> Tensor:
+        return tensor.detach().to("cpu", copy=True)
+
+    return Contents(
+        model={name: copied(tensor) for name, tensor in contents.model.items()},
+        optimizer={name: copied(tensor) for name, tensor in contents.optimizer.items()},
+        state=contents.state,
+        task={name: copied(tensor) for name, tensor in contents.task.items()},
+    )
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────

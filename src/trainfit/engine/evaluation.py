@@ -14,10 +14,9 @@ from trainfit.core.errors import BadInput, OutOfMemory, did_you_mean
 from trainfit.engine.distributed import first_says
 from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
-from trainfit.engine.recovery import Parts, TellMemory
+from trainfit.engine.recovery import MustRestart, Parts, TellMemory
 from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.saved_state import protected
-from trainfit.engine.sharded_step import MustRestart
 from trainfit.engine.step import autocast
 from trainfit.runtime import eagerly
 

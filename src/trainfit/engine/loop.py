@@ -25,13 +25,19 @@ from trainfit.engine.evaluation import evaluate
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.optimizer import set_rates
-from trainfit.engine.recovery import CannotGoOn, NotFinite, Parts, take_step
+from trainfit.engine.recovery import (
+    CannotGoOn,
+    MustRestart,
+    NotFinite,
+    Parts,
+    take_sharded_step,
+    take_step,
+)
 from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
-from trainfit.engine.sharded_step import MustRestart, take_sharded_step
 from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup
 from trainfit.runtime import applied
@@ -86,7 +92,7 @@ def train(
             ideal_seconds=ideal_seconds,
             saved_step=start.progress.step if start.resumed else None,
         )
-        stack.callback(session.background.join)
+        stack.callback(session.writer.close)
         session.open(opening(parts))
         for kind, text, figures in start.events:
             session.tell(kind, text, figures)
@@ -112,7 +118,7 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
         session.check_losses()
         if session.saved_step != session.progress.step:
             session.save()
-        session.background.wait()
+        session.writer.wait()
     except (RunFailed, OSError) as error:
         _fail(session, error)
         raise

@@ -17,9 +17,19 @@ from trainfit.core.errors import OutOfMemory, RunFailed
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
 from trainfit.engine import saved_state
-from trainfit.engine.distributed import Verdict, World, fill_gradients, sum_gradients, vote
+from trainfit.engine.distributed import (
+    Verdict,
+    World,
+    fill_gradients,
+    lost_rank,
+    sum_gradients,
+    sum_over_ranks,
+    vote,
+)
+from trainfit.engine.fsdp import joined_norm, synchronised
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
+from trainfit.engine.relaunch import Otherwise, restarts_left
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
 
@@ -38,6 +48,16 @@ STEADIER = "lower the learning rate, look for bad labels, or use bf16 or fp32 in
 
 class NoFinerCut(CannotGoOn, OutOfMemory):
     """Memory ran out with the last cut of the ladder."""
+
+
+class MustRestart(OutOfMemory):
+    """Memory ran out on this rank while the others wait for it: only a new start helps."""
+
+    def __init__(self, what: str, fix: str = "", change: Otherwise | None = None) -> None:
+        """`change` is what the new start is to do otherwise."""
+        again = "torchrun starts it again" if restarts_left() > 0 else "go on with --resume"
+        super().__init__(what, fix or f"{again} from the newest checkpoint")
+        self.change = change or Otherwise()
 
 
 class Buffers:
@@ -94,7 +114,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class StepOutcome:
     """A step that went through."""
 
     numbers: StepNumbers
@@ -112,7 +132,7 @@ def take_step(
     *,
     stop: bool,
     tell: TellMemory,
-) -> Taken:
+) -> StepOutcome:
     """Take a step, by the cut of `rung` or a finer one, on all ranks together."""
     cuts, batches = parts.settings.cuts, loaded.batches
     start = saved_state.take(parts.device)
@@ -144,7 +164,7 @@ def take_step(
         max_grad_norm=parts.settings.optimizer.max_grad_norm,
         scale=parts.scale,
     )
-    return Taken(numbers, rung, agreed.stop)
+    return StepOutcome(numbers, rung, agreed.stop)
 
 
 def _try(
@@ -195,4 +215,51 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
         f"memory ran out with the finest cut, {tokens} tokens at a time",
         "shorten the sequences (data.max_length), checkpoint activations "
         "(model.use_gradient_checkpointing) or take a smaller model, and go on with --resume",
+    )
+
+
+def take_sharded_step(
+    parts: Parts, loaded: LoadedStep, weight: float, rung: int, *, stop: bool
+) -> StepOutcome:
+    """Take a step by the cut of `rung`, on all ranks together.
+
+    Where memory has run out before, gradients are kept in shards from micro-batch to micro-batch.
+    """
+    batches = to_device(loaded.batches, parts.device)
+    try:
+        loss = accumulate(
+            parts.model,
+            parts.task.loss,
+            synchronised(parts.model, batches, len(loaded.batches), once=rung == 0),
+            weight,
+            device_type=parts.device.type,
+            precision=parts.settings.precision,
+            scale=parts.scale,
+        )
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise _out_of_memory(parts, rung) from None
+        if lost := lost_rank(error):
+            raise lost from None
+        raise
+    agreed = vote(parts.world, Verdict(stop=stop))
+    sum_over_ranks(parts.world, [loss])
+    numbers = finish(
+        parts.optimizer,
+        loss,
+        max_grad_norm=parts.settings.optimizer.max_grad_norm,
+        scale=parts.scale,
+        join=joined_norm,
+    )
+    return StepOutcome(numbers, rung, agreed.stop)
+
+
+def _out_of_memory(parts: Parts, rung: int) -> OutOfMemory:
+    cuts = parts.settings.cuts
+    if rung + 1 == len(cuts):
+        return OutOfMemory(*nothing_finer(parts))
+    pieces = cuts[rung + 1].micro_batches
+    return MustRestart(
+        f"memory ran out on rank {parts.world.rank}: steps are to be cut into {pieces}",
+        change=Otherwise(rung=rung + 1),
     )

@@ -13,15 +13,14 @@ from typing import Literal
 from trainfit.core.records import Event, RunResult
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, saved_state
-from trainfit.engine.background import Background, on_host
 from trainfit.engine.distributed import Waits, first_writes, gather
 from trainfit.engine.evaluation import is_better, lost
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
-from trainfit.engine.readings import Reading, Readings
-from trainfit.engine.recovery import STEADIER, CannotGoOn, NotFinite, Parts, Taken
+from trainfit.engine.recovery import STEADIER, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import Otherwise
 from trainfit.engine.settings import rate_factor
+from trainfit.engine.step import Reading, Readings
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
@@ -47,8 +46,7 @@ class Session:
     saved_step: int | None = None
     readings: Readings = field(default_factory=Readings)
     memory: MemoryTracker = field(default_factory=MemoryTracker)
-    background: Background = field(default_factory=Background)
-    """Writes checkpoints."""
+    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -200,7 +198,7 @@ class Session:
 
     # ── the end of a step ──
 
-    def took(self, loaded: LoadedStep, taken: Taken) -> None:
+    def took(self, loaded: LoadedStep, taken: StepOutcome) -> None:
         """Take note of a step."""
         progress, window = self.progress, self.progress.window
         progress.use_rung(taken.rung)
@@ -280,18 +278,16 @@ class Session:
             self.saved_step = self.progress.step
             return
         self.pause()
-        self.background.wait()
+        self.writer.wait()
         parts, progress = self.parts, self.progress
         progress.seconds = self.seconds
         states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        copied = on_host(contents) if self.writes_alongside else None
+        copied = checkpoint.on_host(contents) if self.writes_alongside else None
         if copied is not None:
             kept: checkpoint.Contents = copied
-            self.background.start(
-                lambda: checkpoint.save(self.run, kept, keep=keep, best_step=best)
-            )
+            self.writer.start(lambda: checkpoint.save(self.run, kept, keep=keep, best_step=best))
         elif parts.sharded:
             checkpoint.save_sharded(self.run, contents, parts.world, keep=keep, best_step=best)
         else:
