@@ -1,20 +1,27 @@
-"""What mkdocs needs beside the pages: the ones made from other files, their order, and links.
+"""Hooks of mkdocs: pages made from other files, the order of the menu, and links.
 
-The first page is README.md, the pages of GPUs come from the catalogue and the presets, and the
-notebook is shown as a page. A page that nobody put in order still gets into the menu.
+The API reference comes from the docstrings of `trainfit.__all__`, the pages of GPUs from the
+catalogue and the presets, and the notebook is shown as a page. A page without a place in the order
+is listed last.
 """
 
 from __future__ import annotations
 
+import ast
+import inspect
 import json
 import re
+import sys
 from collections.abc import Iterator
+from dataclasses import is_dataclass
+from itertools import pairwise
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, TypeGuard
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 
+import trainfit
 from trainfit.cli.main import COMMANDS
 from trainfit.conf import layer, options
 from trainfit.hardware.catalogue import GpuSpec, gpus
@@ -23,14 +30,15 @@ ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
     *("tuning", "batch-size", "ladder", "speed", "gpt", "many-gpus", "estimate"),
-    *("troubleshooting", "safety", "integrations", "hardware-optimizer", "write-a-task"),
+    *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
 )
+_PYTHON = ("write-a-job", "write-a-task")
 _INSIDE = ("architecture", "sources")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Put the pages that there are in order."""
+    """Put the pages in order."""
     there = {path.stem: path.name for path in Path(config.docs_dir).glob("*.md")}
 
     def take(names: tuple[str, ...]) -> list[str]:
@@ -38,9 +46,10 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
     there.pop("index", None)
     groups: dict[str, list[Any]] = {
-        "Start": [{"trainfit": "index.md"}, "colab-t4.md"],
+        "Start": [{"Home": "index.md"}, {"On Colab": "colab-t4.md"}],
         "Commands": take(tuple(COMMANDS)),
         "Guides": take(_GUIDES),
+        "Python": [{"API": "api.md"}, *take(_PYTHON)],
         "GPUs": ["gpus/index.md", *(f"gpus/{name}.md" for name in _presets())],
         "Inside": take(_INSIDE),
     }
@@ -50,9 +59,9 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add the pages that are made."""
+    """Add the generated pages."""
     made = {
-        "index.md": (ROOT / "README.md").read_text(),
+        "api.md": api_page(),
         "colab-t4.md": notebook_page(ROOT / "docs" / "colab-t4.ipynb"),
         "gpus/index.md": gpu_list(),
         **{f"gpus/{name}.md": preset_page(name) for name in _presets()},
@@ -63,9 +72,9 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_more: Any) -> str:
-    """Links to what is in the repository and not on the site become the names of files."""
+    """Turn links to files that are in the repository and not on the site into file names."""
     known = {file.src_uri for file in files}
-    base = PurePosixPath("" if page.file.src_uri == "index.md" else "docs")
+    base = PurePosixPath("docs")
     here = PurePosixPath(page.file.src_uri).parent
 
     def rewrite(match: re.Match[str]) -> str:
@@ -93,11 +102,116 @@ def _normal(path: PurePosixPath) -> str:
     return "/".join(parts)
 
 
+# ── API ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def api_page() -> str:
+    """Reference of the public names, from their signatures and docstrings."""
+    groups: dict[str, list[str]] = {
+        "Commands": [],
+        "Functions": [],
+        "Classes": [],
+        "Exceptions": [],
+    }
+    for name in sorted(set(trainfit.__all__) - {"__version__"}):
+        groups[_group(name)].append(_entry(name))
+    parts = [
+        "# Python API\n",
+        "Everything here is imported from `trainfit`, and loaded when it is first used.\n",
+    ]
+    groups["Records that they return"] = [_record(kind) for kind in _returned()]
+    for title, entries in groups.items():
+        parts += [f"## {title}\n", *entries] if entries else []
+    return "\n".join(parts)
+
+
+def _group(name: str) -> str:
+    value = getattr(trainfit, name)
+    if inspect.isclass(value):
+        return "Exceptions" if issubclass(value, BaseException) else "Classes"
+    return "Commands" if name in COMMANDS else "Functions"
+
+
+def _entry(name: str) -> str:
+    value = getattr(trainfit, name)
+    parts = [f"### trainfit.{name}\n", _signature(f"trainfit.{name}", value), _docstring(value)]
+    if inspect.isclass(value):
+        for method, function in vars(value).items():
+            if inspect.isfunction(function) and not method.startswith("_"):
+                parts += [_signature(method, function), _docstring(function)]
+    return "\n".join(parts)
+
+
+def _signature(name: str, value: Any) -> str:
+    """Code block with the signature, one parameter a line where it is long."""
+    if inspect.isclass(value) and issubclass(value, BaseException):
+        return ""
+    try:
+        signature = inspect.signature(value)
+    except (TypeError, ValueError):
+        return ""
+    text = f"{name}{signature}".replace("'", "")
+    if len(text) > 88:
+        lines = [f"    {parameter},\n".replace("'", "") for parameter in _parameters(signature)]
+        text = f"{name}(\n{''.join(lines)}){text[text.rindex(')') + 1 :]}"
+    return f"```python\n{text}\n```\n"
+
+
+def _parameters(signature: inspect.Signature) -> Iterator[str]:
+    """Parameters as they are written, with the star that starts keywords."""
+    starred = False
+    for parameter in signature.parameters.values():
+        if parameter.kind is parameter.KEYWORD_ONLY and not starred:
+            starred = True
+            yield "*"
+        starred = starred or parameter.kind is parameter.VAR_POSITIONAL
+        yield str(parameter)
+
+
+def _returned() -> list[type]:
+    """Dataclasses that the public functions return, in order of their names."""
+    found: dict[str, type] = {}
+    for name in trainfit.__all__:
+        value = getattr(trainfit, name)
+        if inspect.isfunction(value):
+            module = sys.modules[value.__module__]
+            kind = getattr(module, str(value.__annotations__.get("return")), None)
+            if isinstance(kind, type) and is_dataclass(kind):
+                found[kind.__name__] = kind
+    return [kind for _, kind in sorted(found.items())]
+
+
+def _record(kind: type) -> str:
+    """Fields of a dataclass with the strings that stand below them."""
+    [tree] = ast.parse(inspect.cleandoc(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    rows = ["| field | type | |", "|---|---|---|"]
+    for line, below in pairwise([*tree.body, ast.Pass()]):
+        if isinstance(line, ast.AnnAssign) and not ast.unparse(line.target).startswith("_"):
+            said = ast.literal_eval(below.value) if _is_string(below) else ""
+            meaning = " ".join(said.split()).replace("|", "\\|")
+            kinds = ast.unparse(line.annotation).replace("|", "\\|")
+            rows.append(f"| `{ast.unparse(line.target)}` | `{kinds}` | {meaning} |")
+    return "\n".join([f"### {kind.__name__}\n", _docstring(kind), *rows, ""])
+
+
+def _is_string(line: ast.stmt) -> TypeGuard[ast.Expr]:
+    return (
+        isinstance(line, ast.Expr)
+        and isinstance(line.value, ast.Constant)
+        and isinstance(line.value.value, str)
+    )
+
+
+def _docstring(value: Any) -> str:
+    return (inspect.getdoc(value) or "") + "\n"
+
+
 # ── GPUs ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def _presets() -> list[str]:
-    """Those that are written for GPUs of the catalogue."""
+    """Presets that belong to a GPU of the catalogue."""
     used = {spec.preset for spec in gpus()}
     return [name for name in options("nli", "hardware") if name in used]
 
@@ -116,7 +230,7 @@ def gpu_list() -> str:
 
 
 def preset_page(name: str) -> str:
-    """A preset: the GPUs that it is for, what they can do, and what it sets."""
+    """Page of a preset: its GPUs with their rates, and the values that it sets."""
     rows = [spec for spec in gpus() if spec.preset == name]
     parts = [
         f"# hardware={name}\n",
@@ -168,7 +282,7 @@ def _said(value: Any) -> str:
 
 
 def notebook_page(path: Path) -> str:
-    """A notebook's cells as a page, without what they print."""
+    """Cells of a notebook as a page, without outputs."""
     parts = []
     for cell in json.loads(path.read_text())["cells"]:
         source = "".join(cell["source"])

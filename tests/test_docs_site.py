@@ -13,9 +13,13 @@ from typing import Any
 import pytest
 import torch
 
+import trainfit
 from job_tiny import be_quick, words
 from trainfit.cli.main import run
 from trainfit.hardware.catalogue import gpus
+
+sys.path.append(str(Path(__file__).parent / "reports"))
+from chromium import browser, find_chromium
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOK = ROOT / "docs" / "colab-t4.ipynb"
@@ -31,10 +35,24 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_every_page_is_in_the_menu(site: Path):
-    menu = (site / "index.html").read_text()
+def test_every_page_is_in_a_menu(site: Path):
+    menus = "".join(page.read_text() for page in site.glob("*.html"))
     for page in (ROOT / "docs").glob("*.md"):
-        assert f'href="{page.stem}.html"' in menu, page
+        assert f'href="{page.stem}.html"' in menus, page
+
+
+def test_the_api_page_has_every_public_name(site: Path):
+    page = (site / "api.html").read_text()
+    for name in set(trainfit.__all__) - {"__version__"}:
+        assert f'id="trainfit{name}"' in page, name
+
+
+def test_the_search_index_has_every_page_and_no_request_is_needed_for_it(site: Path):
+    script = (site / "search" / "search_index.js").read_text()
+    index = json.loads(script.removeprefix("var __index = "))
+    found = {document["location"].partition("#")[0] for document in index["docs"]}
+    pages = {str(page.relative_to(site)) for page in site.rglob("*.html")}
+    assert pages - {"404.html"} <= found
 
 
 def test_gpus_have_pages_of_their_own(site: Path):
@@ -52,6 +70,54 @@ def test_the_site_asks_nobody_for_anything(site: Path):
             r'<(?:script|img|link)[^>]+(?:src|href)="(https?:[^"]+)"', page.read_text()
         )
         assert loaded == [], page
+
+
+LAYOUT = """
+(() => {
+  const scrolls = node => ['auto', 'scroll'].includes(getComputedStyle(node).overflowX);
+  const out = [];
+  for (const node of document.querySelectorAll('article *')) {
+    const box = node.getBoundingClientRect();
+    if (!box.width || getComputedStyle(node).visibility === 'hidden') continue;
+    let inside = node;
+    while (inside.tagName !== 'BODY' && !scrolls(inside)) inside = inside.parentElement;
+    const free = inside.tagName === 'BODY';
+    if (free && box.right > innerWidth + 1) out.push(node.outerHTML.slice(0, 80));
+  }
+  return [document.documentElement.scrollWidth - innerWidth, out];
+})()
+"""
+"""Elements that leave the window and are in nothing that scrolls."""
+
+SEARCH = """
+(async () => {
+  const input = document.querySelector('.md-search__input');
+  input.focus();
+  input.value = 'gradient checkpointing';
+  input.dispatchEvent(new Event('keyup', {bubbles: true}));
+  for (let turn = 0; turn < 100; turn++) {
+    await new Promise(done => setTimeout(done, 100));
+    const found = [...document.querySelectorAll('.md-search-result__link')];
+    if (found.length) return found.map(link => link.href.split('/').pop());
+  }
+  return [];
+})()
+"""
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(300)
+@pytest.mark.skipif(find_chromium() is None, reason="needs Chromium (apt-get install chromium)")
+def test_pages_in_a_browser_are_not_clipped_and_can_be_searched(site: Path, tmp_path: Path):
+    with browser(tmp_path) as chromium:
+        for width, phone in ((1280, False), (390, True)):
+            chromium.size(width, 900, phone)
+            for page in sorted(site.rglob("*.html")):
+                chromium.open(page.as_uri())
+                assert chromium.run(LAYOUT) == [0, []], (page.name, width)
+        chromium.size(1280, 900)
+        chromium.open((site / "index.html").as_uri())
+        assert "tuning.html#checkpointing" in " ".join(chromium.run(SEARCH))
 
 
 # ── the notebook ──────────────────────────────────────────────────────────────────────────────
