@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
@@ -104,6 +104,18 @@ def keys(task: str) -> tuple[str, ...]:
                 yield name
 
     return tuple(walk(schema_of(task), ""))
+
+
+def schema_defaults(kind: type, prefix: str = "") -> dict[str, Any]:
+    """Defaults that the schema itself gives, by dotted key; the YAML files give all others."""
+    found: dict[str, Any] = {}
+    for field in fields(kind):
+        inner = codec.hints(kind)[field.name]
+        if is_dataclass(inner) and isinstance(inner, type):
+            found |= schema_defaults(inner, f"{prefix}{field.name}.")
+        elif field.default is not MISSING:
+            found[f"{prefix}{field.name}"] = field.default
+    return found
 
 
 def key_type(task: str, key: str) -> Any:

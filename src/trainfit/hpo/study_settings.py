@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed
-from trainfit.conf.composition import parse_word
+from trainfit.conf.composition import parse_word, schema_defaults
 from trainfit.conf.search_space_files import HpoConfig, compose_study
 from trainfit.core import codec
 from trainfit.core.settings import SETTINGS
@@ -57,7 +57,12 @@ class StudySettings:
     @property
     def identity(self) -> dict[str, Any]:
         """What makes the trials of two commands comparable."""
-        values = {k: v for k, v in self.values.items() if not k.startswith(_MACHINE)}
+        new = schema_defaults(type(self.composed.config))  # a key that came later renames no study
+        values = {
+            key: value
+            for key, value in self.values.items()
+            if not key.startswith(_MACHINE) and (key not in new or new[key] != value)
+        }
         return values | {"hpo.metric": self.hpo.metric, "hpo.space": codec.encode(self.hpo.space)}
 
     @property
