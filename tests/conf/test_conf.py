@@ -148,7 +148,9 @@ def test_every_alias_leads_to_a_key():
     assert set(ALIASES.values()) <= set(keys("nli"))
     assert {row[2].split("=")[0].strip().lower() for row in ROWS} >= set(ALIASES) - {
         "training.use_torch_compile",
+        "data.drop_last",
         "data.persistent_workers",
+        "dataloader_drop_last",
         "dataloader_prefetch_factor",
     }
 

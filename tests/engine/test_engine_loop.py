@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -68,6 +68,23 @@ def test_training_is_that_of_plain_torch_whatever_the_cut(tmp_path: Path, rung: 
     rates = [row["learning_rate"] for row in rows(tmp_path / "run", "train")]
     assert rates[0] == pytest.approx(0.02)
     assert rates[-1] == pytest.approx(0.02 * (0.5 + 0.5 * math.cos(math.pi * 12 / 13)))
+
+
+@pytest.mark.parametrize(("sequences", "full"), [(38, 4), (40, 5), (6, 1)])
+def test_drop_last_leaves_out_a_step_that_is_not_full(
+    tmp_path: Path, sequences: int, full: int
+) -> None:
+    task, seen = ToyTask(sequences=sequences), []
+    weight = task.weight
+
+    def weigh(step: Sequence[int]) -> float:
+        seen.append(len(step))
+        return weight(step)
+
+    task.weight = weigh  # type: ignore[method-assign]
+    options = settings(task, epochs=2, drop_last=True)
+    assert train(task, options, tmp_path / "run").steps == 2 * full
+    assert set(seen) == {min(8, sequences)}
 
 
 @pytest.mark.parametrize("loader", [LoaderSettings(), LoaderSettings(num_workers=1)])

@@ -111,6 +111,12 @@ def test_transformers_takes_the_arguments(make_plan: Make, training_arguments):
     assert args.seed == 42
 
 
+def test_a_setting_that_no_plan_carries_is_exported_too(make_plan: Make, training_arguments):
+    composed = compose("nli", ["dataloader_drop_last=true"])
+    assert training_arguments(hf(make_plan(), composed).text).dataloader_drop_last is True
+    assert "drop_last=True" in "".join(lightning(make_plan(), composed).notes)
+
+
 @pytest.mark.parametrize("task", ["nli", "textclass", "gpt"])
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])

@@ -112,6 +112,8 @@ class Training:
     pin_memory: Switch
     persistent_workers: Switch
     prefetch_factor: Small | Auto
+    drop_last: bool = False
+    """Leave out an epoch's last step where it is not full; gpt always does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -231,6 +231,16 @@ SETTINGS = (
         loader="prefetch_factor",
     ),
     Setting(
+        name="drop_last",
+        key="training.drop_last",
+        aliases=("data.drop_last", "dataloader_drop_last"),
+        pinned=False,
+        chosen_by="user",
+        learns=True,
+        hf="dataloader_drop_last",
+        loader="drop_last",
+    ),
+    Setting(
         name="batch_size",
         key="training.batch_size",
         aliases=("batch_train",),

@@ -84,7 +84,7 @@ def train(
             parts=parts,
             run=run,
             progress=start.progress,
-            steps_per_epoch=_count_steps(task),
+            steps_per_epoch=_count_steps(task, settings),
             frozen=frozen,
             journal=stack.enter_context(closing(Journal(run if first else None, trackers))),
             observers=observers if first else (),
@@ -99,8 +99,15 @@ def train(
         return _to_the_end(session, request)
 
 
-def _count_steps(task: TrainTask) -> int:
-    steps = len(task.steps(0))
+def epoch_steps(task: TrainTask, settings: LoopSettings, epoch: int) -> Sequence[Sequence[int]]:
+    """Sequences of each step of an epoch, by index."""
+    steps = task.steps(epoch)
+    partial = len(steps) > 1 and len(steps[-1]) < len(steps[0])
+    return steps[:-1] if settings.drop_last and partial else steps
+
+
+def _count_steps(task: TrainTask, settings: LoopSettings) -> int:
+    steps = len(epoch_steps(task, settings, 0))
     if not steps:
         raise BadInput("an epoch has no step", "give the task some sequences")
     return steps
@@ -148,7 +155,7 @@ def _train_epoch(session: Session, request: StopRequest) -> bool:
     When the cut changes, the steps that were collated ahead are thrown away and loaded anew.
     """
     progress, parts = session.progress, session.parts
-    steps = parts.task.steps(progress.epoch)
+    steps = epoch_steps(parts.task, parts.settings, progress.epoch)
     if len(steps) != session.steps_per_epoch:
         raise BadInput(
             f"epoch {progress.epoch} has {len(steps)} steps, the first {session.steps_per_epoch}",

@@ -89,6 +89,8 @@ class LoopSettings(Record):
     epochs: Amount = 1.0
     max_steps: Positive | None = None
     """Train so many optimizer steps, whatever the epochs say."""
+    drop_last: bool = False
+    """Leave out the last step of an epoch where it has fewer sequences than the first."""
     seed: Count = 0
     device: str = "cpu"
     """cpu, cuda or cuda:N; under torchrun every process takes the GPU of its local rank."""

@@ -194,6 +194,7 @@ def loop_settings(
     return LoopSettings(
         epochs=training.num_epochs,
         max_steps=training.max_steps,
+        drop_last=training.drop_last,
         seed=seed,
         device=device,
         precision=plan.precision,

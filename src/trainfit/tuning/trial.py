@@ -28,7 +28,7 @@ from trainfit.core.errors import (
 )
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
-from trainfit.engine.loop import train
+from trainfit.engine.loop import epoch_steps, train
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.settings import LoaderSettings, LoopSettings
@@ -71,7 +71,7 @@ class Clock(Observer):
     def prepare(self, task: TrainTask, settings: LoopSettings) -> None:
         """Know the sizes of the steps beforehand: nothing is counted while the clock runs."""
         lengths = task.lengths()
-        for step in task.steps(0):
+        for step in epoch_steps(task, settings, 0):
             self._sizes.append(len(step))
             self._tokens.append(sum(int(lengths[at]) for at in step))
         self._cuda = settings.device.startswith("cuda")
