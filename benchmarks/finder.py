@@ -36,7 +36,7 @@ from trainfit.jobs.batch_size import job_of
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.planning.estimator.estimate import Request, Target, ask, told
-from trainfit.tuning.finder.finder import BatchSizeFound, Job, find
+from trainfit.tuning.finder.finder import BatchSizeFound, BatchSizeJob, find
 
 GIB = 1 << 30
 CUDA = torch.cuda.is_available()
@@ -84,7 +84,7 @@ def largest_by_bisection(fits: Callable[[int], bool]) -> dict[str, Any]:
     return {"largest_rows": low, "tried": tried}
 
 
-def truth(job: Job) -> dict[str, Any]:
+def truth(job: BatchSizeJob) -> dict[str, Any]:
     """The largest step that runs; on a CPU, the largest that the allocator's model serves."""
     if not CUDA:
         return largest_by_bisection(lambda rows: _predicted_to_fit(job, rows))
@@ -113,7 +113,7 @@ def _runs(steps: Any, rows: int) -> bool:
     return True
 
 
-def _predicted_to_fit(job: Job, rows: int) -> bool:
+def _predicted_to_fit(job: BatchSizeJob, rows: int) -> bool:
     assert job.factory is not None
     assert job.memory_gib is not None
     target = Target(sm_count=1, compute_capability="0.0", capacity=int(job.memory_gib * GIB))

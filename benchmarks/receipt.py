@@ -28,7 +28,7 @@ from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import synchronize
 from trainfit.runtime import applied, forget_compiled
 from trainfit.tuning.trial import build, steps_alone
-from trainfit.tuning.tuned_cache import Candidate
+from trainfit.tuning.tuned_cache import TrialCandidate
 from tune import WORKLOADS, job_of
 
 FIRST = 2
@@ -55,7 +55,7 @@ class Span(Observer):
         return ended - began
 
 
-def run(candidate: Candidate, steps: int, profiled: bool) -> float:
+def run(candidate: TrialCandidate, steps: int, profiled: bool) -> float:
     """Train so many steps; the seconds that they took."""
     setup, span = build(candidate), Span(steps)
     settings = replace(steps_alone(setup.settings), max_steps=steps, profile_step=profiled)
@@ -70,7 +70,7 @@ def run(candidate: Candidate, steps: int, profiled: bool) -> float:
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     job = job_of(WORKLOADS[name])
     plan = tuned_plans.with_tuned(job, job.ask({}))
-    candidate = Candidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
+    candidate = TrialCandidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
     run(candidate, FIRST + 1, profiled=False)  # what a process meets for the first time
     found: dict[bool, list[float]] = {True: [], False: []}
     for _ in range(rounds):

@@ -42,7 +42,7 @@ from trainfit.planning.estimator.estimate import GIB, Request, ask, target, told
 from trainfit.tuning.candidates import Space, changed, differences, with_budget
 from trainfit.tuning.children import Children
 from trainfit.tuning.ladder.rungs import LadderStep
-from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 
 STAGES = ("grid", "tune", "ladder", "finder", "removals", "rows", "predicted")
 STEPS, WARM_UP, SECONDS, LIMIT = 20, 4, 4.0, 150.0
@@ -272,7 +272,7 @@ def _children(job: tuned_plans.Job, *more: str, at_most: int = 2) -> Children:
 
 
 def _try(children: Children, job: tuned_plans.Job, base: Plan, plan: Plan) -> Trial:
-    candidate = Candidate(
+    candidate = TrialCandidate(
         settings=differences(base, plan), plan=plan, task=tuned_plans.trial_task(job)
     )
     return children.run(candidate, steps=STEPS, warm_up=WARM_UP, limit=LIMIT, most_seconds=SECONDS)

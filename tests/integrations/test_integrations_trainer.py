@@ -14,7 +14,7 @@ from trainfit.conf import SCHEMAS, keys
 from trainfit.core.records import Receipt
 from trainfit.integrations import TrainfitCallback, oom_advice
 from trainfit.integrations.flops import work_of
-from trainfit.integrations.meter import Meter
+from trainfit.integrations.meter import LoopMeter
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 50
 LENGTHS = [5, 12, 7, 9, 12, 3, 8, 10] * 4
@@ -101,7 +101,7 @@ def test_a_real_run_gets_its_figures(tmp_path: Path):
 
 def test_tokens_and_mfu_are_those_of_the_training_batches_alone():
     clock = iter([0.0, 2.0, 2.0, 2.0, 2.0, 2.0]).__next__
-    meter, model = Meter(peak_tflops=1e-6, clock=clock), bert()
+    meter, model = LoopMeter(peak_tflops=1e-6, clock=clock), bert()
     meter.attach(model)
     meter.follow_forward(model)
     batch = {
@@ -127,7 +127,7 @@ def test_tokens_and_mfu_are_those_of_the_training_batches_alone():
 @pytest.mark.parametrize("peak", [1.0, 10.0])
 def test_the_mfu_is_the_closed_formula(peak: float):
     ticks = iter([0.0, 4.0, 4.0, 4.0, 4.0]).__next__
-    meter, model = Meter(peak_tflops=peak, clock=ticks), bert().train()
+    meter, model = LoopMeter(peak_tflops=peak, clock=ticks), bert().train()
     meter.attach(model)
     meter.start()
     ids = torch.ones(3, 12, dtype=torch.long)
@@ -190,7 +190,7 @@ def test_the_receipt_tells_what_was_asked_from_what_was_seen(tmp_path: Path):
 
 
 def test_autocast_is_seen_inside_the_model():
-    meter, model = Meter(), torch.nn.Sequential(torch.nn.Linear(8, 8)).train()
+    meter, model = LoopMeter(), torch.nn.Sequential(torch.nn.Linear(8, 8)).train()
     meter.attach(model)
     with torch.autocast("cpu", dtype=torch.float16):
         model(torch.ones(2, 8))

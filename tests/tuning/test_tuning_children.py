@@ -17,7 +17,7 @@ from trainfit.core.errors import RunFailed
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.tuning.children import Children
 from trainfit.tuning.search import search
-from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 from trainfit.tuning.tuner import conclude
 
 QUICK = {"steps": 3, "warm_up": 1}
@@ -29,7 +29,7 @@ def children() -> Iterator[Children]:
         yield made
 
 
-def run(children: Children, candidate: Candidate, limit: float = 60.0) -> Trial:
+def run(children: Children, candidate: TrialCandidate, limit: float = 60.0) -> Trial:
     return children.run(candidate, limit=limit, **QUICK)
 
 
@@ -84,8 +84,8 @@ def test_a_trial_that_is_killed_leaves_no_folder(
 def test_the_setting_that_sleeps_less_is_chosen(children: Children) -> None:
     """In the toy, adamw sleeps twice as long as adamw_fused; the rest of a step is nothing."""
     task = TaskSpec(factory="tuning_toy:trial", arguments={"sleep": 0.02})
-    slow = Candidate(settings={}, plan=toy.plan(optimizer="adamw"), task=task)
-    fast = Candidate(settings={"optimizer": "adamw_fused"}, plan=toy.plan(), task=task)
+    slow = TrialCandidate(settings={}, plan=toy.plan(optimizer="adamw"), task=task)
+    fast = TrialCandidate(settings={"optimizer": "adamw_fused"}, plan=toy.plan(), task=task)
     broken = toy.candidate({"num_workers": 4}, how="error")
     found = search([slow, broken, fast], lambda _winner: (), children.run, seconds=60)
     result = conclude(slow.plan, found, 1.0)
@@ -141,7 +141,7 @@ def test_a_way_of_compiling_has_its_child_and_not_too_many_live(
         assert list(made._children) == ["eager"]
 
 
-def with_memory(candidate: Candidate, peak: float) -> Candidate:
+def with_memory(candidate: TrialCandidate, peak: float) -> TrialCandidate:
     """Predicted to take so much of 24 GiB."""
     parts = dict.fromkeys(MemoryEstimate.__dataclass_fields__, 1.0)
     memory = MemoryEstimate(

@@ -23,7 +23,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.jobs import tuned_plans
 from trainfit.tuning import tuner
 from trainfit.tuning.trial import run_trial
-from trainfit.tuning.tuned_cache import Candidate, Interval, Trial, TuneResult
+from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
 from trainfit.tuning.tuner import RATE
 
 EAGER = "optimization.compile=false"
@@ -43,7 +43,7 @@ class Here:
     """Stands in for the children: trials are told, or run in this process."""
 
     speeds: ClassVar[dict[str, float]] = {}
-    asked: ClassVar[list[Candidate]] = []
+    asked: ClassVar[list[TrialCandidate]] = []
     real = False
 
     def __init__(self, modules: Sequence[str]) -> None:
@@ -57,7 +57,7 @@ class Here:
     def start(self, modes: Sequence[str]) -> None:
         assert modes[0] == "eager"
 
-    def run(self, candidate: Candidate, *, limit: float, **how: Any) -> Trial:
+    def run(self, candidate: TrialCandidate, *, limit: float, **how: Any) -> Trial:
         Here.asked.append(candidate)
         if Here.real:
             return run_trial(candidate, **how | {"steps": 3, "warm_up": 1})

@@ -21,7 +21,7 @@ from trainfit.jobs.batch_size import find_batch_size, job_of
 from trainfit.jobs.job_plan import plan
 from trainfit.planning.estimator.estimate import GIB, Request, Target, ask, told
 from trainfit.tuning.finder import device, finder
-from trainfit.tuning.finder.finder import BatchSizeFound, Job, cuts, find, page
+from trainfit.tuning.finder.finder import BatchSizeFound, BatchSizeJob, cuts, find, page
 from trainfit.tuning.finder.growth import Measured
 
 TINY = ("gpt", "model.name=gpt-tiny", "data.max_length=64", "training.effective_batch_size=32")
@@ -37,7 +37,7 @@ def found_here() -> BatchSizeFound:
 
 
 @cache
-def tiny_job(**limits: Any) -> Job:
+def tiny_job(**limits: Any) -> BatchSizeJob:
     return job_of(plan(*TINY, memory_gib=ROOM), memory_gib=ROOM, **limits)
 
 
@@ -133,12 +133,12 @@ def test_words_beside_a_step_of_ones_own_are_refused():
 
 def test_a_function_cannot_be_predicted_without_a_gpu():
     with pytest.raises(BadInput, match="there is no GPU"):
-        find(Job(make=lambda _rows: lambda: None), without_gpu())
+        find(BatchSizeJob(make=lambda _rows: lambda: None), without_gpu())
 
 
 def test_a_gpu_of_the_catalogue_cannot_be_asked():
     with pytest.raises(BadInput, match="not here"):
-        find(Job(factory=PROBE), as_if(trainfit.lookup("NVIDIA H200")))
+        find(BatchSizeJob(factory=PROBE), as_if(trainfit.lookup("NVIDIA H200")))
 
 
 @given(effective=st.integers(1, 300), rows=st.integers(1, 320), packed=st.booleans())
@@ -183,7 +183,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
     gpu = replace(here.gpus[0], state=replace(here.gpus[0].state, memory_used_by_others_gib=3.0))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
     monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
-    job = Job(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
+    job = BatchSizeJob(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
     found = finder._probe(job, replace(here, gpus=(gpu,)), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
     assert found.recommended_rows == int(0.9 * found.largest_rows)
@@ -206,7 +206,7 @@ def test_a_task_spec_that_cannot_be_predicted_is_probed_all_the_same(monkeypatch
     here = as_if(trainfit.lookup("NVIDIA H200"))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
     monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
-    job = Job(factory="trainfit.core.errors:BadInput")
+    job = BatchSizeJob(factory="trainfit.core.errors:BadInput")
     found = finder._probe(job, replace(here, gpus=here.gpus), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
     assert any(reason.startswith("no prediction") for reason in found.reasons)

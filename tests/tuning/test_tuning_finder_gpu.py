@@ -14,7 +14,7 @@ from trainfit.engine.optimizer import take_workspaces
 from trainfit.jobs.batch_size import job_of
 from trainfit.jobs.job_plan import plan
 from trainfit.tuning.finder.device import Steps, device_for_probes
-from trainfit.tuning.finder.finder import Job, find
+from trainfit.tuning.finder.finder import BatchSizeJob, find
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -63,7 +63,7 @@ def runs(steps: Steps, rows: int) -> bool:
     return True
 
 
-def true_maximum(job: Job) -> int:
+def true_maximum(job: BatchSizeJob) -> int:
     assert job.factory is not None
     with device_for_probes():
         steps = Steps(job.factory, job.arguments)

@@ -17,7 +17,7 @@ from trainfit.tuning.finder.growth import (
     GIB,
     Measured,
     Peak,
-    Range,
+    RowRange,
     Search,
     knee,
     law,
@@ -148,7 +148,7 @@ def looked_for(made: Made, rows: int, wrong: float) -> tuple[Search, int, Gpu]:
     believed = Made(held=made.held, kept=kept, borrowed=made.borrowed, fixed=made.fixed)
     found = Search(
         room=lambda: capacity,
-        asked=Range(),
+        asked=RowRange(),
         predict=predictor(believed, capacity),
         measure=gpu.measure,
     )
@@ -191,7 +191,7 @@ def test_most_answers_are_within_five_percent_of_the_truth():
 def test_without_a_prediction_small_probes_keep_below_the_maximum(made, rows):
     capacity = max(2 * GIB, int(1.2 * replay(made.events(rows)).peak_reserved))
     gpu = Gpu(made, capacity)
-    found = Search(room=lambda: capacity, asked=Range(), predict=None, measure=gpu.measure)
+    found = Search(room=lambda: capacity, asked=RowRange(), predict=None, measure=gpu.measure)
     largest = search(found)
     assert found.ran_out is None
     assert len(gpu.runs) <= 3
@@ -205,7 +205,7 @@ def test_a_prediction_that_is_far_off_is_not_confirmed_near_the_limit():
     gpu = Gpu(made, capacity)
     found = Search(
         room=lambda: capacity,
-        asked=Range(),
+        asked=RowRange(),
         predict=predictor(believed, capacity),
         measure=gpu.measure,
     )
@@ -224,7 +224,7 @@ def test_what_others_use_is_not_counted_on():
         gpu = Gpu(made, room)
         predict = predictor(made, room)
         return search(
-            Search(room=lambda: room, asked=Range(), predict=predict, measure=gpu.measure)
+            Search(room=lambda: room, asked=RowRange(), predict=predict, measure=gpu.measure)
         )
 
     alone, beside = largest(8 * GIB), largest(5 * GIB)
@@ -237,7 +237,7 @@ def test_memory_that_shrinks_meanwhile_shrinks_the_answer():
     gpu = Gpu(made, 6 * GIB)
     found = Search(
         room=lambda: 8 * GIB if len(gpu.runs) < 2 else 6 * GIB,
-        asked=Range(),
+        asked=RowRange(),
         predict=predictor(made, 8 * GIB),
         measure=gpu.measure,
     )
@@ -254,7 +254,7 @@ def test_a_probe_that_runs_out_after_all_bounds_the_answer():
 
     found = Search(
         room=lambda: 8 * GIB,
-        asked=Range(),
+        asked=RowRange(),
         predict=predictor(made, 8 * GIB),
         measure=fails_late,
     )
@@ -268,7 +268,7 @@ def test_a_step_that_does_not_fit_at_all_is_said_in_one_line():
     made = Made(held=(900 * MIB,), kept=(200.0 * MIB,) * 4, borrowed=(4.0 * MIB,) * 4, fixed=0)
     gpu = Gpu(made, GIB)
     found = Search(
-        room=lambda: GIB, asked=Range(), predict=predictor(made, GIB), measure=gpu.measure
+        room=lambda: GIB, asked=RowRange(), predict=predictor(made, GIB), measure=gpu.measure
     )
     with pytest.raises(RunFailed, match="1 row does not fit") as raised:
         search(found)
@@ -302,11 +302,11 @@ def test_the_end_of_a_line_that_bends_down_is_found_with_few_questions(
 
 
 def test_small_probes_keep_far_below_what_is_expected_to_fit():
-    assert small_sizes(137, Range()) == [17, 34]
-    assert small_sizes(5, Range()) == [1, 2]
-    assert small_sizes(2, Range()) == [1]
-    assert small_sizes(1, Range()) == []
-    assert small_sizes(100, Range(at_least=40)) == [40, 41]
+    assert small_sizes(137, RowRange()) == [17, 34]
+    assert small_sizes(5, RowRange()) == [1, 2]
+    assert small_sizes(2, RowRange()) == [1]
+    assert small_sizes(1, RowRange()) == []
+    assert small_sizes(100, RowRange(at_least=40)) == [40, 41]
 
 
 @given(

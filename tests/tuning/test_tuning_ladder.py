@@ -24,7 +24,7 @@ from trainfit.runs.reader import read_run
 from trainfit.tuning import trial
 from trainfit.tuning.ladder.climb import Ladder, LadderStep, climb
 from trainfit.tuning.trial import run_trial
-from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 
 BEST = toy.plan(
     packed=True,
@@ -43,7 +43,7 @@ EPOCH = 63
 """Steps: 4,000 sequences by 64."""
 
 
-def cost(candidate: Candidate) -> float:
+def cost(candidate: TrialCandidate) -> float:
     """Seconds of a step, by a formula of the test's own."""
     plan, naive = candidate.plan, habits(candidate)
     seconds = 0.10
@@ -95,7 +95,7 @@ WITHOUT = {
 """And with one thing switched off. Packing does the work of grouping and of the kernel."""
 
 
-def habits(candidate: Candidate) -> dict[str, Any]:
+def habits(candidate: TrialCandidate) -> dict[str, Any]:
     none = {"eager": False, "shuffled": False, "zeroed": False, "epoch_steps": None}
     return none | candidate.task.arguments.get("naive", {})
 
@@ -104,10 +104,10 @@ class Machine:
     """Runs no trial: its steps take what the formula says, give or take 2%."""
 
     def __init__(self, fails: dict[str, Any] | None = None) -> None:
-        self.random, self.ran = np.random.default_rng(1), list[Candidate]()
+        self.random, self.ran = np.random.default_rng(1), list[TrialCandidate]()
         self.fails = fails or {}
 
-    def __call__(self, candidate: Candidate, *, steps: int, **_rest: Any) -> Trial:
+    def __call__(self, candidate: TrialCandidate, *, steps: int, **_rest: Any) -> Trial:
         self.ran.append(candidate)
         plan = candidate.plan
         if self.fails and all(getattr(plan, name) == want for name, want in self.fails.items()):
@@ -244,7 +244,7 @@ class Slower(Machine):
         super().__init__()
         self.name, self.value, self.left = name, value, trials
 
-    def __call__(self, candidate: Candidate, **rest: Any) -> Trial:
+    def __call__(self, candidate: TrialCandidate, **rest: Any) -> Trial:
         trial = super().__call__(candidate, **rest)
         if getattr(candidate.plan, self.name) != self.value or self.left == 0:
             return trial
@@ -327,7 +327,7 @@ def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("trainfit.tuning.ladder.climb.time.monotonic", lambda: now[0])
 
     class Slow(Machine):
-        def __call__(self, candidate: Candidate, **rest: Any) -> Trial:
+        def __call__(self, candidate: TrialCandidate, **rest: Any) -> Trial:
             assert rest["limit"] <= 60 - now[0]
             now[0] += 9.0
             return super().__call__(candidate, **rest)
@@ -344,7 +344,7 @@ def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch):
 
 def test_an_interrupt_keeps_what_was_measured():
     class Interrupted(Machine):
-        def __call__(self, candidate: Candidate, **rest: Any) -> Trial:
+        def __call__(self, candidate: TrialCandidate, **rest: Any) -> Trial:
             if len(self.ran) == 3:
                 raise KeyboardInterrupt
             return super().__call__(candidate, **rest)
@@ -456,7 +456,7 @@ def test_the_report_of_a_run_shows_it(whole: Ladder, tmp_path: Path):
 # ── the engine's own loop ─────────────────────────────────────────────────────────────────────
 
 
-def in_process(candidate: Candidate, *, limit: float, **rest: Any) -> Trial:
+def in_process(candidate: TrialCandidate, *, limit: float, **rest: Any) -> Trial:
     return run_trial(candidate, **rest)
 
 

@@ -27,7 +27,7 @@ from trainfit.packing import cut_step
 from trainfit.runtime import applied
 from trainfit.tuning.ladder.naive import NaiveTask, ShuffledCut, attend, eager_attention
 from trainfit.tuning.ladder.optimizations import rungs_for
-from trainfit.tuning.ladder.rungs import THOUGHTFUL, Naive, Row, setting
+from trainfit.tuning.ladder.rungs import THOUGHTFUL, LadderRow, Naive, setting
 from trainfit.tuning.trial import build
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, 200)
@@ -50,7 +50,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, TaskSpec]:
     return plan, TaskSpec(factory="trainfit.jobs.encoder_trial:encoder_trial", arguments=arguments)
 
 
-def looked_at(job: tuple[Plan, TaskSpec], row: Row, folder: Path) -> Evidence:
+def looked_at(job: tuple[Plan, TaskSpec], row: LadderRow, folder: Path) -> Evidence:
     """What a step by the row's setting shows, profiled in the engine's own loop."""
     best, spec = job
     setup = build(row.candidate(spec, best))
@@ -61,12 +61,12 @@ def looked_at(job: tuple[Plan, TaskSpec], row: Row, folder: Path) -> Evidence:
     return Evidence.load(folder / "evidence.json")
 
 
-def row_of(job: tuple[Plan, TaskSpec], *names: str) -> Row:
+def row_of(job: tuple[Plan, TaskSpec], *names: str) -> LadderRow:
     rungs, _ = rungs_for(job[0], detect())
     chosen = [rung for rung in rungs if rung.name in names]
     assert len(chosen) == len(names)
     plan, naive = setting(job[0], chosen)
-    return Row(name="", what="", plan=plan, naive=naive)
+    return LadderRow(name="", what="", plan=plan, naive=naive)
 
 
 def test_the_baseline_is_naive_by_evidence(job: tuple[Plan, TaskSpec], tmp_path: Path):
@@ -124,7 +124,7 @@ def test_all_rungs_together_are_the_plan_itself(job: tuple[Plan, TaskSpec]):
     rungs, _ = rungs_for(best, detect())
     plan, naive = setting(best, [r for r in rungs if not r.trades and r.name != "torch.compile"])
     assert naive == THOUGHTFUL
-    row = Row(name="", what="", plan=plan, naive=naive)
+    row = LadderRow(name="", what="", plan=plan, naive=naive)
     assert row.candidate(spec, best).task == spec
     off = {"tf32", "cudnn_benchmark"}  # what a CPU has no use for was not set, and is off now
     assert row.settings(best).keys() <= off
@@ -156,7 +156,7 @@ def test_gradients_that_are_kept_are_zeroed_once_a_step(job: tuple[Plan, TaskSpe
 def test_the_naive_loop_computes_the_same(job: tuple[Plan, TaskSpec]):
     """The loss and the gradient of a step do not depend on how it is done."""
 
-    def gradient(row: Row) -> tuple[float, torch.Tensor]:
+    def gradient(row: LadderRow) -> tuple[float, torch.Tensor]:
         setup = build(row.candidate(job[1], job[0]))
         torch.manual_seed(0)
         model = setup.task.build_model().eval()

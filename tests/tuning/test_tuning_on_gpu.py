@@ -18,7 +18,7 @@ from trainfit.jobs import job_plan, tuned_plans
 from trainfit.tuning.candidates import changed
 from trainfit.tuning.children import Children
 from trainfit.tuning.trial import run_trial
-from trainfit.tuning.tuned_cache import Candidate
+from trainfit.tuning.tuned_cache import TrialCandidate
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 WORDS = (
@@ -45,8 +45,8 @@ def base(job: tuned_plans.Job) -> Plan:
     return job.ask({})
 
 
-def candidate(job: tuned_plans.Job, plan: Plan) -> Candidate:
-    return Candidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
+def candidate(job: tuned_plans.Job, plan: Plan) -> TrialCandidate:
+    return TrialCandidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
 
 
 def test_times_are_the_clocks_and_peaks_are_the_allocators(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from trainfit.core.records import Scalar
 from trainfit.tuning.search import Found, search
-from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 from trainfit.tuning.tuner import RATE, conclude
 
 BATCH = 16
@@ -44,7 +44,7 @@ class Machine:
         self._noise, self._fails, self._drift = noise, fails or {}, drift
         self._random = random.Random(0)
 
-    def seconds_of(self, candidate: Candidate) -> float:
+    def seconds_of(self, candidate: TrialCandidate) -> float:
         seconds = self._step
         for name, factor in self._factors.items():
             if name in candidate.settings:
@@ -53,7 +53,7 @@ class Machine:
 
     def run(
         self,
-        candidate: Candidate,
+        candidate: TrialCandidate,
         *,
         steps: int,
         warm_up: int,
@@ -87,7 +87,7 @@ class Machine:
         )
 
 
-def neighbours(of: Candidate) -> list[Candidate]:
+def neighbours(of: TrialCandidate) -> list[TrialCandidate]:
     """One setting away, along every axis."""
     found = []
     for name, values in AXES.items():
@@ -100,7 +100,7 @@ def neighbours(of: Candidate) -> list[Candidate]:
     return found
 
 
-def look(machine: Machine, seconds: float = 1000.0, first: Sequence[Candidate] = ()) -> Found:
+def look(machine: Machine, seconds: float = 1000.0, first: Sequence[TrialCandidate] = ()) -> Found:
     return search(
         [toy.candidate(), *first],
         neighbours,
@@ -229,7 +229,7 @@ def test_skipped_ones_are_told_once() -> None:
 def test_an_interrupt_keeps_what_was_measured() -> None:
     machine = Machine({"optimizer": 0.8})
 
-    def run(candidate: Candidate, **how: float) -> Trial:
+    def run(candidate: TrialCandidate, **how: float) -> Trial:
         if len(machine.asked) == 2:
             raise KeyboardInterrupt
         return machine.run(candidate, **how)

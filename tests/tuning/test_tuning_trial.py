@@ -16,7 +16,7 @@ from trainfit.core.plan_records import TaskSpec
 from trainfit.measuring.timing import median_interval
 from trainfit.runtime import compile_model, forget_compiled
 from trainfit.tuning.trial import run_trial
-from trainfit.tuning.tuned_cache import Candidate, Trial
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 
 SLEEP = 0.02
 
@@ -74,7 +74,9 @@ def test_an_error_is_a_record_in_one_line() -> None:
 
 @pytest.mark.parametrize("factory", ["nowhere:trial", "tuning_toy:nothing", "no colon"])
 def test_a_factory_that_is_not_there_is_a_failure(factory: str) -> None:
-    lost = Candidate(settings={}, plan=toy.plan(), task=TaskSpec(factory=factory, arguments={}))
+    lost = TrialCandidate(
+        settings={}, plan=toy.plan(), task=TaskSpec(factory=factory, arguments={})
+    )
     found = run_trial(lost, steps=1, warm_up=0)
     assert found.status == "failed"
     assert repr(factory) in found.note

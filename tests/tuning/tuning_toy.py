@@ -15,7 +15,7 @@ from trainfit.core.records import Scalar
 from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.packing import ladder
 from trainfit.tuning.trial import Setup
-from trainfit.tuning.tuned_cache import Candidate
+from trainfit.tuning.tuned_cache import TrialCandidate
 
 BATCH, LENGTH, STEPS = 4, 8, 12
 MEMORY = MemoryEstimate(
@@ -123,9 +123,9 @@ def plan(**changes: Any) -> Plan:
     return Plan(**(values | changes))
 
 
-def candidate(settings: dict[str, Scalar] | None = None, **arguments: Any) -> Candidate:
+def candidate(settings: dict[str, Scalar] | None = None, **arguments: Any) -> TrialCandidate:
     """To run by the toy's factory; what of `settings` is in a plan goes into it."""
     settings = settings or {}
     known = {name: value for name, value in settings.items() if name in Plan.__dataclass_fields__}
     task = TaskSpec(factory="tuning_toy:trial", arguments=arguments)
-    return Candidate(settings=settings, plan=plan(**known), task=task)
+    return TrialCandidate(settings=settings, plan=plan(**known), task=task)

@@ -36,7 +36,7 @@ Name = Annotated[str, Length(1, 500)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class DeviceConfig:
     """What the processor is asked to do."""
 
     use_cuda: Switch
@@ -267,7 +267,7 @@ class NliConfig:
     tune: Tuning
     baselines: bool
     """Score the majority class and a bag of words beside the model."""
-    device: Device
+    device: DeviceConfig
     model: EncoderModel
     data: NliData
     training: Training
@@ -286,7 +286,7 @@ class TextclassConfig:
     tune: Tuning
     baselines: bool
     """Score the majority class and a bag of words beside the model."""
-    device: Device
+    device: DeviceConfig
     model: EncoderModel
     data: TextclassData
     training: Training
@@ -303,7 +303,7 @@ class GptConfig:
     """The folder that run folders are made in."""
     tracking: Tracking
     tune: Tuning
-    device: Device
+    device: DeviceConfig
     model: GptModel
     data: TextData
     training: GptTraining

@@ -10,7 +10,7 @@ from transformers import Trainer, TrainerCallback, TrainerState, TrainingArgumen
 
 from trainfit.core.records import Receipt
 from trainfit.integrations.memory_advice import oom_advice
-from trainfit.integrations.meter import Meter, Observing
+from trainfit.integrations.meter import LoopMeter, Observing
 from trainfit.measuring.observe import WARM_UP
 
 
@@ -26,7 +26,7 @@ class TrainfitCallback(TrainerCallback):
 
         The optimizer step after `warm_up` ones is looked at for the receipt.
         """
-        self.meter = Meter(peak_tflops=peak_tflops)
+        self.meter = LoopMeter(peak_tflops=peak_tflops)
         self._observing = Observing(warm_up)
         self.receipt: Receipt | None = None
         """Of the last training."""

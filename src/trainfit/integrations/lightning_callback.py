@@ -8,7 +8,7 @@ from typing import Any
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt
 from trainfit.integrations.memory_advice import add_advice
-from trainfit.integrations.meter import Meter, Observing
+from trainfit.integrations.meter import LoopMeter, Observing
 from trainfit.measuring.observe import WARM_UP
 
 try:
@@ -31,7 +31,7 @@ class TrainfitLightningCallback(Callback):
 
         The optimizer step after `warm_up` ones is looked at for the receipt.
         """
-        self.meter = Meter(peak_tflops=peak_tflops)
+        self.meter = LoopMeter(peak_tflops=peak_tflops)
         self._observing = Observing(warm_up)
         self._said = 0
         self.receipt: Receipt | None = None

@@ -22,7 +22,7 @@ from trainfit.measuring.timing import GIB, MemoryTracker
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
-class Meter:
+class LoopMeter:
     """A window of steps at a time; the device is asked for numbers only at its end."""
 
     def __init__(

@@ -12,7 +12,7 @@ from trainfit.conf import compose
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.jobs.job_plan import answer, machine, question
-from trainfit.tuning.finder.finder import MARGIN, BatchSizeFound, Job, find
+from trainfit.tuning.finder.finder import MARGIN, BatchSizeFound, BatchSizeJob, find
 
 _SHAPE = ("rows", "width", "slots", "lengths", "micro_batches")
 
@@ -57,17 +57,19 @@ def find_batch_size(
         raise BadInput(f"{' '.join(overrides)} beside a step of your own", "leave the words out")
     limits |= {"effective_batch_size": effective_batch_size, "width": max_length}
     if callable(task):
-        return find(Job(make=task, **limits))
+        return find(BatchSizeJob(make=task, **limits))
     spec = TaskSpec(factory=task, arguments={}) if isinstance(task, str) else task
     spec.check()
     given = spec.arguments
-    return find(Job(factory=spec.factory, arguments=lambda rows: given | {"rows": rows}, **limits))
+    return find(
+        BatchSizeJob(factory=spec.factory, arguments=lambda rows: given | {"rows": rows}, **limits)
+    )
 
 
 def _for_task(
     task: str, overrides: Sequence[str], lengths: Sequence[int] | None, limits: dict[str, Any]
 ) -> BatchSizeFound:
-    Job(factory="", **limits)  # a bad range is told before anything is planned
+    BatchSizeJob(factory="", **limits)  # a bad range is told before anything is planned
     composed = compose(task, list(overrides))
     profile = machine(composed)
     asked = question(composed, lengths)
@@ -75,7 +77,7 @@ def _for_task(
     return find(job_of(plan, **limits), profile)
 
 
-def job_of(plan: Plan, **limits: Any) -> Job:
+def job_of(plan: Plan, **limits: Any) -> BatchSizeJob:
     """The plan's own step, with its settings, at any number of rows."""
     width, effective = plan.workload.max_length, plan.effective_batch_size
     settled = {name: v for name, v in plan.task.arguments.items() if name not in _SHAPE}
@@ -87,7 +89,7 @@ def job_of(plan: Plan, **limits: Any) -> Job:
     def arguments(rows: int) -> dict[str, Any]:
         return settled | _shape(rows, width, plan.packed) | {"micro_batches": micro_batches(rows)}
 
-    return Job(
+    return BatchSizeJob(
         factory=plan.task.check().factory,
         arguments=arguments,
         micro_batches=micro_batches,

@@ -22,22 +22,22 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Self, TextIO
+from typing import Protocol, Self, TextIO
 
 from trainfit.core.errors import RunFailed
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Record
-from trainfit.tuning.tuned_cache import Candidate, Status, Trial, folder_prefix
+from trainfit.tuning.tuned_cache import Status, Trial, TrialCandidate, folder_prefix
 
 READY = "ready"
 _LOOK_EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Request(Record):
+class TrialRequest(Record):
     """A trial to run."""
 
-    candidate: Candidate
+    candidate: TrialCandidate
     steps: int
     warm_up: int
     most_seconds: float | None = None
@@ -53,7 +53,7 @@ def main(modules: list[str]) -> None:
         importlib.import_module(module)
     _say(answers, READY)
     for line in sys.stdin:
-        request = Request.from_json(line, "the search")
+        request = TrialRequest.from_json(line, "the search")
         trial = run_trial(
             request.candidate,
             steps=request.steps,
@@ -103,6 +103,20 @@ def mode_of(plan: Plan) -> str:
     return plan.compile_mode if plan.compile else "eager"
 
 
+class RunTrial(Protocol):
+    """Function that runs one trial, such as Children.run; whatever goes wrong is its status."""
+
+    def __call__(
+        self,
+        candidate: TrialCandidate,
+        *,
+        steps: int,
+        warm_up: int,
+        limit: float,
+        most_seconds: float | None = None,
+    ) -> Trial: ...
+
+
 class Children:
     """Runs trials, each in the child of its way of compiling; ends all of them when it is left."""
 
@@ -131,7 +145,7 @@ class Children:
 
     def run(
         self,
-        candidate: Candidate,
+        candidate: TrialCandidate,
         *,
         steps: int,
         warm_up: int,
@@ -149,7 +163,7 @@ class Children:
         for each in self._children.values():
             each.wait_until_ready()
         limit -= time.monotonic() - began
-        request = Request(
+        request = TrialRequest(
             candidate=candidate, steps=steps, warm_up=warm_up, most_seconds=most_seconds
         )
         line, failure = child.ask(request.to_json(indent=None), limit)

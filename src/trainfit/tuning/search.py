@@ -11,12 +11,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainfit.core.records import Scalar
 from trainfit.measuring.timing import median_interval
-from trainfit.tuning.children import mode_of
-from trainfit.tuning.tuned_cache import Candidate, Interval, Trial
+from trainfit.tuning.children import RunTrial, mode_of
+from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate
 
 WARM_UP = 4
 """Steps before the clock: CUDA graphs are recorded in the third."""
@@ -33,29 +33,15 @@ _ROUNDS = 3
 """In which those that cannot be told apart are tried again."""
 
 Ended = Literal["finished", "time is up", "interrupted"]
-Neighbours = Callable[[Candidate], Iterable[Candidate | Trial]]
+Neighbours = Callable[[TrialCandidate], Iterable[TrialCandidate | Trial]]
 """What is one setting away; a Trial is one that was skipped, with the reason."""
-
-
-class Run(Protocol):
-    """Runs a candidate, in a child as a rule."""
-
-    def __call__(
-        self,
-        candidate: Candidate,
-        *,
-        steps: int,
-        warm_up: int,
-        limit: float,
-        most_seconds: float | None,
-    ) -> Trial: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
     """A candidate with all that was measured of it."""
 
-    candidate: Candidate
+    candidate: TrialCandidate
     rates: tuple[float, ...]
     """Samples per second of every timed step."""
     rate: Interval
@@ -77,7 +63,7 @@ class Found:
 class _Board:
     """Everything that is known so far."""
 
-    run: Run
+    run: RunTrial
     seconds: float
     tell: Callable[[Trial], None]
     clock: Callable[[], float]
@@ -102,7 +88,7 @@ class _Board:
         self.trials.append(trial)
         self.tell(trial)
 
-    def attempt(self, candidate: Candidate, rung: int, reserve: float = 0.0) -> None:
+    def attempt(self, candidate: TrialCandidate, rung: int, reserve: float = 0.0) -> None:
         """Run a candidate, unless it would overrun by what others like it took."""
         key, mode = _key(candidate), mode_of(candidate.plan)
         left = self.left - reserve
@@ -142,7 +128,7 @@ class _Board:
         close = [tried for tried in ranked if tried.rate.high >= ranked[0].rate.low]
         return close if len(close) > 1 else ranked[:2]
 
-    def lost(self, candidate: Candidate) -> bool:
+    def lost(self, candidate: TrialCandidate) -> bool:
         """Whether one of its changes failed, or was clearly slower, beside fewer other changes."""
         return any(
             self._is_worse({**other.candidate.settings, name: value}, other)
@@ -160,9 +146,9 @@ class _Board:
 
 
 def search(
-    first: Sequence[Candidate | Trial],
+    first: Sequence[TrialCandidate | Trial],
     neighbours: Neighbours,
-    run: Run,
+    run: RunTrial,
     *,
     seconds: float,
     tell: Callable[[Trial], None] = lambda _trial: None,
@@ -187,7 +173,7 @@ def search(
     return Found(tried=tuple(_chosen_first(board)), trials=tuple(board.trials), ended=ended)
 
 
-def _try(board: _Board, each: Candidate | Trial, reserve: float = 0.0) -> None:
+def _try(board: _Board, each: TrialCandidate | Trial, reserve: float = 0.0) -> None:
     """Try what is new; why another is not tried is noted once."""
     key = _settings_key(each.settings)
     if key in board.known:
@@ -274,7 +260,7 @@ def _chosen_first(board: _Board) -> list[Tried]:
     return [chosen, *(tried for tried in ranked if tried is not chosen)]
 
 
-def _key(candidate: Candidate) -> str:
+def _key(candidate: TrialCandidate) -> str:
     return _settings_key(candidate.settings)
 
 

@@ -34,7 +34,7 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.settings import LoaderSettings, LoopSettings
 from trainfit.measuring.timing import GIB, MemoryTracker, median_interval, synchronize
 from trainfit.runtime import applied, forget_compiled
-from trainfit.tuning.tuned_cache import Candidate, Trial, folder_prefix
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate, folder_prefix
 
 _FIRST = 2
 """Steps in which the compiler works."""
@@ -180,7 +180,7 @@ class Setup(NamedTuple):
 
 
 def run_trial(
-    candidate: Candidate, *, steps: int, warm_up: int, most_seconds: float | None = None
+    candidate: TrialCandidate, *, steps: int, warm_up: int, most_seconds: float | None = None
 ) -> Trial:
     """Train so many steps by the candidate, after a warm-up, and tell how fast that was.
 
@@ -212,7 +212,7 @@ def run_trial(
     return _with_rates(trial, clock)
 
 
-def _outcome(candidate: Candidate, clock: Clock) -> tuple[Any, str] | None:
+def _outcome(candidate: TrialCandidate, clock: Clock) -> tuple[Any, str] | None:
     """Run it; None where all went well, else a status and why.
 
     The error is dropped here: with it go the frames that hold the model.
@@ -248,7 +248,7 @@ def steps_alone(settings: LoopSettings) -> LoopSettings:
     )
 
 
-def build(candidate: Candidate) -> Setup:
+def build(candidate: TrialCandidate) -> Setup:
     """What the candidate's factory makes of it."""
     return Setup(*candidate.task.function()(candidate.plan, **candidate.task.arguments))
 

@@ -30,7 +30,7 @@ Status = Literal["ok", "oom", "crashed", "hung", "failed", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate(Record):
+class TrialCandidate(Record):
     """A complete plan to try, and how to build a training run by it."""
 
     settings: dict[str, Scalar]

@@ -18,7 +18,7 @@ from trainfit.tuning import tuned_cache
 from trainfit.tuning.candidates import Ask, Space, Variant, differences, neighbours, promising
 from trainfit.tuning.children import Children
 from trainfit.tuning.search import Found, Tried, search
-from trainfit.tuning.tuned_cache import Candidate, Interval, Trial, TuneResult
+from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
 
 RATE = "tuned_samples_per_second"
 """The measurement that a tuned plan has."""
@@ -194,12 +194,12 @@ def pinned(question: Question, pins: Mapping[str, Scalar]) -> Question:
     return replace(question, pins=question.pins | decided)
 
 
-def _candidate(base: Plan, task: TaskSpec, variant: Variant) -> Candidate | Trial:
+def _candidate(base: Plan, task: TaskSpec, variant: Variant) -> TrialCandidate | Trial:
     """A variant as something to run, or as the record of why it is not run."""
     settings = differences(base, variant.plan)
     if variant.skipped:
         return Trial(settings=settings, status="skipped", note=variant.skipped)
-    return Candidate(settings=settings, plan=variant.plan, task=task)
+    return TrialCandidate(settings=settings, plan=variant.plan, task=task)
 
 
 def _children(profile: HardwareProfile, task: TaskSpec) -> Children:

@@ -29,7 +29,7 @@ _FOR_KERNELS = 128 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Device:
+class ProbeDevice:
     """The GPU as it was before the first step."""
 
     index: int
@@ -52,7 +52,7 @@ class Device:
 
 
 @contextmanager
-def device_for_probes(memory_gib: float | None = None) -> Iterator[Device]:
+def device_for_probes(memory_gib: float | None = None) -> Iterator[ProbeDevice]:
     """The current GPU, with all that steps took given back and no random number used up."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device()
@@ -61,7 +61,7 @@ def device_for_probes(memory_gib: float | None = None) -> Iterator[Device]:
     most = None if memory_gib is None else memory_gib * GIB
     try:
         with protected(torch.device("cuda", index)):
-            yield Device(index=index, own=own, most=most)
+            yield ProbeDevice(index=index, own=own, most=most)
     finally:
         give_back_memory()
 
@@ -103,7 +103,7 @@ class Steps:
         return step
 
 
-def measure_on(device: Device, make: MakeStep, micro_batches: Callable[[int], int]) -> Measure:
+def measure_on(device: ProbeDevice, make: MakeStep, micro_batches: Callable[[int], int]) -> Measure:
     """Run steps of so many rows and say what they took."""
 
     def measure(rows: int) -> Measured | None:
@@ -119,7 +119,7 @@ def measure_on(device: Device, make: MakeStep, micro_batches: Callable[[int], in
     return measure
 
 
-def _measure(device: Device, step: Step, rows: int, micro_batches: int) -> Measured:
+def _measure(device: ProbeDevice, step: Step, rows: int, micro_batches: int) -> Measured:
     held = torch.cuda.memory_allocated(device.index) - device.own
     first = time_work(step, warm_up=0, repeats=1)
     rest = time_work(step, warm_up=0, repeats=_TIMED)

@@ -20,10 +20,10 @@ from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware import detect
 from trainfit.packing import cut_step, ladder
-from trainfit.tuning.finder.growth import GIB, Range, Search, knee, law, predictor, search
+from trainfit.tuning.finder.growth import GIB, RowRange, Search, knee, law, predictor, search
 
 if TYPE_CHECKING:
-    from trainfit.tuning.finder.device import Device
+    from trainfit.tuning.finder.device import ProbeDevice
 
 
 MARGIN = 0.9
@@ -31,7 +31,7 @@ MARGIN = 0.9
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class BatchSizeJob:
     """Whose micro-batch is to be found, and within what."""
 
     factory: str | None = None
@@ -70,10 +70,10 @@ class Job:
             raise BadInput(f"the memory is {self.memory_gib} GiB", "give what may be used, above 0")
 
     @property
-    def asked(self) -> Range:
+    def asked(self) -> RowRange:
         """The range, as the search wants it."""
         most = {} if self.at_most is None else {"at_most": self.at_most}
-        return Range(at_least=self.at_least, share=self.margin, **most)
+        return RowRange(at_least=self.at_least, share=self.margin, **most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class BatchSizeFound(Record):
     reasons: tuple[str, ...]
 
 
-def find(job: Job, profile: HardwareProfile | None = None) -> BatchSizeFound:
+def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSizeFound:
     """The largest micro-batch of a job on this machine, or on its CPU where it has no GPU."""
     began = perf_counter()
     profile = detect() if profile is None else profile
@@ -144,7 +144,7 @@ def _has_cuda(profile: HardwareProfile) -> bool:
     )
 
 
-def _on_gpu(job: Job, profile: HardwareProfile, began: float) -> BatchSizeFound:
+def _on_gpu(job: BatchSizeJob, profile: HardwareProfile, began: float) -> BatchSizeFound:
     from trainfit.runtime import applied
     from trainfit.tuning.finder.device import device_for_probes
 
@@ -152,7 +152,9 @@ def _on_gpu(job: Job, profile: HardwareProfile, began: float) -> BatchSizeFound:
         return _probe(job, profile, device, began)
 
 
-def _probe(job: Job, profile: HardwareProfile, device: Device, began: float) -> BatchSizeFound:
+def _probe(
+    job: BatchSizeJob, profile: HardwareProfile, device: ProbeDevice, began: float
+) -> BatchSizeFound:
     from trainfit.tuning.finder.device import Steps, measure_on
 
     gpu = profile.gpus[device.index] if device.index < len(profile.gpus) else profile.gpus[0]
@@ -186,7 +188,7 @@ def _probe(job: Job, profile: HardwareProfile, device: Device, began: float) -> 
     return _result(job, found, largest, notes, began, others=others, after=after)
 
 
-def _on_cpu(job: Job, profile: HardwareProfile, began: float) -> BatchSizeFound:
+def _on_cpu(job: BatchSizeJob, profile: HardwareProfile, began: float) -> BatchSizeFound:
     if job.factory is None:
         raise BadInput(
             "there is no GPU to run the probe on, and only an import path can be predicted",
@@ -215,7 +217,7 @@ def _how(found: Search) -> list[str]:
 
 
 def _result(
-    job: Job,
+    job: BatchSizeJob,
     found: Search,
     largest: int,
     notes: list[str],

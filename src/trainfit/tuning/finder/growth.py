@@ -125,7 +125,7 @@ Measure = Callable[[int], Measured | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Range:
+class RowRange:
     """Which numbers of rows are asked about."""
 
     at_least: int = 1
@@ -144,7 +144,7 @@ class Search:
 
     room: Callable[[], float]
     """Bytes that the steps may take, as the device says now."""
-    asked: Range
+    asked: RowRange
     predict: Predict | None
     measure: Measure | None
     probes: list[Measured] = field(default_factory=list)
@@ -235,7 +235,7 @@ def _safe(found: Search, rows: int) -> int:
     return rows if takes <= room else max(1, int(rows * room / takes))
 
 
-def small_sizes(largest: int, asked: Range) -> list[int]:
+def small_sizes(largest: int, asked: RowRange) -> list[int]:
     """Two sizes far below what is expected to fit; one, or none, where there is no room."""
     low = max(asked.at_least, largest // 8)
     high = max(low + 1, largest // 4)

@@ -13,26 +13,26 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
-from typing import Literal, Protocol
+from typing import Literal
 
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.measuring.timing import ratio_interval
-from trainfit.tuning.children import Children, mode_of
+from trainfit.tuning.children import Children, RunTrial, mode_of
 from trainfit.tuning.ladder.optimizations import rungs_for
 from trainfit.tuning.ladder.rungs import (
     BASELINE,
     NAIVE_FACTORY,
     Ladder,
+    LadderRow,
     LadderStep,
     NotApplicable,
-    Row,
     Rung,
     describe,
     setting,
 )
-from trainfit.tuning.tuned_cache import Candidate, Interval, Trial
+from trainfit.tuning.tuned_cache import Interval, Trial
 
 __all__ = ["BASELINE", "MINUTES", "Ladder", "LadderStep", "NotApplicable", "climb"]
 
@@ -48,21 +48,6 @@ _LIMIT = 180.0
 """Seconds after which a trial is killed: the slowest setting of a large model, compiled."""
 
 
-class Run(Protocol):
-    """Runs a trial, as Children.run does."""
-
-    def __call__(
-        self,
-        candidate: Candidate,
-        *,
-        steps: int,
-        warm_up: int,
-        limit: float,
-        most_seconds: float | None = None,
-    ) -> Trial:
-        """One trial; whatever goes wrong is its status."""
-
-
 def climb(
     best: Plan,
     task: TaskSpec,
@@ -75,7 +60,7 @@ def climb(
     minutes: float = MINUTES,
     rounds: int = 3,
     steps: int = 20,
-    run: Run | None = None,
+    run: RunTrial | None = None,
     watch: Callable[[LadderStep], None] = lambda _step: None,
 ) -> Ladder:
     """Measure every optimization between a naive loop and `best`, within so many minutes.
@@ -101,7 +86,7 @@ def climb(
             children.start(_modes(best, rungs))
             run = children.run
 
-        def one_trial(row: Row, left: float) -> Trial:
+        def one_trial(row: LadderRow, left: float) -> Trial:
             return run(
                 row.candidate(task, best),
                 steps=steps,
@@ -134,12 +119,12 @@ class _Ascent:
     """The rows, as far as they are measured."""
 
     best: Plan
-    run: Callable[[Row, float], Trial]
+    run: Callable[[LadderRow, float], Trial]
     seconds: float
     watch: Callable[[LadderStep], None]
     began: float = field(default_factory=lambda: time.monotonic())
-    rows: list[Row] = field(default_factory=list)
-    without: list[Row] = field(default_factory=list)
+    rows: list[LadderRow] = field(default_factory=list)
+    without: list[LadderRow] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
     """Seconds of the shortest trial, by how it was compiled."""
     rounds: int = 0
@@ -164,7 +149,7 @@ class _Ascent:
     def pick(self, rungs: Sequence[Rung], only: Sequence[str]) -> None:
         """These rows alone. One is compared with the row before it, if that is measured too."""
         kept: list[Rung] = []
-        top: Row | None = None
+        top: LadderRow | None = None
         for rung in rungs:
             row = self.row(rung.name, rung.what, (*kept, rung), top, rung)
             if rung.name in only:
@@ -175,7 +160,7 @@ class _Ascent:
                 kept.append(rung)
                 top = row if rung.name in only else None
 
-    def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], Row]:
+    def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], LadderRow]:
         """From the baseline up; the rungs that were kept, and the last row built on them."""
         described = describe(*setting(self.best, ()))
         top = self.row(BASELINE, described, ())
@@ -200,7 +185,7 @@ class _Ascent:
                 top = row
         return kept, top
 
-    def remove_each(self, kept: Sequence[Rung], top: Row) -> None:
+    def remove_each(self, kept: Sequence[Rung], top: LadderRow) -> None:
         """The best without each of its rungs, first those that gave most: time may run out."""
         gains = {row.name: gain.value for row in self.rows if (gain := row.gain()) is not None}
 
@@ -225,14 +210,14 @@ class _Ascent:
             if row.good:
                 self.measure(row)
 
-    def measure(self, row: Row) -> None:
+    def measure(self, row: LadderRow) -> None:
         """One more trial of a row, and of its twin."""
         if row.twin is not None:
             self.try_once(row.twin)
         if self.try_once(row):
             self.watch(row.step(self.baseline(), self.best))
 
-    def try_once(self, row: Row) -> bool:
+    def try_once(self, row: LadderRow) -> bool:
         """A trial, unless it would not be over in time; whether there is something new."""
         mode, started = mode_of(row.plan), time.monotonic()
         left = self.began + self.seconds - started
@@ -255,16 +240,16 @@ class _Ascent:
         name: str,
         what: str,
         rungs: Sequence[Rung],
-        before: Row | None = None,
+        before: LadderRow | None = None,
         changed: Rung | None = None,
-    ) -> Row:
+    ) -> LadderRow:
         """The baseline with these rungs, to be compared with `before`."""
         plan, naive = setting(self.best, rungs)
-        row = Row(name=name, what=what, plan=plan, naive=naive, before=before)
+        row = LadderRow(name=name, what=what, plan=plan, naive=naive, before=before)
         if before is not None and changed is not None and changed.between_epochs:
             row.naive = replace(naive, epoch_steps=1)
             short = replace(before.naive, epoch_steps=1)
-            row.twin = Row(name=before.name, what="", plan=before.plan, naive=short)
+            row.twin = LadderRow(name=before.name, what="", plan=before.plan, naive=short)
             sequences = self.best.workload.sequences
             row.epoch_steps = max(1, math.ceil(sequences / self.best.effective_batch_size))
         return row
@@ -304,7 +289,7 @@ def _warm_up(plan: Plan) -> int:
     return _WARM_UP[plan.compile]
 
 
-def _verdict(rung: Rung, row: Row, planned: bool) -> tuple[bool, str]:
+def _verdict(rung: Rung, row: LadderRow, planned: bool) -> tuple[bool, str]:
     """Whether the next rows build on it, and what to say where they do not."""
     if rung.trades:
         return False, "nothing is built on it"
@@ -319,13 +304,13 @@ def _verdict(rung: Rung, row: Row, planned: bool) -> tuple[bool, str]:
     return False, "slower here, so it is left out of what follows"
 
 
-def _is_slower(row: Row) -> bool:
+def _is_slower(row: LadderRow) -> bool:
     """By its whole interval."""
     gain = row.gain()
     return gain is not None and gain.high < 1
 
 
-def _drift(baseline: Row) -> Interval | None:
+def _drift(baseline: LadderRow) -> Interval | None:
     """The baseline's last trial against its first."""
     if len(baseline.good) < 2:
         return None

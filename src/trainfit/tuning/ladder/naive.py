@@ -27,14 +27,14 @@ from trainfit.packing.padded import PaddedCut
 from trainfit.packing.steps import IntArray
 from trainfit.tuning.ladder.rungs import Naive
 from trainfit.tuning.trial import Setup, build
-from trainfit.tuning.tuned_cache import Candidate
+from trainfit.tuning.tuned_cache import TrialCandidate
 
 
 def trial(plan: Plan, *, inner: dict[str, Any], naive: dict[str, Any]) -> Setup:
     """The run that the factory `inner` makes by the plan, as naive as asked."""
     asked = codec.decode(Naive, naive)
     spec = codec.decode(TaskSpec, inner)
-    setup = build(Candidate(settings={}, plan=plan, task=spec))
+    setup = build(TrialCandidate(settings={}, plan=plan, task=spec))
     settings = setup.settings
     if asked.shuffled:
         sequences = len(setup.task.steps(0)[0])

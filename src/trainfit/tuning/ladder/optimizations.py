@@ -1,50 +1,41 @@
-"""The optimizations of the ladder, one function each: a rung, or why it has no place here.
+"""The optimizations of the ladder: a rung each, or the reason why it is not applicable here.
 
 Every row of the source documents' tables is among them.
 """
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Iterator
 
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.kernels import supported
 from trainfit.tuning.ladder.rungs import FUSIBLE, NAIVE_BATCH, NotApplicable, Rung
 
-Made = Rung | NotApplicable | None
+Made = Rung | NotApplicable
 
 
 def rungs_for(
     best: Plan, profile: HardwareProfile, no_liger: str | None = None
 ) -> tuple[tuple[Rung, ...], tuple[NotApplicable, ...]]:
-    """The rungs from the naive baseline up to `best`, and what is not applicable here.
+    """Rungs from the naive baseline up to `best`, and the optimizations that are not applicable.
 
-    `no_liger` is why Liger has nothing for the model, where it has nothing.
+    `no_liger` is why Liger has no kernels for the model, if it has none.
     """
-    makers = (
-        _tf32,
-        _precision,
-        _optimizer,
-        _gradients,
-        _workers,
-        _pinned,
-        _persistent,
-        _cudnn,
-        _attention,
-        _needed_checkpointing,
-        _batch,
-        _grouping,
-        _packing,
-        _compile,
-        _checkpointing,
-        _other_half,
-        _graphs,
-        partial(_liger, no_liger),
-        _channels_last,
-        _evaluation,
-    )
-    made = [maker(best, profile) for maker in makers]
+    made = [
+        *_arithmetic(best),
+        *_loader(best),
+        *_kernels(best, profile),
+        *_shape(best),
+        _compile(best, profile),
+        *_trades(best, profile),
+        _liger(no_liger, profile),
+        _no("channels-last", "it is a layout of images, and text has none"),
+        _no(
+            "evaluation batch size",
+            f"evaluation is no part of a training step; the plan has {best.eval_batch_size}",
+        ),
+    ]
     rungs = tuple(one for one in made if isinstance(one, Rung))
     return rungs, tuple(one for one in made if isinstance(one, NotApplicable))
 
@@ -54,205 +45,150 @@ def _no(name: str, reason: str) -> NotApplicable:
 
 
 def _why(plan: Plan, setting: str, otherwise: str) -> str:
-    """The planner's reason."""
     return next((r.why for r in plan.reasons if r.setting == setting and r.why), otherwise)
 
 
-# ── arithmetic ────────────────────────────────────────────────────────────────────────────────
-
-
-def _tf32(best: Plan, _profile: HardwareProfile) -> Made:
-    if not best.runtime.tf32:
-        return _no("TF32", _why(best, "tf32", "the plan has it off"))
-    return Rung(name="TF32", what="fp32 products on the matrix units", runtime={"tf32": True})
-
-
-def _precision(best: Plan, _profile: HardwareProfile) -> Made:
-    name = "mixed precision"
+def _arithmetic(best: Plan) -> Iterator[Made]:
+    if best.runtime.tf32:
+        what = "fp32 products on the matrix units"
+        yield Rung(name="TF32", what=what, runtime={"tf32": True})
+    else:
+        yield _no("TF32", _why(best, "tf32", "the plan has it off"))
     if best.precision == "fp32":
-        return _no(name, _why(best, "precision", "the plan is in fp32"))
-    return Rung(name=name, what=f"autocast to {best.precision}", plan={"precision": best.precision})
-
-
-def _optimizer(best: Plan, _profile: HardwareProfile) -> Made:
+        yield _no("mixed precision", _why(best, "precision", "the plan is in fp32"))
+    else:
+        what = f"autocast to {best.precision}"
+        yield Rung(name="mixed precision", what=what, plan={"precision": best.precision})
     if best.optimizer != "adamw_fused":
-        return _no("fused AdamW", _why(best, "optimizer", "the plan has another"))
-    what = "one kernel for all weights, not a dozen for each"
-    return Rung(name="fused AdamW", what=what, plan={"optimizer": best.optimizer})
-
-
-def _gradients(_best: Plan, _profile: HardwareProfile) -> Made:
+        yield _no("fused AdamW", _why(best, "optimizer", "the plan has another"))
+    else:
+        what = "one kernel for all weights, not a dozen for each"
+        yield Rung(name="fused AdamW", what=what, plan={"optimizer": best.optimizer})
     what = "gradients are let go after a step, not filled with zeros"
-    return Rung(name="set_to_none", what=what, naive={"zeroed": False})
+    yield Rung(name="set_to_none", what=what, naive={"zeroed": False})
 
 
-def _cudnn(_best: Plan, profile: HardwareProfile) -> Made:
-    if not profile.gpus:
-        return _no("cuDNN benchmark", "cuDNN is for GPUs")
-    what = "cuDNN times its algorithms, for convolutions"
-    return Rung(name="cuDNN benchmark", what=what, runtime={"cudnn_benchmark": True})
+def _loader(best: Plan) -> Iterator[Made]:
+    if best.num_workers:
+        ahead = best.prefetch_factor
+        yield Rung(
+            name="loader workers",
+            what=f"{best.num_workers} processes make batches ahead, {ahead} each",
+            plan={"num_workers": best.num_workers, "prefetch_factor": ahead},
+        )
+    else:
+        why = _why(best, "num_workers", "they are off")
+        yield _no("loader workers", f"0 planned: {why}")
+    if best.pin_memory:
+        what = "batches in page-locked memory, copied while the GPU computes"
+        yield Rung(name="pinned memory", what=what, plan={"pin_memory": True})
+    else:
+        yield _no("pinned memory", _why(best, "pin_memory", "the plan has it off"))
+    if best.persistent_workers:
+        yield Rung(
+            name="persistent workers",
+            what="loader processes stay from epoch to epoch",
+            plan={"persistent_workers": True},
+            needs=("loader workers",),
+            between_epochs=True,
+        )
+    else:
+        why = _why(best, "persistent_workers", "there are no workers")
+        yield _no("persistent workers", why)
 
 
-def _attention(best: Plan, _profile: HardwareProfile) -> Made:
-    if best.attention not in FUSIBLE:
+def _kernels(best: Plan, profile: HardwareProfile) -> Iterator[Made]:
+    if profile.gpus:
+        what = "cuDNN times its algorithms, for convolutions"
+        yield Rung(name="cuDNN benchmark", what=what, runtime={"cudnn_benchmark": True})
+    else:
+        yield _no("cuDNN benchmark", "cuDNN is for GPUs")
+    if best.attention in FUSIBLE:
+        what = "scaled_dot_product_attention, not products and a softmax"
+        yield Rung(name="attention kernel", what=what, naive={"eager": False})
+    else:
         comes = "; its kernel comes with packing" if best.packed else ""
-        return _no("attention kernel", f"the model's attention is its own{comes}")
-    what = "scaled_dot_product_attention, not products and a softmax"
-    return Rung(name="attention kernel", what=what, naive={"eager": False})
+        yield _no("attention kernel", f"the model's attention is its own{comes}")
 
 
-# ── loader ────────────────────────────────────────────────────────────────────────────────────
-
-
-def _workers(best: Plan, _profile: HardwareProfile) -> Made:
-    if not best.num_workers:
-        return _no("loader workers", f"0 planned: {_why(best, 'num_workers', 'they are off')}")
-    return Rung(
-        name="loader workers",
-        what=f"{best.num_workers} processes make batches ahead, {best.prefetch_factor} each",
-        plan={"num_workers": best.num_workers, "prefetch_factor": best.prefetch_factor},
-    )
-
-
-def _pinned(best: Plan, _profile: HardwareProfile) -> Made:
-    if not best.pin_memory:
-        return _no("pinned memory", _why(best, "pin_memory", "the plan has it off"))
-    what = "batches in page-locked memory, copied while the GPU computes"
-    return Rung(name="pinned memory", what=what, plan={"pin_memory": True})
-
-
-def _persistent(best: Plan, _profile: HardwareProfile) -> Made:
-    if not best.persistent_workers:
-        return _no("persistent workers", _why(best, "persistent_workers", "there are no workers"))
-    return Rung(
-        name="persistent workers",
-        what="loader processes stay from epoch to epoch",
-        plan={"persistent_workers": True},
-        needs=("loader workers",),
-        between_epochs=True,
-    )
-
-
-# ── the step's shape ──────────────────────────────────────────────────────────────────────────
-
-
-def _needed_checkpointing(best: Plan, _profile: HardwareProfile) -> Made:
-    """Of a plan that does not fit without, below what makes batches larger."""
-    if best.gradient_checkpointing == "none":
-        return None
-    return Rung(
-        name="gradient checkpointing",
-        what=f"blocks are computed again in the backward pass ({best.gradient_checkpointing})",
-        plan={"gradient_checkpointing": best.gradient_checkpointing},
-    )
-
-
-def _batch(best: Plan, _profile: HardwareProfile) -> Made:
+def _shape(best: Plan) -> Iterator[Made]:
+    """Rungs that change the shape of a step's micro-batches."""
+    if best.gradient_checkpointing != "none":  # without it the larger batches do not fit
+        yield Rung(
+            name="gradient checkpointing",
+            what=f"blocks are computed again in the backward pass ({best.gradient_checkpointing})",
+            plan={"gradient_checkpointing": best.gradient_checkpointing},
+        )
     if best.batch_size <= NAIVE_BATCH:
-        return _no("batch size", f"the plan has {best.batch_size} at a time")
-    names = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
-    return Rung(
-        name="batch size",
-        what=f"{best.batch_size} sequences at a time, not {NAIVE_BATCH}",
-        plan={name: getattr(best, name) for name in names},
-    )
-
-
-def _grouping(best: Plan, _profile: HardwareProfile) -> Made:
+        yield _no("batch size", f"the plan has {best.batch_size} at a time")
+    else:
+        names = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
+        yield Rung(
+            name="batch size",
+            what=f"{best.batch_size} sequences at a time, not {NAIVE_BATCH}",
+            plan={name: getattr(best, name) for name in names},
+        )
     if len(set(best.workload.lengths)) <= 1:
-        return _no("grouping by length", "every sequence is as long as the others")
-    what = "sequences of like length together, in steps of like size"
-    return Rung(name="grouping by length", what=what, naive={"shuffled": False})
-
-
-def _packing(best: Plan, _profile: HardwareProfile) -> Made:
+        yield _no("grouping by length", "every sequence is as long as the others")
+    else:
+        what = "sequences of like length together, in steps of like size"
+        yield Rung(name="grouping by length", what=what, naive={"shuffled": False})
     if not best.packed:
-        return _no("packing", _why(best, "packed", "the plan pads"))
-    return Rung(
-        name="packing",
-        what=f"sequences end to end, attention by {best.attention}",
-        plan={"packed": True, "attention": best.attention},
-        naive={"shuffled": False, "eager": False},
-        needs=("mixed precision",),
-        replaces=("grouping by length", "attention kernel"),
-    )
+        yield _no("packing", _why(best, "packed", "the plan pads"))
+    else:
+        yield Rung(
+            name="packing",
+            what=f"sequences end to end, attention by {best.attention}",
+            plan={"packed": True, "attention": best.attention},
+            naive={"shuffled": False, "eager": False},
+            needs=("mixed precision",),
+            replaces=("grouping by length", "attention kernel"),
+        )
 
 
 def _compile(best: Plan, profile: HardwareProfile) -> Made:
-    obstacle = _no_compile(profile)
-    if obstacle is not None:
-        return _no("torch.compile", obstacle)
-    mode = best.compile_mode if best.compile else "default"
+    if missing := profile.compile.missing(gpu=bool(profile.gpus)):
+        return _no("torch.compile", f"it would fail here: {' and '.join(missing)} missing")
     return Rung(
         name="torch.compile",
         what="operations are joined into kernels of their own",
-        plan={"compile": True, "compile_mode": mode},
+        plan={"compile": True, "compile_mode": best.compile_mode if best.compile else "default"},
     )
 
 
-def _no_compile(profile: HardwareProfile) -> str | None:
-    missing = profile.compile.missing(gpu=bool(profile.gpus))
-    if missing:
-        return f"it would fail here: {' and '.join(missing)} missing"
-    return None
-
-
-# ── trades, and what has no place ─────────────────────────────────────────────────────────────
-
-
-def _checkpointing(best: Plan, _profile: HardwareProfile) -> Made:
+def _trades(best: Plan, profile: HardwareProfile) -> Iterator[Made]:
+    """Rungs that give one thing up for another, which nothing is built on."""
     if best.workload.method == "frozen":
         why = "a frozen encoder keeps nothing for a backward pass"
-        return _no("gradient checkpointing", why)
-    if best.gradient_checkpointing != "none":
-        return None
-    return Rung(
-        name="gradient checkpointing",
-        what="every block is computed again in the backward pass: time for memory",
-        plan={"gradient_checkpointing": "full"},
-        trades=True,
-    )
-
-
-def _other_half(best: Plan, profile: HardwareProfile) -> Made:
-    if best.precision != "bf16" or not profile.gpus or not profile.gpus[0].fp16:
-        return None
-    return Rung(
-        name="fp16 instead of bf16",
-        what="autocast to fp16, with loss scaling",
-        plan={"precision": "fp16"},
-        trades=True,
-    )
-
-
-def _graphs(_best: Plan, profile: HardwareProfile) -> Made:
+        yield _no("gradient checkpointing", why)
+    elif best.gradient_checkpointing == "none":
+        yield Rung(
+            name="gradient checkpointing",
+            what="every block is computed again in the backward pass: time for memory",
+            plan={"gradient_checkpointing": "full"},
+            trades=True,
+        )
+    if best.precision == "bf16" and profile.gpus and profile.gpus[0].fp16:
+        what = "autocast to fp16, with loss scaling"
+        plan = {"precision": "fp16"}
+        yield Rung(name="fp16 instead of bf16", what=what, plan=plan, trades=True)
     if not profile.gpus:
-        return _no("CUDA graphs", "they are for GPUs")
-    if _no_compile(profile) is not None:
-        return _no("CUDA graphs", "they come with torch.compile")
-    return Rung(
-        name="CUDA graphs",
-        what="compiled with mode reduce-overhead: kernels are launched together",
-        plan={"compile": True, "compile_mode": "reduce-overhead"},
-        trades=True,
-    )
+        yield _no("CUDA graphs", "they are for GPUs")
+    elif profile.compile.missing(gpu=True):
+        yield _no("CUDA graphs", "they come with torch.compile")
+    else:
+        yield Rung(
+            name="CUDA graphs",
+            what="compiled with mode reduce-overhead: kernels are launched together",
+            plan={"compile": True, "compile_mode": "reduce-overhead"},
+            trades=True,
+        )
 
 
-def _liger(obstacle: str | None, _best: Plan, profile: HardwareProfile) -> Made:
+def _liger(obstacle: str | None, profile: HardwareProfile) -> Made:
     if not profile.gpus:
         return _no("Liger kernels", "they are for GPUs")
-    if obstacle is not None:
-        return _no("Liger kernels", obstacle)
-    if not supported.is_installed():
-        return _no("Liger kernels", "liger-kernel is not installed")
+    if obstacle is not None or not supported.is_installed():
+        return _no("Liger kernels", obstacle or "liger-kernel is not installed")
     what = "norms, rotations and feed-forwards of transformers' models by Liger's kernels"
     return Rung(name="Liger kernels", what=what, naive={"liger": True}, trades=True)
-
-
-def _channels_last(_best: Plan, _profile: HardwareProfile) -> Made:
-    return _no("channels-last", "it is a layout of images, and text has none")
-
-
-def _evaluation(best: Plan, _profile: HardwareProfile) -> Made:
-    why = f"evaluation is no part of a training step; the plan has {best.eval_batch_size}"
-    return _no("evaluation batch size", why)

@@ -16,7 +16,7 @@ from trainfit.core import codec
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import Record, Scalar
 from trainfit.measuring.timing import ratio_interval, rounds_interval
-from trainfit.tuning.tuned_cache import Candidate, Interval, Status, Trial
+from trainfit.tuning.tuned_cache import Interval, Status, Trial, TrialCandidate
 
 NAIVE_BATCH = 8
 """Sequences at a time where nobody has thought about it: Trainer's default."""
@@ -189,18 +189,18 @@ NAIVE_FACTORY = "trainfit.tuning.ladder.naive:trial"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
-class Row:
+class LadderRow:
     """A setting, its trials, and the row that it is compared with."""
 
     name: str
     what: str
     plan: Plan
     naive: Naive
-    before: Row | None = None
+    before: LadderRow | None = None
     trials: list[Trial] = field(default_factory=list)
     kept: bool = True
     note: str = ""
-    twin: Row | None = None
+    twin: LadderRow | None = None
     """Where nothing but the start of an epoch differs: the row before, in epochs of one step, as
     this one is."""
     epoch_steps: int = 1
@@ -216,12 +216,12 @@ class Row:
         """How the last trial failed, or ok where any went through."""
         return "ok" if self.good else self.trials[-1].status if self.trials else "skipped"
 
-    def candidate(self, task: TaskSpec, best: Plan) -> Candidate:
+    def candidate(self, task: TaskSpec, best: Plan) -> TrialCandidate:
         """What is tried."""
         if self.naive != THOUGHTFUL:
             arguments = {"inner": codec.encode(task), "naive": codec.encode(self.naive)}
             task = TaskSpec(factory=NAIVE_FACTORY, arguments=arguments)
-        return Candidate(settings=self.settings(best), plan=self.plan, task=task)
+        return TrialCandidate(settings=self.settings(best), plan=self.plan, task=task)
 
     def settings(self, best: Plan) -> dict[str, Scalar]:
         """What is set otherwise than in `best`, by name."""
