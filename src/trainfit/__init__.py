@@ -36,7 +36,7 @@ _HOMES = {
     "observe": "trainfit.measuring.observe",
     "plan": "trainfit.jobs.job_plan",
     "recommend": "trainfit.jobs.recommended",
-    "report": "trainfit.reports.report",
+    "report": "trainfit.reports.run_report",
     "undo": "trainfit.runtime",
 }
 __all__ = ["__version__", *_HOMES]

@@ -19,7 +19,7 @@ from trainfit.engine.distributed import World
 from trainfit.engine.setup import describe
 from trainfit.jobs import encoder_setup
 from trainfit.packing import PackedCut, PaddedCut, ladder
-from trainfit.reports.report import report
+from trainfit.reports.run_report import report
 from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import RunSetup
 from trainfit.runtime import applied

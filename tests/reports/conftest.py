@@ -103,7 +103,7 @@ def make_plan() -> Callable[..., Plan]:
 @pytest.fixture(scope="session")
 def long_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The page of a run of a hundred thousand logged steps."""
-    from trainfit.reports.report import report, write
+    from trainfit.reports.run_report import report, write
 
     root = tmp_path_factory.mktemp("long")
     folder = write_run(root / "nli-1", PLAN, steps=100_000)

@@ -9,7 +9,7 @@ from report_runs import write_run
 from test_report_page import EVIL, write_study
 
 from trainfit.core.plan_records import Plan
-from trainfit.reports.report import report, write
+from trainfit.reports.run_report import report, write
 
 pytestmark = pytest.mark.skipif(
     find_chromium() is None, reason="needs Chromium (apt-get install chromium)"

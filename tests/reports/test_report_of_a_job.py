@@ -74,13 +74,13 @@ def test_a_page_that_cannot_be_written_spoils_no_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
     from trainfit.core.errors import RunFailed
-    from trainfit.reports import report
+    from trainfit.reports import run_report
 
     def fail(*_arguments: object) -> Path:
         raise RunFailed("cannot write report.html (No space left on device)", "free some")
 
     be_quick(monkeypatch)
-    monkeypatch.setattr(report, "write", fail)
+    monkeypatch.setattr(run_report, "write", fail)
     words = nli_words(tmp_path, "training.max_steps=1")
     assert run(["train", "nli", *words, "--json"]) == 0
     captured = capsys.readouterr()

@@ -14,7 +14,7 @@ from report_runs import LADDER, write_end, write_run
 
 from trainfit.cli.main import run as cli
 from trainfit.core.plan_records import Plan
-from trainfit.reports.report import Report, report
+from trainfit.reports.run_report import Report, report
 
 Make = Callable[..., Plan]
 

@@ -100,7 +100,7 @@ def test_a_terminal_gets_a_bar_and_lines_above_it():
 
 def test_elsewhere_there_are_plain_lines():
     paper = io.StringIO()
-    lines = training_lines.Lines(Console(file=paper, width=40), "fold 1 of 5")
+    lines = training_lines.PlainLines(Console(file=paper, width=40), "fold 1 of 5")
     lines.on_log(ROW)
     lines.on_log(replace(ROW, step=40))  # too soon after the one before
     lines.on_log(replace(ROW, step=120))  # the last is always told

@@ -19,7 +19,7 @@ from trainfit.measuring import timing
 from trainfit.measuring.timing import median_interval, ratio_interval, rounds_interval
 from trainfit.reports.ladder_page import ladder_page, write_ladder
 from trainfit.reports.plots import ladder_plot
-from trainfit.reports.sections.study import ladder_section
+from trainfit.reports.study_sections import ladder_section
 from trainfit.runs.reader import read_run
 from trainfit.tuning import trial
 from trainfit.tuning.ladder.climb import Ladder, LadderStep, climb

@@ -18,7 +18,7 @@ from trainfit.core import codec
 from trainfit.core.records import Scalar
 from trainfit.measuring.timing import median_interval
 from trainfit.reports import terminal
-from trainfit.reports.plan_page import duration
+from trainfit.reports.model import duration
 from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
 
 if TYPE_CHECKING:

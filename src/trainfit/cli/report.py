@@ -29,7 +29,7 @@ def command(runs: tuple[str, ...], output: Path | None, form: str | None, as_jso
     path is printed; Markdown and JSON are printed themselves. With --output, all of them are
     written there and the path is printed.
     """
-    from trainfit.reports.report import FORMATS, place, report, write
+    from trainfit.reports.run_report import FORMATS, place, report, write
 
     made = report(*runs)
     endings = {f".{ending}": name for name, (ending, _) in FORMATS.items()}

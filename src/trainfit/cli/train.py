@@ -100,7 +100,7 @@ def _composed(
 def report_on(run: str, as_json: bool) -> None:
     """End with the path of the run's page; a page that cannot be written spoils no run."""
     from trainfit.core.errors import TrainfitError
-    from trainfit.reports.report import place, report, write
+    from trainfit.reports.run_report import place, report, write
 
     try:
         path = write(report(run), place(run))

@@ -19,8 +19,7 @@ from rich.text import Text
 from trainfit.core import codec
 from trainfit.core.records import Event, Record
 from trainfit.reports.markdown import spark
-from trainfit.reports.model import MISSING, shown
-from trainfit.reports.plan_page import duration
+from trainfit.reports.model import MISSING, duration, shown
 from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
 from trainfit.runs.reader import Tail, gpus_in, number
 

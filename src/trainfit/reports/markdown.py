@@ -20,7 +20,7 @@ from trainfit.reports.model import (
 )
 
 if TYPE_CHECKING:
-    from trainfit.reports.report import Report
+    from trainfit.reports.run_report import Report
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _SPECIAL = "\\`*_{}[]<>|#"

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 from trainfit.core.records import Record, Scalar
-from trainfit.reports.plan_page import duration
 
 Form = Literal["number", "percent", "count", "gib", "duration", "celsius", "watts"]
 """How a number is written; see numbers.py."""
@@ -69,7 +68,7 @@ class Lines(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval(Record):
+class IntervalRow(Record):
     """A figure with the interval that it is known to."""
 
     label: str
@@ -89,7 +88,7 @@ class Intervals(Record):
     title: str
     note: str = ""
     form: Form = "number"
-    rows: tuple[Interval, ...]
+    rows: tuple[IntervalRow, ...]
     bars: bool = False
     top: float | None = None
     """Where the axis ends; None: after the largest."""
@@ -105,7 +104,7 @@ class Stack(Record):
     title: str
     note: str = ""
     form: Form = "gib"
-    parts: tuple[Interval, ...]
+    parts: tuple[IntervalRow, ...]
     capacity: float | None = None
     measured: float | None = None
 
@@ -123,7 +122,7 @@ class Matrix(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Axis(Record):
+class ParallelAxis(Record):
     """One of the parallel axes."""
 
     name: str
@@ -139,7 +138,7 @@ class Parallel(Record):
     id: str
     title: str
     note: str = ""
-    axes: tuple[Axis, ...]
+    axes: tuple[ParallelAxis, ...]
     places: tuple[tuple[float | None, ...], ...]
     values: tuple[float | None, ...]
     """What each trial reached, on the last axis."""
@@ -215,6 +214,20 @@ class Chapter(Record):
 
 
 MISSING = "–"
+
+
+def duration(seconds: float) -> str:
+    """A time as a person would say it: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
+    if seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 59.95:
+        return f"{seconds:.1f} s"
+    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
+    for size, name, step, rest in units:
+        whole = round(seconds / step) * step  # rounded first, so that no "60 min" is left over
+        if whole >= size:
+            return f"{whole // size:,} {name} {whole % size // step} {rest}"
+    raise AssertionError(seconds)
 
 
 def shown(value: float | None, form: Form) -> str:

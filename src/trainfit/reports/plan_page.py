@@ -12,6 +12,7 @@ from rich.text import Text
 
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate
 from trainfit.core.records import Measurement, Scalar
+from trainfit.reports.model import duration
 
 UNRECORDED = "not recorded on this architecture"
 SETTINGS = (
@@ -65,20 +66,6 @@ def verdict(plan: Plan) -> Text:
     peak = f"{memory.peak_reserved_gib:.2f} GiB {_error(memory)}".rstrip()
     of = f"{memory.capacity_gib:.2f} GiB ({share:.0%})"
     return text.append(f": predicted peak {peak} of {of}", "not bold default")
-
-
-def duration(seconds: float) -> str:
-    """A time as a person would say it: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
-    if seconds < 1:
-        return f"{seconds * 1000:.3g} ms"
-    if seconds < 59.95:
-        return f"{seconds:.1f} s"
-    units = ((86400, "d", 3600, "h"), (3600, "h", 60, "min"), (60, "min", 1, "s"))
-    for size, name, step, rest in units:
-        whole = round(seconds / step) * step  # rounded first, so that no "60 min" is left over
-        if whole >= size:
-            return f"{whole // size:,} {name} {whole % size // step} {rest}"
-    raise AssertionError(seconds)
 
 
 def _workload(plan: Plan) -> str:

@@ -1,4 +1,7 @@
-"""Memory against batch size as a picture: a bar per batch size, and the line of the capacity."""
+"""Pictures as SVG files: memory against batch size, and the ladder of optimizations.
+
+Axes are those of the report's plots (html/geometry.py).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,12 @@ from pathlib import Path
 from trainfit.core.errors import BadInput
 from trainfit.core.files import check_output, write_output
 from trainfit.core.plan_records import MemoryEstimate
+from trainfit.reports.html.geometry import PlotAxis, linear
 from trainfit.reports.model import shown
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 
+_LINES = 5
+"""Lines of the grid under the top of an axis, about."""
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .title { font-size: 16px; font-weight: 600; }
@@ -30,7 +36,7 @@ text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 
 
 def picture(width: int, height: int, title: str, style: str, body: Iterable[str]) -> str:
-    """The SVG; its colours follow the reader's light or dark setting."""
+    """A whole SVG; its colours follow the reader's light or dark setting."""
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
@@ -49,26 +55,16 @@ def text_at(x: float, y: float, content: str, kind: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """Text for XML, which knows no control characters, not even escaped ones."""
+    """Text for XML, which allows no control characters, not even escaped ones."""
     return escape("".join(c if c.isprintable() else " " for c in text))
 
 
-def axis_top(value: float) -> float:
-    """The next round number that leaves about five lines under it."""
-    step = _tick(value)
-    return math.ceil(value / step) * step
-
-
-def ticks(top: float) -> list[float]:
-    """From 0 to the top of an axis."""
-    step = _tick(top)
-    return [n * step for n in range(round(top / step) + 1)]
-
-
-def _tick(value: float) -> float:
-    rough = value / 5
-    power = 10.0 ** math.floor(math.log10(rough))
-    return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
+def _rect(kind: str, x: float, y: float, width: float, height: float, title: str = "") -> str:
+    hover = f"<title>{escaped(title)}</title>" if title else ""
+    return (
+        f'<rect class="{kind}" x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{height:.2f}">'
+        f"{hover}</rect>"
+    )
 
 
 Point = tuple[int, MemoryEstimate]
@@ -96,25 +92,27 @@ _PLAN_STYLE = """
 def memory_plot(
     points: Sequence[Point], capacity_gib: float, chosen: int | None, title: str
 ) -> str:
-    """The picture as SVG; `chosen` is the batch size that the plan has, one of the points'."""
+    """A bar per batch size and the line of the capacity; `chosen` is the plan's batch size."""
     points = sorted(points, key=lambda point: point[0])
     sizes = [size for size, _ in points]
     if not points or (chosen is not None and chosen not in sizes):
         raise ValueError(f"the points are at {sizes}, and the chosen one at {chosen}")
-    top = axis_top(max(capacity_gib, *(memory.peak_reserved_gib for _, memory in points)) * 1.05)
+    most = max(capacity_gib, *(memory.peak_reserved_gib for _, memory in points))
+    axis = linear(0.0, most * 1.05, _LINES)
     pitch = (PLAN_WIDTH - LEFT - RIGHT) / len(points)
-    every = math.ceil(_LABEL / pitch)
-    body = [text_at(LEFT, 26, title, "title"), *_legend(capacity_gib), *_plan_grid(top)]
+    width, every = min(pitch * 0.7, 64), math.ceil(_LABEL / pitch)
+    body = [text_at(LEFT, 26, title, "title"), *_legend(capacity_gib), *_plan_grid(axis)]
     for index, (size, memory) in enumerate(points):
-        middle, peak = LEFT + pitch * (index + 0.5), memory.peak_reserved_gib
-        width = min(pitch * 0.7, 64)
-        body += _plan_bar(memory, middle, width, top)
+        middle, y = LEFT + pitch * (index + 0.5), _y(memory.peak_reserved_gib, axis)
+        body += _plan_bar(memory, middle - width / 2, width, axis)
         if size == chosen:
-            body += _frame(middle, width, _y(peak, top))
+            frame = (middle - width / 2 - 3, y - 3, width + 6, HEIGHT - BOTTOM - y + 3)
+            body += [_rect("chosen", *frame), text_at(middle, y - 20, "chosen", "small middle")]
         if size == chosen or index % every == 0:
-            body.append(text_at(middle, _y(peak, top) - 6, f"{peak:.1f}", "small middle"))
+            peak = f"{memory.peak_reserved_gib:.1f}"
+            body.append(text_at(middle, y - 6, peak, "small middle"))
             body.append(text_at(middle, HEIGHT - BOTTOM + 18, str(size), "middle"))
-    body.append(_line(_y(capacity_gib, top), "capacity"))
+    body.append(_line(_y(capacity_gib, axis), "capacity"))
     body.append(text_at((LEFT + PLAN_WIDTH - RIGHT) / 2, HEIGHT - 10, "batch size", "middle"))
     return picture(PLAN_WIDTH, HEIGHT, title, _PLAN_STYLE, body)
 
@@ -134,7 +132,7 @@ def check_plot(path: Path) -> None:
 
 
 def parts_at_peak(memory: MemoryEstimate) -> dict[str, float]:
-    """What peak reserved memory is made of, in the order of the bars; the parts add up to it.
+    """Parts of the peak reserved memory, in the order of the bars; they add up to it.
 
     Gradients come as activations go, so only those count that are there at the peak.
     """
@@ -166,48 +164,34 @@ def _png(svg: str) -> bytes:
     return picture
 
 
-def _y(gib: float, top: float) -> float:
-    return HEIGHT - BOTTOM - gib / top * (HEIGHT - TOP - BOTTOM)
+def _y(gib: float, axis: PlotAxis) -> float:
+    return HEIGHT - BOTTOM - axis.place(gib) * (HEIGHT - TOP - BOTTOM)
 
 
-def _plan_bar(memory: MemoryEstimate, middle: float, width: float, top: float) -> list[str]:
-    base, drawn = 0.0, []
+def _plan_bar(memory: MemoryEstimate, x: float, width: float, axis: PlotAxis) -> Iterator[str]:
+    base = 0.0
     faded = "" if memory.fits else " over"
     for name, gib in parts_at_peak(memory).items():
-        y, height = _y(base + gib, top), _y(base, top) - _y(base + gib, top)
-        drawn.append(
-            f'<rect class="{name}{faded}" x="{middle - width / 2:.2f}" y="{y:.2f}" '
-            f'width="{width:.2f}" height="{height:.2f}"><title>{name} {gib:.2f} GiB</title></rect>'
-        )
+        top, bottom = _y(base + gib, axis), _y(base, axis)
+        yield _rect(f"{name}{faded}", x, top, width, bottom - top, f"{name} {gib:.2f} GiB")
         base += gib
-    return drawn
 
 
-def _frame(middle: float, width: float, y: float) -> list[str]:
-    frame = (
-        f'<rect class="chosen" x="{middle - width / 2 - 3:.2f}" y="{y - 3:.2f}" '
-        f'width="{width + 6:.2f}" height="{HEIGHT - BOTTOM - y + 3:.2f}"/>'
-    )
-    return [frame, text_at(middle, y - 20, "chosen", "small middle")]
+def _plan_grid(axis: PlotAxis) -> Iterator[str]:
+    for value in axis.ticks:
+        yield _line(_y(value, axis), "grid")
+        yield text_at(LEFT - 8, _y(value, axis) + 4, f"{value:g}", "small end")
+    yield text_at(LEFT - 8, TOP - 12, "GiB", "small end")
 
 
-def _plan_grid(top: float) -> list[str]:
-    drawn = []
-    for value in ticks(top):
-        drawn.append(_line(_y(value, top), "grid"))
-        drawn.append(text_at(LEFT - 8, _y(value, top) + 4, f"{value:g}", "small end"))
-    return [*drawn, text_at(LEFT - 8, TOP - 12, "GiB", "small end")]
-
-
-def _legend(capacity_gib: float) -> list[str]:
-    drawn = []
+def _legend(capacity_gib: float) -> Iterator[str]:
     for index, name in enumerate(_PARTS):
         x = LEFT + index * 104
-        drawn.append(f'<rect class="{name}" x="{x}" y="42" width="12" height="12"/>')
-        drawn.append(text_at(x + 18, 52, name, "small"))
+        yield _rect(name, x, 42, 12, 12)
+        yield text_at(x + 18, 52, name, "small")
     x = LEFT + len(_PARTS) * 104 - 30
-    drawn.append(f'<path class="capacity" d="M{x} 48h22"/>')
-    return [*drawn, text_at(x + 28, 52, f"capacity {capacity_gib:.1f} GiB", "small")]
+    yield f'<path class="capacity" d="M{x} 48h22"/>'
+    yield text_at(x + 28, 52, f"capacity {capacity_gib:.1f} GiB", "small")
 
 
 def _line(y: float, kind: str) -> str:
@@ -218,7 +202,7 @@ LADDER_WIDTH = 860
 _ROW, _BAR = 26, 14
 _TOP = 76
 _SPEED = (176, 520)
-"""From where to where the bars of the speed-up go; behind them is room for their numbers."""
+"""Left and right end of the speed-up's axis; behind it is room for the numbers."""
 _MEMORY = (640, 780)
 _LADDER_STYLE = """
 .one { stroke: #8b949e; stroke-width: 1; stroke-dasharray: 4 3; }
@@ -234,13 +218,12 @@ _LADDER_STYLE = """
 
 
 def ladder_plot(ladder: Ladder) -> str:
-    """The picture as SVG; what could not be measured has its status in place of a bar."""
+    """Speed-up and memory of each optimization; one that was not measured shows its status."""
     rows = [*ladder.steps, *ladder.without]
     gap = 2 if ladder.without else 0
     height = _TOP + _ROW * (len(rows) + gap) + 34
-    highs = [step.speedup.high for step in rows if step.speedup is not None]
-    fastest = axis_top(max(highs, default=1.0))
-    largest = axis_top(max((step.peak_memory_gib or 0.0 for step in rows), default=0.0) or 1.0)
+    speed = linear(0.0, max((s.speedup.high for s in rows if s.speedup), default=1.0), _LINES)
+    memory = linear(0.0, max((s.peak_memory_gib or 0.0 for s in rows), default=0.0) or 1.0, _LINES)
     name = f"{ladder.title}: " if ladder.title else ""
     title = f"{name}one optimization after another, {ladder.device}"
     bottom = height - 30
@@ -248,20 +231,20 @@ def ladder_plot(ladder: Ladder) -> str:
         text_at(16, 26, title, "title"),
         text_at(_SPEED[0], 50, "speed-up over the baseline, with 95% intervals", "small"),
         text_at(_MEMORY[0], 50, "peak memory, GiB", "small"),
-        *_ladder_grid(_SPEED, fastest, bottom),
-        *_ladder_grid(_MEMORY, largest, bottom),
-        f'<path class="one" d="M{_x(1.0, fastest, _SPEED):.1f} {_TOP - 14}V{bottom}"/>',
+        *_ladder_grid(_SPEED, speed, bottom),
+        *_ladder_grid(_MEMORY, memory, bottom),
+        f'<path class="one" d="M{_x(1.0, speed, _SPEED):.1f} {_TOP - 14}V{bottom}"/>',
     ]
-    body += _rows(ladder.steps, _TOP, "speed", fastest, largest)
+    body += _rows(ladder.steps, _TOP, "speed", speed, memory)
     if ladder.without:
         start = _TOP + _ROW * (len(ladder.steps) + gap)
         body.append(text_at(16, start - 12, "The best without one of them", "small"))
-        body += _rows(ladder.without, start, "without", fastest, largest)
+        body += _rows(ladder.without, start, "without", speed, memory)
     return picture(LADDER_WIDTH, height, title, _LADDER_STYLE, body)
 
 
 def _rows(
-    steps: Sequence[LadderStep], top: float, kind: str, fastest: float, largest: float
+    steps: Sequence[LadderStep], top: float, kind: str, speed: PlotAxis, memory: PlotAxis
 ) -> Iterator[str]:
     for at, step in enumerate(steps):
         y = top + at * _ROW
@@ -269,39 +252,31 @@ def _rows(
         if step.speedup is None:
             yield text_at(_SPEED[0] + 6, y + 11, step.status, "small")
         else:
+            value, label = step.speedup.value, f"{step.speedup.value:.2f}×"
+            low, high = (_x(end, speed, _SPEED) for end in (step.speedup.low, step.speedup.high))
+            end = _x(value, speed, _SPEED)
             tone = kind if step.kept else "aside"
-            value, low, high = step.speedup.value, step.speedup.low, step.speedup.high
-            label = f"{value:.2f}×"
-            yield _ladder_bar(tone, y, value, fastest, _SPEED, f"{step.name}: {label}")
-            ends = [_x(end, fastest, _SPEED) for end in (low, high)]
+            yield _rect(tone, _SPEED[0], y, end - _SPEED[0], _BAR, f"{step.name}: {label}")
             yield (
-                f'<path class="whisker" d="M{ends[0]:.1f} {y + 7}H{ends[1]:.1f}'
-                f'M{ends[0]:.1f} {y + 3}v8M{ends[1]:.1f} {y + 3}v8"/>'
+                f'<path class="whisker" d="M{low:.1f} {y + 7}H{high:.1f}'
+                f'M{low:.1f} {y + 3}v8M{high:.1f} {y + 3}v8"/>'
             )
-            yield text_at(max(ends[1], _x(value, fastest, _SPEED)) + 6, y + 11, label, "small")
+            yield text_at(max(high, end) + 6, y + 11, label, "small")
         if step.peak_memory_gib is not None:
-            label = shown(step.peak_memory_gib, "gib")
-            yield _ladder_bar("memory", y, step.peak_memory_gib, largest, _MEMORY, label)
-            end = _x(step.peak_memory_gib, largest, _MEMORY)
+            label, end = (
+                shown(step.peak_memory_gib, "gib"),
+                _x(step.peak_memory_gib, memory, _MEMORY),
+            )
+            yield _rect("memory", _MEMORY[0], y, end - _MEMORY[0], _BAR, label)
             yield text_at(end + 6, y + 11, label.removesuffix(" GiB"), "small")
 
 
-def _ladder_bar(
-    kind: str, y: float, value: float, top: float, place: tuple[int, int], label: str
-) -> str:
-    width = _x(value, top, place) - place[0]
-    return (
-        f'<rect class="{kind}" x="{place[0]}" y="{y}" width="{width:.1f}" height="{_BAR}">'
-        f"<title>{escaped(label)}</title></rect>"
-    )
-
-
-def _ladder_grid(place: tuple[int, int], top: float, bottom: float) -> Iterator[str]:
-    for value in ticks(top):
-        x = _x(value, top, place)
+def _ladder_grid(place: tuple[int, int], axis: PlotAxis, bottom: float) -> Iterator[str]:
+    for value in axis.ticks:
+        x = _x(value, axis, place)
         yield f'<path class="grid" d="M{x:.1f} {_TOP - 14}V{bottom}"/>'
         yield text_at(x, bottom + 16, f"{value:g}", "small middle")
 
 
-def _x(value: float, top: float, place: tuple[int, int]) -> float:
-    return place[0] + value / top * (place[1] - place[0])
+def _x(value: float, axis: PlotAxis, place: tuple[int, int]) -> float:
+    return place[0] + axis.place(value) * (place[1] - place[0])

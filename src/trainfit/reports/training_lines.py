@@ -29,11 +29,12 @@ from trainfit.jobs.gpt_result import GptResult, iter_line
 from trainfit.jobs.metrics import Metrics
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
-from trainfit.reports.plan_page import duration
+from trainfit.reports.model import duration
+from trainfit.reports.score_sections import BASELINES, FIGURES, four, pair
 
 
 def gpt_page(result: GptResult) -> RenderableType:
-    """The losses, the speed, where the time went, and what to try next."""
+    """Losses, speed, time by activity, and overrides to try next."""
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="dim")
     table.add_column()
@@ -92,17 +93,16 @@ def _number(value: float | None, form: str) -> str:
     return "–" if value is None else form.format(value)
 
 
-_FIGURES = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc")
 _EVERY = 5.0
-"""Seconds between two plain lines at the least."""
+"""Least seconds between two plain lines."""
 
 
 def show(composed: Composed) -> Show:
-    """How `trainfit train` shows a job."""
+    """Choose how `trainfit train` shows a job."""
     console = terminal.console(stderr=True)
     tracking = str(composed.values()["tracking"])
     if tracking != "none":
-        check_installed(tracking)  # now, and not after the first hour
+        check_installed(tracking)  # before the first hour of training, not after it
 
     def busy(what: str) -> AbstractContextManager[Any]:
         return console.status(what) if console.is_terminal else nullcontext()
@@ -110,7 +110,7 @@ def show(composed: Composed) -> Show:
     line = iter_line if composed.task == "gpt" else None
 
     def watch(title: str) -> Sequence[Observer]:
-        kind = Bar if console.is_terminal else Lines
+        kind = Bar if console.is_terminal else PlainLines
         return (kind(console, title, line),)
 
     return Show(
@@ -121,12 +121,12 @@ def show(composed: Composed) -> Show:
 
 
 def is_first_rank() -> bool:
-    """Whether this process is the one that talks."""
+    """True in the process that prints."""
     return os.environ.get("RANK", "0") == "0"
 
 
-class Lines(Observer):
-    """Plain lines, not more often than a person reads, or a job's own lines, each and as it is."""
+class PlainLines(Observer):
+    """Prints plain lines every few seconds, or all lines of a job that makes its own."""
 
     def __init__(
         self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
@@ -139,11 +139,11 @@ class Lines(Observer):
         self._console.print(Text(self._prefix + text), soft_wrap=True)
 
     def on_line(self, text: str) -> None:
-        """A line about what is set."""
+        """Print a line about the settings in effect."""
         self._print(text)
 
     def on_log(self, row: TrainRow) -> None:
-        """The numbers of a window, if the last ones are some seconds old."""
+        """Print the figures of a window, if the last ones are some seconds old."""
         if self._line is not None:
             self._print(self._line(row))
             return
@@ -154,11 +154,11 @@ class Lines(Observer):
             self._print(f"{plain_line(row)}, {duration(left)} left")
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The validation scores."""
+        """Print the validation scores."""
         self._print(f"step {step}: validation {_figures(metrics)}")
 
     def on_event(self, event: Event) -> None:
-        """What happened."""
+        """Print the event."""
         self._print(f"{event.kind} at step {event.step}: {event.text}")
 
 
@@ -169,7 +169,7 @@ class Bar(Observer):
         self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
     ) -> None:
         """Draw on `console`; lines of one's own, made by `line`, go above the bar."""
-        self._lines, self._own = Lines(console, title, line), line is not None
+        self._lines, self._own = PlainLines(console, title, line), line is not None
         self._bar = Progress(
             TextColumn(title or "training"),
             BarColumn(bar_width=24),
@@ -180,39 +180,39 @@ class Bar(Observer):
         )
 
     def on_line(self, text: str) -> None:
-        """A line about what is set."""
+        """Print a line about the settings in effect."""
         self._lines.on_line(text)
 
     def on_start(self, step: int, total_steps: int) -> None:
-        """Begin to draw."""
+        """Draw the bar."""
         self._task = self._bar.add_task("", total=total_steps, completed=step, numbers="")
         self._bar.start()
 
     def on_step(self, step: int) -> None:
-        """Move on."""
+        """Move the bar."""
         self._bar.update(self._task, completed=step)
 
     def on_log(self, row: TrainRow) -> None:
-        """New numbers beside the bar."""
+        """Update the figures beside the bar."""
         if self._own:
             self._lines.on_log(row)
         self._bar.update(self._task, numbers=bar_numbers(row))
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The validation scores."""
+        """Print the validation scores."""
         self._lines.on_evaluation(step, metrics)
 
     def on_event(self, event: Event) -> None:
-        """What happened."""
+        """Print the event."""
         self._lines.on_event(event)
 
     def on_end(self, _result: RunResult) -> None:
-        """Take the bar away."""
+        """Remove the bar."""
         self._bar.stop()
 
 
 def bar_numbers(row: TrainRow) -> str:
-    """What stands beside the bar."""
+    """The figures beside the bar."""
     left = duration(row.step_seconds * (row.total_steps - row.step))
     parts = [
         f"loss {row.loss:.4f}",
@@ -229,7 +229,7 @@ def bar_numbers(row: TrainRow) -> str:
 
 
 def end(result: JobResult | GptResult, *, as_json: bool) -> None:
-    """Print what came of a job."""
+    """Print the result of a job."""
     if not is_first_rank():
         return
     if as_json:
@@ -267,43 +267,32 @@ def _scores(result: JobResult) -> Table:
     title = f"Held-out scores over {len(folds)} folds" if folds else "Held-out test scores"
     table = Table(title=title, title_justify="left", box=None, pad_edge=False)
     table.add_column("")
-    for name in _FIGURES:
+    for name in FIGURES:
         table.add_column(name, justify="right")
     for number, fold in enumerate(folds or [], 1):
-        table.add_row(f"fold {number}", *(_cell(fold.get(name)) for name in _FIGURES))
+        table.add_row(f"fold {number}", *(four(fold.get(name)) for name in FIGURES))
     if folds:
-        table.add_row("mean", *(_cell(metrics["mean"].get(n)) for n in _FIGURES), style="bold")
-        table.add_row("std", *(_cell(metrics["std"].get(name)) for name in _FIGURES))
-        table.add_row("95% interval", *(_interval(metrics["ci95"].get(n)) for n in _FIGURES))
+        table.add_row("mean", *(four(metrics["mean"].get(n)) for n in FIGURES), style="bold")
+        table.add_row("std", *(four(metrics["std"].get(name)) for name in FIGURES))
+        table.add_row("95% interval", *(pair(metrics["ci95"].get(n)) for n in FIGURES))
     else:
-        table.add_row("model", *(_cell(metrics.get(name)) for name in _FIGURES), style="bold")
-    names = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}
+        table.add_row("model", *(four(metrics.get(name)) for name in FIGURES), style="bold")
     for name, value in result.baselines.items():
-        table.add_row(names[name], _cell(value))
+        table.add_row(BASELINES.get(name, name), four(value))
     return table
 
 
 def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
     table = Table(title="By criterion", title_justify="left", box=None, pad_edge=False)
     table.add_column("")
-    for name in (*_FIGURES, "positives", "pairs"):
+    for name in (*FIGURES, "positives", "pairs"):
         table.add_column(name, justify="right")
     for code, one in by_criterion.items():
         positives = sum(one.confusion[1])
-        cells = [_cell(getattr(one, name)) for name in _FIGURES]
+        cells = [four(getattr(one, name)) for name in FIGURES]
         table.add_row(code, *cells, str(positives), str(one.count))
     return table
 
 
 def _figures(metrics: Mapping[str, float]) -> str:
     return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
-
-
-def _cell(value: float | None) -> str:
-    return "–" if value is None else f"{value:.4f}"
-
-
-def _interval(pair: Sequence[float | None] | None) -> str:
-    if pair is None or pair[0] is None or pair[1] is None:
-        return "–"
-    return f"{pair[0]:.3f}–{pair[1]:.3f}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from trainfit.reports.model import (
     Form,
-    Interval,
+    IntervalRow,
     Intervals,
     Lines,
     Matrix,
@@ -25,7 +25,7 @@ from trainfit.reports.model import (
 
 
 @dataclass(frozen=True, slots=True)
-class Axis:
+class PlotAxis:
     """A stretch of numbers, linear or logarithmic."""
 
     low: float
@@ -41,7 +41,7 @@ class Axis:
         return (value - self.low) / (self.high - self.low)
 
 
-def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> Axis:
+def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> PlotAxis:
     """An axis over `low` to `high` and, unless `tight`, on to the next round numbers."""
     if high <= low:
         room = abs(low) * 0.05 or 1.0
@@ -52,16 +52,16 @@ def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> A
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
     ticks = tuple(_clean(n * step) for n in range(first, last + 1))
-    return Axis(low, high, ticks)
+    return PlotAxis(low, high, ticks)
 
 
-def logarithmic(low: float, high: float) -> Axis:
+def logarithmic(low: float, high: float) -> PlotAxis:
     """An axis over positive numbers, with ticks at powers of ten, or every few of them."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 5))
     ticks = tuple(10.0**n for n in range(first, last + 1) if (n - first) % every == 0)
     inside = tuple(tick for tick in ticks if low * 0.999 <= tick <= high * 1.001)
-    return Axis(low, high, inside or ticks[:1], log=True)
+    return PlotAxis(low, high, inside or ticks[:1], log=True)
 
 
 def span(values: Iterable[float | None]) -> tuple[float, float] | None:
@@ -124,8 +124,8 @@ class LinesView:
     y_ticks: tuple[Label, ...]
     references: tuple[Label, ...]
     flags: tuple[Flag, ...]
-    x: Axis
-    y: Axis
+    x: PlotAxis
+    y: PlotAxis
 
 
 def lines_view(figure: Lines) -> LinesView | None:
@@ -155,14 +155,14 @@ def lines_view(figure: Lines) -> LinesView | None:
     )
 
 
-def _x_axis(figure: Lines) -> Axis | None:
+def _x_axis(figure: Lines) -> PlotAxis | None:
     if figure.unit_square:
         return linear(0.0, 1.0)
     found = span(value for series in figure.series for value in series.x)
     return None if found is None else linear(min(found[0], 0.0), found[1], 5, tight=True)
 
 
-def _y_axis(figure: Lines) -> Axis | None:
+def _y_axis(figure: Lines) -> PlotAxis | None:
     if figure.unit_square:
         return linear(0.0, 1.0)
     levels = [reference.y for reference in figure.references]
@@ -180,7 +180,7 @@ def _x_text(value: float, figure: Lines) -> str:
     return f"{figure.x_label} {text}" if value == 0 and not figure.unit_square else text
 
 
-def _paths(series: Series, x: Axis, y: Axis) -> Iterator[Path]:
+def _paths(series: Series, x: PlotAxis, y: PlotAxis) -> Iterator[Path]:
     """The line, in which None lifts the pen, and dots where its points are few."""
     places: list[str | None] = [
         None if v is None else f"{x.place(at) * 1000:.1f} {(1 - y.place(v)) * 1000:.1f}"
@@ -200,7 +200,7 @@ def _paths(series: Series, x: Axis, y: Axis) -> Iterator[Path]:
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlacedRow:
     """A row of intervals, in percent."""
 
     label: str
@@ -216,7 +216,7 @@ class Row:
 class IntervalsView:
     """Rows on one axis."""
 
-    rows: tuple[Row, ...]
+    rows: tuple[PlacedRow, ...]
     ticks: tuple[Label, ...]
     references: tuple[Label, ...]
     beyond: str
@@ -234,7 +234,7 @@ def intervals_view(figure: Intervals) -> IntervalsView | None:
     if figure.top is not None:
         least = min(axis.low - (axis.high - axis.low) * 0.08, axis.ticks[0])
         ticks = linear(max(0.0, least), axis.high, tight=True).ticks
-        axis = Axis(max(0.0, least), axis.high, ticks)
+        axis = PlotAxis(max(0.0, least), axis.high, ticks)
     inside = [r for r in figure.references if axis.low <= r.y <= axis.high]
     beyond = [f"{r.label} {shown(r.y, figure.form)}" for r in figure.references if r not in inside]
     return IntervalsView(
@@ -245,19 +245,19 @@ def intervals_view(figure: Intervals) -> IntervalsView | None:
     )
 
 
-def _row(row: Interval, axis: Axis, form: Form) -> Row:
+def _row(row: IntervalRow, axis: PlotAxis, form: Form) -> PlacedRow:
     def at(value: float | None) -> float | None:
         return None if value is None else _percent(min(max(axis.place(value), 0.0), 1.0))
 
     text = shown(row.value, form)
-    return Row(row.label, row.note, text, at(row.value), at(row.low), at(row.high), row.color)
+    return PlacedRow(row.label, row.note, text, at(row.value), at(row.low), at(row.high), row.color)
 
 
 @dataclass(frozen=True, slots=True)
 class StackView:
     """Parts of a bar, in percent of its width."""
 
-    parts: tuple[tuple[Interval, float, str], ...]
+    parts: tuple[tuple[IntervalRow, float, str], ...]
     measured: Label | None
     free: str
 

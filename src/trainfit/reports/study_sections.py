@@ -14,14 +14,14 @@ from trainfit.core import codec
 from trainfit.core.files import is_file
 from trainfit.reports.model import (
     MISSING,
-    Axis,
     Block,
     Chapter,
     Headline,
-    Interval,
+    IntervalRow,
     Intervals,
     Lines,
     Parallel,
+    ParallelAxis,
     Remark,
     Section,
     Series,
@@ -128,7 +128,7 @@ def _parameters(figures: Mapping[str, Any], metric: str) -> list[Block]:
     importance: Mapping[str, float] = figures.get("importance") or {}
     if importance:
         ranked = sorted(importance.items(), key=lambda item: -item[1])
-        rows = tuple(Interval(label=name, value=value) for name, value in ranked)
+        rows = tuple(IntervalRow(label=name, value=value) for name, value in ranked)
         note = "the share of the differences that a parameter explains"
         blocks.append(
             Intervals(
@@ -182,7 +182,7 @@ def _parallel(
 
 def _axis(
     name: str, values: list[Any], kinds: tuple[str, ...] = ()
-) -> tuple[Axis, list[float | None]]:
+) -> tuple[ParallelAxis, list[float | None]]:
     """Numbers by their size, or its logarithm where they span much; all else by their order."""
     short = name if kinds else name.rpartition(".")[2]
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
@@ -191,14 +191,16 @@ def _axis(
         last = max(len(words) - 1, 1)
         spots = {word: at / last for at, word in enumerate(words)}
         ticks = tuple((at, word) for word, at in spots.items())
-        return Axis(name=short, ticks=ticks), [None if v is None else spots[str(v)] for v in values]
+        return ParallelAxis(name=short, ticks=ticks), [
+            None if v is None else spots[str(v)] for v in values
+        ]
     low, high = min(numbers), max(numbers)
     log = low > 0 and high / low >= 8
     scale = math.log if log else float
     span = (scale(high) - scale(low)) or 1.0
     placed = [None if v is None else (scale(v) - scale(low)) / span for v in values]
     ticks = ((0.0, cell(low)), (1.0, cell(high))) if high > low else ((0.0, cell(low)),)
-    return Axis(name=short, ticks=ticks), placed
+    return ParallelAxis(name=short, ticks=ticks), placed
 
 
 def _read(path: Path) -> Mapping[str, Any]:
@@ -265,10 +267,10 @@ def _table(steps: Sequence[Mapping[str, Any]], against: str, title: str = "") ->
     return Table(title=title, columns=columns, rows=tuple(rows))
 
 
-def _speed(step: Mapping[str, Any]) -> Interval:
+def _speed(step: Mapping[str, Any]) -> IntervalRow:
     value, low, high = _interval(step.get("samples_per_second"))
     color = _KEPT if step.get("kept", True) else _ASIDE
-    return Interval(label=str(step.get("name")), value=value, low=low, high=high, color=color)
+    return IntervalRow(label=str(step.get("name")), value=value, low=low, high=high, color=color)
 
 
 def _interval(found: Any) -> tuple[float | None, float | None, float | None]:

@@ -16,7 +16,7 @@ from trainfit.reports.model import (
     Block,
     Facts,
     Form,
-    Interval,
+    IntervalRow,
     Remark,
     Section,
     Stack,
@@ -278,7 +278,7 @@ def _note(plan: Plan, run: RunFiles) -> str:
 
 def _stack(memory: MemoryEstimate, measured: float | None) -> Stack:
     parts = parts_at_peak(memory)
-    shares = [Interval(label=k, value=v, color=at) for at, (k, v) in enumerate(parts.items())]
+    shares = [IntervalRow(label=k, value=v, color=at) for at, (k, v) in enumerate(parts.items())]
     small = memory.peak_reserved_gib < memory.capacity_gib / 50
     note = f"{shown(memory.peak_reserved_gib, 'gib')} reserved of {memory.capacity_gib:.2f} GiB"
     return Stack(

@@ -14,9 +14,9 @@ from trainfit import __version__
 from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.core.files import write_output
 from trainfit.core.records import Record
+from trainfit.reports.curve_sections import comparison, main_score, speed_section, training_section
 from trainfit.reports.model import Block, Chapter, Headline, Remark, Section, shown
-from trainfit.reports.sections.curves import comparison, main_score, speed_section, training_section
-from trainfit.reports.sections.run import (
+from trainfit.reports.run_sections import (
     device_of,
     events_section,
     measured_memory,
@@ -28,8 +28,8 @@ from trainfit.reports.sections.run import (
     setting,
     typical,
 )
-from trainfit.reports.sections.scores import scores_section
-from trainfit.reports.sections.study import is_study, ladder_section, study_chapter
+from trainfit.reports.score_sections import scores_section
+from trainfit.reports.study_sections import is_study, ladder_section, study_chapter
 from trainfit.runs import run_folder
 from trainfit.runs.reader import RunFiles, read_run
 
@@ -60,7 +60,7 @@ class Report(Record):
 
     def html(self) -> str:
         """One file that needs no other."""
-        from trainfit.reports.html.page import page
+        from trainfit.reports.html.render import page
 
         return page(self)
 

@@ -15,7 +15,7 @@ from trainfit.reports.html import geometry
 from trainfit.reports.model import Lines, Section, Table, cell
 
 if TYPE_CHECKING:
-    from trainfit.reports.report import Report
+    from trainfit.reports.run_report import Report
 
 _VIEWS: Mapping[str, Callable[[Any], Any]] = {
     "lines": geometry.lines_view,

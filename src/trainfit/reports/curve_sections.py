@@ -15,7 +15,7 @@ from trainfit.reports.model import (
     Block,
     Chapter,
     Form,
-    Interval,
+    IntervalRow,
     Intervals,
     Lines,
     Mark,
@@ -28,7 +28,7 @@ from trainfit.reports.model import (
     cell,
     shown,
 )
-from trainfit.reports.sections.run import (
+from trainfit.reports.run_sections import (
     device_of,
     flat,
     measured_memory,
@@ -44,7 +44,7 @@ _MOST_MARKS = 60
 
 
 @dataclass(frozen=True, slots=True)
-class Shape:
+class PlotSpec:
     """A figure of the log as a plot."""
 
     name: str
@@ -54,22 +54,22 @@ class Shape:
 
 
 _TRAINING = (
-    Shape("loss", "Training loss"),
-    Shape("learning_rate", "Learning rate", from_zero=True),
-    Shape("grad_norm", "Gradient norm", from_zero=True),
+    PlotSpec("loss", "Training loss"),
+    PlotSpec("learning_rate", "Learning rate", from_zero=True),
+    PlotSpec("grad_norm", "Gradient norm", from_zero=True),
 )
 _SPEED = (
-    Shape("tokens_per_second", "Tokens per second", "count", from_zero=True),
-    Shape("samples_per_second", "Samples per second", from_zero=True),
-    Shape("mfu", "MFU", "percent", from_zero=True),
-    Shape("memory_gib", "Peak memory so far", "gib", from_zero=True),
-    Shape("wait_share", "Waiting for data", "percent", from_zero=True),
+    PlotSpec("tokens_per_second", "Tokens per second", "count", from_zero=True),
+    PlotSpec("samples_per_second", "Samples per second", from_zero=True),
+    PlotSpec("mfu", "MFU", "percent", from_zero=True),
+    PlotSpec("memory_gib", "Peak memory so far", "gib", from_zero=True),
+    PlotSpec("wait_share", "Waiting for data", "percent", from_zero=True),
 )
 _GPUS = (
-    Shape("utilisation_percent", "GPU utilisation", "percent", from_zero=True),
-    Shape("temperature_c", "GPU temperature", "celsius"),
-    Shape("memory_used_gib", "GPU memory in use, all processes", "gib", from_zero=True),
-    Shape("power_w", "GPU power", "watts", from_zero=True),
+    PlotSpec("utilisation_percent", "GPU utilisation", "percent", from_zero=True),
+    PlotSpec("temperature_c", "GPU temperature", "celsius"),
+    PlotSpec("memory_used_gib", "GPU memory in use, all processes", "gib", from_zero=True),
+    PlotSpec("power_w", "GPU power", "watts", from_zero=True),
 )
 _CHOSEN = ("loss", "f1", "accuracy", "auc")
 """Of the evaluations; whatever else there is follows."""
@@ -139,7 +139,7 @@ def marks(parts: Sequence[RunPart]) -> tuple[Mark, ...]:
 
 
 def _plot(
-    run: RunFiles, shape: Shape, table: str, references: tuple[Reference, ...] = ()
+    run: RunFiles, shape: PlotSpec, table: str, references: tuple[Reference, ...] = ()
 ) -> list[Lines]:
     series = []
     for color, part in enumerate(run.parts):
@@ -163,7 +163,7 @@ def _plot(
     ]
 
 
-def _measures(run: RunFiles) -> list[Shape]:
+def _measures(run: RunFiles) -> list[PlotSpec]:
     """The figures of the evaluations, those that decide first."""
     names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
     first = [name for name in _CHOSEN if name in names]
@@ -171,11 +171,11 @@ def _measures(run: RunFiles) -> list[Shape]:
     chosen = first if first and first != ["loss"] else [*first, *rest]
     titles = {"f1": "F1", "auc": "AUC", "val_loss": "loss"}
     return [
-        Shape(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
+        PlotSpec(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
     ]
 
 
-def _gpu_plot(run: RunFiles, shape: Shape) -> list[Lines]:
+def _gpu_plot(run: RunFiles, shape: PlotSpec) -> list[Lines]:
     series: list[Series] = []
     for part in run.parts:
         for gpu, columns in part.gpus.items():
@@ -202,7 +202,7 @@ def _spent(run: RunFiles) -> list[Stack]:
     """Where the seconds went, where the job knows."""
     spent: Mapping[str, Any] = run.results.get("spent") or {}
     parts = tuple(
-        Interval(label=name, value=float(seconds), color=at)
+        IntervalRow(label=name, value=float(seconds), color=at)
         for at, (name, seconds) in enumerate(spent.items())
         if isinstance(seconds, int | float)
     )
@@ -286,14 +286,14 @@ def comparison(runs: Sequence[RunFiles]) -> Chapter:
     )
 
 
-def main_score(run: RunFiles) -> tuple[str, Interval] | None:
+def main_score(run: RunFiles) -> tuple[str, IntervalRow] | None:
     """The figure that a run is judged by, with its interval where folds gave one."""
     metrics = run.results.get("metrics") or {}
     for name, label in (("f1", "F1"), ("val_loss", "validation loss")):
         value = metrics.get(name, run.results.get(name))
         if value is not None:
             low, high = (metrics.get("ci95") or {}).get(name) or (None, None)
-            return label, Interval(label=run.name, value=value, low=low, high=high)
+            return label, IntervalRow(label=run.name, value=value, low=low, high=high)
     return None
 
 
@@ -337,7 +337,7 @@ def _scores(runs: Sequence[RunFiles]) -> list[Block]:
     blocks: list[Block] = []
     for label in ("F1", "validation loss"):
         rows = [
-            Interval(label=s[1].label, value=s[1].value, low=s[1].low, high=s[1].high, color=at)
+            IntervalRow(label=s[1].label, value=s[1].value, low=s[1].low, high=s[1].high, color=at)
             for at, s in enumerate(found)
             if s is not None and s[0] == label
         ]
