@@ -107,7 +107,7 @@ def _truth(row: dict[str, Any]) -> Truth:
         compiled = case["how"] == "blocks"
         arguments = case["arguments"] | ({"compile": True} if compiled else {})
         name, family = row["name"], arguments["name"]
-        task = TaskSpec(factory=case["factory"], arguments=arguments)
+        task = TaskSpec(factory=case["factory"], arguments=arguments).from_a_file()
     else:
         from estimator_cases import Case
 

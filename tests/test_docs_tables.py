@@ -67,8 +67,8 @@ def test_the_error_that_an_estimate_states_is_the_largest_recorded():
     eager, compiled = (
         found[kind]["largest_allocated_error_percent"] for kind in ("eager", "compiled")
     )
-    assert recorded_error("9.0") == pytest.approx(eager, abs=0.05)
-    assert recorded_error("9.0", compiled=True) >= compiled
+    assert recorded_error("9.0", False, "bert") == pytest.approx(eager, abs=0.05)
+    assert recorded_error("9.0", True, "bert") >= compiled
 
 
 def test_the_recorded_judgement_of_the_curves_follows_from_them():

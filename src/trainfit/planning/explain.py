@@ -235,7 +235,9 @@ def memory_of(
         else taken.peak_reserved / GIB,
         capacity_gib=target.capacity / GIB,
         fits=taken.peak_allocated <= target.capacity if fits is None else fits,
-        error_percent=None if gpu is None else recorded_error(gpu.compute_capability, compiled),
+        error_percent=None
+        if gpu is None
+        else recorded_error(gpu.compute_capability, compiled, taken.family),
     )
 
 
@@ -259,7 +261,7 @@ def time_of(
         step_seconds=step,
         epoch_seconds=epoch,
         total_seconds=total,
-        error_percent=recorded_time_error(speed.gpu.compute_capability),
+        error_percent=recorded_time_error(speed.gpu.compute_capability, best.taken.family),
         energy_kwh=None if question.watts is None else hours * question.watts / 1000,
         cost=None if question.price_per_hour is None else hours * question.price_per_hour,
     )

@@ -254,8 +254,10 @@ def _between(low: Taken, high: Taken, share: float) -> Taken:
         return first + share * (second - first)
 
     names = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
-    return Taken(
-        **{name: line(name) for name in (*names, "peak_allocated", "peak_reserved")},
+    between: dict[str, Any] = {n: line(n) for n in (*names, "peak_allocated", "peak_reserved")}
+    return replace(
+        low,
+        **between,
         fits=None,
         done=(
             *((weight * (1 - share), done) for weight, done in low.done),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_iter
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError
-from trainfit.planning.estimator import fake_cuda
+from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
 from trainfit.planning.estimator.estimate import Answer, Request, Room
 from trainfit.planning.estimator.recorder import HANDLES, Device, Recorder
@@ -38,6 +38,7 @@ def main() -> None:
     """Answer every question on standard input; nothing else may print to standard output."""
     answers, sys.stdout = sys.stdout, sys.stderr
     fake_cuda.install()
+    compiled_steps.install()
     gc.disable()  # a fifth of the time; what a step frees, it frees by counting references
     for line in sys.stdin:
         print(
@@ -70,8 +71,9 @@ def _first_line(error: Exception) -> str:
 
 def _run(request: Request) -> Answer:
     build = request.task.function()
-    with torch.device("meta"), _no_initialisation():
-        model, make_step = build(**request.task.arguments)
+    compiled_steps.traced_blocks.clear()
+    with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
+        model, make_step = _pair(build(**request.task.arguments), request.task.factory)
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
     if callable(tie):
         tie()
@@ -79,10 +81,10 @@ def _run(request: Request) -> Answer:
     make_fake(model, mode)
     devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
     recorder = Recorder(devices)
-    with mode, recorder, _optimizers() as optimizers:
-        weights = recorder.follow([*model.parameters(), *model.buffers()])
+    with mode, recorder, _optimizers() as optimizers, fake_cuda.OnOneDevice("cpu"):
+        recorder.follow([*model.parameters(), *model.buffers()])
         recorder.watch_gradients(model.parameters())
-        step: Step = make_step(model)
+        step = _callable(make_step(model))
         before = recorder.length
         recorder.work.clear()  # the optimizer's state was made, once and for all
         step()
@@ -91,9 +93,52 @@ def _run(request: Request) -> Answer:
             recorder.work.clear()
             step()
     kept = [*model.parameters(), *model.buffers()]
+    weights = sum(_storages(kept).values())
     found = _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
     adapters = _adapter_bytes(model)
-    return replace(found, weights=weights - adapters, adapters=adapters)
+    return replace(
+        found,
+        weights=weights - adapters,
+        adapters=adapters,
+        family=_family(model),
+        compiled=dict(compiled_steps.traced_blocks),
+    )
+
+
+def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
+    """Return the model and make_step, or refuse what the factory returned."""
+    pair = isinstance(built, tuple) and len(built) == 2
+    if not pair or not isinstance(built[0], torch.nn.Module) or not callable(built[1]):
+        raise BadInput(
+            f"{factory} returned {_kind(built)}, not a model and a function that makes its step",
+            "return model, make_step, where make_step(model) returns a function of one whole step",
+        )
+    model, make_step = built
+    return model, make_step
+
+
+def _callable(step: Any) -> Step:
+    if not callable(step):
+        fix = "return a function without arguments that does one whole optimizer step"
+        raise BadInput(f"make_step returned {_kind(step)}, not a function", fix)
+    called: Step = step
+    return called
+
+
+def _kind(value: Any) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(type(item).__name__ for item in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
+
+
+def _family(model: torch.nn.Module) -> str:
+    """Architecture by transformers' model type or trainfit's class, or an empty string."""
+    modules = list(model.modules())
+    if any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules):
+        return ""
+    types = [getattr(getattr(module, "config", None), "model_type", None) for module in modules]
+    own = [type(m).__name__ for m in modules if type(m).__module__.startswith("trainfit.")]
+    return next((str(name) for name in [*types, *own] if name), "")
 
 
 def _adapter_bytes(model: torch.nn.Module) -> int:
@@ -132,14 +177,16 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 
 def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
     """What optimizers keep: their state, and copies of weights in another precision."""
-    weights = {tensor.untyped_storage()._cdata for tensor in kept}
-    state = {
-        tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes()
-        for optimizer in optimizers
-        for tensor in tree_iter((dict(optimizer.state), optimizer.param_groups))
-        if isinstance(tensor, torch.Tensor)
-    }
+    weights = _storages(kept)
+    held = ((dict(each.state), each.param_groups) for each in optimizers)
+    state = _storages(t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor))
     return sum(nbytes for key, nbytes in state.items() if key not in weights)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, int]:
+    """Bytes of the storages behind tensors, each once."""
+    found = [tensor.untyped_storage() for tensor in tensors]
+    return {storage._cdata: storage.nbytes() for storage in found}
 
 
 def _answer(
@@ -172,6 +219,7 @@ def _answer(
         rooms=tuple(rooms),
         done=tuple(Done(work=work, times=times) for work, times in recorder.work.items()),
         unknown=dict(recorder.unknown),
+        masks=recorder.masks,
     )
 
 

@@ -7,7 +7,8 @@ the backward pass. What Inductor then does with the two graphs is modelled by `b
 from __future__ import annotations
 
 import dataclasses
-from collections import deque
+import functools
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
@@ -40,12 +41,55 @@ from trainfit.planning.estimator.recorder import Recorder
 from trainfit.planning.estimator.step_time import Work
 from trainfit.planning.estimator.step_work import tensor_bytes
 
+traced_blocks: Counter[str] = Counter()
+"""How calls of torch.compile were followed in this process: traced, eager, or with graphs."""
+_UNTRACEABLE = (RuntimeError, TypeError, ValueError, AttributeError, AssertionError, LookupError)
+_GRAPHS = ("reduce-overhead", "max-autotune")
+
+
+def install() -> None:
+    """Replace torch.compile in this process: modules are traced, functions stay eager."""
+    setattr(torch, "compile", _compile)  # noqa: B010
+    setattr(nn.Module, "compile", lambda module, **options: _compile(module, **options))  # noqa: B010
+
+
+def _compile(model: Any = None, **options: Any) -> Any:
+    if model is None:
+        return lambda function: _compile(function, **options)
+    if options.get("mode") in _GRAPHS:
+        traced_blocks["graphs"] += 1
+    if not isinstance(model, nn.Module):
+        return _eager(model)
+    simulate([model])
+    whole: Any = model._compiled_call_impl
+
+    def attempt(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return whole(*args, **kwargs)
+        except _UNTRACEABLE:  # Dynamo would break the graph, which is not followed
+            traced_blocks.pop("traced", None)
+            model._compiled_call_impl = _eager(model._call_impl)
+            return model._compiled_call_impl(*args, **kwargs)
+
+    model._compiled_call_impl = attempt
+    return model
+
+
+def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        traced_blocks["eager"] += 1
+        return function(*args, **kwargs)
+
+    return call
+
 
 def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None:
     """Have the blocks run as compiled ones do; those that are alike are traced once.
 
     `carriers` are dataclasses that bring tensors to a block among its arguments.
     """
+    traced_blocks["traced"] += 1
     for kind in carriers:
         _register(kind)
     # The backward graph is copied before it is handed over, and fake constants cannot be.

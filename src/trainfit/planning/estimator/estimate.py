@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -19,7 +18,6 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +26,7 @@ from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
-from trainfit.planning.estimator.step_time import Done
+from trainfit.planning.estimator.step_time import Done, recorded
 
 GIB = 1024**3
 CONTEXT_GIB = 0.7
@@ -88,6 +86,12 @@ class Answer:
     """The operations of a step, for its time."""
     unknown: dict[str, int] | None = None
     """Values that the step asked of a tensor and that were not known, by operation."""
+    masks: int = 0
+    """Masks of unknown values, taken as all True."""
+    family: str = ""
+    """Architecture of the model, as transformers or trainfit name it."""
+    compiled: dict[str, int] | None = None
+    """Calls of torch.compile, by how they were followed: traced, eager, graphs."""
     error: str | None = None
     refused: tuple[str, str] | None = None
     """Fault in the input of the step, and the fix."""
@@ -125,10 +129,7 @@ def estimate_all(
         )
     targets = (target(gpu, capacity),)
     answers = ask([Request(task=task, targets=targets) for task in tasks])
-    return [
-        _estimate(told(answer), gpu, capacity, bool(task.arguments.get("compile")))
-        for task, answer in zip(tasks, answers, strict=True)
-    ]
+    return [_estimate(told(answer), gpu, capacity) for answer in answers]
 
 
 def target(gpu: GpuSpec, capacity_gib: float) -> Target:
@@ -232,12 +233,31 @@ def told(answer: Answer) -> Answer:
         raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
     if answer.unknown:
         asked = ", ".join(f"{name} ({count})" for name, count in answer.unknown.items())
-        text = f"the step asked for values that are not known, and zero was taken: {asked}"
-        warnings.warn(text, TrainfitWarning, stacklevel=4)
+        _warn(f"the step asked for values that are not known, and zero was taken: {asked}")
+    if answer.masks:
+        _warn(
+            f"every element of {answer.masks} masks was taken as True, since their values are not "
+            "known; make a mask of known values, as torch.arange(n) < k, for another size"
+        )
+    for kind, said in _COMPILED.items():
+        if (answer.compiled or {}).get(kind):
+            _warn(said)
     return answer
 
 
-def _estimate(answer: Answer, gpu: GpuSpec, capacity: float, compiled: bool) -> MemoryEstimate:
+_COMPILED = {
+    "eager": "the step calls torch.compile on something that cannot be traced here: "
+    "that part is estimated as eager, which usually takes more memory",
+    "graphs": "the step asks torch.compile for CUDA graphs, whose pool of memory is not counted",
+}
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, TrainfitWarning, stacklevel=5)
+
+
+def _estimate(answer: Answer, gpu: GpuSpec, capacity: float) -> MemoryEstimate:
+    compiled = answer.compiled or {}
     room = answer.rooms[0]
     return MemoryEstimate(
         weights_gib=answer.weights / GIB,
@@ -250,18 +270,18 @@ def _estimate(answer: Answer, gpu: GpuSpec, capacity: float, compiled: bool) -> 
         peak_reserved_gib=room.peak_reserved / GIB,
         capacity_gib=capacity,
         fits=room.fits,
-        error_percent=recorded_error(gpu.compute_capability, compiled),
+        error_percent=None
+        if "eager" in compiled
+        else recorded_error(gpu.compute_capability, "traced" in compiled, answer.family),
     )
 
 
-def recorded_error(compute_capability: str, compiled: bool = False) -> float | None:
-    """The largest error of peak allocated memory seen on that architecture, in percent.
+def recorded_error(compute_capability: str, compiled: bool, family: str) -> float | None:
+    """Largest error of peak allocated memory recorded for a family of models, in percent.
 
-    None where nothing was recorded on it.
+    None where nothing was recorded of it on such a GPU.
     """
-    text = resources.files("trainfit.planning.estimator").joinpath("recorded.json").read_text()
-    recorded: dict[str, Any] = json.loads(text)
-    row = recorded["memory"].get(compute_capability)
+    row = recorded("memory", compute_capability, family)
     kind = "compiled" if compiled else "eager"
     return None if row is None else float(row[f"{kind}_percent"])
 

@@ -14,6 +14,10 @@ from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # makes the operation known
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.overrides import TorchFunctionMode
+
+from trainfit.core.errors import BadInput
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
@@ -96,6 +100,87 @@ def install() -> None:
     # Fakes need no kernel, but whoever asks whether the device has one must hear that it does.
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
     _mask_code_sees_no_tracing()
+    _convert_in_place()
+    _take_foreach()
+    _autocast_as_cuda()
+    setattr(torch.cuda, "_lazy_init", _no_gpu)  # noqa: B010
+
+
+def _no_gpu() -> None:
+    raise BadInput(
+        "the step calls torch.cuda, and there is no GPU in an estimate",
+        "leave such calls out of the step; .to('cuda') and device='cuda' are understood",
+    )
+
+
+class OnOneDevice(TorchFunctionMode):
+    """Take every mention of a CUDA device as the one that tensors are on here."""
+
+    def __init__(self, device: str) -> None:
+        """Put tensors on `device`: meta while a model is built, cpu in its step."""
+        super().__init__()
+        self._device = torch.device(device)
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Call it, with the device exchanged."""
+        if func is torch.Tensor.cuda:
+            return args[0]
+        kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
+        return func(*map(self._exchanged, args), **kwargs)
+
+    def _exchanged(self, value: Any) -> Any:
+        named = isinstance(value, str) and value.partition(":")[0] == "cuda"
+        cuda = isinstance(value, torch.device) and value.type == "cuda"
+        return self._device if named or cuda else value
+
+
+def _convert_in_place() -> None:
+    """Have .half(), .to(dtype) and .to(memory_format=...) write weights' data, as for real ones.
+
+    For fakes torch would exchange the tensors themselves, which fails where they are watched.
+    """
+    plain = torch.nn.Module._apply
+
+    def apply(self: torch.nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        for child in self.children() if recurse else ():
+            child._apply(fn)  # type: ignore[no-untyped-call]
+        fakes: list[Any] = [w for w in self._parameters.values() if isinstance(w, FakeTensor)]
+        if not fakes:
+            return plain(self, fn, recurse=False)  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for weight in fakes:
+                weight.data = fn(weight)
+                weight.grad = None if weight.grad is None else fn(weight.grad)
+        for name, buffer in self._buffers.items():
+            self._buffers[name] = None if buffer is None else fn(buffer)
+        return self
+
+    setattr(torch.nn.Module, "_apply", apply)  # noqa: B010
+
+
+def _take_foreach() -> None:
+    """Have optimizers and clipping take foreach where they are not told, as on CUDA."""
+    from torch.optim import optimizer, swa_utils
+    from torch.utils import _foreach_utils
+
+    for module in (optimizer, swa_utils, _foreach_utils):
+        setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])  # noqa: B010
+    optimizer._foreach_supported_types.append(FakeTensor)
+    _foreach_utils._foreach_supported_types.append(FakeTensor)
+
+
+def _autocast_as_cuda() -> None:
+    """Have autocast of CUDA be the CPU's, which computes like it here."""
+    plain = torch.autocast.__init__
+
+    def initialise(self: Any, device_type: str, dtype: Any = None, **options: Any) -> None:
+        if device_type == "cuda":
+            device_type, dtype = "cpu", dtype or torch.get_autocast_dtype("cuda")
+        plain(self, device_type, dtype, **options)
+
+    setattr(torch.autocast, "__init__", initialise)  # noqa: B010
 
 
 def _overload(name: str) -> Any:

@@ -49,6 +49,8 @@ class Taken:
     """Whether the allocator gets along with the capacity; None where it was not asked."""
     done: tuple[tuple[float, tuple[Done, ...]], ...]
     """Weighted lists of operations, whose times add up."""
+    family: str = ""
+    """Architecture of the model."""
 
 
 def take(
@@ -103,6 +105,7 @@ def _whole(answer: Answer) -> list[Taken]:
             peak_reserved=room.peak_reserved,
             fits=room.fits,
             done=((1.0, answer.done),),
+            family=answer.family,
         )
         for room in answer.rooms
     ]
@@ -130,6 +133,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
         ),
         fits=None,
         done=((1 - share, small.done), (share, large.done)),
+        family=small.family,
     )
 
 

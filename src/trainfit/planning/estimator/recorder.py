@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from trainfit.kernels import disentangled
@@ -27,6 +27,9 @@ from trainfit.planning.estimator.step_work import attach, compute, work_of
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
 """Threads that an SM holds, by compute capability; 2048 elsewhere."""
+_HALF = (torch.bfloat16, torch.float16)
+_SUMS = 4 << 20
+"""Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
@@ -55,6 +58,10 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
     """What the kernel of an operation takes while it runs."""
     if func is aten.sum.dim_IntList:
         return _column_sums(args[0], args[1], device)
+    if func._overloadpacket is aten.convolution:
+        return _convolution(args[0], args[1], args[3], args[8])
+    if func._overloadpacket is aten.convolution_backward:
+        return _convolution(args[1], args[2], args[4], args[9]) + _SUMS
     if func._overloadpacket is _FLASH_BACKWARD:
         return _attention_backward(args[1])
     if func._overloadpacket is _VARLEN_BACKWARD:
@@ -66,6 +73,33 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         products = _distance_products(query=args[1], positions=args[4])
         return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
     return 0
+
+
+def _convolution(x: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
+    """Workspace of the algorithm that cuDNN's heuristics choose, without benchmark mode.
+
+    cuDNN multiplies in channels-last layout with padded channels, and converts tensors that are not
+    so. This fits what was recorded on an H200; a product in disguise and a depthwise convolution
+    need no conversion.
+    """
+    product = weight.shape[2:].numel() == 1 and set(stride) == {1}
+    if x.dim() < 3 or product or groups == x.shape[1]:
+        return 0
+    pixels = x.shape[2:].numel() // math.prod(stride)
+    unit = 16 // x.element_size() if x.dtype in _HALF else 4
+    last = any(t.dim() == 4 and _is_channels_last(t) for t in (x, weight))
+    made = x.shape[0] * weight.shape[0] * pixels
+    converted = [
+        elements // channels * _multiple(channels, unit)
+        for channels, elements in ((x.shape[1], x.numel()), (weight.shape[0], made))
+        if not last or channels % unit
+    ]
+    return x.element_size() * (sum(converted) + (weight.numel() if converted else 0))
+
+
+def _is_channels_last(x: torch.Tensor) -> bool:
+    last = x.is_contiguous(memory_format=torch.channels_last)
+    return last and not x.is_contiguous()
 
 
 def _attention_backward(query: torch.Tensor) -> int:
@@ -119,6 +153,7 @@ def _multiple(size: int, of: int) -> int:
 aten = torch.ops.aten
 HANDLES = 2
 """The threads that call cuBLAS, each with a workspace of its own: the program's and autograd's."""
+_INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 
 
@@ -133,6 +168,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log: list[tuple[int, int | tuple[int, ...]]] = []
         self.unknown: Counter[str] = Counter()
         """Values that were asked for and not known, by operation."""
+        self.masks = 0
+        """Masks whose values were not known; every element was taken as True."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
@@ -190,12 +227,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
             fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
             return args[0].fake_device if fake else func(*args, **kwargs)
+        args = self._without_masks(func, args)
+        if func is aten.masked_select.default:
+            x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
+            func, args = aten.index.Tensor, (x, self._rows_of(mask))
         known, values = compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
             return values if known else self._guess(func, args[0])
         if func is aten.nonzero.default:
-            rows = values if known else self._guess_rows(func, args[0])
-            out = torch.empty_strided(rows.shape, rows.stride(), dtype=rows.dtype)
+            rows = len(values) if known else self._guess_rows(args[0])
+            out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
         else:
             out = func(*args, **kwargs)
         if func._overloadpacket in _MATRIX_PRODUCTS:
@@ -271,7 +312,21 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.unknown[str(func)] += 1
         return tensor.dtype != torch.bool and (0.0 if tensor.is_floating_point() else 0)
 
-    def _guess_rows(self, func: Any, tensor: torch.Tensor) -> torch.Tensor:
-        self.unknown[str(func)] += 1
-        with _disable_current_modes():
-            return torch.zeros(0, tensor.dim(), dtype=torch.long)
+    def _guess_rows(self, tensor: torch.Tensor) -> int:
+        """Number of elements that are not zero: at the most all of them."""
+        self.masks += 1
+        return tensor.numel()
+
+    def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Replace boolean masks by the places of their True elements, as CUDA's kernels do."""
+        if func._overloadpacket not in _INDEXING:
+            return args
+        indices: list[Any] = []
+        for index in args[1]:
+            masks = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
+            indices += self._rows_of(index) if masks else [index]
+        return args[0], indices, *args[2:]
+
+    def _rows_of(self, mask: torch.Tensor) -> list[torch.Tensor]:
+        rows = self.__torch_dispatch__(aten.nonzero.default, (), (mask,))
+        return list(rows.unbind(1))

@@ -86,18 +86,18 @@ class Calibration(Record):
 @cache
 def calibration() -> Calibration:
     """What was fitted to the recorded steps."""
-    return codec.decode(Calibration, _file()["calibration"], "calibration.json")
+    return codec.decode(Calibration, _file("calibration.json")["calibration"], "calibration.json")
 
 
 def _reference() -> dict[str, float]:
     """What `check --measure` found where the steps were recorded, as shares of the datasheet."""
-    found: dict[str, float] = _file()["reference"]
+    found: dict[str, float] = _file("calibration.json")["reference"]
     return found
 
 
 @cache
-def _file() -> dict[str, Any]:
-    text = resources.files("trainfit.planning.estimator").joinpath("calibration.json").read_text()
+def _file(name: str) -> dict[str, Any]:
+    text = resources.files("trainfit.planning.estimator").joinpath(name).read_text()
     read: dict[str, Any] = json.loads(text)
     return read
 
@@ -230,9 +230,14 @@ def count_flops(done: Iterable[Done]) -> int:
     return sum((item.work.flops - item.work.again) * item.times for item in done)
 
 
-@cache
-def recorded_time_error(compute_capability: str) -> float | None:
-    """What nine in ten steps recorded on that architecture keep to, in percent; or None."""
-    text = resources.files("trainfit.planning.estimator").joinpath("recorded.json").read_text()
-    row = json.loads(text)["time"].get(compute_capability)
+def recorded_time_error(compute_capability: str, family: str) -> float | None:
+    """Error that nine in ten recorded steps of a family keep to, in percent; None: no record."""
+    row = recorded("time", compute_capability, family)
     return None if row is None else float(row["nine_in_ten_percent"])
+
+
+def recorded(what: str, compute_capability: str, family: str) -> dict[str, Any] | None:
+    """Errors recorded on such a GPU, or None where that or the family of models was not."""
+    found = _file("recorded.json")
+    row: dict[str, Any] | None = found[what].get(compute_capability)
+    return row if family in found["families"] else None

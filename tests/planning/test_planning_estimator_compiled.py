@@ -118,7 +118,7 @@ def test_a_gpt_can_be_compiled_too():
 def test_a_process_that_asks_is_not_changed_by_it(folder: str):
     code = (
         "import sys, torch; sys.path.insert(0, sys.argv[1]);"
-        "from test_compiled import asked; asked(sys.argv[2], compile=True);"
+        "from test_planning_estimator_compiled import asked; asked(sys.argv[2], compile=True);"
         "assert 'trainfit.planning.estimator.compiled_steps' not in sys.modules;"
         "assert torch.fx.GraphModule.__deepcopy__.__module__ == 'torch.fx.graph_module'"
     )
