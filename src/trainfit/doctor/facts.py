@@ -30,13 +30,13 @@ class GpuProcess:
 
     pid: int
     name: str | None
-    """None where the number means nothing here, as for one outside this container."""
+    """None for a process outside this container."""
     memory_gib: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuActivity:
-    """A GPU by the number that nvidia-smi gives it, with other processes' work on it."""
+    """A GPU by its number in nvidia-smi, with the work of other processes on it."""
 
     index: int
     name: str
@@ -44,7 +44,7 @@ class GpuActivity:
     used_gib: float
     processes: tuple[GpuProcess, ...] = ()
     utilisation: tuple[int, ...] = ()
-    """Percent, sampled for a second; empty where nobody works."""
+    """Percent, sampled for a second; empty where no process is on the GPU."""
 
 
 def watch_gpus(
@@ -171,11 +171,11 @@ class MachineFacts:
     shm_free_gib: float | None = None
     temporary_free_gib: float | None = None
     disk: DiskRates | None = None
-    """None where nothing can be written."""
+    """None where this folder cannot be written to."""
 
 
 def gather(folder: Path | None = None) -> MachineFacts:
-    """The facts of this machine, for runs in `folder`; reads, and changes nothing."""
+    """Gather the facts of this machine, for runs in `folder`; changes nothing."""
     folder = folder or Path()
     nvml = probe_nvml(load_nvml, os.getpid())  # before torch could start CUDA here
     host = probe_host(folder)
@@ -217,7 +217,7 @@ def nccl_version(load: Callable[[], Any]) -> str | None:
 
 
 def disk_rates(folder: Path, piece: int = _PIECE) -> DiskRates | None:
-    """Write a file in pieces and read it without the page cache; it is gone afterwards.
+    """Time a file that is written in pieces, read back without the page cache, and removed.
 
     The fastest piece counts: a disk that another process uses is not a slow disk.
     """

@@ -1,4 +1,4 @@
-"""Faults as signs.yaml has them, findings as people and programs get them, and checks."""
+"""Faults of signs.yaml, findings that are shown, and checks that find them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ F = TypeVar("F")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding(Record):
-    """One fault: what, how it shows, why it matters, and what to do."""
+    """A fault that was found: title, evidence, reason and steps."""
 
     id: str
     severity: Severity

@@ -19,14 +19,14 @@ FEW_FILES = 1024
 FULL_SHM_GIB = 0.25
 LITTLE_MEMORY_GIB = 2.0
 FULL_DISK_GIB = 5.0
-"""A checkpoint of a small model with its optimizer; one of a billion weights takes 12 GB."""
+"""GiB of a checkpoint of a small model with its optimizer; a billion weights take 12 GB."""
 FULL_TEMPORARY_GIB = 0.5
 SLOW_READ_MBS, SLOW_WRITE_MBS = 50.0, 20.0
-"""Any disk of the last ten years is faster; a network mount may not be."""
+"""MB/s of a slow network mount; any disk of the last ten years is faster."""
 _ENTRY = re.compile(r"\s*[a-z0-9_]+\s*:\s*(\[[^\]]*\]|[^,\[\]]+)\s*")
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _SMALLEST_SPLIT = 20
-"""MiB; torch refuses less."""
+"""MiB that torch takes at the least."""
 
 
 def _noted(code: str, facts: MachineFacts, more: tuple[str, ...] = ()) -> Iterator[Seen]:
@@ -37,7 +37,7 @@ def _noted(code: str, facts: MachineFacts, more: tuple[str, ...] = ()) -> Iterat
 
 
 def no_driver(facts: MachineFacts) -> Iterator[Seen]:
-    """A GPU on the bus or a device node, but nothing that drives it."""
+    """A GPU on the PCI bus or a device file, without a working driver."""
     there = facts.on_pci > 0 or bool(facts.device_nodes)
     notes = [note for note in facts.profile.notes if note.code == "no_driver"]
     for note in notes:
@@ -57,14 +57,14 @@ def no_gpu(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def hidden_gpus(facts: MachineFacts) -> Iterator[Seen]:
-    """Some GPUs hidden is a choice; all of them is more likely a mistake."""
+    """GPUs that the variable hides: some is a choice, all is likely a mistake."""
     for seen in _noted("hidden_gpus", facts):
         some = bool(facts.profile.gpus)
         yield Seen(evidence=seen.evidence, fix=seen.fix, severity="info" if some else None)
 
 
 def driver_behind(facts: MachineFacts) -> Iterator[Seen]:
-    """Driver against CUDA build, where both still work together."""
+    """The CUDA version of the driver against that of torch, within one major version."""
     build, driver = facts.profile.torch, facts.profile.driver_cuda
     if facts.profile.gpus and build and build.cuda and driver:
         needed, has = parse_capability(build.cuda), parse_capability(driver)
@@ -75,14 +75,14 @@ def driver_behind(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def nccl_missing(facts: MachineFacts) -> Iterator[Seen]:
-    """Several NVIDIA GPUs, and a torch without their library."""
+    """Several NVIDIA GPUs, and a torch without NCCL."""
     nvidia = [gpu for gpu in facts.profile.gpus if gpu.vendor == "nvidia"]
     if len(nvidia) > 1 and facts.nccl is None:
         yield Seen(evidence=f"{len(nvidia)} GPUs, and torch was built without NCCL.")
 
 
 def nccl_interface(facts: MachineFacts) -> Iterator[Seen]:
-    """The variable takes beginnings of names, =NAME for a whole one and ^NAME for not this one."""
+    """The interfaces of this machine; the variable takes prefixes of names, =NAME and ^NAME."""
     value = facts.environment.get("NCCL_SOCKET_IFNAME", "")
     if not value or value.startswith("^"):
         return
@@ -95,7 +95,7 @@ def nccl_interface(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def tf32_forbidden(facts: MachineFacts) -> Iterator[Seen]:
-    """The variable beats torch's own switch, on GPUs that have TF32."""
+    """NVIDIA_TF32_OVERRIDE=0, which overrides torch's switch, on GPUs that have TF32."""
     if facts.environment.get("NVIDIA_TF32_OVERRIDE") == "0" and any(
         gpu.tf32 for gpu in facts.profile.gpus
     ):
@@ -103,7 +103,7 @@ def tf32_forbidden(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def memory_held(facts: MachineFacts) -> Iterator[Seen]:
-    """By process number where the driver tells, else in all."""
+    """GPU memory of other processes, by process where the driver tells."""
     named = False
     for gpu in facts.activity:
         if gpu.processes and gpu.used_gib > MEMORY_IN_USE * gpu.memory_gib:
@@ -125,7 +125,7 @@ def memory_held(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def gpu_underused(facts: MachineFacts) -> Iterator[Seen]:
-    """Sampled for a second, on GPUs that somebody works on."""
+    """Utilisation of the GPUs in use, sampled for a second."""
     for gpu in facts.activity:
         if gpu.utilisation and (share := mean(gpu.utilisation)) < BUSY:
             yield Seen(
@@ -135,7 +135,7 @@ def gpu_underused(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def gpu_memory_unused(facts: MachineFacts) -> Iterator[Seen]:
-    """Under 80% of the memory in use while somebody works."""
+    """GPUs in use with less than 80% of their memory taken."""
     for gpu in facts.activity:
         share = 100 * gpu.used_gib / gpu.memory_gib if gpu.memory_gib else 100.0
         if any(gpu.utilisation) and share < BUSY:
@@ -183,20 +183,20 @@ def compile_support(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def shm_full(facts: MachineFacts) -> Iterator[Seen]:
-    """Little left of what there is; a small one is another finding."""
+    """Free space in /dev/shm; a small /dev/shm is another finding."""
     free, size = facts.shm_free_gib, facts.profile.shm_gib
     if free is not None and size is not None and free < min(FULL_SHM_GIB, size / 4):
         yield Seen(evidence=f"{free:.2f} GiB of {size:.2f} GiB are free.")
 
 
 def file_limit(facts: MachineFacts) -> Iterator[Seen]:
-    """The soft limit of this process."""
+    """The soft limit of open files of this process."""
     if facts.open_files is not None and facts.open_files < FEW_FILES:
         yield Seen(evidence=f"This process may open {facts.open_files} files.")
 
 
 def disk_space(facts: MachineFacts) -> Iterator[Seen]:
-    """Where runs are written, and where temporary files are."""
+    """Free space in this folder and for temporary files."""
     free, temporary = facts.profile.disk_free_gib, facts.temporary_free_gib
     if free < FULL_DISK_GIB:
         evidence = f"{free:.1f} GiB are free in this folder."
@@ -209,7 +209,7 @@ def disk_space(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def disk_unwritable(facts: MachineFacts) -> Iterator[Seen]:
-    """A file was tried."""
+    """A temporary file that could not be written here."""
     if facts.disk is None:
         yield Seen(evidence="A temporary file could not be written here.")
 
@@ -222,7 +222,7 @@ def disk_slow(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def few_cores(facts: MachineFacts) -> Iterator[Seen]:
-    """Workers against cores: fewer than three a GPU."""
+    """Fewer than three usable cores per GPU."""
     gpus = [gpu for gpu in facts.profile.gpus if gpu.vendor != "apple"]
     cores = facts.profile.cpu.cores
     if gpus and cores < 3 * len(gpus):
@@ -237,14 +237,14 @@ def threads(facts: MachineFacts) -> Iterator[Seen]:
 
 
 def host_memory(facts: MachineFacts) -> Iterator[Seen]:
-    """Within what the cgroup allows."""
+    """Available memory within the limit of the cgroup."""
     free, size = facts.profile.memory_available_gib, facts.profile.memory_gib
     if free < min(LITTLE_MEMORY_GIB, size / 4):
         yield Seen(evidence=f"{free:.1f} GiB of {size:.1f} GiB are available.")
 
 
 def slow_variables(facts: MachineFacts) -> Iterator[Seen]:
-    """Switches that help to find a fault and cost time ever after."""
+    """Switches for debugging that make every run slow."""
     for name, (slow, effect) in tables()["slow_variables"].items():
         if (value := facts.environment.get(name)) == slow:
             yield Seen(evidence=f"{name}={value}: {effect}.", fix=(f"`unset {name}`",))

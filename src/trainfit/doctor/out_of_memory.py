@@ -1,4 +1,4 @@
-"""CUDA's out-of-memory messages, of torch 1.x to today: the numbers in them decide the advice.
+"""CUDA's out-of-memory messages, from torch 1.x on: the numbers in them decide the advice.
 
 Tried to allocate 2.00 GiB (GPU 0; 23.69 GiB total capacity; 18.37 GiB already allocated; …
 Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 14.75 GiB of which 17 MiB is free. …
@@ -58,7 +58,7 @@ _BEFORE = (
     *("ERROR ", "CRITICAL ", "FATAL ", "EXCEPTION ", "WARNING "),
     *("failed with ", "raised ", "got ", "hit ", "due to ", "because of "),
 )
-"""Words after which a line states what happened, besides its own beginning."""
+"""Words after which a line states what happened; the start of a line does too."""
 
 
 _HERE = rf"(?:^[ \t]*[\"'`]?|{'|'.join(f'(?<={re.escape(text)})' for text in _BEFORE)})"

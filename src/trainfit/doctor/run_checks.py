@@ -34,15 +34,15 @@ from trainfit.runs.event_log import LOG
 from trainfit.runs.reader import Columns, RunPart, finite, read_run, settled
 
 WAITS = 0.10
-"""The share of the time from which on waiting for data is the bottleneck."""
+"""Share of the time from which on waiting for data is the bottleneck."""
 EVALUATES = 0.30
 WORTH_SECONDS = 20.0
 """Seconds lost below which there is no finding."""
 SLOWER = 0.7
 OVERFLOWS = 0.05
-"""The share of steps from which on fp16 is more than looking for its scale."""
+"""Share of overflowing steps that the search for the loss scale does not explain."""
 OVER_PLAN = 0.05
-"""Where no error of the estimate was recorded."""
+"""Error of the memory estimate where none was recorded."""
 SPIKE = 0.10
 
 
@@ -98,13 +98,13 @@ class RunFacts:
 
 
 def run_failed(run: RunFacts) -> Iterator[Seen]:
-    """The last event says why."""
+    """The last event, which has the reason."""
     for event in run.said("failed")[-1:]:
         yield Seen(evidence=f"{run.where}step {event.step}: {event.text}")
 
 
 def run_out_of_memory(run: RunFacts) -> Iterator[Seen]:
-    """How far down the ladder of cuts the run had to go."""
+    """Events of running out of memory, and the finest cut that was used."""
     events = run.rows_of("oom")
     if not events:
         return
@@ -133,21 +133,21 @@ def run_not_finite(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_overflows(run: RunFacts) -> Iterator[Seen]:
-    """More than one step in twenty."""
+    """Overflows in more than one step in twenty."""
     lost, steps = len(run.said("overflow")), run.steps
     if lost > max(10, OVERFLOWS * steps):
         yield Seen(evidence=f"{run.where}{lost} of {steps} steps overflowed")
 
 
 def run_bf16_emulated(run: RunFacts) -> Iterator[Seen]:
-    """bf16 before compute capability 8.0."""
+    """bf16 on a GPU before compute capability 8.0."""
     spec = run.spec
     if spec and run.plan and run.plan.precision == "bf16" and not spec.native_bf16:
         yield Seen(evidence=f"bf16 on {spec.slug}, compute capability {spec.compute_capability}")
 
 
 def run_full_precision(run: RunFacts) -> Iterator[Seen]:
-    """fp32, with TF32 or without."""
+    """fp32, with TF32 or without, on a GPU with fast half precision."""
     spec = run.spec
     if spec and run.plan and run.plan.precision == "fp32" and spec.native_fp16:
         tf32 = "" if run.plan.runtime.tf32 or not spec.native_tf32 else ", and TF32 is off"
@@ -155,7 +155,7 @@ def run_full_precision(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_low_mfu(run: RunFacts) -> Iterator[Seen]:
-    """Against the catalogue's target for the GPU, or the guide's for most."""
+    """MFU against the catalogue's target for the GPU, or the tuning guide's for most."""
     mfu, spec = run.usual("mfu"), run.spec
     if mfu is None:
         return
@@ -183,7 +183,7 @@ def _faster(run: RunFacts) -> tuple[str, ...]:
 
 
 def run_waits(run: RunFacts) -> Iterator[Seen]:
-    """The loop's own measure of it."""
+    """Share of the time that the loop waited for data."""
     share = run.usual("wait_share")
     lost = (share or 0.0) * run.steps * (run.usual("step_seconds") or 0.0)
     if share is not None and share > WAITS and lost > WORTH_SECONDS:
@@ -192,7 +192,7 @@ def run_waits(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_underused(run: RunFacts) -> Iterator[Seen]:
-    """As the driver saw it while the run went on."""
+    """Utilisation that the driver reported during the run."""
     shares = [
         share for gpu in run.part.gpus.values() for share in run.figures("utilisation_percent", gpu)
     ]
@@ -204,7 +204,7 @@ def run_underused(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
-    """Over three tenths of training and evaluating together."""
+    """Evaluations that take over 30% of training and evaluating together."""
     times = run.figures("seconds", run.part.evaluations)
     spent = sum(times)
     trained = run.steps * (run.usual("step_seconds") or 0.0)
@@ -217,7 +217,7 @@ def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_slowing(run: RunFacts) -> Iterator[Seen]:
-    """The last quarter's throughput against the first's, where steps are cut alike."""
+    """Throughput of the last quarter of the run against the first, where steps are cut alike."""
     cuts = run.figures("micro_batches")
     rates = settled(run.part.train, "tokens_per_second").tolist()
     quarter = len(rates) // 4
@@ -229,7 +229,7 @@ def run_slowing(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_memory_unused(run: RunFacts) -> Iterator[Seen]:
-    """Under 80% at the peak; worth a warning where the GPU was not busy either."""
+    """Peak memory under 80%; a warning where the GPU was not busy either."""
     plan, peak = run.plan, max(run.figures("memory_gib"), default=None)
     if plan is None or plan.gpu is None or plan.memory is None or peak is None:
         return
@@ -255,7 +255,7 @@ def run_over_plan(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
-    """The peak so far jumps from the last row before an evaluation to the first after it."""
+    """A jump of the peak from the last row before an evaluation to the first after it."""
     train = run.part.train
     if "memory_gib" not in train:
         return

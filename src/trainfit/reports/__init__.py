@@ -1,1 +1,1 @@
-"""What people look at. Nothing here measures or decides."""
+"""Pages for people: reports, terminal pages, pictures. Nothing here measures or decides."""

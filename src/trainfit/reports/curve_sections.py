@@ -1,4 +1,4 @@
-"""How a run went: loss, rate, speed, memory and GPUs over its steps, with what happened marked."""
+"""Curves over the steps of a run (loss, speed, memory, GPUs) with events, and runs compared."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from trainfit.reports.run_sections import (
 from trainfit.runs.reader import Columns, RunFiles, RunPart, thin
 
 _MOST_MARKS = 60
-"""More lines than this on a plot would hide it; the table of events has them all."""
+"""Most events marked on a plot: more would hide it, and the table of events has them all."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlotSpec:
-    """A figure of the log as a plot."""
+    """Name, title and axis of one figure of the log."""
 
     name: str
     title: str
@@ -72,11 +72,11 @@ _GPUS = (
     PlotSpec("power_w", "GPU power", "watts", from_zero=True),
 )
 _CHOSEN = ("loss", "f1", "accuracy", "auc")
-"""Of the evaluations; whatever else there is follows."""
+"""Figures of evaluations that are plotted first."""
 
 
 def training_section(run: RunFiles) -> Section:
-    """Loss, validation and learning rate."""
+    """Plots of loss, validation figures, learning rate and gradient norm."""
     blocks: list[Block] = []
     entropy = {"loss": _loss_levels(run), "val_loss": _loss_levels(run)}
     for shape in _TRAINING:
@@ -90,7 +90,7 @@ def training_section(run: RunFiles) -> Section:
 
 
 def speed_section(run: RunFiles) -> Section:
-    """Throughput, MFU, memory, waiting, and the GPUs as the driver saw them."""
+    """Plots of throughput, MFU, memory, waiting, and the samples of the GPUs."""
     blocks: list[Block] = []
     levels = {"mfu": _mfu_levels(run), "memory_gib": _memory_levels(run)}
     for shape in _SPEED:
@@ -106,7 +106,7 @@ def speed_section(run: RunFiles) -> Section:
 
 
 def line(name: str, x: Any, y: Any, color: int) -> Series:
-    """A line of few enough points; what is not finite is a gap."""
+    """A line with its points thinned; a value that is not finite is a gap."""
     xs, ys = thin(np.asarray(x, dtype=np.float64), np.asarray(y, dtype=np.float64))
     return Series(
         name=name,
@@ -118,13 +118,13 @@ def line(name: str, x: Any, y: Any, color: int) -> Series:
 
 
 def needs_log(series: Iterable[Series]) -> bool:
-    """Whether the values span so much that a linear axis would show a corner."""
+    """True where the values span a factor of 100, which a linear axis would hide."""
     values = [value for one in series for value in one.y if value is not None]
     return bool(values) and min(values) > 0 and max(values) / min(values) > 100
 
 
 def marks(parts: Sequence[RunPart]) -> tuple[Mark, ...]:
-    """What happened, for all plots over steps."""
+    """Events to mark on every plot over steps."""
     found = [
         Mark(
             x=event.step,
@@ -164,7 +164,7 @@ def _plot(
 
 
 def _measures(run: RunFiles) -> list[PlotSpec]:
-    """The figures of the evaluations, those that decide first."""
+    """Figures of the evaluations, the main ones first."""
     names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
     first = [name for name in _CHOSEN if name in names]
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
@@ -199,7 +199,7 @@ def _gpu_plot(run: RunFiles, shape: PlotSpec) -> list[Lines]:
 
 
 def _spent(run: RunFiles) -> list[Stack]:
-    """Where the seconds went, where the job knows."""
+    """Seconds by activity, for a job that records them."""
     spent: Mapping[str, Any] = run.results.get("spent") or {}
     parts = tuple(
         IntervalRow(label=name, value=float(seconds), color=at)
@@ -227,7 +227,7 @@ def _memory_levels(run: RunFiles) -> tuple[Reference, ...]:
 
 
 def _mfu_levels(run: RunFiles) -> tuple[Reference, ...]:
-    """What the tuning guide calls good and excellent on this GPU, for a small GPT."""
+    """MFU that the tuning guide calls good and excellent on this GPU, for a small GPT."""
     slug = run.plan.gpu if run.plan else None
     spec = next((row for row in gpus() if row.slug == slug), None)
     if spec is None or run.config.get("task") != "gpt":
@@ -269,7 +269,7 @@ _CURVES: tuple[tuple[str, str, str, Form, bool], ...] = (
 
 
 def comparison(runs: Sequence[RunFiles]) -> Chapter:
-    """The chapter before those of the runs."""
+    """The chapter that compares runs, before those of each run."""
     sections = [
         Section(id="side-by-side", title="Side by side", blocks=(_table(runs), *_scores(runs))),
         Section(id="curves", title="Curves", blocks=tuple(_curves(runs))),
@@ -287,7 +287,7 @@ def comparison(runs: Sequence[RunFiles]) -> Chapter:
 
 
 def main_score(run: RunFiles) -> tuple[str, IntervalRow] | None:
-    """The figure that a run is judged by, with its interval where folds gave one."""
+    """Main score of a run, with its interval where there are folds."""
     metrics = run.results.get("metrics") or {}
     for name, label in (("f1", "F1"), ("val_loss", "validation loss")):
         value = metrics.get(name, run.results.get(name))
@@ -350,7 +350,7 @@ def _scores(runs: Sequence[RunFiles]) -> list[Block]:
 
 
 def _curves(runs: Sequence[RunFiles]) -> list[Block]:
-    """One line per run; of folds the first, as a line of means would be of nothing that ran."""
+    """One line per run, of its first fold: a line of means would show no run that happened."""
     blocks: list[Block] = []
     for table, name, title, form, from_zero in _CURVES:
         series = []

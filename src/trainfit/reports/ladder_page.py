@@ -16,7 +16,7 @@ from trainfit.tuning.tuned_cache import Interval
 
 
 def ladder_page(ladder: Ladder) -> RenderableType:
-    """What each optimization gave, what the best loses without it, and what has no place."""
+    """Tables of each optimization, of the best without each, and of those not applicable."""
     parts: list[RenderableType] = [Text(_title(ladder), "bold")]
     parts += _table("optimization", "over the last", ladder.steps)
     if ladder.without:
@@ -38,7 +38,7 @@ def write_ladder(ladder: Ladder, place: Path) -> tuple[Path, Path]:
 
 
 def step_line(step: LadderStep) -> str:
-    """A row in one line, for whoever waits."""
+    """One line about a step, printed while the ladder runs."""
     if step.samples_per_second is None:
         return f"{step.name}: {step.status}" + (f" ({step.note})" if step.note else "")
     compared = f", {times(step.gain)} what it is compared with" if step.gain else ""
@@ -48,7 +48,7 @@ def step_line(step: LadderStep) -> str:
 
 
 def closing_lines(ladder: Ladder) -> list[str]:
-    """How it was measured, in words."""
+    """Sentences on how the ladder was measured."""
     lines = [
         f"Medians with 95% intervals over {ladder.rounds} "
         f"{'round' if ladder.rounds == 1 else 'rounds'} in {ladder.seconds:.0f} s, "
@@ -64,7 +64,7 @@ def closing_lines(ladder: Ladder) -> list[str]:
 
 
 def times(interval: Interval | None) -> str:
-    """A ratio with its interval, if it has one."""
+    """A ratio with its interval."""
     if interval is None:
         return MISSING
     if interval.low == interval.high:
@@ -73,7 +73,7 @@ def times(interval: Interval | None) -> str:
 
 
 def rate(step: LadderStep) -> str:
-    """Samples per second with their interval, or what became of it."""
+    """Samples per second with their interval, or the status of a step without."""
     found = step.samples_per_second
     if found is None:
         return step.status
@@ -86,7 +86,7 @@ def _title(ladder: Ladder) -> str:
 
 
 def _table(first: str, against: str, steps: tuple[LadderStep, ...]) -> list[RenderableType]:
-    """The rows, and under them what is to be said of some."""
+    """The table of steps, with their notes below."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column(first, no_wrap=True)
     for heading in ("samples/s", "speed-up", against, "peak memory"):

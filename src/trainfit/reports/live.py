@@ -1,4 +1,4 @@
-"""A run as it grows: its files read on from where they were last read, and where it stands now."""
+"""`trainfit watch`: the state of a running training, from its growing files, and its display."""
 
 from __future__ import annotations
 
@@ -24,39 +24,39 @@ from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
 from trainfit.runs.reader import Tail, gpus_in, number
 
 _KEPT = 2000
-"""Lines of the log that are remembered, which is more than a terminal is wide."""
+"""Rows kept in memory: more than a terminal is wide."""
 _LONGEST = 1e12
-"""Steps of a run, or seconds of one: more is damage."""
+"""Steps or seconds over which a number counts as damage."""
 _QUIET = 60.0
-"""Seconds without a line after which a person may want to know."""
+"""Seconds without a row after which a run counts as quiet."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing(Record):
-    """Where a run stands."""
+    """State of a run at one moment."""
 
     run: str
     status: str
     """running, quiet (no line for a while), finished, stopped or failed."""
     part: str
-    """The fold that is trained, and of how many."""
+    """Fold in training, as in "fold 2 of 5"."""
     step: int
     total_steps: int
     epoch: float | None
     eta_seconds: float | None
-    """Of what is trained now."""
+    """Seconds left of this fold or run."""
     whole_eta_seconds: float | None
-    """Of all folds, if each takes as long."""
+    """Seconds left of all folds, if each takes as long."""
     figures: dict[str, float]
-    """Of the last line of the log."""
+    """Figures of the last row of metrics.jsonl."""
     evaluation: dict[str, float]
     losses: tuple[float | None, ...]
     rates: tuple[float | None, ...]
     gpus: tuple[dict[str, Any], ...]
-    """What the driver said last: one GPU for each rank on the machine that logs."""
+    """Latest samples of the driver: one GPU for each rank on the machine that logs."""
     events: tuple[Event, ...]
     quiet_seconds: float | None
-    """Since the last line."""
+    """Seconds since the last row."""
 
 
 class Watcher:
@@ -68,7 +68,7 @@ class Watcher:
         self._folder: Path | None = None
 
     def look(self) -> Standing:
-        """Where the run stands now."""
+        """Read the state of the run now."""
         folder = _current(self._run)
         if folder != self._folder:
             self._begin(folder)
@@ -133,13 +133,13 @@ class Watcher:
 
 
 def _current(run: Path) -> Path:
-    """The fold that was written to last, or the run itself where it has none."""
+    """Folder of the fold that was written to last, or of a run without folds."""
     folds = [path.parent for path in run.glob(f"fold-*/{METRICS}")]
     return max(folds, key=lambda fold: _changed(fold / METRICS), default=run)
 
 
 def _place(run: Path, folder: Path) -> tuple[int | None, int]:
-    """The number of the fold, and how many there will be; 0 where that is not known."""
+    """Number of the fold, and number of folds; 0 where that is not known."""
     if folder == run:
         return None, 0
     folds = _object(run / "data.json").get("folds")
@@ -154,7 +154,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _status(run: Path, folder: Path) -> tuple[str, float | None]:
-    """How the run is, and how long it has said nothing."""
+    """Status of the run, and seconds since its last row."""
     if (run / "results.json").is_file():
         return "finished", None
     result = folder / "result.json"
@@ -179,7 +179,7 @@ def _count(value: float) -> int:
 
 
 def _sample(gpu: Mapping[str, Any]) -> dict[str, Any]:
-    """Numbers among what the driver said of a GPU."""
+    """Finite numbers of a sample of a GPU."""
     figures = {name: _finite(value) for name, value in gpu.items() if value is not None}
     return {name: int(v) if v.is_integer() else v for name, v in figures.items() if v is not None}
 
@@ -195,7 +195,7 @@ _EVENTS = 6
 
 
 def follow(watcher: Watcher, console: Console, every: float) -> Standing:
-    """Draw until the run has ended; returns how it did."""
+    """Draw until the run has ended; returns its last state."""
     standing = watcher.look()
     with Live(frame(standing), console=console, auto_refresh=False) as live:
         while standing.status in ("running", "quiet"):
@@ -206,7 +206,7 @@ def follow(watcher: Watcher, console: Console, every: float) -> Standing:
 
 
 def frame(now: Standing) -> RenderableType:
-    """One picture."""
+    """Panel for the terminal."""
     parts: list[RenderableType] = [_progress(now), "", _figures(now)]
     if now.evaluation:
         parts += ["", _validation(now)]
@@ -289,7 +289,7 @@ def _gpus(now: Standing) -> Table:
 
 
 def _events(now: Standing) -> list[Text]:
-    """The last few."""
+    """Lines of the latest events."""
     lines = [
         Text(
             f"{event.kind} at step {event.step:,}: {event.text}",

@@ -1,4 +1,4 @@
-"""A report as Markdown: tables as they are, and of each plot its ends and a line of blocks."""
+"""A report as Markdown: tables, and for each plot its extremes and a sparkline."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def markdown(report: Report) -> str:
 
 
 def spark(values: Sequence[float | None], width: int = 24) -> str:
-    """A line of blocks of rising height: the last value of each stretch."""
+    """A sparkline: blocks whose height is the last value of each stretch."""
     known = [value for value in values if value is not None]
     if not known:
         return ""
@@ -65,7 +65,7 @@ def _chapter(chapter: Chapter) -> Iterator[str]:
 
 
 def _plots(plots: Iterable[Lines]) -> str:
-    """A row per line of a plot."""
+    """A table with one row per line of a plot."""
     rows = []
     for plot in plots:
         for series in plot.series:
@@ -113,6 +113,6 @@ def _table(columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text that stays text, on one line."""
+    """Escaped text on one line."""
     escaped = "".join(f"\\{c}" if c in _SPECIAL else c for c in text)
     return " ".join(escaped.split())

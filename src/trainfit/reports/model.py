@@ -1,7 +1,7 @@
-"""What a report is made of: sections of figures, tables and facts, as plain records.
+"""Records of a report: sections of figures, tables and facts.
 
-A section says what there is to see; html/ draws it, markdown.py writes it, and its JSON holds the
-numbers behind every plot. `kind` tells the records apart in JSON.
+html/ draws them, markdown.py writes them, and their JSON holds the numbers behind every plot.
+`kind` tells the records apart in JSON.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Literal
 from trainfit.core.records import Record, Scalar
 
 Form = Literal["number", "percent", "count", "gib", "duration", "celsius", "watts"]
-"""How a number is written; see numbers.py."""
+"""Unit of a number, which decides how `shown` and `tick` write it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,9 +24,9 @@ class Series(Record):
     name: str
     x: tuple[float, ...]
     y: tuple[float | None, ...]
-    """None is a gap: there was a step, and no finite number."""
+    """None is a gap: a step without a finite number."""
     color: int
-    """The same for what is the same in several plots."""
+    """Index of the colour, the same for one thing in all plots."""
     style: Literal["line", "dots", "faint", "points"] = "line"
     """dots: a line through a few points; points: no line."""
 
@@ -69,7 +69,7 @@ class Lines(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class IntervalRow(Record):
-    """A figure with the interval that it is known to."""
+    """A value with its interval."""
 
     label: str
     value: float | None
@@ -91,7 +91,7 @@ class Intervals(Record):
     rows: tuple[IntervalRow, ...]
     bars: bool = False
     top: float | None = None
-    """Where the axis ends; None: after the largest."""
+    """End of the axis; None for just after the largest value."""
     references: tuple[Reference, ...] = ()
 
 
@@ -127,7 +127,7 @@ class ParallelAxis(Record):
 
     name: str
     ticks: tuple[tuple[float, str], ...]
-    """Where on the axis, from 0 to 1, and what stands there."""
+    """Position from 0 to 1, and text of each tick."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class Parallel(Record):
     axes: tuple[ParallelAxis, ...]
     places: tuple[tuple[float | None, ...], ...]
     values: tuple[float | None, ...]
-    """What each trial reached, on the last axis."""
+    """Value of each trial, on the last axis."""
     names: tuple[str, ...]
     greater_is_better: bool = True
 
@@ -156,9 +156,9 @@ class Table(Record):
     columns: tuple[str, ...]
     rows: tuple[tuple[Scalar, ...], ...]
     strong: tuple[int, ...] = ()
-    """Rows that are the gist of it."""
+    """Rows to emphasise."""
     folded: bool = False
-    """Shown on demand."""
+    """True for a table that is collapsed at first."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +185,7 @@ Block = Figure | Table | Facts | Remark
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Headline(Record):
-    """A number that is seen first."""
+    """A figure at the head of a chapter."""
 
     label: str
     value: str
@@ -217,7 +217,7 @@ MISSING = "–"
 
 
 def duration(seconds: float) -> str:
-    """A time as a person would say it: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
+    """A time in words: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
     if seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 59.95:
@@ -247,7 +247,7 @@ def cell(value: Scalar) -> str:
 
 
 def plain(value: float) -> str:
-    """Four digits, without an exponent where one can read it without."""
+    """A number with four digits, and an exponent only where it is tiny or huge."""
     if not math.isfinite(value):
         return MISSING
     if value == 0:
@@ -262,7 +262,7 @@ def plain(value: float) -> str:
 
 
 def tick(value: float, form: Form) -> str:
-    """A number beside an axis, as short as can be."""
+    """A number beside an axis, as short as possible."""
     if form == "percent":
         return f"{value * 100:.4g}%"
     if form == "duration":

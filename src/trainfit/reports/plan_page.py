@@ -1,4 +1,4 @@
-"""A plan in a terminal: whether it fits, what is set and why, where the memory goes, how long."""
+"""A plan in a terminal: the verdict, settings with reasons, memory by part, and time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def plan_page(plan: Plan) -> RenderableType:
 
 
 def verdict(plan: Plan) -> Text:
-    """Whether it fits, and by how much, in one line."""
+    """One line that says if the plan fits, and by how much."""
     text = Text("Fits" if plan.fits else "Does not fit", "bold green" if plan.fits else "bold red")
     text.append(f" {plan.gpu or 'this machine'}", "bold")
     if plan.memory is None:
@@ -95,7 +95,7 @@ def _why(reason: Reason) -> Text:
 
 
 def _unexplained(plan: Plan) -> list[Text]:
-    """The settings without a reason of their own, so that every one is on the page."""
+    """Settings without a reason, so that every setting is on the page."""
     explained = {reason.setting.split(".")[-1] for reason in plan.reasons}
     rest = [name for name in SETTINGS if name not in explained]
     text = ", ".join(f"{name} {_value(getattr(plan, name))}" for name in rest)
@@ -218,7 +218,7 @@ _UNITS = ((86400, "d"), (3600, "h"), (60, "min"), (1, "s"), (0.001, "ms"))
 
 
 def comparison(rows: Iterable[tuple[str, Plan]]) -> Table:
-    """The plans for many GPUs: those that fit first, and of these the fastest first."""
+    """Table of the plans for many GPUs, ranked."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False)
     table.add_column("GPU", overflow="fold")  # the one that may take two lines
     for heading, justify in _COLUMNS:
@@ -229,7 +229,7 @@ def comparison(rows: Iterable[tuple[str, Plan]]) -> Table:
 
 
 def comparison_data(rows: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
-    """What `comparison` shows, as plain data for a program, in the same order."""
+    """The rows of `comparison` as data for a program, in the same order."""
     return [
         {
             "gpu": slug,
@@ -250,7 +250,7 @@ def comparison_data(rows: Iterable[tuple[str, Plan]]) -> list[dict[str, Any]]:
 
 
 def ranked(rows: Iterable[tuple[str, Plan]]) -> list[tuple[str, Plan]]:
-    """Those that fit first, then the fastest first; of unknown speed last, by name."""
+    """Sort plans: fitting before others, then the fastest first, unknown speed last by name."""
 
     def order(row: tuple[str, Plan]) -> tuple[bool, float, str]:
         speed = row[1].time.samples_per_second if row[1].time else None

@@ -1,4 +1,4 @@
-"""report: runs and studies as one page to look at, as Markdown, or as the numbers behind it all."""
+"""`trainfit.report`: runs and studies as one HTML page, as Markdown, or as JSON."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from trainfit.reports.run_sections import (
     measured_memory,
     model_of,
     plan_section,
-    promise_section,
+    prediction_section,
     receipt_section,
     seconds_of,
-    setting,
+    setup_section,
     typical,
 )
 from trainfit.reports.score_sections import scores_section
@@ -40,18 +40,18 @@ _SECTIONS: Sequence[Callable[[RunFiles], Section | None]] = (
     scores_section,
     training_section,
     speed_section,
-    promise_section,
+    prediction_section,
     receipt_section,
     ladder_section,
     plan_section,
     events_section,
-    setting,
+    setup_section,
 )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Report(Record):
-    """A page: a chapter per run, with a comparison before them where there are several."""
+    """A chapter per run or study, with a comparison first where there are several runs."""
 
     title: str
     made: str
@@ -59,19 +59,19 @@ class Report(Record):
     chapters: tuple[Chapter, ...]
 
     def html(self) -> str:
-        """One file that needs no other."""
+        """The report as one self-contained HTML file."""
         from trainfit.reports.html.render import page
 
         return page(self)
 
     def markdown(self) -> str:
-        """The same in plain text."""
+        """The report as Markdown."""
         from trainfit.reports.markdown import markdown
 
         return markdown(self)
 
     def _repr_html_(self) -> str:
-        """The page in a frame of its own, where a notebook shows it."""
+        """The page in a frame, for a notebook."""
         return (
             f'<iframe srcdoc="{escape(self.html())}" title="{escape(self.title)}" '
             'style="width:100%;height:80vh;border:0"></iframe>'
@@ -83,11 +83,11 @@ FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = {
     "markdown": ("md", Report.markdown),
     "json": ("json", lambda report: report.to_json() + "\n"),
 }
-"""By name: the ending of the file, and what writes it."""
+"""Ending of the file and writer, by name of the format."""
 
 
 def report(*runs: str | Path) -> Report:
-    """The report of runs and studies, by their folders or their names under runs/."""
+    """Make the report of runs and studies, by their folders or their names under runs/."""
     chapters: list[Chapter] = []
     read: list[RunFiles] = []
     for folder in map(find, runs):
@@ -125,7 +125,7 @@ def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
 
 
 def find(name: str | Path) -> Path:
-    """The folder of a run or a study, by its path or its name under runs/."""
+    """Find the folder of a run or a study by its path or its name under runs/."""
     for folder in (Path(name), _ROOT / name):
         if is_study(folder):
             return folder
@@ -133,7 +133,7 @@ def find(name: str | Path) -> Path:
 
 
 def place(run: str | Path) -> Path:
-    """Where the page of a run stands unless someone says otherwise: in its own folder."""
+    """Default path of a run's page: report.html in its folder."""
     return find(run) / "report.html"
 
 
@@ -167,7 +167,7 @@ def _chapter(run: RunFiles, at: int) -> Chapter:
 def _or_without(
     what: str, make: Callable[[RunFiles], T], run: RunFiles, nothing: T
 ) -> tuple[RunFiles, T]:
-    """Make a part of the page, or nothing and a word where the run's files are of another form."""
+    """Make a part of the page; where a file of the run is damaged, note it as a problem."""
     try:
         return run, make(run)
     except MALFORMED as error:

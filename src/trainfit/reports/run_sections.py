@@ -1,4 +1,4 @@
-"""What was run, on what data, on which machine, and with which configuration."""
+"""Sections on the job, machine, data, plan, prediction, receipt and events of a run."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ from trainfit.reports.plots import parts_at_peak
 from trainfit.runs.reader import RunFiles
 
 
-def setting(run: RunFiles) -> Section:
-    """The section."""
+def setup_section(run: RunFiles) -> Section:
+    """Job, machine, data, settings in effect and configuration."""
     blocks: list[Block] = [Remark(text=text, tone="warning") for text in run.problems]
     blocks.append(Facts(title="Job", items=tuple(_job(run))))
     blocks.append(Facts(title="Machine", items=tuple(_machine(run))))
@@ -38,14 +38,14 @@ def setting(run: RunFiles) -> Section:
         blocks.append(Facts(title="Data", items=data))
     if (setup := run.parts[0].setup) is not None:
         rows = tuple((line,) for line in setup.lines())
-        blocks.append(Table(title="Really set, as torch says", columns=("",), rows=rows))
+        blocks.append(Table(title="Settings in effect", columns=("",), rows=rows))
     if run.config.get("config"):
         blocks.append(_configuration(run))
     return Section(id="setting", title="What was run", blocks=tuple(blocks))
 
 
 def device_of(run: RunFiles) -> str:
-    """The device in a few words."""
+    """Name of the device."""
     if (setup := run.parts[0].setup) is not None:
         return setup.device_words
     if run.hardware and run.hardware.gpus:
@@ -54,7 +54,7 @@ def device_of(run: RunFiles) -> str:
 
 
 def model_of(run: RunFiles) -> str:
-    """The model's name; of a path its last part."""
+    """Name of the model, or the last part of its path."""
     name = run.setting("model.name")
     if name is None:
         return str(run.setting("model.size") or "")
@@ -120,7 +120,7 @@ def _data(run: RunFiles) -> Iterator[tuple[str, str]]:
 
 
 def _token_files(header: Any) -> Iterator[tuple[str, str]]:
-    """Of a pretraining job."""
+    """Token counts of a pretraining job."""
     if not isinstance(header, Mapping):
         return
     for part in ("train", "validation"):
@@ -165,11 +165,11 @@ def _configuration(run: RunFiles) -> Table:
 
 
 _BOUND = 0.005
-"""GiB under which a part of the memory is not worth a place in a picture."""
+"""GiB below which a part of the memory is not drawn."""
 
 
 def plan_section(run: RunFiles) -> Section:
-    """Every setting and why."""
+    """Every setting of the plan, with its reason."""
     plan = run.plan
     blocks: list[Block] = []
     if plan is None:
@@ -184,12 +184,12 @@ def plan_section(run: RunFiles) -> Section:
     return Section(id="plan", title="Plan", blocks=tuple(blocks))
 
 
-def promise_section(run: RunFiles) -> Section:
+def prediction_section(run: RunFiles) -> Section:
     """Predicted against measured memory and time."""
     blocks: list[Block] = []
     plan = run.plan
     if plan is None:
-        blocks.append(Remark(text="Without a plan nothing was promised."))
+        blocks.append(Remark(text="Without a plan nothing was predicted."))
         return Section(id="promise", title="Predicted and measured", blocks=tuple(blocks))
     rows = tuple(row for row in _rows(plan, run) if {row[1], row[3]} != {MISSING})
     blocks.append(
@@ -205,18 +205,18 @@ def promise_section(run: RunFiles) -> Section:
 
 
 def on_gpu(plan: Plan | None) -> bool:
-    """Whether memory is that of a GPU; a process's own holds Python and torch too."""
+    """True where memory is that of a GPU; memory of a process holds Python and torch too."""
     return plan is not None and plan.gpu is not None
 
 
 def measured_memory(run: RunFiles) -> float | None:
-    """The most that any part of the run took, in GiB."""
+    """Peak memory over all parts of the run, in GiB."""
     peaks = [part.train["memory_gib"].max() for part in run.parts if "memory_gib" in part.train]
     return float(max(peaks)) if peaks else None
 
 
 def typical(run: RunFiles, name: str) -> float | None:
-    """The median of a figure over the log, without the first line, which has the warm-up in it."""
+    """Median of a figure over the log, without the first row, which has the warm-up in it."""
     values = [part.train[name][1:] for part in run.parts if name in part.train]
     together = np.concatenate(values) if values else np.array([])
     together = together[np.isfinite(together)]
@@ -224,7 +224,7 @@ def typical(run: RunFiles, name: str) -> float | None:
 
 
 def seconds_of(run: RunFiles) -> float | None:
-    """The whole time of training over all folds."""
+    """Seconds of training over all folds."""
     found = [part.result.get("seconds") for part in run.parts if part.result]
     return float(sum(found)) if found and None not in found else None  # type: ignore[arg-type]
 
@@ -319,7 +319,7 @@ def receipt_section(run: RunFiles) -> Section | None:
     )
     counts = {status: sum(i.status == status for i in items) for status in order}
     said = ", ".join(f"{n} {_STATUS[s].lower()}" for s, n in counts.items() if n)
-    columns = ("optimization", "status", "requested", "observed", "evidence", "mend")
+    columns = ("optimization", "status", "requested", "observed", "evidence", "fix")
     failed = tuple(at for at, item in enumerate(items) if item.status == "not_active")
     return Section(
         id="receipt",
@@ -332,7 +332,7 @@ def receipt_section(run: RunFiles) -> Section | None:
 
 
 def events_section(run: RunFiles) -> Section:
-    """Everything that happened, in order."""
+    """Table of all events."""
     rows = [
         (part.name, event.step, shown(event.seconds, "duration"), event.kind, event.text)
         for part in run.parts

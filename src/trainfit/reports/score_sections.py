@@ -61,7 +61,7 @@ class Predictions:
     folds: Ints
     posts: Ints
     criteria: tuple[str, ...]
-    """The names; empty where the task has none."""
+    """Names of the criteria; empty where the task has none."""
     criterion_of: Ints
     labels: Ints
     chances: Floats
@@ -194,7 +194,7 @@ def f1_interval(found: Predictions, seed: int = 0) -> tuple[float, float, float]
 
 
 def _f1(found: Predictions, label: int, posts: Ints, weights: Ints) -> Floats:
-    """The F1 of a class for each weighting of the posts."""
+    """F1 of a class for each weighting of the posts."""
     true, said = found.labels == label, found.predicted == label
     hits = weights @ np.bincount(posts, true & said, minlength=weights.shape[1])
     both = weights @ np.bincount(posts, true.astype(int) + said, minlength=weights.shape[1])
@@ -202,7 +202,7 @@ def _f1(found: Predictions, label: int, posts: Ints, weights: Ints) -> Floats:
 
 
 def scores_section(run: RunFiles) -> Section | None:
-    """The section, or None for a run that has no scores."""
+    """Tables and plots of the scores; None for a run without any."""
     metrics = run.results.get("metrics") or _only_fold(run)
     found = _predictions(run)
     blocks: list[Block] = []
@@ -224,7 +224,7 @@ def scores_section(run: RunFiles) -> Section | None:
 
 
 def _only_fold(run: RunFiles) -> Mapping[str, Any]:
-    """The scores of a run that has only one part, where its results are not written yet."""
+    """Scores of a run without folds whose results are not written yet."""
     found: Mapping[str, Any] = run.parts[0].scores.get("overall", {})
     return found if len(run.parts) == 1 else {}
 
@@ -235,7 +235,7 @@ def _predictions(run: RunFiles) -> Predictions | None:
 
 
 def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
-    """The classes as the data names them."""
+    """Names of the classes in the data, or their numbers."""
     folds = run.data.get("folds") or [{}]
     names = folds[0].get("classes") or ()
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
@@ -265,7 +265,7 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
 
 
 def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
-    """F1 by fold and by criterion; without folds the whole leads the criteria."""
+    """F1 by fold and by criterion; without folds, all items come first."""
     baselines: Mapping[str, Any] = run.results.get("baselines") or {}
     references = tuple(
         Reference(y=float(value), label=BASELINES.get(name, name))
@@ -343,7 +343,7 @@ def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
 
 
 def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, Any]]:
-    """Name, colour, what is positive, and its scores, for each line."""
+    """Name, colour, true labels and scores of each line."""
     if found.classes > 2:
         sizes = np.bincount(found.labels, minlength=found.classes)
         names = class_names(run, found.classes)

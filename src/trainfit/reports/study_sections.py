@@ -1,6 +1,6 @@
-"""A study: how its trials went, which parameters mattered, and what the best had.
+"""The chapter of a study (trials, parameters, best) and the section of a ladder.
 
-It reads what hpo wrote into the study's folder, so that a report needs no database and no Optuna.
+A study is read from the files that hpo wrote, so that a report needs no database and no Optuna.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _MOST_CURVES = 60
 
 
 def is_study(folder: Path) -> bool:
-    """Whether a folder holds a study."""
+    """True for the folder of a study."""
     return is_file(folder / "study.json")
 
 
@@ -183,7 +183,7 @@ def _parallel(
 def _axis(
     name: str, values: list[Any], kinds: tuple[str, ...] = ()
 ) -> tuple[ParallelAxis, list[float | None]]:
-    """Numbers by their size, or its logarithm where they span much; all else by their order."""
+    """Place numbers by size, or by logarithm where they span much, and words by order."""
     short = name if kinds else name.rpartition(".")[2]
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) != len([v for v in values if v is not None]) or not numbers:
@@ -211,7 +211,7 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 
 _KEPT, _ASIDE = 0, 7
-"""Colours: of what the next steps build on, and of what they do not."""
+"""Colours of steps that the next ones build on, and of the others."""
 
 
 def ladder_section(run: RunFiles) -> Section | None:
@@ -274,7 +274,7 @@ def _speed(step: Mapping[str, Any]) -> IntervalRow:
 
 
 def _interval(found: Any) -> tuple[float | None, float | None, float | None]:
-    """Value, low and high, as far as they are there."""
+    """Value, low and high, each None where it is missing."""
     if not isinstance(found, Mapping):
         found = {"value": found}
     value, low, high = (number(found.get(name)) for name in ("value", "low", "high"))

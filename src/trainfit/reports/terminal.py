@@ -1,4 +1,4 @@
-"""Records as tables in a terminal; plain text where the output is not one."""
+"""Records as tables in a terminal, or as plain text in a pipe."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def console(stderr: bool = False) -> Console:
 
 
 def busy(what: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """A sign of life in a terminal that says what is being done, and nothing elsewhere."""
+    """Show a spinner with this text in a terminal, and nothing elsewhere."""
     shown = console(stderr=True)
     return shown.status(what) if shown.is_terminal and not quiet else nullcontext()
 
@@ -36,7 +36,7 @@ def machine_page(
     specs: Iterable[GpuSpec | None],
     measured: Measurements | None,
 ) -> RenderableType:
-    """The first part of `trainfit check`: what is here, what of it was measured, what is wrong."""
+    """First part of `trainfit check`: the hardware, its measurements and notes."""
     parts: list[RenderableType] = [
         _gpu_panel(gpu, spec, profile.simulated)
         for gpu, spec in zip(profile.gpus, specs, strict=True)
@@ -49,7 +49,7 @@ def machine_page(
 
 
 def recommended_page(recommended: Recommendation) -> RenderableType:
-    """The second part of `trainfit check`: the settings to start from, and for which model."""
+    """Second part of `trainfit check`: recommended settings for an example model."""
     job, model = recommended.task, recommended.model
     length = f"{recommended.method}, up to {recommended.max_length} tokens"
     table = Table(title="Recommended settings", title_justify="left", box=None, pad_edge=False)

@@ -1,4 +1,4 @@
-"""A training run as it is watched: a bar in a terminal, plain lines elsewhere, then the scores.
+"""The output of `trainfit train`: a bar in a terminal or plain lines, then the scores.
 
 Everything but the scores goes to standard error, so that a program can read standard output.
 """
@@ -131,7 +131,7 @@ class PlainLines(Observer):
     def __init__(
         self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
     ) -> None:
-        """Write to `console`; `title` says which fold this is, `line` makes lines of one's own."""
+        """Write to `console`; `title` names the fold, `line` makes a job's own lines."""
         self._console, self._prefix, self._line = console, f"{title}: " if title else "", line
         self._last = 0.0
 
@@ -168,7 +168,7 @@ class Bar(Observer):
     def __init__(
         self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
     ) -> None:
-        """Draw on `console`; lines of one's own, made by `line`, go above the bar."""
+        """Draw on `console`; the lines that `line` makes go above the bar."""
         self._lines, self._own = PlainLines(console, title, line), line is not None
         self._bar = Progress(
             TextColumn(title or "training"),
@@ -247,7 +247,7 @@ def end(result: JobResult | GptResult, *, as_json: bool) -> None:
 
 
 def result_page(result: JobResult) -> RenderableType:
-    """The scores as tables, with the baselines beside them."""
+    """Tables of the scores and the baselines."""
     parts: list[RenderableType] = [_scores(result)]
     if result.by_criterion:
         parts += ["", _criteria(result.by_criterion)]

@@ -1,4 +1,4 @@
-"""The folder of a run: made once, never overwritten, found again to go on."""
+"""Run folders: created once, never overwritten, found again for a resume."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ _PACKAGES = ("trainfit", "torch", "transformers", "peft", "numpy", "safetensors"
 
 
 def create(root: Path, task: str, *, config: Any, plan: Plan | None) -> Path:
-    """A new folder root/TASK-TIME-N with config.json, plan.json and environment.json.
+    """Create a folder root/TASK-TIME-N with config.json, plan.json and environment.json.
 
-    Two runs of the same second get different numbers: to make a folder is to own it.
+    Two runs of the same second get different numbers: whoever creates a folder owns it.
     """
     check_path(root, "runs_dir")
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -64,7 +64,7 @@ def _make(folder: Path) -> Path | None:
 
 
 def find(run: str | Path, root: Path) -> Path:
-    """The folder of a run, by its path or by its name under `root`."""
+    """Find the folder of a run by its path or by its name under `root`."""
     for folder in (Path(run), root / run):
         if is_file(folder / _IDENTITY):
             return folder
@@ -76,7 +76,7 @@ def find(run: str | Path, root: Path) -> Path:
 
 
 def identity(run: Path) -> str:
-    """What tells a run from all others, also where its folder was moved; made at first."""
+    """Unique id of a run, which stays when its folder is moved; written at the first call."""
     path = run / _IDENTITY
     if not path.exists():
         write_whole(path, json.dumps({"id": secrets.token_hex(16)}) + "\n", parents=False)
@@ -88,7 +88,7 @@ def identity(run: Path) -> str:
 
 
 def environment() -> Mapping[str, Any]:
-    """What the run was made with: versions, the platform, the command."""
+    """Versions of packages, the platform and the command of this run."""
     found = {dist: _version(dist) for dist in _PACKAGES}
     return {
         "python": platform.python_version(),

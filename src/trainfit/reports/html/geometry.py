@@ -1,4 +1,4 @@
-"""Where everything of a plot stands, in thousandths of its area or in percent of it.
+"""Positions of everything in a plot, in thousandths or in percent of its area.
 
 The picture is stretched to whatever width there is, and the texts are HTML beside it: so a plot is
 as readable on a phone as on paper. The template turns these views into markup.
@@ -26,7 +26,7 @@ from trainfit.reports.model import (
 
 @dataclass(frozen=True, slots=True)
 class PlotAxis:
-    """A stretch of numbers, linear or logarithmic."""
+    """Range of numbers, linear or logarithmic, with its ticks."""
 
     low: float
     high: float
@@ -34,7 +34,7 @@ class PlotAxis:
     log: bool = False
 
     def place(self, value: float) -> float:
-        """Where a number is, from 0 at the low end to 1 at the high one."""
+        """Position of a number, from 0 at the low end to 1 at the high one."""
         if self.log:
             low, high = math.log10(self.low), math.log10(self.high)
             return (math.log10(max(value, 1e-300)) - low) / (high - low)
@@ -42,7 +42,7 @@ class PlotAxis:
 
 
 def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> PlotAxis:
-    """An axis over `low` to `high` and, unless `tight`, on to the next round numbers."""
+    """An axis from `low` to `high`, extended to round numbers unless `tight`."""
     if high <= low:
         room = abs(low) * 0.05 or 1.0
         low, high = low - room, high + room
@@ -56,7 +56,7 @@ def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> P
 
 
 def logarithmic(low: float, high: float) -> PlotAxis:
-    """An axis over positive numbers, with ticks at powers of ten, or every few of them."""
+    """An axis over positive numbers, with ticks at some powers of ten."""
     first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
     every = max(1, math.ceil((last - first) / 5))
     ticks = tuple(10.0**n for n in range(first, last + 1) if (n - first) % every == 0)
@@ -65,13 +65,13 @@ def logarithmic(low: float, high: float) -> PlotAxis:
 
 
 def span(values: Iterable[float | None]) -> tuple[float, float] | None:
-    """The least and the greatest of what is finite."""
+    """Smallest and greatest finite value; None without any."""
     found = [value for value in values if value is not None and math.isfinite(value)]
     return (min(found), max(found)) if found else None
 
 
 def thinned(ticks: Sequence[float], most: int) -> tuple[float, ...]:
-    """Every second tick, or every third …, so that no more than `most` are left."""
+    """At most `most` of the ticks, evenly chosen."""
     return tuple(ticks[:: max(1, math.ceil(len(ticks) / most))])
 
 
@@ -81,7 +81,7 @@ def _round_step(rough: float) -> float:
 
 
 def _clean(value: float) -> float:
-    """0.30000000000000004 is 0.3."""
+    """Drop rounding errors: 0.30000000000000004 becomes 0.3."""
     return float(f"{value:.12g}")
 
 
@@ -117,7 +117,7 @@ class Flag:
 
 @dataclass(frozen=True, slots=True)
 class LinesView:
-    """A plot of lines, ready to be written down."""
+    """Positions of all parts of a line plot."""
 
     paths: tuple[Path, ...]
     x_ticks: tuple[Label, ...]
@@ -129,7 +129,7 @@ class LinesView:
 
 
 def lines_view(figure: Lines) -> LinesView | None:
-    """The view of a plot, or None where no number of it is finite."""
+    """Place a line plot; None where no number is finite."""
     x, y = _x_axis(figure), _y_axis(figure)
     if x is None or y is None:
         return None
@@ -175,13 +175,13 @@ def _y_axis(figure: Lines) -> PlotAxis | None:
 
 
 def _x_text(value: float, figure: Lines) -> str:
-    """A number of the x axis; of steps the first says what they are."""
+    """Label of the x axis; the one at 0 also names the unit."""
     text = tick(value, "number")
     return f"{figure.x_label} {text}" if value == 0 and not figure.unit_square else text
 
 
 def _paths(series: Series, x: PlotAxis, y: PlotAxis) -> Iterator[Path]:
-    """The line, in which None lifts the pen, and dots where its points are few."""
+    """Paths of a series: None interrupts the line, and few points get dots."""
     places: list[str | None] = [
         None if v is None else f"{x.place(at) * 1000:.1f} {(1 - y.place(v)) * 1000:.1f}"
         for at, v in zip(series.x, series.y, strict=True)
@@ -220,11 +220,11 @@ class IntervalsView:
     ticks: tuple[Label, ...]
     references: tuple[Label, ...]
     beyond: str
-    """Those references that are off the axis."""
+    """Text about the references that are off the axis."""
 
 
 def intervals_view(figure: Intervals) -> IntervalsView | None:
-    """The view of rows of intervals."""
+    """Place rows of intervals; None where no number is known."""
     found = span(v for r in figure.rows for v in (r.value, r.low, r.high))
     if found is None:
         return None
@@ -263,7 +263,7 @@ class StackView:
 
 
 def stack_view(figure: Stack) -> StackView | None:
-    """The view of a whole and its parts."""
+    """Place the parts of a bar; None where it has no width."""
     total = sum(part.value or 0.0 for part in figure.parts)
     width = max(total, figure.capacity or 0.0, figure.measured or 0.0)
     if width <= 0:
@@ -283,7 +283,7 @@ def stack_view(figure: Stack) -> StackView | None:
 
 
 def matrix_view(figure: Matrix) -> list[tuple[str, list[tuple[int, float]]]]:
-    """By true class: its name, and each count with its share of the row."""
+    """Name of each true class, and its counts with their share of the row."""
     rows = []
     for label, counts in zip(figure.labels, figure.counts, strict=True):
         whole = max(sum(counts), 1)
@@ -296,12 +296,12 @@ class ParallelView:
     """Lines across parallel axes; the best are drawn last, and strongest."""
 
     paths: tuple[tuple[str, float, str], ...]
-    """The line, how good it is from 0 to 1, and the trial's name."""
+    """Path, rank from 0 to 1, and name of each trial."""
     axes: tuple[tuple[float, str, tuple[Label, ...]], ...]
 
 
 def parallel_view(figure: Parallel) -> ParallelView | None:
-    """The view of trials across their parameters."""
+    """Place the lines of trials; None for fewer than two axes."""
     found = span(figure.values)
     if found is None or len(figure.axes) < 2:
         return None

@@ -1,4 +1,4 @@
-"""The page: a report through the template, with style, script and the numbers inside."""
+"""Renders a report through page.html, with style, script and figures inside."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ _VIEWS: Mapping[str, Callable[[Any], Any]] = {
 }
 
 _MOST_NAMES = 16
-"""Lines of a plot that have names beside it; of more the pointer tells."""
+"""Most lines of a plot that get a legend; for more, the tooltip names them."""
 _LONGEST = 16
-"""Characters of a number with its unit."""
+"""Longest number with its unit, in characters."""
 
 
 def page(report: Report) -> str:
-    """The HTML text."""
+    """Render the report as one HTML text."""
     return (
         _environment()
         .get_template("page.html")
@@ -64,7 +64,7 @@ def _file(name: str) -> str:
 
 
 def _legend(section: Section) -> list[tuple[str, int]]:
-    """The lines that a section's plots have, where one has several; named once for all."""
+    """Names and colours of the lines of a section, where a plot has several."""
     lines = [block for block in section.blocks if isinstance(block, Lines)]
     plots = [plot for plot in lines if 1 < len(plot.series) <= _MOST_NAMES]
     names = {line.name: line.color for plot in plots for line in plot.series}
@@ -72,12 +72,12 @@ def _legend(section: Section) -> list[tuple[str, int]]:
 
 
 def _by_two(section: Section) -> bool:
-    """Whether its plots stand two in a row, since a single one of intervals leads them."""
+    """True where plots stand two in a row: the section has exactly one plot of intervals."""
     return sum(block.kind == "intervals" for block in section.blocks) == 1
 
 
 def _numeric(table: Table) -> list[bool]:
-    """Which columns are numbers, to stand at the right."""
+    """True for each column of numbers, which is aligned right."""
     kinds = []
     for at in range(len(table.columns)):
         cells = [cell(row[at]) for row in table.rows]
@@ -86,12 +86,12 @@ def _numeric(table: Table) -> list[bool]:
 
 
 def _looks_like_a_number(text: str) -> bool:
-    """With its unit or its error, or the dash for one that is not there."""
+    """True for a number with its unit or error, and for the dash of a missing one."""
     return not text or (len(text) <= _LONGEST and text[0] in "0123456789–+-±")
 
 
 def _plot_data(report: Report) -> dict[str, Any]:
-    """What a pointer over a plot shows: its numbers, to five digits."""
+    """Numbers of the tooltips, to five digits."""
     plots = {}
     for chapter in report.chapters:
         for section in chapter.sections:
@@ -119,7 +119,7 @@ def _whole(value: float) -> float | int:
 
 
 def _script_data(data: Any) -> Markup:
-    """JSON inside a script element, which no text in it can end."""
+    """JSON for a script element, escaped so that no text can end the element."""
     text = json.dumps(data, separators=(",", ":"), allow_nan=False)
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
