@@ -38,7 +38,7 @@ from nli import TINY, build_config
 from trainfit.core.files import write_whole
 from trainfit.data.tokens import Dataset
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.hpo.encoder_objective import EncoderObjective
+from trainfit.hpo.objective import Objective
 from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.studies import OpenStudy, open_study
 from trainfit.hpo.study_settings import read_setting
@@ -106,10 +106,10 @@ def study_words(sizes: Any, folder: Path) -> list[str]:
     ]
 
 
-def open_own(sizes: Any, folder: Path) -> tuple[OpenStudy, EncoderObjective]:
+def open_own(sizes: Any, folder: Path) -> tuple[OpenStudy, Objective]:
     """A study whose trials are those of the list."""
     setting = read_setting("nli", study_words(sizes, folder))
-    objective = EncoderObjective(setting.composed, "f1")
+    objective = Objective(setting.composed, "f1")
     opened = open_study(setting, lambda: objective)
     [waiting] = opened.study.get_trials(deepcopy=False)
     opened.database.storage.set_trial_state_values(waiting._trial_id, optuna.trial.TrialState.FAIL)
@@ -143,7 +143,7 @@ class Phases(Observer):
         self._spent("evaluation")
 
 
-def own_trial(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
+def own_trial(opened: OpenStudy, objective: Objective) -> dict[str, Any]:
     start, phases = time.perf_counter(), Phases()
     desk = opened.desk()
     claim = desk.claim()
@@ -162,7 +162,7 @@ def own_trial(opened: OpenStudy, objective: EncoderObjective) -> dict[str, Any]:
     }
 
 
-def make_plans(opened: OpenStudy, objective: EncoderObjective, trials: int) -> list[Any]:
+def make_plans(opened: OpenStudy, objective: Objective, trials: int) -> list[Any]:
     """What each plan took to make, and what it says."""
     made = []
     for params in TRIALS[:trials]:

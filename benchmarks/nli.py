@@ -42,7 +42,7 @@ from trainfit.data.tokens import Tokens
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.jobs.classification import ClassifierTask
-from trainfit.jobs.encoder_setup import loop_settings, model_decisions
+from trainfit.jobs.encoder import encoder_settings, model_decisions
 from trainfit.jobs.job_plan import assumed_lengths, plan
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
@@ -186,7 +186,7 @@ def run_trainfit(
     asked = settings_from(config.model, weights="random", **model_decisions(made))
     seed = changes.pop("seed", 0)
     task = task_of(asked, tokens, made.effective_batch_size, seed)
-    settings = loop_settings(
+    settings = encoder_settings(
         config, made, tokens.lengths, device="cuda" if CUDA else "cpu", ranks=1, seed=seed
     )
     return run_engine(task, settings, made, observer, steps, **changes)

@@ -40,7 +40,7 @@ from nli import TINY, WARM_UP, Rounds, peer_model, planned, run_engine, run_trai
 from nli import summarise as summarise_rounds
 from trainfit.conf import compose
 from trainfit.core.files import write_whole
-from trainfit.jobs import gpt_setup
+from trainfit.jobs import gpt
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.pretraining import GptTask
 
@@ -124,18 +124,18 @@ def pretraining(options: argparse.Namespace, _folder: Path) -> Work:
     ]
     made = plan("gpt", *words, lengths=[block] * 256)
     config: Any = compose("gpt", words).config
-    shape = gpt_setup.shape_of(config)
+    shape = gpt.shape_of(config)
     draws = np.random.default_rng(0)
     ids = draws.integers(0, shape.vocab_size, blocks * block + 1).astype(np.uint32)
     task = GptTask(
-        partial(gpt_setup.build, config, made),
+        partial(gpt.build, config, made),
         ids,
         ids,
         block_size=block,
         effective_batch=made.effective_batch_size,
         evaluated=1,
     )
-    settings = gpt_setup.loop_settings(config, made, device="cuda" if CUDA else "cpu", ranks=1)
+    settings = gpt.gpt_settings(config, made, device="cuda" if CUDA else "cpu", ranks=1)
     return Work(
         name=name,
         settings=GPT,

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
+    from trainfit.jobs.job import Job as Job
+    from trainfit.jobs.job import tunable as tunable
     from trainfit.jobs.job_plan import plan as plan
     from trainfit.jobs.recommended import recommend as recommend
     from trainfit.measuring import measure as measure
@@ -30,7 +32,9 @@ _HOMES = {
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
+    "Job": "trainfit.jobs.job",
     "find_batch_size": "trainfit.jobs.batch_size",
+    "tunable": "trainfit.jobs.job",
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",

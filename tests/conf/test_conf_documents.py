@@ -19,7 +19,6 @@ import pytest
 from conf_documents import BLOCKS, COMMANDS, SHOWN
 
 from trainfit.cli.main import run
-from trainfit.cli.train import job_module
 from trainfit.conf import SCHEMAS, Composed, compose, composition, options
 from trainfit.conf.starting import with_file
 from trainfit.core import caches
@@ -29,8 +28,9 @@ from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import find
 from trainfit.jobs import job_plan
-from trainfit.jobs.encoder_setup import Prepared
-from trainfit.jobs.gpt_setup import Prepared as GptPrepared
+from trainfit.jobs.encoder import PreparedEncoder
+from trainfit.jobs.gpt import PreparedGpt
+from trainfit.jobs.registry import job_module
 from trainfit.packing import steps
 from trainfit.planning import cpu_choice, fit, planner
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
@@ -127,14 +127,14 @@ def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
     def prepare(composed: Composed) -> Any:
         if task == "gpt":
             tokens: Any = SimpleNamespace(train=np.zeros(1 << 18, dtype=np.int8))
-            return GptPrepared(composed=composed, data=tokens)
+            return PreparedGpt(composed=composed, data=tokens)
         lengths = DATA[data](task, composed.config.data.max_length)
         starts = np.cumsum(lengths) - lengths
         ids = np.zeros(lengths.sum(), dtype=np.int32)
         part = Tokens(ids=ids, starts=starts, lengths=lengths, labels=np.zeros_like(lengths))
         dataset = Dataset(train=part, validation=part, test=part, metadata={})
         nothing: Any = None
-        return Prepared(
+        return PreparedEncoder(
             composed=composed,
             chosen=nothing,
             datasets=(dataset,),

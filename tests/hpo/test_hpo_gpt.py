@@ -11,7 +11,7 @@ from optuna.trial import TrialState
 from gpt_tiny import be_quick, gpt_words
 from trainfit.hpo.final import finish
 from trainfit.hpo.fleet import work
-from trainfit.hpo.gpt_objective import GptObjective
+from trainfit.hpo.objective import Objective
 from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.studies import open_study
 from trainfit.hpo.study_settings import read_setting
@@ -30,7 +30,7 @@ def test_a_study_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         "training.effective_batch_size=4,8",
     ]
     asked = read_setting("gpt", [*words, *sweeps, "hpo.trials=3", "hpo.least_steps=1"])
-    objective = GptObjective(asked.composed, asked.hpo.metric)
+    objective = Objective(asked.composed, asked.hpo.metric)
     study = open_study(asked, lambda: objective)
     assert study.folds == 1
     assert work(study.desk(), partial(run_trial, study, objective)) == "done"

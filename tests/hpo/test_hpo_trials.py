@@ -26,8 +26,8 @@ from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.plan_records import Plan
 from trainfit.engine import loop, recovery
 from trainfit.hpo import final as ending
-from trainfit.hpo.encoder_objective import EncoderObjective
 from trainfit.hpo.fleet import work
+from trainfit.hpo.objective import Objective
 from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.status import status_of
 from trainfit.hpo.studies import OpenStudy, find_study, open_study
@@ -79,9 +79,9 @@ def setting(tmp: Path, *more: str) -> StudySettings:
     return read_setting("nli", [*base, *SMALL, f"runs_dir={tmp / 'runs'}", *more])
 
 
-def opened(tmp: Path, *more: str) -> tuple[OpenStudy, EncoderObjective]:
+def opened(tmp: Path, *more: str) -> tuple[OpenStudy, Objective]:
     asked = setting(tmp, *more)
-    objective = EncoderObjective(asked.composed, asked.hpo.metric)
+    objective = Objective(asked.composed, asked.hpo.metric)
     return open_study(asked, lambda: objective), objective
 
 
@@ -116,7 +116,7 @@ class Seen:
 
 def seen(tmp: Path, patch: pytest.MonkeyPatch, params: dict[str, Any], *more: str) -> Seen:
     asked = setting(tmp, "training.max_steps=20", *more)
-    objective = EncoderObjective(asked.composed, "f1")
+    objective = Objective(asked.composed, "f1")
     composed = asked.compose(params)
     found = Seen(patch)
     number = len(list(tmp.glob("out-*")))
@@ -287,13 +287,13 @@ def test_the_test_is_looked_at_once_and_for_the_best_alone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     looked = []
-    final = EncoderObjective.final
+    final = Objective.final
 
     def counted(self: Any, composed: Any) -> Any:
         looked.append(composed.values()["training.learning_rate"])
         return final(self, composed)
 
-    monkeypatch.setattr(EncoderObjective, "final", counted)
+    monkeypatch.setattr(Objective, "final", counted)
     study, objective = opened(tmp_path, "hpo.trials=3")
     work(study.desk(), partial(run_trial, study, objective))
     assert looked == []
@@ -466,7 +466,7 @@ def test_data_is_prepared_once_for_trials_that_share_it(
     search(tmp_path, "hpo.trials=3")
     assert len(made) == 1
     asked = setting(tmp_path, "data.negative_ratio=1,2")
-    objective = EncoderObjective(asked.composed, "f1")
+    objective = Objective(asked.composed, "f1")
     made.clear()
     for ratio in (1, 2, 1, 2):
         composed = asked.compose({"data.negative_ratio": ratio})
@@ -513,7 +513,7 @@ def test_trials_that_differ_in_dropout_share_a_plan(
 
     monkeypatch.setattr(planner, "plan", noted)
     asked = setting(tmp_path)
-    objective = EncoderObjective(asked.composed, "f1")
+    objective = Objective(asked.composed, "f1")
     for dropout in (0.05, 0.21, 0.3):
         objective.plan(asked.compose({"model.head_dropout": dropout}))
     objective.plan(asked.compose({"model.head_dropout": 0.0}))
@@ -579,7 +579,7 @@ def test_text_classification_is_searched_too(tmp_path: Path):
             "hpo.trials=2",
         ],
     )
-    objective = EncoderObjective(asked.composed, "f1")
+    objective = Objective(asked.composed, "f1")
     study = open_study(asked, lambda: objective)
     assert work(study.desk(), partial(run_trial, study, objective)) == "done"
     best = ending.finish(study, lambda: objective)

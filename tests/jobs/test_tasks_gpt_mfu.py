@@ -16,8 +16,8 @@ from trainfit.core.records import Measurement
 from trainfit.engine.observers import Progress, TrainRow, Window, make_row
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find, gpus
+from trainfit.jobs import gpt as job
 from trainfit.jobs import gpt_flops, job_plan
-from trainfit.jobs import gpt_run as job
 from trainfit.jobs.gpt_result import iter_line, read_meter
 from trainfit.jobs.models.gpt_model import Gpt, gpt_shape
 

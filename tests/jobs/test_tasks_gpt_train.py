@@ -25,13 +25,12 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.token_files import open_tokens
 from trainfit.engine.observers import Observer
-from trainfit.jobs import gpt_setup as preparation
-from trainfit.jobs.encoder_run import Show
+from trainfit.jobs import gpt as preparation
+from trainfit.jobs.gpt import build, shape_of, train
 from trainfit.jobs.gpt_plan import CHUNK, FINE_CHUNK, decide
-from trainfit.jobs.gpt_run import train
-from trainfit.jobs.gpt_setup import build, shape_of
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.jobs.pretraining import GptTask, collate_blocks
+from trainfit.jobs.run import Show
 from trainfit.jobs.sampling import draw, open_writer
 from trainfit.packing import cut_step, ladder
 from trainfit.planning import planner
@@ -390,7 +389,7 @@ def test_what_blocks_hand_on_is_in_half_precision_with_bf16(
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from trainfit.jobs import job_plan
-    from trainfit.jobs.gpt_setup import build
+    from trainfit.jobs.gpt import build
 
     composed = compose(
         "gpt", gpt_words(tmp_path, f"model.half_stream={word}", "model.vocab_size=64")

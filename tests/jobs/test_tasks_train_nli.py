@@ -21,8 +21,8 @@ from trainfit.core.plan_records import Plan
 from trainfit.engine.observers import Observer
 from trainfit.jobs import frozen, nli
 from trainfit.jobs.configuration import configure, configured_by
-from trainfit.jobs.encoder_run import Show
 from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.planning import planner
 

@@ -30,13 +30,16 @@ config_option = click.option(
 def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.
 
-    TASK is nli, textclass or gpt. OVERRIDES are key=value words, such as hardware=gpu_4090
-    training.batch_size=20, and later ones win.
+    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words,
+    such as hardware=gpu_4090 training.batch_size=20, and later ones win.
     """
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
+    from trainfit.jobs.registry import check_job
     from trainfit.reports import terminal
 
+    if ":" in task:
+        check_job(task)
     composed = compose(task, with_file(task, config_file, overrides))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)

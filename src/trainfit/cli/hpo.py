@@ -28,7 +28,17 @@ _STORAGE = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="End with one JSON object.")
 
 
-@click.group()
+class _Jobs(click.Group):
+    """The built-in jobs as commands, and one for any module:Class."""
+
+    def get_command(self, context: click.Context, name: str) -> click.Command | None:
+        """Return the command of a job of the user's own by its name."""
+        if ":" in name:
+            return _task_command(name, f"Search the settings of {name}.")
+        return super().get_command(context, name)
+
+
+@click.group(cls=_Jobs)
 def command() -> None:
     """Search a job's settings over folds, with one worker or many.
 
@@ -57,9 +67,11 @@ def _search(
     from trainfit.hpo.final import finish, summarise
     from trainfit.hpo.studies import open_study
     from trainfit.hpo.study_settings import read_setting
+    from trainfit.jobs.registry import check_job
     from trainfit.reports import terminal
 
     begun = time.perf_counter()
+    check_job(task)
     overrides = with_file(task, config_file, overrides)
     setting = read_setting(task, overrides)
     objectives = _Objectives(setting)
@@ -89,13 +101,13 @@ class _Objectives:
 
     def get(self, share: float = 1.0) -> Objective:
         """The job with a share of the GPU's memory."""
-        from trainfit.hpo.objective import open_objective
+        from trainfit.hpo.objective import Objective
         from trainfit.reports import training_lines
 
         if share not in self._made:
             composed, metric = self._setting.composed, self._setting.hpo.metric
             show = training_lines.show(composed)
-            self._made[share] = open_objective(composed, metric, share=share, show=show)
+            self._made[share] = Objective(composed, metric, share=share, show=show)
         return self._made[share]
 
 

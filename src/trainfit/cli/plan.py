@@ -63,14 +63,15 @@ def command(
 ) -> None:
     """Every setting of a run with its reason, for this machine or any GPU.
 
-    TASK is nli, textclass or gpt. OVERRIDES are key=value words; what they set is honoured, and
-    the rest is planned around it. `hf`, `lightning`, `accelerate`, `hydra` and `shell` print the
-    plan for other programs.
+    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words;
+    what they set is honoured, and the rest is planned around it. `hf`, `lightning`,
+    `accelerate`, `hydra` and `shell` print the plan for other programs.
     """
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
     from trainfit.jobs import job_plan
+    from trainfit.jobs.registry import check_job
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -79,6 +80,7 @@ def command(
     form = "json" if as_json else form
     if plot is not None:
         check_plot(plot)
+    check_job(task)
     composed = compose(task, job_plan.with_model(with_file(task, config_file, overrides), model))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
@@ -87,7 +89,7 @@ def command(
             raise BadInput("--gpu all makes one table", "leave out --plot, --memory and --format")
         _compare(composed, watts, price, form)
         return
-    question = job_plan.question(composed, None, watts, price)
+    question = job_plan.asked_question(composed, watts, price)
     profile = job_plan.machine(composed, gpu)
     with terminal.busy("planning"):
         made = job_plan.answer(composed, question, profile, memory_gib=memory)

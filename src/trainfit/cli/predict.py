@@ -14,7 +14,8 @@ import click
 
 @click.command()
 @click.argument("run")
-@click.option("--text", help="A text to classify.")
+@click.option("--text", help="A text to classify; for a job of yours, an item as JSON or text.")
+@click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
 @click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")
 @click.option(
     "--file",
@@ -30,6 +31,7 @@ import click
 )
 def command(
     run: str,
+    folder: str | None,
     text: str | None,
     criterion: str | None,
     path: Path | None,
@@ -39,7 +41,7 @@ def command(
     """Probabilities from a trained model, for a text or a file.
 
     RUN is the folder of a finished run; one with folds answers with the mean of its models. An NLI
-    model answers for every criterion unless one is named.
+    model answers for every criterion unless one is named. RUN may be module:Class, a job of yours.
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
@@ -52,14 +54,31 @@ def command(
         raise BadInput(f"--output {output}", "end its name in .csv or .json")
     if output is not None:
         check_output(output)
-    folders = predict.exports_of(run_folder.find(run, Path("runs")))
+    place = run_folder.find(folder or run, Path("runs"))
     texts = [text] if text is not None else _read(path, text_column)
-    rows = predict.answer(folders, texts, criterion)
+    if ":" in run:
+        rows = _own(run, place, texts)
+    else:
+        rows = predict.answer(predict.exports_of(place), texts, criterion)
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return
     write_output(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
     click.echo(f"{len(rows)} rows in {output}")
+
+
+def _own(task: str, run: Path, texts: Sequence[str]) -> list[Any]:
+    """Answer by a job of the user's own, whose class the user named."""
+    from trainfit.jobs import own
+
+    return own.predict(task, run, [_item(text) for text in texts])
+
+
+def _item(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
 
 
 def _read(path: Path | None, column: str) -> list[str]:

@@ -14,12 +14,6 @@ from trainfit.cli.config import config_option
 if TYPE_CHECKING:
     from trainfit.conf import Composed
 
-JOBS = {
-    "nli": "trainfit.jobs.nli",
-    "textclass": "trainfit.jobs.textclass",
-    "gpt": "trainfit.jobs.gpt_run",
-}
-
 
 @click.command()
 @task_argument()
@@ -38,12 +32,14 @@ def command(
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
-    TASK is nli, textclass or gpt. OVERRIDES are key=value words, such as data.data_dir=FOLDER
-    cv.folds=5; `trainfit config TASK` shows the keys. Without data of yours a small model trains
-    on made-up data, or for gpt on the source of Python's standard library.
+    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words,
+    such as data.data_dir=FOLDER cv.folds=5; `trainfit config TASK` shows the keys. Without
+    data of yours a small model trains on synthetic data, or for gpt on the source of Python's
+    standard library.
     """
     from trainfit.cli.main import INTERRUPTED
     from trainfit.conf.starting import with_file
+    from trainfit.jobs.registry import check_job, job_module
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
@@ -60,22 +56,6 @@ def command(
     if result.status == "finished" and training_lines.is_first_rank():
         report_on(result.run, as_json)
     return INTERRUPTED if result.status == "stopped" else 0
-
-
-def check_job(task: str) -> None:
-    """Refuse what is none."""
-    from trainfit.core.errors import BadInput, did_you_mean
-
-    if task not in JOBS:
-        fix = did_you_mean(task, JOBS, f"the jobs are {', '.join(JOBS)}")
-        raise BadInput(f"unknown job {task!r}", fix)
-
-
-def job_module(task: str) -> Any:
-    """The module of a job, with its `prepare` and `train`."""
-    from importlib import import_module
-
-    return import_module(JOBS[task])
 
 
 def _composed(
@@ -112,13 +92,12 @@ def report_on(run: str, as_json: bool) -> None:
 
 def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     from trainfit.core import codec
-    from trainfit.jobs import encoder_setup
     from trainfit.jobs.job_plan import machine
+    from trainfit.jobs.run import make_plan
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
 
     profile = machine(composed)
-    make_plan = getattr(job, "make_plan", encoder_setup.make_plan)
     plan = make_plan(job.prepare(composed), profile)
     if as_json:
         data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}

@@ -48,13 +48,13 @@ def command(
 ) -> int:
     """Measure what is fastest on this machine, and keep it for train.
 
-    TASK is nli, textclass or gpt. OVERRIDES are key=value words; what they set is held fixed, and
-    the rest is tried. Trials run the job's own loop on made-up tokens of its lengths, in processes
-    of their own.
+    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words;
+    what they set is held fixed, and the rest is tried. Trials run the
+    job's own loop on synthetic tokens of its lengths, in processes of their own.
     """
-    from trainfit.cli.train import check_job
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
+    from trainfit.jobs.registry import check_job
 
     if ladder and batch_size_only:
         raise BadInput("--ladder and --batch-size-only are two questions", "give one of them")
@@ -72,19 +72,17 @@ def command(
 
 def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
     """The job as `train` would begin it: its own data decides the lengths."""
-    from trainfit.cli.train import job_module
-    from trainfit.jobs import encoder_setup, job_plan
+    from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import configure
+    from trainfit.jobs.registry import job_module
     from trainfit.reports import terminal
 
     composed = configure(task, words)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     profile = job_plan.machine(composed)
-    module = job_module(task)
-    tuned_job = getattr(module, "tuned_job", encoder_setup.tuned_job)
     with terminal.busy("preparing the data", quiet=quiet):
-        job: Job = tuned_job(module.prepare(composed), profile)
+        job: Job = job_module(task).prepare(composed).tuned_job(profile)
     return job
 
 
@@ -122,7 +120,7 @@ def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None)
             best,
             trial_task(job),
             job.profile,
-            title=f"{job.composed.task}, {job.composed.config.model.name}",
+            title=f"{job.composed.task}, {job.question.arguments['name']}",
             no_liger=job.question.no_liger,
             minutes=minutes,
             watch=lambda step: say(step_line(step)),

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
 GROUPS = ("hardware", "experiment")
+OWN = "own"
+"""Folder of the YAML files that jobs of the user's own share."""
 _LONGEST_WORD = 20_000
 
 
@@ -48,6 +50,45 @@ def flat_values(config: Config) -> dict[str, Any]:
     return dict(_flat(codec.encode(config)))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _OwnTask:
+    """What the class of a job of the user's own says about its configuration."""
+
+    defaults: Mapping[str, Any]
+    """By dotted key; `job` holds the fields of its Config."""
+    aliases: Mapping[str, str]
+    study: Mapping[str, Any]
+    """Fields of HpoConfig: the metric and the search space."""
+
+
+_own_tasks: dict[str, _OwnTask] = {}
+
+
+def register(
+    task: str,
+    schema: Any,
+    *,
+    defaults: Mapping[str, Any],
+    aliases: Mapping[str, str],
+    study: Mapping[str, Any],
+) -> None:
+    """Make the configuration of a job of the user's own known under the name `task`."""
+    SCHEMAS[task] = schema
+    _own_tasks[task] = _OwnTask(defaults=defaults, aliases=aliases, study=study)
+    keys.cache_clear()
+
+
+def study_of(task: str) -> Mapping[str, Any]:
+    """Return what a job of the user's own says about its studies; nothing for a built-in one."""
+    return _own_tasks[task].study if task in _own_tasks else {}
+
+
+def key_for(task: str, written: str) -> str | None:
+    """Return the key that a spelling means in a task's configuration; None for an unknown one."""
+    aliases = _own_tasks[task].aliases if task in _own_tasks else {}
+    return aliases.get(written) or canonical_key(written, keys(task))
+
+
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """The configuration of a task, or one error that lists every mistake in the overrides."""
     schema = schema_of(task)
@@ -55,6 +96,8 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
     data = deepcopy(shipped)
+    for key, value in _own_tasks[task].defaults.items() if task in _own_tasks else ():
+        _put(data, key, value)
     for key, item in settled.items():
         _put(data, key, item.value)
     problems += contradictions
@@ -136,7 +179,7 @@ def schema_of(task: str) -> type[Config]:
 
 def task_folder(task: str) -> Path:
     """Where a task's YAML files are."""
-    return Path(str(resources.files("trainfit.conf"))) / task
+    return Path(str(resources.files("trainfit.conf"))) / (OWN if task in _own_tasks else task)
 
 
 def _parse(
@@ -218,7 +261,7 @@ def _choice(task: str, group: str, value: Any) -> str:
 
 
 def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
-    key = canonical_key(written, keys(task))
+    key = key_for(task, written)
     if key is None:
         near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
         listed = f"`trainfit config {task}` shows the keys"

@@ -310,6 +310,20 @@ class GptConfig:
     optimization: Optimization
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnConfig:
+    """`trainfit … module:Class`; the fields of the job's own Config stand beside these as `job`."""
+
+    seed: Seed
+    runs_dir: Place
+    """The folder that run folders are made in."""
+    tracking: Tracking
+    tune: Tuning
+    device: Device
+    training: Training
+    optimization: Optimization
+
+
 Config = NliConfig | TextclassConfig | GptConfig
 SCHEMAS: dict[str, type[Config]] = {
     "nli": NliConfig,

@@ -14,8 +14,16 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from trainfit.conf.aliases import canonical_key
-from trainfit.conf.composition import as_word, key_type, keys, parse_word, schema_of, task_folder
+from trainfit.conf.composition import (
+    as_word,
+    key_for,
+    key_type,
+    keys,
+    parse_word,
+    schema_of,
+    study_of,
+    task_folder,
+)
 from trainfit.conf.schema import Name, Share, Steps
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range
@@ -102,14 +110,21 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
     schema_of(task)
     chosen, settings, sweeps, job, problems = _sorted_words(task, words)
     try:
-        hpo = codec.decode(HpoConfig, _shipped(task, chosen or otherwise) | settings, "hpo")
+        hpo = codec.decode(
+            HpoConfig, _shipped(task, chosen or otherwise) | dict(study_of(task)) | settings, "hpo"
+        )
     except BadInput as error:
         raise BadConfig([*problems, *getattr(error, "problems", (error,))]) from None
-    fixed = {canonical_key(word.partition("=")[0], keys(task)) for word in job}
+    fixed = {key_for(task, word.partition("=")[0]) for word in job}
     space = {k: d for k, d in hpo.space.items() if k not in fixed} | sweeps
     problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
     if not space:
-        problems.append(BadInput("the search space is empty", "leave some keys to be searched"))
+        problems.append(
+            BadInput(
+                "the search space is empty",
+                "leave some keys to be searched, or mark fields with trainfit.tunable",
+            )
+        )
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
     first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]
@@ -141,7 +156,7 @@ def _sorted_words(
             elif written.startswith("hpo."):
                 _set(settings, written.removeprefix("hpo."), override.value())
             elif override.is_sweep_override():
-                key = canonical_key(written, keys(task)) or written
+                key = key_for(task, written) or written
                 sweeps[key] = _swept(override.value(), word)
             else:
                 job.append(word)

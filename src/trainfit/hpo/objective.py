@@ -1,37 +1,70 @@
-"""What a study asks of a job: its plan, a fold's training, and the final model."""
+"""A job as a study sees it: its plan, a fold's training, and the final model.
+
+Data is read once for all trials that share it, and a frozen encoder runs once. A fold's own part
+chooses the epoch and gives the value. The held-out test is in none of them; the
+final model alone meets it. A job without a test set is scored on its validation data.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.engine.observers import Observer
+from trainfit.jobs import job_plan, registry
+from trainfit.jobs.job import less_is_better
+from trainfit.jobs.run import Prepared, Show, compare_run
 
-MINIMISED = ("loss", "val_loss")
-"""Metrics of which less is better."""
+_NOT_DATA = ("training.", "optimization.", "device.", "model.", "runs_dir", "tracking", "tune")
+_OF_THE_MODEL = ("model.name", "model.weights")
+"""Keys of `model.` that decide the tokens; others may differ between trials that share data."""
+_CACHED = 2
+"""Prepared data sets in memory, where the study searches over settings of the data."""
 
 
-class Objective(Protocol):
-    """A job as a study sees it. One is made per process and keeps the data between trials."""
+class Objective:
+    """A job in a study. One is made per process and keeps the data between trials."""
 
-    metrics: tuple[str, ...]
-    """What an evaluation gives."""
+    def __init__(
+        self, composed: Composed, metric: str, *, share: float = 1.0, show: Show | None = None
+    ) -> None:
+        """`composed` is the configuration that the trials vary; `show` is for the final model.
+
+        `share` is the part of the GPU's memory that a trial may take.
+        """
+        self._job = registry.job_module(composed.task)
+        self._base, self._metric, self._share, self._show = composed, metric, share, show
+        self._profile = job_plan.machine(composed)
+        self._cache: dict[str, Prepared] = {}
+        self._greater = is_greater_better(metric, composed.task)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics that an evaluation gives."""
+        found: tuple[str, ...] = self._prepare(self._base).metrics
+        return found
 
     @property
     def folds(self) -> int:
-        """How many there are; 1 without cross-validation."""
+        """Number of folds; 1 without cross-validation."""
+        return self._prepare(self._base).folds
 
     @property
     def sequences(self) -> int:
-        """Of the first fold's training part."""
+        """Number of training sequences of the first fold."""
+        return self._prepare(self._base).sequences
 
     def plan(self, composed: Composed) -> Plan:
-        """The plan of a configuration, which may say that it does not fit."""
+        """Return the plan of a configuration, cached for all that take the same memory."""
+        job = self._prepare(composed).typical().tuned_job(self._profile)
+        room = room_on(self._profile, self._share)
+        return job_plan.answer(composed, job.question, self._profile, memory_gib=room)
 
     def train(
         self,
@@ -42,38 +75,56 @@ class Objective(Protocol):
         observers: Sequence[Observer],
     ) -> RunResult:
         """Train a fold for its validation score, and keep nothing of it but its log."""
+        return compare_run(
+            self._prepare(composed),
+            plan,
+            self._profile,
+            fold,
+            folder,
+            observers,
+            metric=self._metric,
+            greater_is_better=self._greater,
+        )
 
     def final(self, composed: Composed) -> tuple[str, dict[str, float]]:
-        """Train the model to keep; returns its run folder and its scores on the held-out test."""
+        """Train the model to keep; return its run folder and its scores on the held-out test."""
+        config: Any = composed.config
+        if hasattr(config, "cv"):
+            config = replace(config, cv=replace(config.cv, folds=None))
+        result = self._job.train(replace(composed, config=config), self._show)
+        if result.status == "stopped":
+            return result.run, {}
+        return result.run, {n: v for n, v in result.metrics.items() if isinstance(v, float)}
+
+    def _prepare(self, composed: Composed) -> Prepared:
+        values = composed.values()
+        key = repr(
+            [v for k, v in values.items() if k in _OF_THE_MODEL or not k.startswith(_NOT_DATA)]
+        )
+        found: Prepared = (
+            self._cache.pop(key)
+            if key in self._cache
+            else self._job.prepare(composed, nested=False)
+        )
+        self._cache = dict(list(self._cache.items())[1 - _CACHED :]) | {key: found}
+        return found.configured(composed)
 
 
-def is_greater_better(metric: str) -> bool:
-    """Whether a study looks for the largest value."""
-    return metric not in MINIMISED
+def is_greater_better(metric: str, task: str = "") -> bool:
+    """Tell whether a study looks for the largest value of a metric."""
+    own = registry.direction(task, metric) if registry.is_own(task) else None
+    return not less_is_better(metric) if own is None else own
 
 
 def room_on(profile: HardwareProfile, share: float) -> float | None:
-    """GiB of the GPU that a share of it is; None: all of it, or there is none."""
+    """Return the GiB that a share of the GPU is; None for all of it, or without a GPU."""
     if share == 1.0 or not profile.gpus:
         return None
     return share * profile.gpus[0].memory_gib
 
 
 def check_metric(metric: str, objective: Objective) -> None:
-    """Refuse a metric that no evaluation gives, before the first one."""
+    """Raise BadInput for a metric that no evaluation gives, before the first one."""
     if metric not in objective.metrics:
         listed = f"use one of {', '.join(objective.metrics)}"
         raise BadInput(f"hpo.metric is {metric!r}", did_you_mean(metric, objective.metrics, listed))
-
-
-def open_objective(
-    composed: Composed, metric: str, *, share: float = 1.0, show: Any = None
-) -> Objective:
-    """The job of a configuration; `share` is what it may take of the GPU's memory."""
-    if composed.task == "gpt":
-        from trainfit.hpo.gpt_objective import GptObjective
-
-        return GptObjective(composed, metric, share=share, show=show)
-    from trainfit.hpo.encoder_objective import EncoderObjective
-
-    return EncoderObjective(composed, metric, share=share, show=show)

@@ -72,7 +72,7 @@ def _run(
     reporter = Reporter(
         trial,
         metric,
-        greater=is_greater_better(metric),
+        greater=is_greater_better(metric, open_study.setting.task),
         by_fold=setting.hpo.pruner == "wilcoxon",
         folds=open_study.folds,
         steps=open_study.steps,

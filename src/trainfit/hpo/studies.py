@@ -171,7 +171,7 @@ def _make(database: Database, setting: StudySettings, objective: Objective) -> d
     study = optuna.create_study(
         storage=database.storage,
         study_name=setting.name,
-        direction="maximize" if is_greater_better(hpo.metric) else "minimize",
+        direction="maximize" if is_greater_better(hpo.metric, setting.task) else "minimize",
         load_if_exists=True,
     )
     if not study.get_trials(deepcopy=False):  # else someone died between this line and the next

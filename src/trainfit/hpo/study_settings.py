@@ -51,7 +51,7 @@ class StudySettings:
         """The configured values by key, with the effective batch as a number."""
         from trainfit.jobs import job_plan
 
-        batch = job_plan.question(self.composed).workload.effective_batch_size
+        batch = job_plan.effective_batch(self.composed)
         return self.composed.values() | {BATCH: batch}
 
     @property
@@ -71,7 +71,7 @@ class StudySettings:
         if self.hpo.study is not None:
             return self.hpo.study
         text = json.dumps(codec.encode(self.identity), sort_keys=True)
-        return f"{self.task}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
+        return f"{self.task.rpartition(':')[2]}-{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     @property
     def storage(self) -> str:
@@ -97,7 +97,7 @@ def read_setting(task: str, words: Sequence[str]) -> StudySettings:
     """What the words of a command ask for, or one error with every mistake in them."""
     asked = compose_study(task, words)
     composed = configure(task, asked.job)
-    if composed.origins["model.name"] == f"experiment {task}_embedded":
+    if composed.origins.get("model.name") == f"experiment {task}_embedded":
         asked = compose_study(task, words, "embedded")
         composed = configure(task, asked.job)
     typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")

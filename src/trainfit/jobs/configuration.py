@@ -15,6 +15,7 @@ from trainfit.core.errors import BadInput, reason
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.models.classifier_settings import Weights
+from trainfit.jobs.registry import is_own
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -32,7 +33,7 @@ _MOST_WORDS = 8192
 def configure(task: str, overrides: Sequence[str]) -> Composed:
     """The job's configuration; where neither data nor a model is named, that of the small one."""
     composed = _filled(task, overrides)
-    model = composed.config.model
+    model = getattr(composed.config, "model", None)
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
         return composed
     if model.weights != "random":
@@ -54,7 +55,7 @@ def _lacks_tokenizer(folder: Path) -> bool:
 
 def _filled(task: str, overrides: Sequence[str]) -> Composed:
     composed = compose(task, overrides)
-    if not made_up(composed) or composed.origins["model.name"] != "default":
+    if is_own(task) or not made_up(composed) or composed.origins["model.name"] != "default":
         return composed
     name = f"{task}_embedded"
     free = {

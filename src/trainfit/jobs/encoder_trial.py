@@ -15,7 +15,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.jobs import job_plan
 from trainfit.jobs.classification import ClassifierTask
-from trainfit.jobs.encoder_setup import loop_settings, model_decisions
+from trainfit.jobs.encoder import encoder_settings, model_decisions
 from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.placement import on_device
@@ -46,7 +46,7 @@ def encoder_trial(
         effective_batch=plan.effective_batch_size,
         seed=asked.seed,
     )
-    loop = loop_settings(asked, plan, tokens.lengths, device=device, ranks=1, seed=asked.seed)
+    loop = encoder_settings(asked, plan, tokens.lengths, device=device, ranks=1, seed=asked.seed)
     return Setup(made, loop, job_plan.runtime_settings(asked, plan))
 
 

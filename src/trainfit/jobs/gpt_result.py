@@ -69,6 +69,11 @@ class GptResult(Record):
     spent: Spent
     events: tuple[Event, ...]
 
+    @property
+    def metrics(self) -> dict[str, float]:
+        """The validation loss, by its name."""
+        return {} if self.val_loss is None else {"val_loss": self.val_loss}
+
 
 _NEEDED = (
     "compute_seconds",

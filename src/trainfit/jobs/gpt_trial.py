@@ -11,7 +11,7 @@ from trainfit.core import codec
 from trainfit.core.plan_records import Plan
 from trainfit.jobs import job_plan
 from trainfit.jobs.encoder_trial import one_rank
-from trainfit.jobs.gpt_setup import build, loop_settings, shape_of
+from trainfit.jobs.gpt import build, gpt_settings, shape_of
 from trainfit.jobs.placement import on_device
 from trainfit.jobs.pretraining import GptTask
 from trainfit.tuning.trial import Setup
@@ -46,5 +46,5 @@ def gpt_trial(
         effective_batch=plan.effective_batch_size,
         seed=asked.seed,
     )
-    loop = loop_settings(asked, plan, device=device, ranks=1)
+    loop = gpt_settings(asked, plan, device=device, ranks=1)
     return Setup(made, loop, job_plan.runtime_settings(asked, plan))

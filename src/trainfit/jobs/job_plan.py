@@ -34,6 +34,8 @@ from trainfit.planning.question import Pin, Question, lacks
 
 _BATCHES = {"nli": 16, "textclass": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
+_OWN_BATCH = 32
+"""Samples per optimizer step of a job of the user's own that says nothing about it."""
 _ANYWHERE = ("auto", "cpu", "conservative")
 """Presets that do not ask for a GPU."""
 _OWN_ATTENTION = ("deberta", "deberta-v2")
@@ -65,8 +67,14 @@ def plan(
     `overrides` are key=value words as on the command line. `lengths` are the tokens of each
     training sequence, where they are known; else the documents' data is assumed.
     """
+    from trainfit.jobs.registry import check_job
+
+    check_job(task)
     composed = compose(task, with_model(overrides, model))
-    asked = question(composed, lengths, watts, price_per_hour)
+    if task in _FACTORIES:
+        asked = question(composed, lengths, watts, price_per_hour)
+    else:
+        asked = asked_question(composed, watts, price_per_hour)
     profile = machine(composed, gpu)
     return answer(composed, asked, profile, memory_gib=memory_gib)
 
@@ -87,6 +95,8 @@ def answer(
     def make(one: Question) -> Plan:
         return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
 
+    if composed.task not in _FACTORIES:  # a job of the user's own
+        return make(asked)
     if composed.task == "gpt":
         return decide(composed, asked, make, gpu=bool(profile.gpus))
     return freezing.decide(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
@@ -114,7 +124,9 @@ def plan_all(
     def make(one: Question, slugs: list[str]) -> dict[str, Plan]:
         return dict(planner.compare(one, [specs[slug] for slug in slugs]))
 
-    asked = question(composed, None, watts, price_per_hour)
+    asked = asked_question(composed, watts, price_per_hour)
+    if composed.task not in _FACTORIES:
+        return list(make(asked, list(specs)).items())
     return list(freezing.decide(composed, asked, make, list(specs)).items())
 
 
@@ -168,7 +180,7 @@ def question(
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         workload=_workload(composed, lengths),
         quick={} if causal else {"overrides": _FEW_TOKENS},
-        pins=_pins(composed),
+        pins=configured_pins(composed),
         default_batch=_BATCHES[composed.task],
         unpackable=facts.unpackable,
         own_attention=facts.own_attention,
@@ -178,6 +190,26 @@ def question(
         watts=watts,
         price_per_hour=price_per_hour,
     )
+
+
+def asked_question(
+    composed: Composed, watts: float | None = None, price_per_hour: float | None = None
+) -> Question:
+    """Return the planner's question of any job; the data of one of the user's own is read."""
+    if composed.task in _FACTORIES:
+        return question(composed, None, watts, price_per_hour)
+    from trainfit.jobs.registry import job_module
+
+    made: Question = job_module(composed.task).prepare(composed).question()
+    return replace(made, watts=watts, price_per_hour=price_per_hour)
+
+
+def effective_batch(composed: Composed) -> int:
+    """Return the sequences per optimizer step, without reading the data of a job."""
+    if composed.task in _FACTORIES:
+        return question(composed).workload.effective_batch_size
+    pin = configured_pins(composed).get("effective_batch_size")
+    return _OWN_BATCH if pin is None else int(str(pin.value))
 
 
 def runtime_settings(config: Config, plan: Plan) -> RuntimeSettings:
@@ -210,7 +242,8 @@ def _method(model: Any) -> Any:
     return "frozen" if model.freeze_encoder is True else model.method
 
 
-def _pins(composed: Composed) -> dict[str, Pin]:
+def configured_pins(composed: Composed) -> dict[str, Pin]:
+    """Return the settings that the configuration decides, with where each value came from."""
     values = composed.values()
     return {
         row.name: Pin(value=row.to_plan(values[row.key]), origin=composed.origins[row.key])

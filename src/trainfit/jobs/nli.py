@@ -13,12 +13,12 @@ from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
 from trainfit.data.pairs import nli_dataset, split_corpus, tokenize_corpus
 from trainfit.data.redsm5 import CRITERIA, Corpus, read_redsm5
 from trainfit.data.synthetic import make_corpus
-from trainfit.jobs import encoder_run, job_plan
 from trainfit.jobs.baselines import majority_baseline, tfidf_baseline
 from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
-from trainfit.jobs.encoder_setup import Prepared
+from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
 
 CLASSES = 2
@@ -34,15 +34,13 @@ def build_model(model: EncoderModel, **decided: Any) -> EncoderClassifier:
     return build_classifier(settings_from(model, classes=CLASSES, **decided))
 
 
-def train(
-    composed: Composed, show: encoder_run.Show | None = None, *, resume: Path | None = None
-) -> JobResult:
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
     """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    profile = job_plan.machine(composed)
-    return encoder_run.run(prepare(composed), profile, show, resume=resume)
+    result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
+    return result
 
 
-def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     """The pairs, tokenised, in a split or in folds; `nested` as in split_parts."""
     config = composed.config
     assert isinstance(config, NliConfig)
@@ -69,14 +67,14 @@ def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
         return {"majority_f1": majority.overall.f1, "bag_of_words_f1": words.overall.f1}
 
     codes = [criterion.code for criterion in CRITERIA]
-    return Prepared(
+    return PreparedEncoder(
         composed=composed,
         chosen=chosen,
         datasets=tuple(datasets),
         ids=tuple([corpus.ids[post] for post in corpus.post_of[part.test]] for part in parts),
         build=build_model,
         baselines=baselines,
-        facts={"criteria": dict(zip(codes, corpus.criteria, strict=True))},
+        use={"criteria": dict(zip(codes, corpus.criteria, strict=True))},
     )
 
 

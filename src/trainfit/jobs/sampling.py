@@ -19,7 +19,7 @@ from trainfit.engine import checkpoint
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.jobs import exports
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.gpt_setup import build
+from trainfit.jobs.gpt import build
 from trainfit.jobs.models.gpt_model import Gpt
 
 if TYPE_CHECKING:

@@ -13,12 +13,12 @@ from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.synthetic import CLASSES, make_texts
 from trainfit.data.text_files import Columns, check_file, read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
-from trainfit.jobs import encoder_run, job_plan
 from trainfit.jobs.baselines import text_baselines
 from trainfit.jobs.configuration import Chosen, choose_weights, least_occurrences, made_up
-from trainfit.jobs.encoder_setup import Prepared
+from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
 
 
@@ -35,15 +35,13 @@ _LEARN_FROM = 100_000
 """Texts that a tokenizer is learned from, at most."""
 
 
-def train(
-    composed: Composed, show: encoder_run.Show | None = None, *, resume: Path | None = None
-) -> JobResult:
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
     """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    profile = job_plan.machine(composed)
-    return encoder_run.run(prepare(composed), profile, show, resume=resume)
+    result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
+    return result
 
 
-def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
+def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     """The texts, tokenised, in a split or in folds; `nested` as for NLI."""
     config = composed.config
     assert isinstance(config, TextclassConfig)
@@ -59,7 +57,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> Prepared:
     datasets = whole if plain else _nested(whole, config)
     classes = len(datasets[0].metadata["classes"])
     rows = _row_numbers(whole)
-    return Prepared(
+    return PreparedEncoder(
         composed=composed,
         chosen=chosen,
         datasets=datasets,

@@ -28,6 +28,7 @@ FACTORIES = {
     "textclass": "trainfit.jobs.encoder_trial:encoder_trial",
     "gpt": "trainfit.jobs.gpt_trial:gpt_trial",
 }
+OWN_TRIAL = "trainfit.jobs.own:own_trial"
 _MOST_LENGTHS = 1 << 14
 """Sequences of a trial: they are drawn evenly from those of the data where there are more."""
 _MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
@@ -86,7 +87,7 @@ def trial_task(job: Job) -> TaskSpec:
         "lengths": lengths[:: max(1, len(lengths) // _MOST_LENGTHS)],
         "device": job.profile.device,
     }
-    return TaskSpec(factory=FACTORIES[job.composed.task], arguments=arguments)
+    return TaskSpec(factory=FACTORIES.get(job.composed.task, OWN_TRIAL), arguments=arguments)
 
 
 # ── what train makes of it ────────────────────────────────────────────────────────────────────

@@ -23,10 +23,10 @@ from trainfit.core.records import Event, RunResult
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.trackers import check_installed, gpu_trackers, open_trackers
 from trainfit.hardware.catalogue import find
-from trainfit.jobs.encoder_run import Show
 from trainfit.jobs.gpt_flops import targets
 from trainfit.jobs.gpt_result import GptResult, iter_line
 from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
@@ -228,7 +228,7 @@ def bar_numbers(row: TrainRow) -> str:
 # ── the end ───────────────────────────────────────────────────────────────────────────────────
 
 
-def end(result: JobResult | GptResult, *, as_json: bool) -> None:
+def end(result: Any, *, as_json: bool) -> None:
     """Print the result of a job."""
     if not is_first_rank():
         return
@@ -242,8 +242,22 @@ def end(result: JobResult | GptResult, *, as_json: bool) -> None:
             soft_wrap=True,
         )
         return
-    page = result_page(result) if isinstance(result, JobResult) else gpt_page(result)
+    pages: dict[type, Callable[[Any], RenderableType]] = {
+        JobResult: result_page,
+        GptResult: gpt_page,
+    }
+    page = pages.get(type(result), own_page)(result)
     console.print(page, soft_wrap=not isinstance(result, JobResult))
+
+
+def own_page(result: Any) -> RenderableType:
+    """The figures of a job of the user's own, its metric first."""
+    table = Table("figure", "held out", box=None, header_style="bold", pad_edge=False)
+    first = [result.metric, *(name for name in result.metrics if name != result.metric)]
+    for name in first:
+        table.add_row(name, f"{result.metrics[name]:.4f}")
+    ended = f"{duration(result.seconds)} of training; run folder {result.run}"
+    return Group(table, Text(ended))
 
 
 def result_page(result: JobResult) -> RenderableType:

@@ -64,7 +64,9 @@ def _make(folder: Path) -> Path | None:
 
 
 def find(run: str | Path, root: Path) -> Path:
-    """Find the folder of a run by its path or by its name under `root`."""
+    """Find a run's folder by its path, its name under `root`, or as the newest of a job."""
+    if ":" in str(run):
+        return newest_of(str(run), root)
     for folder in (Path(run), root / run):
         if is_file(folder / _IDENTITY):
             return folder
@@ -73,6 +75,22 @@ def find(run: str | Path, root: Path) -> Path:
         f"there is no run {str(run)!r}",
         did_you_mean(str(run), names, f"give the folder of a run, as under {root}"),
     )
+
+
+def newest_of(task: str, root: Path) -> Path:
+    """Return the newest run of a job of the user's own, or raise BadInput where there is none."""
+    found = [path.parent for path in root.glob(f"{task.rpartition(':')[2]}-*/{_IDENTITY}")]
+    runs = [run for run in found if _task_of(run) == task]
+    if not runs:
+        raise BadInput(f"there is no run of {task} in {root}", f"train it: trainfit train {task}")
+    return max(runs, key=lambda run: (run / _IDENTITY).stat().st_mtime)
+
+
+def _task_of(run: Path) -> str | None:
+    try:
+        return str(codec.read_object(run / "config.json").get("task"))
+    except (OSError, ValueError):
+        return None
 
 
 def identity(run: Path) -> str:

@@ -1,0 +1,397 @@
+"""NLI and text classification: an encoder with a head, trained in a split or in folds.
+
+    RUN/predictions.csv, scores.json, export/    on what was held out; the model
+    RUN/results.json                             of the whole job
+
+Under cross-validation each fold has these in a folder of its own, RUN/fold-1 and so on. A fold is
+done when its scores are written, so a job that was killed goes on where it was.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from trainfit.conf import Composed, GptConfig, NliConfig, TextclassConfig
+from trainfit.core.errors import BadInput
+from trainfit.core.files import write_whole
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile, RunResult
+from trainfit.data.tokens import Dataset, Tokens
+from trainfit.engine.recovery import Parts
+from trainfit.engine.saved_state import find_nonfinite
+from trainfit.engine.settings import LoopSettings
+from trainfit.engine.setup import describe
+from trainfit.jobs import exports, flops, job_plan, scores, tuned_plans
+from trainfit.jobs.classification import ClassifierTask, Probabilities
+from trainfit.jobs.configuration import Chosen
+from trainfit.jobs.frozen import FrozenTask, Head, SharedFeatures
+from trainfit.jobs.models.backbone import Traits, packed_obstacle
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.placement import birthplace, on_device
+from trainfit.jobs.predict import pool_within, predict_within
+from trainfit.jobs.run import Run, loop_settings
+from trainfit.jobs.scores import FoldScores, JobResult
+from trainfit.packing import PackedCut, ladder
+from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
+
+if TYPE_CHECKING:
+    from trainfit.jobs.configuration import EncoderConfig
+
+METRIC = "f1"
+"""Of the positive class, on the validation part: what the best checkpoint is chosen by."""
+_DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
+_SOME = 0.1
+"""A step takes the same memory and time whatever the dropout is, as long as there is some."""
+_SLACK = 1.02
+"""The plan's budget was fitted to one fold's lengths, and another fold's differ by so much."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedEncoder:
+    """A classification job: its data in folds, its model, and what it is compared with."""
+
+    composed: Composed
+    chosen: Chosen
+    datasets: tuple[Dataset, ...]
+    """One, or one for each fold; `test` is what its score is taken on, and nothing else."""
+    ids: tuple[Sequence[str], ...]
+    """Identifiers of what is in each `test`."""
+    build: Callable[..., EncoderClassifier]
+    """The model of the configuration, with what the plan decided."""
+    baselines: Callable[[int], dict[str, float]]
+    """The F1 of what the model of a fold must beat."""
+    use: dict[str, Any] = field(default_factory=dict)
+    """Facts that are needed to use the exported model."""
+    features: SharedFeatures = field(default_factory=SharedFeatures)
+    """Outputs of a frozen encoder, computed once for all folds and trials."""
+
+    @property
+    def config(self) -> EncoderConfig:
+        """The configuration of the job."""
+        config = self.composed.config
+        assert not isinstance(config, GptConfig)
+        return config
+
+    @property
+    def cross_validated(self) -> bool:
+        """True where there are folds."""
+        return self.config.cv.folds is not None
+
+    metrics = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc", "loss")
+
+    @property
+    def folds(self) -> int:
+        """Number of folds; 1 without cross-validation."""
+        return len(self.datasets)
+
+    @property
+    def sequences(self) -> int:
+        """Number of training sequences of the first fold."""
+        return len(self.datasets[0].train)
+
+    def configured(self, composed: Composed) -> PreparedEncoder:
+        """Return the job on the same data with another configuration."""
+        return replace(self, composed=composed)
+
+    def typical(self) -> PreparedEncoder:
+        """Return the job with one dropout for all: trials that differ in it share a plan."""
+        config: Any = self.config
+        some = {name: _SOME for name in _DROPOUTS if getattr(config.model, name)}
+        config = replace(config, model=replace(config.model, **some))
+        return replace(self, composed=replace(self.composed, config=config))
+
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+        """Return the question of the planner and the tuner, about the data's real lengths."""
+        _check_vocabulary(self)
+        lengths = self.datasets[0].train.lengths.tolist()
+        question = job_plan.question(self.composed, lengths)
+        return tuned_plans.Job(
+            composed=self.composed, question=question, profile=profile, ranks=ranks
+        )
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the data for data.json without a text."""
+        return {
+            "checksum": scores.checksum(self.datasets),
+            "folds": [dataset.metadata for dataset in self.datasets],
+        }
+
+    def files(self) -> Mapping[str, Path]:
+        """Name no files: the tokenizer is in the export."""
+        return {}
+
+    def task(self, fold: int, plan: Plan, device: torch.device) -> ClassifierTask:
+        """Return what the loop trains."""
+        dataset, config = self.datasets[fold], self.config
+        weights = dataset.metadata["class_weights"] if config.data.class_weights else None
+        iterations = config.training.eval_iters
+        validation = dataset.validation
+        if iterations is not None:
+            most = iterations * plan.eval_batch_size
+            chosen = np.random.default_rng(config.seed).permutation(len(validation))[:most]
+            validation = validation.subset(np.sort(chosen))
+        options: dict[str, Any] = {
+            "effective_batch": plan.effective_batch_size,
+            "seed": config.seed + fold,
+            "class_weights": weights,
+            "pad_id": self.chosen.pad_id,
+        }
+        build = partial(_build, self, plan, device)
+        if plan.workload.method == "frozen":
+            pool = partial(self._pool, fold, plan, device)
+            return FrozenTask(build, dataset.train, validation, pool=pool, **options)
+        return ClassifierTask(build, dataset.train, validation, **options)
+
+    def _pool(
+        self,
+        fold: int,
+        plan: Plan,
+        device: torch.device,
+        model: EncoderClassifier,
+        tokens: Tokens,
+    ) -> Probabilities:
+        """Run the frozen encoder over tokens, once."""
+        asked, chosen = self.config.model, self.chosen
+        random = self.config.seed + fold if chosen.weights == "random" else None
+        how = (asked.pooling, asked.pool_tokens, plan.precision, plan.weights_dtype)
+
+        def compute(missing: Tokens) -> Probabilities:
+            return pool_within(
+                model.to(device).eval(),
+                missing,
+                plan.eval_batch_size,
+                pad_id=chosen.pad_id,
+                precision=plan.precision,
+            )
+
+        return self.features.of(tokens, (asked.name, random, *how), compute)
+
+    def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
+        """Return the settings of a fold."""
+        lengths, seed = self.datasets[fold].train.lengths, self.config.seed + fold
+        return encoder_settings(
+            self.config, plan, lengths, device=device.type, ranks=ranks, seed=seed
+        )
+
+    def extras(self, run: Run) -> dict[str, Any]:
+        """Return the first lines of the log and the FLOP count."""
+        frozen = run.plan.workload.method == "frozen"  # most of its work is done beforehand
+        return {
+            "ideal_seconds": None if frozen else flops.ideal_seconds(run.plan),
+            "opening": lambda parts: opening(parts, run.plan),
+        }
+
+    def judge(self, run: Run, resume: bool) -> JobResult:
+        """Train and judge every fold, and summarise them."""
+        finished: list[FoldScores] = []
+        for number in range(len(self.datasets)):
+            scored = self._fold(run, number, resume)
+            if scored is None:
+                break
+            finished.append(scored)
+        return self._end(run, finished, stopped=len(finished) < len(self.datasets))
+
+    def _fold(self, run: Run, number: int, resume: bool) -> FoldScores | None:
+        """Train and judge a fold, unless it is done; None where someone asked to stop."""
+        folder, title = run.folder, ""
+        if self.cross_validated:
+            folder = run.folder / f"fold-{number + 1}"
+            title = f"fold {number + 1} of {len(self.datasets)}"
+        if (folder / "scores.json").is_file():
+            return FoldScores.load(folder / "scores.json")
+        result = run.train(number, folder, title, resume=resume and folder.is_dir())
+        if result.status == "stopped":
+            return None
+        return self._judge(run, number, folder, title, result)
+
+    def _judge(
+        self, run: Run, number: int, folder: Path, title: str, result: RunResult
+    ) -> FoldScores:
+        """Score the best weights on what was held out, and export them."""
+        dataset, plan = self.datasets[number], run.plan
+        model = run.best_model(partial(_build, self, plan, run.device), folder, number)
+        assert isinstance(model, EncoderClassifier)
+        found, size = predict_within(
+            model,
+            dataset.test,
+            plan.eval_batch_size,
+            pad_id=self.chosen.pad_id,
+            precision=plan.precision,
+        )
+        criteria = dataset.metadata.get("criteria")
+        judged = scores.judge(dataset, found, result, number + 1, criteria=criteria)
+        if not run.world.first:
+            return judged
+        with run.show.busy("writing the model"):
+            facts = self._export_facts(size)
+            exports.write_classifier(folder / "export", model, self.chosen.tokenizer, facts)
+        rows = scores.rows(self.ids[number], dataset, found, number + 1)
+        write_whole(folder / "predictions.csv", scores.as_csv(rows), parents=False)
+        judged.save(folder / "scores.json", parents=False)
+        if self.cross_validated:
+            with closing(Journal(run.folder)) as journal:
+                journal.row("fold", {"step": judged.fold, **judged.overall.scalars()})
+                journal.line(f"{title}: held-out f1 {judged.overall.f1:.4f}")
+            # The weights are in the export; five folds' optimizer states would fill a disk.
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        return judged
+
+    def _export_facts(self, eval_batch_size: int) -> dict[str, Any]:
+        return {
+            "task": self.composed.task,
+            "classes": self.datasets[0].metadata["classes"],
+            "max_length": self.config.data.max_length,
+            "pad_id": self.chosen.pad_id,
+            "eval_batch_size": eval_batch_size,
+            **self.use,
+        }
+
+    def _end(self, run: Run, folds: Sequence[FoldScores], *, stopped: bool) -> JobResult:
+        """Summarise the job, with its baselines once it is finished."""
+        baselines: Mapping[str, float] = {}
+        if not stopped and run.world.first and self.config.baselines:
+            with run.show.busy("scoring the baselines"):
+                each = [self.baselines(number) for number in range(len(self.datasets))]
+            baselines = {name: float(np.mean([b[name] for b in each])) for name in each[0]}
+        result = scores.summarise(
+            run.folder,
+            self.composed.task,
+            folds,
+            dict(baselines),
+            cross_validated=self.cross_validated,
+            stopped=stopped,
+        )
+        if run.world.first and not stopped and self.cross_validated:
+            scores.join_predictions(run.folder, len(self.datasets))
+        return result
+
+
+def _check_vocabulary(prepared: PreparedEncoder) -> None:
+    """Raise BadInput for a token that the model has no embedding for: a GPU would only stop."""
+    name = prepared.config.model.name
+    rows = job_plan.model_facts(name).vocabulary
+    parts = [
+        part for data in prepared.datasets for part in (data.train, data.validation, data.test)
+    ]
+    arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
+    largest = max(int(ids.max()) for ids in arrays.values())
+    if rows and largest >= rows:
+        raise BadInput(
+            f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
+            "give a folder whose tokenizer goes with its weights",
+        )
+
+
+def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
+    """The model, with weights that are numbers: a damaged file would spoil every step."""
+    asked, weights = prepared.config.model, prepared.chosen.weights
+    build = partial(prepared.build, asked, weights=weights, **model_decisions(plan))
+    if weights == "random":
+        return on_device(birthplace(plan, device), build)()
+    model: EncoderClassifier = build()
+    if name := find_nonfinite(model):
+        raise BadInput(
+            f"the weight {name} of {asked.name} is not finite", "get another copy of the model"
+        )
+    return model
+
+
+def model_decisions(plan: Plan) -> dict[str, Any]:
+    """The fields of ClassifierSettings that the plan decides."""
+    decided: dict[str, Any] = {
+        "method": plan.workload.method,
+        "checkpointing": plan.gradient_checkpointing,
+        "dtype": plan.weights_dtype,
+        "liger": plan.liger,
+    }
+    if plan.packed:  # variable-length kernels have none
+        decided["attention_dropout"] = 0.0
+    else:  # nor does an evaluation take them
+        decided["attention"] = "masked"
+    return decided
+
+
+def encoder_settings(
+    config: NliConfig | TextclassConfig,
+    plan: Plan,
+    lengths: NDArray[np.int64],
+    *,
+    device: str,
+    ranks: int,
+    seed: int,
+) -> LoopSettings:
+    """Return the settings of one fold, whose training sequences have these lengths."""
+    cuts = ladder(
+        lengths,
+        plan.effective_batch_size,
+        _cap(config, plan, int(lengths.max())),
+        padded=not plan.packed,
+        ranks=ranks,
+        seed=seed,
+        at_least=plan.gradient_accumulation_steps,
+        at_most=plan.gradient_accumulation_steps,
+    )
+    return loop_settings(config, plan, cuts, device=device, seed=seed, metric=METRIC)
+
+
+def opening(parts: Parts, plan: Plan) -> RunSetup:
+    """Record the settings in effect, with the attention that the model will really take."""
+    return replace(
+        describe(parts, _attention(parts)),
+        method=plan.workload.method,
+        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
+    )
+
+
+def _attention(parts: Parts) -> AttentionPath | None:
+    model = parts.model
+    if isinstance(model, Head):
+        return AttentionPath(kind="frozen")
+    if not isinstance(model, EncoderClassifier):
+        return None
+    if not isinstance(parts.settings.cuts[0], PackedCut):
+        return _on_padded_rows(model.traits)
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = halves.get(parts.settings.precision)
+    return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
+
+
+def _on_padded_rows(traits: Traits) -> AttentionPath | None:
+    """Attention that does not go through SDPA; None where it does."""
+    if traits.own_attention:
+        return AttentionPath(kind="own")
+    return None if traits.softcap is None else AttentionPath(kind="products")
+
+
+def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
+    """The kernel that attends within packed rows, or the reason for a mask."""
+    kind: AttentionKind = "varlen" if traits.softcap is None else "softcap"
+    if traits.own_attention:
+        kind = "disentangled"
+    if obstacle is not None:
+        kind = "mask"
+    return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
+
+
+def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:
+    """The most tokens of a micro-batch: what was planned, and never over what was asked for.
+
+    Where both batch_size and gradient_accumulation_steps are set, another fold keeps to both.
+    """
+    asked = plan.batch_size * config.data.max_length
+    by_hand = (config.training.batch_size, config.optimization.gradient_accumulation_steps)
+    if "auto" not in by_hand:
+        return max(longest, asked)
+    return max(longest, min(asked, math.ceil(plan.micro_batch_tokens * _SLACK)))

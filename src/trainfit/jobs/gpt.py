@@ -1,0 +1,318 @@
+"""`train gpt`: pretraining of a small GPT on a folder of tokens.
+
+RUN/data.json, tokenizer.json    the tokens, and what turns them into text
+RUN/export/, results.json        the model as transformers reads it; how the run ended
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from trainfit.conf import Composed, GptConfig
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile, RunResult
+from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
+from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens
+from trainfit.engine.distributed import World, first_says, gather
+from trainfit.engine.recovery import Parts
+from trainfit.engine.settings import LoopSettings
+from trainfit.engine.setup import describe
+from trainfit.hardware.catalogue import find
+from trainfit.hardware.host import check_room
+from trainfit.jobs import exports, gpt_flops, job_plan, tuned_plans
+from trainfit.jobs.gpt_plan import stream_is_half
+from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
+from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
+from trainfit.jobs.placement import birthplace, on_device
+from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
+from trainfit.jobs.run import Run, Show, loop_settings, train_job
+from trainfit.packing import ladder
+from trainfit.runs.opening import PretrainingSetup, RunSetup
+
+_ROUND = 64
+"""The vocabulary is filled up to a multiple of this: matrix units like round sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedGpt:
+    """A pretraining job: its configuration with the vocabulary settled, and its tokens."""
+
+    composed: Composed
+    data: TokenFolder
+
+    @property
+    def config(self) -> GptConfig:
+        """The configuration of the job."""
+        config = self.composed.config
+        assert isinstance(config, GptConfig)
+        return config
+
+    folds = 1
+    metrics = (METRIC,)
+
+    @property
+    def sequences(self) -> int:
+        """Number of blocks to train on."""
+        return count_blocks(self.data.train, self.config.data.max_length, "training")
+
+    def configured(self, composed: Composed) -> PreparedGpt:
+        """Open the tokens again: they are mapped from files, which costs next to nothing."""
+        return prepare(composed)
+
+    def typical(self) -> PreparedGpt:
+        """Return the job itself."""
+        return self
+
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+        """Return the question of the planner and the tuner, about the blocks that there are."""
+        config, block = self.config, self.config.data.max_length
+        blocks = self.sequences
+        batch = job_plan.question(self.composed).workload.effective_batch_size * ranks
+        # They are all alike: those of some steps tell the planner as much as millions.
+        asked = job_plan.question(self.composed, [block] * min(blocks, 4 * batch))
+        steps = config.training.max_steps
+        epochs = config.training.num_epochs if steps is None else steps * batch / blocks
+        asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
+        return tuned_plans.Job(composed=self.composed, question=asked, profile=profile, ranks=ranks)
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the tokens for data.json."""
+        data = self.data
+        return {
+            "checksum": data.checksum,
+            "folder": str(data.folder),
+            "header": codec.encode(data.header),
+            "unigram_entropy": data.unigram_entropy,
+        }
+
+    def files(self) -> Mapping[str, Path]:
+        """Name the tokenizer, which samples are decoded with."""
+        return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer}
+
+    def task(self, _fold: int, plan: Plan, device: torch.device) -> GptTask:
+        """Return what the loop trains."""
+        config = self.config
+        batches = config.training.eval_iters
+        return GptTask(
+            on_device(birthplace(plan, device), partial(build, config, plan)),
+            self.data.train,
+            self.data.validation,
+            block_size=config.data.max_length,
+            effective_batch=plan.effective_batch_size,
+            unigram_entropy=self.data.unigram_entropy,
+            evaluated=None if batches is None else batches * plan.eval_batch_size,
+            seed=config.seed,
+        )
+
+    def settings(self, _fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
+        """Return the settings of the loop."""
+        return gpt_settings(self.config, plan, device=device.type, ranks=ranks)
+
+    def extras(self, run: Run) -> dict[str, Any]:
+        """Return the lines of the log and the FLOP count."""
+        peaks = _Peaks.of(run.plan, run.profile, run.world, run.device)
+        return {
+            "line": iter_line,
+            "ideal_seconds": gpt_flops.ideal_seconds(shape_of(self.config), peaks.datasheet),
+            "opening": lambda parts: opening(parts, run.plan, self.data),
+        }
+
+    def judge(self, run: Run, resume: bool) -> GptResult:
+        """Train and export the weights of the best evaluation."""
+        result = run.train(0, run.folder, "", resume=resume)
+        if result.status == "finished" and run.world.first:
+            with run.show.busy("writing the model"):
+                model = build(self.config, run.plan)
+                exports.write_gpt(
+                    run.folder / "export",
+                    _with_best_weights(run, model),
+                    self.data.tokenizer,
+                )
+        return _ended(self, run, result)
+
+
+def prepare(
+    composed: Composed,
+    *,
+    world: World | None = None,
+    progress: Progress | None = None,
+    nested: bool = True,
+) -> PreparedGpt:
+    """Open the tokens that are named, or those of the standard library, made by the first rank."""
+    del nested  # there are no folds
+    config = composed.config
+    assert isinstance(config, GptConfig)
+    world = world or World()
+    folder = config.data.data_dir or ""
+    if world.first and not folder:
+        how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
+        folder = str(embedded_tokens(how, progress))
+    folder = first_says(world, folder)
+    data = open_tokens(Path(folder), survey=world.first)
+    size = _vocabulary(config, data)
+    settled = replace(config, model=replace(config.model, vocab_size=size))
+    count_blocks(data.train, config.data.max_length, "training")
+    return PreparedGpt(composed=replace(composed, config=settled), data=data)
+
+
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
+    """Train and export what the configuration asks for; `resume` continues a run."""
+    result: GptResult = train_job(
+        composed, lambda world: prepare(composed, world=world), show, resume=resume
+    )
+    return result
+
+
+def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
+    """Rows of the embedding: one for each token at least."""
+    asked, needed = config.model.vocab_size, data.header.vocab_size
+    if asked == "auto":
+        return -(-needed // _ROUND) * _ROUND
+    if asked < needed:
+        raise BadInput(
+            f"model.vocab_size is {asked}, and the tokens of {data.folder} go up to {needed}",
+            "leave it to auto, or give at least as many",
+        )
+    return asked
+
+
+def shape_of(config: GptConfig) -> GptShape:
+    """The model's sizes; the vocabulary is settled, and the block size is the sequence length."""
+    sizes = job_plan.gpt_sizes(config.model)
+    for not_a_size in ("loss_chunk", "half_stream"):
+        sizes.pop(not_a_size, None)
+    return gpt_shape(config.model.name, block_size=config.data.max_length, **sizes)
+
+
+def build(config: GptConfig, plan: Plan) -> Gpt:
+    """A new model with what the plan decided."""
+    shape = shape_of(config)
+    check_room(4 * shape.parameters, config.model.name)
+    return Gpt(
+        shape,
+        checkpointing=plan.gradient_checkpointing,
+        loss_chunk=plan.task.arguments.get("loss_chunk"),
+        half_stream=stream_is_half(config.model.half_stream, plan.precision),
+    )
+
+
+def gpt_settings(config: GptConfig, plan: Plan, *, device: str, ranks: int) -> LoopSettings:
+    """Return the settings of the loop; all blocks are alike, so those of one step speak for all."""
+    block = config.data.max_length
+    cuts = ladder(
+        np.full(plan.effective_batch_size, block),
+        plan.effective_batch_size,
+        min(plan.batch_size * block, max(block, plan.micro_batch_tokens)),
+        padded=True,
+        ranks=ranks,
+        seed=config.seed,
+        at_least=plan.gradient_accumulation_steps,
+        at_most=plan.gradient_accumulation_steps,
+    )
+    return loop_settings(
+        config,
+        plan,
+        cuts,
+        device=device,
+        seed=config.seed,
+        metric=METRIC,
+        greater_is_better=False,
+        compile_scope="model",  # a long run pays the minute back: the loss is fused too
+    )
+
+
+def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
+    """Record the settings in effect, with the tokens and the batch."""
+    return replace(
+        describe(parts),
+        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
+        pretraining=PretrainingSetup(
+            train_tokens=data.header.train.tokens,
+            held_out_tokens=data.header.validation.tokens,
+            vocabulary=data.header.vocab_size,
+            unigram_entropy=data.unigram_entropy,
+            effective_batch_size=plan.effective_batch_size,
+            step_tokens=plan.effective_batch_size * plan.workload.max_length,
+            batch_size=plan.batch_size,
+            loss_chunk=plan.task.arguments.get("loss_chunk"),
+        ),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Peaks:
+    """What the GPUs of the job can do, in TFLOP/s of the dtype in use; None where not known."""
+
+    datasheet: float | None
+    measured: float | None
+    """Of as many GPUs as the one that was measured."""
+
+    @classmethod
+    def of(cls, plan: Plan, profile: HardwareProfile, world: World, place: torch.device) -> _Peaks:
+        own = None
+        if place.type == "cuda" and (place.index or 0) < len(profile.gpus):
+            own = profile.gpus[place.index or 0].slug
+        slugs = [slug or None for slug in gather(world, own or "")]
+        dtype = gpt_flops.dtype_in_use(plan.precision, plan.runtime.tf32)
+        found = gpt_flops.measured_peak(plan.measurements, dtype)
+        datasheet = gpt_flops.peak_of(slugs, dtype)
+        return cls(
+            datasheet=datasheet,
+            measured=None if found is None or datasheet is None else found * world.size,
+        )
+
+
+def _with_best_weights(run: Run, model: Gpt) -> Gpt:
+    from trainfit.engine import checkpoint
+
+    checkpoint.load_weights(run.folder, model, best=True)
+    return model.eval()
+
+
+def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
+    """Summarise the run, with its MFU and what would raise it."""
+    plan, peaks = run.plan, _Peaks.of(run.plan, run.profile, run.world, run.device)
+    meter = read_meter(run.folder)
+    spec = None if plan.gpu is None else find(plan.gpu)
+    standing: gpt_flops.Standing | None = None
+    steps: tuple[str, ...] = ()
+    if meter.mfu is not None and spec is not None:
+        standing = gpt_flops.standing(meter.mfu, spec)
+        now = gpt_flops.Circumstances(
+            plan=plan,
+            config=prepared.config,
+            spec=spec,
+            memory_share=(result.peak_memory_gib or 0.0) / spec.memory_gib,
+            wait_share=meter.wait_share,
+        )
+        steps = tuple(gpt_flops.next_steps(now)) if standing == "poor" else ()
+    of_measured = None
+    if meter.mfu is not None and peaks.measured and peaks.datasheet:
+        of_measured = meter.mfu * peaks.datasheet / peaks.measured
+    return GptResult(
+        run=result.run,
+        status="finished" if result.status == "finished" else "stopped",
+        steps=result.steps,
+        train_loss=meter.train_loss,
+        val_loss=result.metrics.get(METRIC),
+        unigram_entropy=prepared.data.unigram_entropy,
+        tokens_per_second=meter.tokens_per_second,
+        gpu=plan.gpu,
+        mfu=meter.mfu,
+        mfu_of_measured=of_measured,
+        standing=standing,
+        next_steps=steps,
+        peak_memory_gib=result.peak_memory_gib,
+        seconds=result.seconds,
+        spent=meter.spent,
+        events=result.events,
+    )

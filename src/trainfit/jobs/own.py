@@ -1,0 +1,463 @@
+"""A job of the user's own (`trainfit.Job`) prepared, planned, trained and used.
+
+Collation, the dealing of steps, their cuts, the planner's step and its question are derived from
+the job's `data`, `model` and `loss`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from trainfit.conf import SCHEMAS, Composed
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Plan, Precision, Workload
+from trainfit.core.records import Event, HardwareProfile, Record, Scalar
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.engine.setup import describe
+from trainfit.engine.step import loss_scale, plain_step
+from trainfit.jobs import job_plan, registry, tuned_plans
+from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
+from trainfit.jobs.job import Job, is_greater_better
+from trainfit.jobs.placement import birthplace, on_device
+from trainfit.jobs.run import Run, Show, loop_settings, train_job
+from trainfit.packing import deal_steps, ladder
+from trainfit.planning.question import Pin, Question
+from trainfit.runtime import compile_model
+
+_SAMPLES = 64
+"""Samples of the training data whose bytes make its checksum."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnResult(Record):
+    """How a job of the user's own ended."""
+
+    task: str
+    run: str
+    status: Literal["finished", "stopped"]
+    steps: int
+    seconds: float
+    metrics: dict[str, float]
+    """On the test data, or on the validation data where there is none."""
+    metric: str
+    peak_memory_gib: float | None
+    events: tuple[Event, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class PreparedJob:
+    """A job with its data, ready to be planned and trained."""
+
+    composed: Composed
+    job: Job
+    train: Any
+    validation: Any
+    test: Any
+
+    folds = 1
+
+    @property
+    def sequences(self) -> int:
+        """Number of training samples."""
+        return len(self.train)
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """The job's metric, and the loss that evaluations give by default."""
+        return tuple(dict.fromkeys((self.job.metric, "loss")))
+
+    def configured(self, composed: Composed) -> PreparedJob:
+        """Return the job on the same data with another configuration."""
+        kind = type(self.job)
+        job = kind(registry.own_config(kind, composed.config))
+        return replace(self, composed=composed, job=job)
+
+    def typical(self) -> PreparedJob:
+        """Return the job itself."""
+        return self
+
+    @property
+    def config(self) -> Any:
+        """Return the composed configuration."""
+        return self.composed.config
+
+    @cached_property
+    def lengths(self) -> NDArray[np.int64]:
+        """Length of each training sample; 1 for all where the dataset has no `lengths`."""
+        found = getattr(self.train, "lengths", None)
+        if found is None:
+            return np.ones(len(self.train), dtype=np.int64)
+        sizes = np.asarray(found() if callable(found) else found, dtype=np.int64)
+        if sizes.shape != (len(self.train),) or sizes.min() < 1:
+            raise BadInput(
+                f"the training data has {len(self.train)} samples and {sizes.size} lengths",
+                "give one length of at least 1 for each sample",
+            )
+        return sizes
+
+    @cached_property
+    def shape(self) -> BatchShape:
+        """Shape of the job's batches."""
+        return find_shape(self.job.collate, self.train, self.lengths.tolist())
+
+    # ── the planner's side ────────────────────────────────────────────────────────────────────
+
+    def question(self) -> Question:
+        """Derive what the planner is asked."""
+        config, job = self.config, self.job
+        pins = job_plan.configured_pins(self.composed)
+        fixed: dict[str, Scalar] = {"gradient_checkpointing": "none", "packed": False}
+        for name, value in fixed.items():
+            pins.setdefault(name, Pin(value=value, origin="the job"))
+        if config.optimization.compile == "auto":
+            pins["compile"] = Pin(value=False, origin="the job")
+        if job.indivisible:
+            pins["gradient_accumulation_steps"] = Pin(value=1, origin="the job (indivisible)")
+        epochs = config.training.num_epochs
+        batch = job_plan.effective_batch(self.composed)
+        if config.training.max_steps is not None:
+            epochs = config.training.max_steps * batch / len(self.train)
+        return Question(
+            task=self.composed.task,
+            factory="trainfit.jobs.own:own_step",
+            arguments={
+                "job": self.composed.task,
+                "config": codec.encode(config),
+                "batch": codec.encode(self.shape),
+                "source": registry.source_digest(type(job)),
+                "name": type(job).__name__,
+            },
+            layers=1,
+            workload=Workload(
+                lengths=tuple(self.lengths.tolist()),
+                sequences=len(self.train),
+                max_length=int(self.lengths.max()),
+                effective_batch_size=batch,
+                epochs=float(epochs),
+            ),
+            default_batch=batch,
+            unpackable="the job collates its own batches",
+            causal=bool((self.lengths == self.lengths[0]).all()),
+            pins=pins,
+        )
+
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+        """Return the question with the machine that it is about."""
+        return tuned_plans.Job(
+            composed=self.composed, question=self.question(), profile=profile, ranks=ranks
+        )
+
+    def trial_arguments(self) -> dict[str, Any]:
+        """Return what a trial's process needs beside the configuration."""
+        return {}
+
+    # ── the loop's side ───────────────────────────────────────────────────────────────────────
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the data without any of it: counts and a checksum."""
+        return {
+            "checksum": self._checksum(),
+            "samples": {"train": len(self.train), "validation": len(self.validation)},
+        }
+
+    def _checksum(self) -> str:
+        digest = hashlib.sha256(self.lengths.tobytes())
+        places = np.linspace(0, len(self.train) - 1, min(_SAMPLES, len(self.train))).astype(int)
+        for at in dict.fromkeys(places.tolist()):
+            for leaf in self.shape.flatten(self.job.collate([self.train[at]]), 1).values():
+                digest.update(
+                    leaf.contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else b""
+                )
+        return digest.hexdigest()
+
+    def files(self) -> Mapping[str, Path]:
+        """Name files to copy into the run folder: none."""
+        return {}
+
+    def task(self, _fold: int, plan: Plan, device: torch.device) -> OwnTask:
+        """Return the task that the loop trains."""
+        build = on_device(birthplace(plan, device), self.job.model)
+        return OwnTask(self, build, plan.effective_batch_size)
+
+    def settings(self, _fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
+        """Return the settings of the loop."""
+        most = int(self.lengths.max())
+        cuts = ladder(
+            self.lengths,
+            plan.effective_batch_size,
+            min(plan.batch_size * most, max(most, plan.micro_batch_tokens)),
+            padded=True,
+            ranks=ranks,
+            seed=self.config.seed,
+            at_least=plan.gradient_accumulation_steps,
+            at_most=plan.gradient_accumulation_steps,
+        )
+        if self.job.indivisible:
+            cuts = cuts[:1]
+        return loop_settings(
+            self.config,
+            plan,
+            cuts,
+            device=device.type,
+            seed=self.config.seed,
+            metric=self.job.metric,
+            greater_is_better=is_greater_better(type(self.job)),
+            compile_scope="model",
+        )
+
+    def extras(self, run: Run) -> dict[str, Any]:
+        """Return the first lines of the log, and the job's own optimizer where it has one."""
+        rate = tuned_plans.tuned_rate(run.plan)
+        extras: dict[str, Any] = {
+            "opening": lambda parts: replace(describe(parts), tuned_samples_per_second=rate)
+        }
+        if type(self.job).optimizer is not Job.optimizer:
+            extras["make_optimizer"] = self._make_optimizer()
+        return extras
+
+    def _make_optimizer(self) -> Callable[[nn.Module], torch.optim.Optimizer]:
+
+        def make(model: nn.Module) -> torch.optim.Optimizer:
+            found = self.job.optimizer(model)
+            if not isinstance(found, torch.optim.Optimizer):
+                raise BadInput(
+                    f"{type(self.job).__name__}.optimizer gives {found}", "give an optimizer"
+                )
+            return found
+
+        return make
+
+    def judge(self, run: Run, resume: bool) -> OwnResult:
+        """Train, score the best weights on the test data and export them."""
+        result = run.train(0, run.folder, "", resume=resume)
+        metrics = result.metrics
+        if result.status == "finished":
+            model = run.best_model(self.job.model, run.folder)
+            size = run.plan.effective_batch_size
+            metrics = run.evaluate(OwnTask(self, self.job.model, size, held_out=self.test), model)
+            if run.world.first:
+                with run.show.busy("writing the model"):
+                    self._export(model, run.folder / "export")
+        return OwnResult(
+            task=self.composed.task,
+            run=result.run,
+            status="finished" if result.status == "finished" else "stopped",
+            steps=result.steps,
+            seconds=result.seconds,
+            metrics=metrics,
+            metric=self.job.metric,
+            peak_memory_gib=result.peak_memory_gib,
+            events=result.events,
+        )
+
+    def _export(self, model: nn.Module, folder: Path) -> None:
+        from safetensors.torch import save_model
+
+        folder.mkdir(exist_ok=True)
+        save_model(model, str(folder / "model.safetensors"))
+        facts = {"job": self.composed.task, "config": codec.encode(self.config)}
+        (folder / "job.json").write_text(codec.dumps(facts) + "\n", encoding="utf-8")
+        self.job.export(model, folder)
+
+
+class OwnTask:
+    """The loop's task, derived from a job."""
+
+    def __init__(
+        self,
+        prepared: PreparedJob,
+        build: Callable[[], nn.Module],
+        effective_batch: int,
+        held_out: Any = None,
+    ) -> None:
+        """`held_out` is what `evaluate` scores; None: the validation data."""
+        self._prepared, self._build, self._batch = prepared, build, effective_batch
+        self._job, self._shape = prepared.job, prepared.shape
+        self._held_out = prepared.validation if held_out is None else held_out
+        self.indivisible = prepared.job.indivisible
+
+    def build_model(self) -> nn.Module:
+        """Return a new model."""
+        return self._build()
+
+    def lengths(self) -> Sequence[int]:
+        """Return the length of each training sample."""
+        lengths: Sequence[int] = self._prepared.lengths.tolist()
+        return lengths
+
+    def steps(self, epoch: int) -> list[list[int]]:
+        """Deal the samples of an epoch into steps."""
+        seed = self._prepared.config.seed
+        dealt = deal_steps(self._prepared.lengths, self._batch, seed=seed, epoch=epoch)
+        return [step.tolist() for step in dealt]
+
+    def weight(self, sequences: Sequence[int]) -> float:
+        """Count the samples of a step."""
+        return 1.0 if self.indivisible else float(len(sequences))
+
+    def collate(
+        self, sequences: Sequence[int], _rows: int, _width: int, _slots: int | None
+    ) -> dict[str, Tensor]:
+        """Collate samples; a micro-batch without any gets a stand-in that counts nothing."""
+        items = [self._prepared.train[at] for at in sequences] or [self._prepared.train[0]]
+        return self._shape.flatten(self._job.collate(items), len(sequences))
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+        """Sum the job's losses."""
+        losses = self._job.loss(model, self._shape.restore(batch))
+        return summed(losses, batch[COUNT], self.indivisible)
+
+    def after_step(self, model: nn.Module, step: int) -> None:
+        """Call the job's hook."""
+        self._job.after_step(model, step)
+
+    def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
+        """Return the job's figures."""
+        found = self._job.evaluate(model, self._batches(model, batch_size))
+        if self._job.metric not in found:
+            raise BadInput(
+                f"evaluate gives {', '.join(found) or 'nothing'}",
+                f"give {self._job.metric} too, which is the metric",
+            )
+        return {name: float(value) for name, value in found.items()}
+
+    def _batches(self, model: nn.Module, batch_size: int) -> Iterator[Any]:
+        device = next(model.parameters()).device
+        for start in range(0, len(self._held_out), batch_size):
+            stop = min(start + batch_size, len(self._held_out))
+            batch = self._job.collate([self._held_out[at] for at in range(start, stop)])
+            leaves = self._shape.flatten(batch, stop - start)
+            yield self._shape.restore({name: leaf.to(device) for name, leaf in leaves.items()})
+
+
+def summed(losses: Tensor, count: Tensor, indivisible: bool) -> Tensor:
+    """Sum one loss per sample over those that count."""
+    if indivisible:
+        return losses.sum() if losses.dim() == 0 else losses.mean()
+    if losses.dim() == 0:
+        raise BadInput(
+            "loss gives one number for the whole batch",
+            'give one per sample (reduction="none"), or set indivisible = True',
+        )
+    losses = losses.reshape(losses.shape[0], -1).mean(1)
+    counted = torch.arange(losses.shape[0], device=losses.device) < count.to(losses.device)
+    return losses.where(counted, 0.0).sum()
+
+
+def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
+    """Make the job and read its data."""
+    del nested  # there are no folds
+    kind = registry.load(composed.task)
+    job = kind(registry.own_config(kind, composed.config))
+    train, validation, test = (job.data(split) for split in ("train", "validation", "test"))
+    for name, data in (("train", train), ("validation", validation)):
+        if data is None or not len(data):
+            raise BadInput(f"data({name!r}) gives no samples", "give at least one")
+    test = validation if test is None else test
+    return PreparedJob(composed=composed, job=job, train=train, validation=validation, test=test)
+
+
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
+    """Train, judge and export a job; `resume` continues a run."""
+    return train_job(composed, lambda _world: prepare(composed), show, resume=resume)
+
+
+def own_step(
+    *,
+    job: str,
+    config: dict[str, Any],
+    batch: dict[str, Any],
+    rows: int,
+    width: int,
+    precision: Precision,
+    micro_batches: int = 1,
+    optimizer: Any = "adamw_fused",
+    device: str = "cpu",
+    compile: bool = False,
+    **_planned: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """Build a job's model and its optimizer step for the planner."""
+    made = _job_of(job, config)
+    shape = codec.decode(BatchShape, batch)
+
+    def loss(model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
+        losses = made.loss(model, shape.restore(leaves))
+        return losses.float().sum()
+
+    def make_step(model: nn.Module) -> Callable[[], object]:
+        own: Any = made.optimizer(model)
+        if own is None:
+            own = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        if compile and device != "cpu":
+            compile_model(model)
+        batches = [shape.make(rows, width)] * micro_batches
+        scale = loss_scale(precision, device)
+        return lambda: plain_step(
+            model,
+            own,
+            loss,
+            batches,
+            float(rows),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return made.model(), make_step
+
+
+def _job_of(name: str, config: dict[str, Any]) -> Job:
+    kind = registry.load(name)
+    asked = codec.decode(SCHEMAS[name], config, "the configuration")
+    return kind(registry.own_config(kind, asked))
+
+
+def own_trial(
+    plan: Plan, *, task: str, config: dict[str, Any], device: str = "cpu", **_more: Any
+) -> Any:
+    """Build the run of a plan on the job's own data, for the tuner."""
+    from trainfit.jobs.encoder_trial import one_rank
+    from trainfit.tuning.trial import Setup
+
+    plan = one_rank(plan)
+    registry.load(task)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    composed = Composed(
+        task=task, hardware="auto", experiment=None, config=asked, origins={}, notes=()
+    )
+    prepared = prepare(composed)
+    place = torch.device(device)
+    settings = replace(prepared.settings(0, plan, place, 1), metric=None)
+    return Setup(prepared.task(0, plan, place), settings, job_plan.runtime_settings(asked, plan))
+
+
+# ── use ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
+    """Return the job's answer for each item, with the exported model of a run."""
+    from safetensors.torch import load_model
+
+    folder = run / "export"
+    if not (folder / "model.safetensors").is_file():
+        raise BadInput(f"{run} has no exported model", "give a finished run of the job")
+    facts = codec.read_object(folder / "job.json")
+    made = _job_of(task, facts["config"])
+    model = made.model()
+    load_model(model, str(folder / "model.safetensors"))
+    model.eval()
+    with torch.no_grad():
+        return [made.predict(model, item) for item in items]

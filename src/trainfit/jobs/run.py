@@ -1,0 +1,350 @@
+"""One run for every job: plan, begin or resume a folder, train, judge.
+
+    RUN/config.json, plan.json, environment.json, data.json    what was asked, planned, and given
+    RUN/hardware.json                                          the machine
+    RUN/checkpoints/, metrics.jsonl, train.log, result.json    the engine's
+    RUN/evidence.json, receipt.json                            what ran, against what was asked
+    RUN/export/, results.json                                  the model; how the job ended
+
+Under cross-validation each fold has the engine's files in a folder of its own: RUN/fold-1, …
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from trainfit.conf import Composed
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import write_whole
+from trainfit.core.plan_records import Plan, RuntimeSettings
+from trainfit.core.records import HardwareProfile, RunResult, TrainTask
+from trainfit.engine import checkpoint, loop
+from trainfit.engine.distributed import World, first_says, joined
+from trainfit.engine.observers import Observer
+from trainfit.engine.relaunch import find_launch, writing
+from trainfit.engine.settings import (
+    LoaderSettings,
+    LoopSettings,
+    OptimizerSettings,
+    ScheduleSettings,
+)
+from trainfit.engine.step import autocast
+from trainfit.jobs import job_plan, tuned_plans
+from trainfit.measuring.receipt import save_receipt
+from trainfit.packing import Cut
+from trainfit.runs import run_folder
+from trainfit.runs.event_log import Tracker
+from trainfit.runtime import applied
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Show:
+    """How a job is watched; nobody does by default."""
+
+    watch: Callable[[str], Sequence[Observer]] = lambda _title: ()
+    """Observers of a fold with that title."""
+    track: Callable[[Path], Sequence[Tracker]] = lambda _run: ()
+    """Trackers of a fold in that folder."""
+    busy: Callable[[str], AbstractContextManager[Any]] = lambda _what: nullcontext()
+    """A sign of life while something takes a while."""
+
+
+class Prepared(Protocol):
+    """A job with its data, ready to be planned and trained: what a job implements."""
+
+    @property
+    def composed(self) -> Composed:
+        """The configuration, with where each value came from."""
+
+    @property
+    def config(self) -> Any:
+        """The composed configuration."""
+
+    @property
+    def folds(self) -> int:
+        """Number of folds; 1 without cross-validation."""
+
+    @property
+    def sequences(self) -> int:
+        """Number of training sequences of the first fold."""
+
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics that an evaluation gives."""
+
+    def configured(self, composed: Composed) -> Prepared:
+        """Return the job on the same data with another configuration."""
+
+    def typical(self) -> Prepared:
+        """Return the job with settings that change neither memory nor time at usual values."""
+
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+        """Return the planner's question with the machine that it is about."""
+
+    def facts(self) -> dict[str, Any]:
+        """Describe the data for data.json, without any of it: counts and a `checksum`."""
+
+    def files(self) -> Mapping[str, Path]:
+        """Name files to copy into the run folder."""
+
+    def task(self, fold: int, plan: Plan, device: torch.device) -> TrainTask:
+        """Return what the loop trains."""
+
+    def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
+        """Return the settings of the loop."""
+
+    def extras(self, run: Run) -> dict[str, Any]:
+        """Return further arguments of the loop: lines of the log, the FLOP count, an optimizer."""
+
+    def judge(self, run: Run, resume: bool) -> Any:
+        """Train by `run.train`, score, export, and return the job's result record."""
+
+
+@dataclass(kw_only=True)
+class Run:
+    """A job under way in this process."""
+
+    prepared: Prepared
+    plan: Plan
+    folder: Path
+    profile: HardwareProfile
+    world: World
+    device: torch.device
+    show: Show
+    changes: Mapping[str, Any] = field(default_factory=dict)
+    """Fields of LoopSettings that a comparison changes."""
+
+    def settings(self, fold: int) -> LoopSettings:
+        """Return the settings of a fold."""
+        made = self.prepared.settings(fold, self.plan, self.device, self.world.size)
+        return replace(made, **self.changes)
+
+    def train(self, fold: int, folder: Path, title: str, *, resume: bool) -> RunResult:
+        """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
+        first = self.world.first
+        result = loop.train(
+            self.prepared.task(fold, self.plan, self.device),
+            self.settings(fold),
+            folder,
+            resume=resume,
+            observers=self.show.watch(title),
+            trackers=self.show.track(folder) if first else (),
+            **self.prepared.extras(self),
+        )
+        if first:
+            clip = self.prepared.config.training.max_grad_norm
+            save_receipt(folder, self.plan, max_grad_norm=clip)
+        return result
+
+    def best_model(self, build: Callable[[], nn.Module], folder: Path, fold: int = 0) -> nn.Module:
+        """Build the model as the engine did and load the weights of its best evaluation."""
+        with applied(RuntimeSettings(seed=self.settings(fold).seed)):
+            model = build()  # with the engine's seed: weights that are not trained are not saved
+        checkpoint.load_weights(folder, model, best=True)
+        return model.to(self.device).eval()
+
+    def evaluate(self, task: TrainTask, model: nn.Module) -> dict[str, float]:
+        """Score a model as the loop's evaluations do."""
+        with torch.no_grad(), autocast(self.device.type, self.plan.precision):
+            return task.evaluate(model, self.plan.eval_batch_size)
+
+
+def train_job(
+    composed: Composed,
+    prepare: Callable[[World], Prepared],
+    show: Show | None = None,
+    *,
+    resume: Path | None = None,
+) -> Any:
+    """Train, judge and export a job, in a new folder or in that of a run to resume."""
+    profile = job_plan.machine(composed)
+    show = show or Show()
+    with joined(profile.device) as (world, device):
+        if not world.first:
+            show = Show()
+        with show.busy("preparing the data"):
+            prepared = prepare(world)
+        with show.busy("planning"):
+            plan, folder = begin(prepared, profile, world, resume)
+        with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
+            run = Run(
+                prepared=prepared,
+                plan=plan,
+                folder=folder,
+                profile=profile,
+                world=world,
+                device=device,
+                show=show,
+            )
+            result = prepared.judge(run, resume is not None)
+            if world.first and result.status == "finished":
+                result.save(folder / "results.json", parents=False)
+            return result
+
+
+def compare_run(
+    prepared: Prepared,
+    plan: Plan,
+    profile: HardwareProfile,
+    fold: int,
+    folder: Path,
+    observers: Sequence[Observer],
+    **changes: Any,
+) -> RunResult:
+    """Train a fold for its validation score alone: no checkpoint, no test, no export."""
+    with (
+        joined(profile.device) as (world, device),
+        applied(job_plan.runtime_settings(prepared.config, plan)),
+    ):
+        run = Run(
+            prepared=prepared,
+            plan=plan,
+            folder=folder,
+            profile=profile,
+            world=world,
+            device=device,
+            show=Show(watch=lambda _title: observers),
+            changes={"keep_checkpoints": 0, "profile_step": False, **changes},
+        )
+        return run.train(fold, folder, "", resume=False)
+
+
+# ── the plan and the folder ───────────────────────────────────────────────────────────────────
+
+
+def make_plan(
+    prepared: Prepared,
+    profile: HardwareProfile,
+    ranks: int = 1,
+    memory_gib: float | None = None,
+) -> Plan:
+    """Return the plan of a job, with the tuned settings where it was tuned before.
+
+    `memory_gib` bounds what it may take of a GPU: workers of a study share one, and what was tuned
+    for a whole GPU is not theirs.
+    """
+    job = prepared.tuned_job(profile, ranks)
+    plan = job_plan.answer(job.composed, job.question, profile, memory_gib=memory_gib, ranks=ranks)
+    if not plan.fits:
+        advice = plan.advice[0] if plan.advice else "take a smaller model"
+        raise BadInput("the job does not fit this machine", advice)
+    return plan if memory_gib is not None else tuned_plans.with_tuned(job, plan)
+
+
+def begin(
+    prepared: Prepared, profile: HardwareProfile, world: World, resume: Path | None
+) -> tuple[Plan, Path]:
+    """Return the plan and the run folder: the first rank decides, and the others do the same."""
+    said = ""
+    launch = find_launch(world)
+    config = written_config(prepared.composed)
+    if world.first:
+        resume = resume or launch.find_run(Path(prepared.config.runs_dir), config)
+        if resume is None:
+            if prepared.config.tune == "force":
+                tuned_plans.tune(prepared.tuned_job(profile, world.size))
+            plan = make_plan(prepared, profile, world.size)
+            folder = _new_folder(prepared, plan, config)
+            profile.save(folder / "hardware.json")
+            launch.note(folder)
+        else:
+            _check_same_data(resume, prepared)
+            plan, folder = Plan.load(resume / "plan.json"), resume
+        said = json.dumps([plan.to_json(indent=None), str(folder)])
+    text, name = json.loads(first_says(world, said))
+    return Plan.from_json(text), Path(name)
+
+
+def written_config(composed: Composed) -> dict[str, Any]:
+    """Return the content of config.json."""
+    names = ("task", "hardware", "experiment", "config", "origins")
+    return {name: codec.encode(getattr(composed, name)) for name in names}
+
+
+def _new_folder(prepared: Prepared, plan: Plan, config: dict[str, Any]) -> Path:
+    name = prepared.composed.task.rpartition(":")[2]
+    folder = run_folder.create(Path(prepared.config.runs_dir), name, config=config, plan=plan)
+    write_whole(folder / "data.json", json.dumps(prepared.facts(), indent=2) + "\n")
+    for target, source in prepared.files().items():
+        shutil.copyfile(source, folder / target)
+    return folder
+
+
+def _check_same_data(run: Path, prepared: Prepared) -> None:
+    try:
+        before = codec.read_object(run / "data.json")["checksum"]
+    except (OSError, ValueError, KeyError) as error:
+        what = f"cannot read data.json in {run} ({reason(error)})"
+        raise BadInput(what, "give a run's folder") from None
+    if before != prepared.facts()["checksum"]:
+        raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")
+
+
+# ── the loop's settings ───────────────────────────────────────────────────────────────────────
+
+
+def loop_settings(
+    config: Any,
+    plan: Plan,
+    cuts: Sequence[Cut],
+    *,
+    device: str,
+    seed: int,
+    metric: str,
+    greater_is_better: bool = True,
+    compile_scope: Any = "blocks",
+) -> LoopSettings:
+    """Return the loop's settings: numbers of the configuration, decisions of the plan."""
+    training = config.training
+    betas = (getattr(training, "beta1", 0.9), getattr(training, "beta2", 0.999))
+    return LoopSettings(
+        epochs=training.num_epochs,
+        max_steps=training.max_steps,
+        seed=seed,
+        device=device,
+        precision=plan.precision,
+        cuts=tuple(cuts),
+        optimizer=OptimizerSettings(
+            kind=plan.optimizer,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            betas=betas,
+            max_grad_norm=training.max_grad_norm,
+        ),
+        schedule=ScheduleSettings(
+            kind=training.scheduler,
+            warmup_ratio=training.warmup_ratio,
+            warmup_steps=training.warmup_steps,
+            min_ratio=getattr(training, "min_learning_rate_ratio", 0.0),
+        ),
+        loader=LoaderSettings(
+            num_workers=plan.num_workers,
+            pin_memory=plan.pin_memory,
+            persistent_workers=plan.persistent_workers,
+            prefetch_factor=plan.prefetch_factor,
+        ),
+        compile=plan.compile,
+        compile_mode=plan.compile_mode,
+        compile_scope=compile_scope,
+        sharding=plan.sharding,
+        eval_steps=training.eval_steps,
+        eval_batch_size=plan.eval_batch_size,
+        metric=metric,
+        greater_is_better=greater_is_better,
+        early_stopping_patience=training.early_stopping_patience,
+        logging_steps=training.logging_steps,
+        checkpoint_steps=training.checkpoint_steps,
+        keep_checkpoints=training.keep_checkpoints,
+        nonfinite=training.nonfinite,
+        profile_step=training.profile_step,
+    )
