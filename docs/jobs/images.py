@@ -15,7 +15,7 @@ class Pictures(torch.utils.data.Dataset):
         self.images = torch.rand(count, 1, 16, 16, generator=draws)
         for image, label in zip(self.images, self.labels, strict=True):
             top, left = 8 * (label // 2), 8 * (label % 2)
-            image[:, top : top + 8, left : left + 8] += 0.25
+            image[:, top : top + 8, left : left + 8] += 0.5
 
     def __len__(self):
         return len(self.labels)
@@ -29,9 +29,9 @@ class Images(trainfit.Job):
 
     class Config:
         width: int = 16
-        lr: float = trainfit.tunable(3e-3, low=1e-4, high=1e-2, log=True)
+        lr: float = trainfit.tunable(1e-2, low=1e-3, high=3e-2, log=True)
         effective_batch: int = 32
-        epochs: float = 2.0
+        epochs: float = 4.0
 
     def data(self, split):
         sizes = {"train": (512, 0), "validation": (128, 1), "test": (128, 2)}

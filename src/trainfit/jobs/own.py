@@ -118,7 +118,7 @@ class PreparedJob:
         """Derive what the planner is asked."""
         config, job = self.config, self.job
         pins = job_plan.configured_pins(self.composed)
-        fixed: dict[str, Scalar] = {"gradient_checkpointing": "none", "packed": False}
+        fixed: dict[str, Scalar] = {"gradient_checkpointing": "none"}
         for name, value in fixed.items():
             pins.setdefault(name, Pin(value=value, origin="the job"))
         if config.optimization.compile == "auto":
