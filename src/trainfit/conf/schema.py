@@ -319,7 +319,7 @@ class OwnConfig:
     """The folder that run folders are made in."""
     tracking: Tracking
     tune: Tuning
-    device: Device
+    device: DeviceConfig
     training: Training
     optimization: Optimization
 

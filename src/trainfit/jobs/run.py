@@ -347,4 +347,5 @@ def loop_settings(
         keep_checkpoints=training.keep_checkpoints,
         nonfinite=training.nonfinite,
         profile_step=training.profile_step,
+        drop_last=training.drop_last,
     )
