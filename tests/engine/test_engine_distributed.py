@@ -20,7 +20,7 @@ from trainfit.engine.distributed import World, find_world, first_says, gather, j
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import trained_parameters
-from trainfit.engine.watchdog import Watch
+from trainfit.engine.watchdog import Watchdog
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
 
@@ -268,7 +268,7 @@ def test_a_rank_that_waits_for_its_gpu_ends_when_another_is_killed(
 def test_a_lost_machine_is_noticed_by_the_kernel() -> None:
     import socket
 
-    watch, other = Watch(), Watch()
+    watch, other = Watchdog(), Watchdog()
     address = watch.listen()
     other.connect(address.replace(address.split()[0], "127.0.0.1"))
     (kept,) = [key.fileobj for key in other._selector.get_map().values()]

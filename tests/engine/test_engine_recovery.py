@@ -15,7 +15,7 @@ from trainfit.core.errors import RunFailed
 from trainfit.core.records import RunResult
 from trainfit.engine import recovery
 from trainfit.engine.loop import train
-from trainfit.engine.memory_errors import is_out_of_memory, once
+from trainfit.engine.memory_errors import is_out_of_memory, write_once
 
 PHASES = ("step", "update", "evaluation")
 
@@ -190,7 +190,7 @@ def test_once_writes_to_each_tensor_once() -> None:
         if len(left) > 2:
             raise torch.OutOfMemoryError
 
-    once(tensors, work)
+    write_once(tensors, work)
     assert calls == [5, 3, 1]
     assert all(bool((tensor == 1).all()) for tensor in tensors)
 

@@ -124,7 +124,7 @@ def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short
     drafts = list(make_drafts(scale, seed))
     posts = [Post(id=draft.id, text=" ".join(draft.sentences)) for draft in drafts]
     annotations = [
-        Annotation(post_id=draft.id, symptom=mark.symptom, status=mark.status, place="made up")
+        Annotation(post_id=draft.id, symptom=mark.symptom, status=mark.status, place="synthetic")
         for draft in drafts
         for mark in draft.marks
     ]

@@ -7,12 +7,12 @@
         state.json              everything else: place, random states, cut, best, events
         manifest.json           which run this belongs to, and a SHA-256 of each file
 
-Of a model that is spread over the ranks, each writes its share of weights and optimizer into a
-file of its own, shard-00001-… and so on, in place of the first two.
+Where a model is sharded over ranks, each rank writes its shards of weights and optimizer state to
+a file of its own (shard-00001-…) in place of the first two.
 
-It is written into a folder of another name, synced, and renamed: a folder that carries the name is
-complete. Weights that are not trained are not written; the task builds them again, and a checksum
-of them tells whether they are the same. Names carry no prefix of a wrapper.
+A checkpoint is written to a folder of another name, synced, and renamed, so a folder with this name
+is complete. Frozen weights are not written: the task builds them again, and a checksum confirms
+that they are the same. Names have no prefix of a wrapper such as torch.compile.
 """
 
 from __future__ import annotations
@@ -51,12 +51,12 @@ _TASK = "task.safetensors"
 
 @dataclass(frozen=True, slots=True)
 class Contents:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint in memory."""
 
     model: Mapping[str, Tensor]
     optimizer: Mapping[str, Tensor]
     state: Mapping[str, Any]
-    """Plain JSON data; `step` is in it."""
+    """JSON data: the step, progress, random states and the rest of nested states."""
     task: Mapping[str, Tensor] = field(default_factory=dict)
     """Tensors of the task's own state."""
 
@@ -65,7 +65,7 @@ class Contents:
 
 
 def save(run: Path, contents: Contents, *, keep: int, best_step: int | None) -> Path:
-    """Write a checkpoint, and then remove those that are neither new nor best."""
+    """Write a checkpoint, then delete older ones except the best."""
     folder = _unfinished(run, contents.state)
     with _telling(run, folder):
         _begin(folder)
@@ -82,9 +82,9 @@ def save(run: Path, contents: Contents, *, keep: int, best_step: int | None) -> 
 def save_sharded(
     run: Path, contents: Contents, world: World, *, keep: int, best_step: int | None
 ) -> None:
-    """Write a checkpoint of a model that is spread over the ranks; all of them call this.
+    """Write a checkpoint of a sharded model; every rank calls this.
 
-    It counts when the first rank has seen every part, and gives the folder its name.
+    It is complete when the first rank sees every shard and renames the folder.
     """
     folder = _unfinished(run, contents.state)
     with first_writes(world) as writes, _telling(run, folder):
@@ -109,7 +109,7 @@ def _unfinished(run: Path, state: Mapping[str, Any]) -> Path:
 
 @contextmanager
 def _telling(run: Path, folder: Path) -> Iterator[None]:
-    """A block that writes into `folder`: where it cannot, nothing is left, and a line says why."""
+    """Turn write errors in a block into RunFailed and delete the unfinished `folder`."""
     try:
         yield
     except (OSError, safetensors.SafetensorError) as error:
@@ -125,7 +125,7 @@ def _begin(folder: Path) -> None:
 
 
 def _complete(run: Path, folder: Path, state: Mapping[str, Any], sums: Mapping[str, str]) -> Path:
-    """Write what describes the tensors that are there, and give the folder its name."""
+    """Write state and manifest beside the tensors, then rename the folder."""
     _write_text(folder / "state.json", json.dumps(state, allow_nan=False))
     sums = {**sums, "state.json": checksum(folder / "state.json")}
     manifest = {"format": _FORMAT, "run": identity(run), "files": sums}
@@ -147,7 +147,7 @@ def _check_seen(folder: Path, names: Iterable[str]) -> None:
 
 
 def clear_unfinished(run: Path) -> None:
-    """Remove what a process that was killed left half written."""
+    """Delete unfinished checkpoints of killed processes."""
     for folder in (run / _FOLDER).glob(_UNFINISHED + "*"):
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -164,7 +164,7 @@ def _write_text(path: Path, text: str) -> None:
 
 
 def _sync(path: Path) -> None:
-    """Have what was written reach the disk."""
+    """Flush a file or folder to disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -235,7 +235,7 @@ def on_host(contents: Contents) -> Contents | None:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, or BadInput where its header lies or it is cut off."""
+    """Read a safetensors file; raise BadInput where it is damaged."""
     check_regular(path, "give a folder trainfit wrote")
     try:
         return safetensors.torch.load_file(path)
@@ -245,12 +245,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def listed(run: Path) -> list[Path]:
-    """The checkpoints of a run, the newest first, good or not."""
+    """List the checkpoint folders of a run, newest first, unchecked."""
     return sorted((run / _FOLDER).glob("step-*"), reverse=True)
 
 
 def latest_good(run: Path) -> tuple[Path | None, tuple[str, ...]]:
-    """The newest checkpoint that is whole, and a line for each newer one that is not."""
+    """Find the newest undamaged checkpoint, and describe each newer damaged one."""
     faults: list[str] = []
     for folder in listed(run):
         fault = find_fault(folder, identity(run))
@@ -261,7 +261,7 @@ def latest_good(run: Path) -> tuple[Path | None, tuple[str, ...]]:
 
 
 def find_fault(folder: Path, run: str) -> str | None:
-    """Why this is no whole checkpoint of that run, or None."""
+    """Describe what is wrong with a checkpoint folder; None where it is good."""
     try:
         manifest = codec.read_object(folder / "manifest.json")
         files: dict[str, str] = manifest["files"]
@@ -284,7 +284,7 @@ def find_fault(folder: Path, run: str) -> str | None:
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
-    """Raise where a key is missing or of another type: whoever wrote it, it was not this code."""
+    """Raise where a key is missing or has a wrong type."""
     for name, kind in (("step", int), ("progress", dict), ("random", list)):
         if not isinstance(state[name], kind):
             raise TypeError(f"{name} is no {kind.__name__}")
@@ -295,7 +295,7 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def read(folder: Path) -> Contents:
-    """A checkpoint whose files are known to be whole, with whole tensors, whoever wrote it."""
+    """Read a checked checkpoint; shards are joined to whole tensors."""
     state = read_state(folder)
     if fsdp.is_sharded(folder):
         tensors = fsdp.read_whole(folder)
@@ -311,7 +311,7 @@ def read(folder: Path) -> Contents:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Everything but the tensors."""
+    """Read state.json of a checkpoint."""
     return codec.read_object(folder / "state.json")
 
 
@@ -320,9 +320,9 @@ def _checksums(paths: Iterable[Path]) -> dict[str, str]:
 
 
 def load_weights(run: Path, model: nn.Module, *, best: bool = True, task: object = None) -> int:
-    """Put the best weights of a run, or the last, into a model its task built; returns the step.
+    """Load the best or the last weights of a run into a model; returns their step.
 
-    Where no evaluation was best, the last ones are. A `task` with a state gets that one too.
+    Without a best evaluation the last weights are used. A `task` with a state gets it restored too.
     """
     latest, faults = latest_good(run)
     for text in faults:

@@ -1,11 +1,11 @@
-"""Several processes, one step: who is who, and everything that they say to each other.
+"""Distributed training: process groups, votes between ranks, and summed gradients.
 
 The model is not wrapped. DistributedDataParallel reduces gradients during the backward pass, and
-a rank that runs out of memory there leaves the others waiting in a collective for ever. Here each
-rank computes its share of the step alone, all vote on how it went, and only then are gradients
-summed, once per step, in place: nothing is allocated after the vote, so nothing can fail between.
-Votes are of CPU tensors over gloo, so that no rank waits for its GPU to hear them. A model that is
-spread over the ranks (sharding.py) talks in every layer; all else is said here for it too.
+a rank that runs out of memory there leaves the others waiting in a collective forever. Here each
+rank computes its share of the step alone, all ranks vote on the result, and only then are gradients
+summed, once per step and in place: nothing is allocated after the vote, so nothing can fail.
+Votes use CPU tensors over gloo, so that no rank waits for its GPU. A model sharded by fsdp.py
+communicates in every layer, and uses this module for everything else.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from trainfit.core.errors import RunFailed, TrainfitError
-from trainfit.engine.watchdog import Watch
+from trainfit.engine.watchdog import Watchdog
 
 _MEET = timedelta(minutes=30)
-"""As long as torch itself waits: one rank may plan while the others come to the meeting."""
+"""Longest wait for other ranks to start; torch's own default. One rank may plan meanwhile."""
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """The place of this process among those that train together."""
+    """Rank of this process and the number of ranks."""
 
     rank: int = 0
     size: int = 1
@@ -42,23 +42,23 @@ class World:
 
     @property
     def first(self) -> bool:
-        """Whether this is the one that writes files."""
+        """True on the rank that writes files."""
         return self.rank == 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What the ranks agreed on: each is true when it is on one rank at least."""
+    """Result of a vote: a flag is true where it is true on any rank."""
 
     out_of_memory: bool = False
     failed: bool = False
     stop: bool = False
     used: tuple[bool, ...] = ()
-    """For each trained parameter, whether it got a gradient."""
+    """One flag per trained parameter: it got a gradient."""
 
 
 def find_world() -> World:
-    """Who this process is, from the environment that torchrun sets."""
+    """Read this process's rank from the environment that torchrun sets."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return World()
     return World(
@@ -70,10 +70,10 @@ def find_world() -> World:
 
 @contextmanager
 def joined(device: str) -> Iterator[tuple[World, torch.device]]:
-    """Meet the other ranks, if there are any, for the length of a block, each on its device.
+    """Join the process group for a block; yields the rank and its device.
 
-    A block inside another changes nothing: what trains several times, as cross-validation does,
-    opens one around them all, since ranks that part one by one cannot meet again safely.
+    A nested block changes nothing. Code that trains several times, such as cross-validation, opens
+    one block around all runs, since ranks that leave one by one cannot join again safely.
     """
     world = find_world()
     place = torch.device(device)
@@ -88,7 +88,7 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
     dist.init_process_group(
         backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
     )
-    watch, well = Watch(), False
+    watch, well = Watchdog(), False
     try:
         address = first_says(world, watch.listen() if world.first else "")
         if not world.first:
@@ -102,10 +102,10 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
 
 
 def _meeting_place(world: World) -> Store:
-    """Where ranks find each other's addresses.
+    """Store in which ranks find each other's addresses.
 
-    torchrun's own is the same after a restart, with the addresses of processes that are gone; a
-    rank that comes early would try those. So each start has its own corner of it.
+    torchrun keeps its store over a restart, with addresses of dead processes that an early rank
+    would try. So each restart uses a prefix of its own.
     """
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     store.set_timeout(_MEET)
@@ -114,7 +114,7 @@ def _meeting_place(world: World) -> Store:
 
 
 def lost_rank(error: BaseException) -> RunFailed | None:
-    """What `error` means where it comes of a rank that is gone; None: it is something else."""
+    """Convert an error that a dead rank caused to RunFailed; None for other errors."""
     gone = isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and "gloo" in str(error)
     )
@@ -124,8 +124,8 @@ def lost_rank(error: BaseException) -> RunFailed | None:
 
 
 @contextmanager
-def _talking() -> Iterator[None]:
-    """A block in which ranks talk: one that is gone ends it in a line of ours."""
+def _communicating() -> Iterator[None]:
+    """Convert errors of a block that communicates: a dead rank becomes RunFailed."""
     try:
         yield
     except RuntimeError as error:
@@ -133,12 +133,12 @@ def _talking() -> Iterator[None]:
 
 
 def vote(world: World, own: Verdict) -> Verdict:
-    """What holds on any rank, after which all do the same."""
+    """Combine the flags of all ranks, so that all do the same next."""
     if world.size == 1:
         return own
     flags = [own.out_of_memory, own.failed, own.stop, *own.used]
     agreed = torch.tensor(flags, dtype=torch.int32)
-    with _talking():
+    with _communicating():
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
     out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
     if failed and not own.failed:
@@ -147,10 +147,10 @@ def vote(world: World, own: Verdict) -> Verdict:
 
 
 def fill_gradients(world: World, parameters: Sequence[Tensor]) -> tuple[bool, ...]:
-    """Which parameters got a gradient; for ranks to sum, the others get one of zeros.
+    """List which parameters got a gradient; give the others zeros, for the sum over ranks.
 
-    A rank with little to do may not have used all of the model. This allocates, so it is done
-    before the vote, and what no rank used is dropped after it.
+    A rank with few sequences may not use all of the model. This allocates memory, so it comes
+    before the vote; gradients that no rank used are dropped after it.
     """
     used = tuple(parameter.grad is not None for parameter in parameters)
     if world.size > 1:
@@ -163,7 +163,7 @@ def fill_gradients(world: World, parameters: Sequence[Tensor]) -> tuple[bool, ..
 def sum_gradients(
     world: World, parameters: Sequence[Tensor], used: Sequence[bool], loss: Tensor
 ) -> None:
-    """Sum the loss, and the gradients that are used on any rank, over all ranks, in place."""
+    """Sum the loss and all used gradients over ranks, in place."""
     if world.size == 1:
         return
     tensors = [loss]
@@ -179,23 +179,23 @@ def sum_over_ranks(world: World, tensors: Sequence[Tensor]) -> None:
     """Sum each tensor over all ranks, in place."""
     if world.size == 1:
         return
-    with _talking():
+    with _communicating():
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
 
 def spread_weights(world: World, model: nn.Module) -> None:
-    """Give every rank the first one's weights and buffers."""
+    """Copy the first rank's weights and buffers to every rank."""
     if world.size == 1:
         return
-    with torch.no_grad(), _talking():
+    with torch.no_grad(), _communicating():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
 
 
 @contextmanager
 def first_writes(world: World) -> Iterator[bool]:
-    """A block in which the first rank writes; the others wait for it, and fail if it does."""
+    """Run a block in which only the first rank writes; the others wait, and fail if it fails."""
     if not world.first:
         yield False
         if problem := first_says(world, ""):
@@ -210,17 +210,17 @@ def first_writes(world: World) -> Iterator[bool]:
 
 
 def first_says(world: World, text: str) -> str:
-    """The first rank's text, on every rank."""
+    """Send the first rank's text to every rank."""
     return gather(world, text)[0]
 
 
 def gather(world: World, text: str) -> list[str]:
-    """The text of every rank, on every rank."""
+    """Collect the texts of all ranks on every rank."""
     if world.size == 1:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    with _talking():
+    with _communicating():
         dist.all_gather(sizes, torch.tensor([data.numel()]))
         most = int(max(sizes))
         padded = torch.cat([data, torch.zeros(most - data.numel(), dtype=torch.uint8)])
@@ -236,7 +236,7 @@ _Gap = tuple[torch.cuda.Event, torch.cuda.Event, float]
 
 
 class Waits:
-    """Adds up the waits of a window of steps."""
+    """Adds up the time that a window of steps waited for data."""
 
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
@@ -245,19 +245,19 @@ class Waits:
         self._gaps: list[_Gap] = []
 
     def begin(self, waited: float) -> None:
-        """A step begins, for whose data the loop has waited so long."""
+        """Note the start of a step whose data took `waited` seconds to arrive."""
         if not self._on_gpu:
             self._seconds += waited
         elif self._last is not None:
             self._gaps.append((self._last, _mark(), waited))
 
     def end(self) -> None:
-        """The work of the step is under way."""
+        """Note that the step's work is queued on the device."""
         if self._on_gpu:
             self._last = _mark()
 
     def take(self) -> float:
-        """The seconds since the last call; everything must have been computed."""
+        """Return the seconds waited since the last call; the device must be idle."""
         for end, begin, waited in self._gaps:
             idle = end.elapsed_time(begin) / 1e3
             self._seconds += min(waited, idle)
@@ -274,16 +274,16 @@ def _mark() -> torch.cuda.Event:
 
 @dataclass(slots=True)
 class StopRequest:
-    """The signal that asked, if one has."""
+    """Name of the signal that asked the run to stop, if any did."""
 
     name: str | None = None
 
 
 @contextmanager
 def stop_on_signals() -> Iterator[StopRequest]:
-    """Note the signals instead of dying of them, for the length of a block.
+    """Record SIGTERM and SIGINT during a block instead of ending the process.
 
-    Only the main thread may do so; in another one the request stays empty.
+    Only the main thread can; in other threads the request stays empty.
     """
     request = StopRequest()
 

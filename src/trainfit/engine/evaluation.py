@@ -1,4 +1,4 @@
-"""An evaluation that leaves no trace: not in the random state, not in memory, not in the model."""
+"""Evaluation that changes neither the random state nor the model, and gives its memory back."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from trainfit.engine.distributed import first_says
 from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.engine.recovery import MustRestart, Parts, TellMemory
-from trainfit.engine.relaunch import Otherwise
+from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.saved_state import protected
 from trainfit.engine.step import autocast
 from trainfit.runtime import eagerly
 
 
 def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
-    """The metrics of the model as it is, and the batch size that memory had room for.
+    """Evaluate the model; returns the metrics and the batch size that fitted in memory.
 
-    Every rank evaluates everything, and the first one's numbers count for all: a rank that only
-    waited would win no time, and might wait longer than a collective may.
+    Every rank evaluates all data, and the first rank's metrics are used: a rank that only waited
+    would save no time, and might exceed the timeout of a collective.
     """
     with protected(parts.device), _without_graphs(parts):
         parts.model.eval()
@@ -42,12 +42,12 @@ def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
 
 
 def _without_graphs(parts: Parts) -> AbstractContextManager[None]:
-    """A CUDA graph overwrites its last output, and an evaluation may hold on to all of them."""
+    """Run without CUDA graphs, which overwrite outputs that an evaluation may keep."""
     return eagerly(parts.model) if parts.settings.graphs else nullcontext()
 
 
 def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
-    """Evaluate from the beginning with half the batch as often as memory runs out."""
+    """Evaluate, again from the start with half the batch each time memory runs out."""
     while True:
         try:
             with torch.no_grad(), autocast(parts.device.type, parts.settings.precision):
@@ -65,7 +65,7 @@ def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
         if parts.sharded:  # the other ranks wait in the middle of a layer
             raise MustRestart(
                 f"memory ran out in an evaluation: {batch_size} sequences are to go at a time",
-                change=Otherwise(eval_batch_size=batch_size),
+                change=RestartChanges(eval_batch_size=batch_size),
             )
         give_back_memory()
         text = f"memory ran out in an evaluation: {batch_size} sequences at a time from here"
@@ -75,7 +75,7 @@ def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
 def is_better(
     metrics: Mapping[str, float], best: Mapping[str, float], name: str, greater: bool
 ) -> bool:
-    """Whether the metric that decides beats the best so far; what is no number never does."""
+    """Compare the deciding metric with the best so far; NaN is never better."""
     if name not in metrics:
         known = f"use one of {', '.join(sorted(metrics))}"
         raise BadInput(f"there is no metric {name!r}", did_you_mean(name, metrics, known))
@@ -85,7 +85,7 @@ def is_better(
     return value > best[name] if greater else value < best[name]
 
 
-def lost(metrics: Mapping[str, float]) -> str | None:
+def nonfinite_loss(metrics: Mapping[str, float]) -> str | None:
     """Name of a loss among the metrics that is not finite; None where there is none."""
     return next(
         (n for n, v in metrics.items() if n.endswith("loss") and not math.isfinite(v)), None

@@ -1,9 +1,9 @@
-"""FSDP2: weights, gradients and optimizer state spread over the ranks, for what no GPU holds alone.
+"""FSDP2: weights, gradients and optimizer state sharded over ranks, for models larger than a GPU.
 
-Every repeated block, and what is left of the model, is gathered when it is computed and let go
-after it. So ranks talk inside forward and backward, one that runs out of memory cannot take its
-step again while the others wait for it, and the run starts again from its newest checkpoint with
-the next cut. Gradients are summed, not averaged: a step's loss is divided by the whole weight.
+Each repeated block, and the rest of the model, is gathered for its computation and freed after it.
+So ranks communicate inside forward and backward, and a rank that runs out of memory cannot repeat
+its step while the others wait for it: the run restarts from its newest checkpoint with the next
+cut. Gradients are summed, not averaged: a step's loss is divided by the weight of all ranks.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 def shard(model: nn.Module, device: torch.device) -> None:
-    """Spread a model that every rank has on its CPU, block by block; each keeps its shards."""
+    """Shard a model that every rank has on its CPU, block by block."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
@@ -42,7 +42,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
 
 
 def reshard(model: nn.Module) -> None:
-    """Let go of what a forward pass without a backward pass left gathered."""
+    """Free the weights that a forward pass without backward pass left gathered."""
     from torch.distributed.fsdp import FSDPModule
 
     for module in model.modules():
@@ -51,10 +51,10 @@ def reshard(model: nn.Module) -> None:
 
 
 def synchronised(model: nn.Module, batches: Iterable[T], count: int, *, once: bool) -> Iterator[T]:
-    """The `count` micro-batches of a step; gradients are summed after the last one.
+    """Yield the `count` micro-batches of a step; gradients are summed after the last one.
 
-    Until then each rank holds its own whole gradient. Without `once` they are summed after every
-    micro-batch, and only shards of them are ever kept: more talk for less memory.
+    Until then each rank holds a whole gradient. Without `once` gradients are summed after every
+    micro-batch and kept as shards: more communication for less memory.
     """
     root = cast("FSDPModule", model)
     for number, batch in enumerate(batches, start=1):
@@ -63,14 +63,14 @@ def synchronised(model: nn.Module, batches: Iterable[T], count: int, *, once: bo
 
 
 def joined_norm(norm: Tensor) -> Tensor:
-    """The norm of the whole gradient from that of this rank's shards."""
+    """Combine the gradient norms of all ranks' shards."""
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
     dist.all_gather(norms, norm)
     return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms)))
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The shard of this rank, or the tensor itself where it is whole; the same memory."""
+    """Return this rank's shard of a tensor without a copy, or the tensor itself if not sharded."""
     # Asked by its method: to import the class takes as long as all the rest of the engine.
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
@@ -79,7 +79,7 @@ _SHARD = "shard-{:05d}-*.safetensors"
 
 
 def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Write the shards of all ranks; what all have whole is written once, by the first of them."""
+    """Write the shards of all ranks; the first rank writes tensors that are not sharded."""
     from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -91,28 +91,28 @@ def write(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def own_files(folder: Path, rank: int) -> list[Path]:
-    """The files that `write` made for this rank."""
+    """List the files that `write` made for this rank."""
     return sorted(folder.glob(_SHARD.format(rank + 1)))
 
 
 def is_sharded(folder: Path) -> bool:
-    """Whether `write` made what is in there."""
+    """Tell a folder of shards from one with whole tensors."""
     return any(folder.glob("shard-*.safetensors"))
 
 
 @torch.no_grad()
 def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
-    """Fill these, whole or sharded, with what is in `folder`, which must hold just the same ones.
+    """Fill `tensors`, sharded or not, from a folder that must hold the same names and shapes.
 
-    Whoever has a process group calls it on every rank. The files may have been written by any
-    number of ranks, also by one that did not shard.
+    With a process group, every rank calls this. Any number of ranks may have written the files,
+    sharded or not.
     """
     _check_same(_saved(folder), tensors)
     _load(folder, tensors, alone=False)
 
 
 def read_whole(folder: Path) -> dict[str, Tensor]:
-    """What is in `folder`, put together on this rank."""
+    """Read the shards in `folder` as whole tensors."""
     saved = _saved(folder)
     tensors = {n: torch.empty(s.size, dtype=s.properties.dtype) for n, s in saved.items()}
     _load(folder, tensors, alone=True)
@@ -120,7 +120,7 @@ def read_whole(folder: Path) -> dict[str, Tensor]:
 
 
 def is_state(name: str, saved: Mapping[str, object]) -> bool:
-    """Whether this names optimizer state: that of another tensor which is there."""
+    """Tell optimizer state (WEIGHT/key) from a weight by its name."""
     return name.rpartition("/")[0] in saved
 
 
@@ -155,7 +155,7 @@ def _check_same(saved: Mapping[str, TensorStorageMetadata], own: Mapping[str, Te
 
 @contextmanager
 def _one_line(what: str) -> Iterator[None]:
-    """What fails on any rank fails on all, with the first cause in a line."""
+    """Convert a failure on any rank to RunFailed with the first cause in one line."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:

@@ -1,7 +1,7 @@
-"""train: a task from its first step to its last, or from where it was left.
+"""The training loop from the first step, or a checkpoint, to the last.
 
-After each step, in this order: log, evaluate, save, stop. So a checkpoint of a step has everything
-that belongs to it, and a run that goes on from it does what it would have done.
+After each step, in this order: log, evaluate, save, stop. So a checkpoint holds everything about
+its step, and a resumed run continues exactly as the interrupted one would have.
 """
 
 from __future__ import annotations
@@ -56,16 +56,16 @@ def train(
     opening: Callable[[Parts], RunSetup] = describe,
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
 ) -> RunResult:
-    """Train `task` in the folder `run`; with `resume`, go on from its newest good checkpoint.
+    """Train `task` in the folder `run`; with `resume`, continue from its newest good checkpoint.
 
-    The result is "stopped" where a signal asked for it: the run can go on. What could not be
-    finished raises RunFailed. Under torchrun every process calls this with the same arguments;
-    observers, trackers and files are the first one's.
+    The status is "stopped" where a signal asked for it; the run can be resumed. Failures raise
+    RunFailed. Under torchrun every process calls this with the same arguments; the first rank
+    alone has observers, trackers and files.
 
-    `ideal_seconds` says what a step of sequences of these lengths would take at the peak of all
-    devices, for the MFU. `line` makes the lines of train.log, and `opening` records the settings
-    in effect. `make_optimizer` replaces the optimizer of the settings; the schedule scales the
-    learning rate of each of its groups.
+    `ideal_seconds` computes how long a step of sequences of these lengths would take at the peak of
+    all devices, for the MFU. `line` makes the lines of train.log, and `opening` records the
+    settings in effect. `make_optimizer` replaces the optimizer of the settings; the schedule scales
+    the learning rate of each of its groups.
     """
     with ExitStack() as stack:
         world, device = stack.enter_context(joined(settings.device))
@@ -96,7 +96,7 @@ def train(
         session.open(opening(parts))
         for kind, text, figures in start.events:
             session.tell(kind, text, figures)
-        return _to_the_end(session, request)
+        return _train_to_end(session, request)
 
 
 def epoch_steps(task: TrainTask, settings: LoopSettings, epoch: int) -> Sequence[Sequence[int]]:
@@ -113,8 +113,8 @@ def _count_steps(task: TrainTask, settings: LoopSettings) -> int:
     return steps
 
 
-def _to_the_end(session: Session, request: StopRequest) -> RunResult:
-    """Train until there is nothing left to do, or someone asks to stop."""
+def _train_to_end(session: Session, request: StopRequest) -> RunResult:
+    """Train until the last step, early stopping, or a request to stop."""
     for observer in session.observers:
         observer.on_start(session.progress.step, session.total_steps)
     try:
@@ -133,7 +133,7 @@ def _to_the_end(session: Session, request: StopRequest) -> RunResult:
 
 
 def _fail(session: Session, error: RunFailed | OSError) -> None:
-    """Leave what the next start can use; where the disk is what failed, nothing can be."""
+    """Save for the next start where possible, and record the failure."""
     whole = isinstance(error, CannotGoOn) and not isinstance(error, NotFinite)
     with suppress(RunFailed, OSError):
         if isinstance(error, MustRestart):
@@ -150,9 +150,9 @@ def _is_over(session: Session) -> bool:
 
 
 def _train_epoch(session: Session, request: StopRequest) -> bool:
-    """The rest of an epoch; returns whether to stop now.
+    """Train the rest of an epoch; returns True to stop now.
 
-    When the cut changes, the steps that were collated ahead are thrown away and loaded anew.
+    When the cut changes, steps that were collated ahead are dropped and loaded again.
     """
     progress, parts = session.progress, session.parts
     steps = epoch_steps(parts.task, parts.settings, progress.epoch)
@@ -176,7 +176,7 @@ def _train_epoch(session: Session, request: StopRequest) -> bool:
 
 
 def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
-    """One step and what is due after it; returns whether someone asked to stop."""
+    """Take one step and do what is due after it; returns True after a request to stop."""
     progress, parts, settings = session.progress, session.parts, session.parts.settings
     weight = parts.task.weight(loaded.sequences)
     if not weight > 0:
@@ -190,7 +190,7 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
         )
     set_rates(parts.optimizer, session.rates)
     stop = request.name is not None
-    with session.looking(loaded):
+    with session.profiled(loaded):
         session.waits.begin(loaded.waited)
         if parts.sharded:
             taken = take_sharded_step(parts, loaded, weight, progress.rung, stop=stop)
@@ -230,7 +230,7 @@ def _after_step(session: Session) -> None:
 
 
 def _evaluate(session: Session) -> bool:
-    """Evaluate; returns whether it is the best so far."""
+    """Evaluate; returns True for the best result so far."""
     session.pause()
     session.check_weights()
     started = time.perf_counter()

@@ -1,7 +1,7 @@
-"""Running out of memory: what it looks like, how to give memory back, and how to do work once.
+"""Out-of-memory errors: recognising them, freeing memory, and repeating work safely.
 
-In-place work is the hard part: memory may run out when half of it is done, and to do it all again
-would do that half twice. torch counts the writes to every tensor, so what is left can be told.
+Memory may run out in the middle of in-place work, and repeating all of it would apply the first
+half twice. torch counts the writes to every tensor, which shows what is left to do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from trainfit.runtime import applied
 
 T = TypeVar("T")
 
-# What libraries below torch raise as a plain RuntimeError when they cannot allocate.
+# Messages of plain RuntimeErrors that libraries below torch raise when they cannot allocate.
 _SIGNS = (
     "out of memory",
     "can't allocate memory",
@@ -31,7 +31,7 @@ _TRIES = 3
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error`, or what caused it, is memory that ran out."""
+    """Recognise an out-of-memory error, also as the cause of another error."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS):
@@ -41,19 +41,19 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def give_back_memory() -> None:
-    """Free what is unreachable, and give what the allocator caches back to the device."""
+    """Collect garbage, and return the allocator's cache to the device."""
     gc.collect()  # a traceback that was caught may still hold the activations, in a cycle
     give_back_cache()
 
 
 def give_back_cache() -> None:
-    """Give what the allocator caches back to the device."""
+    """Return the allocator's cache to the device."""
     with applied(RuntimeSettings(empty_cache=True)):
         pass
 
 
 def retried(work: Callable[[], T]) -> T:
-    """Do `work` that changes nothing, again if memory runs out."""
+    """Run `work`, which has no side effect, and repeat it if memory runs out."""
     for _ in range(_TRIES - 1):
         try:
             return work()
@@ -64,10 +64,10 @@ def retried(work: Callable[[], T]) -> T:
     return work()
 
 
-def once(tensors: Sequence[Tensor], work: Callable[[list[Tensor]], object]) -> None:
-    """Have `work` write to each of the tensors once, also if memory runs out in between.
+def write_once(tensors: Sequence[Tensor], work: Callable[[list[Tensor]], object]) -> None:
+    """Let `work` write to each tensor exactly once, also if memory runs out in between.
 
-    `work` is called again with the tensors that it had not written to.
+    `work` is called again with the tensors not yet written to.
     """
     versions = [tensor._version for tensor in tensors]
 

@@ -1,4 +1,4 @@
-"""What a run tells while it runs. Bars, trackers and callbacks are observers; files are not."""
+"""Observers of a run (progress bars, callbacks), its progress record and the rows of its log."""
 
 from __future__ import annotations
 
@@ -14,61 +14,61 @@ from trainfit.measuring.timing import GIB
 
 @dataclass(kw_only=True)
 class Window:
-    """The steps since the last line of the log."""
+    """Figures of the steps since the last row of the log."""
 
     losses: tuple[float, ...] = ()
     grad_norm: float | None = None
-    """Of the latest step."""
+    """Gradient norm of the latest step."""
     steps: int = 0
     sequences: int = 0
     tokens: int = 0
     seconds: float = 0.0
-    """In steps: evaluations and checkpoints are not in it."""
+    """Time spent in steps, without evaluations and checkpoints."""
     waited: float = 0.0
-    """In which the device stood still for want of data."""
+    """Seconds in which the device waited for data."""
     compiling: float = 0.0
     ideal_seconds: float = 0.0
-    """What the steps would take at the device's peak."""
+    """Seconds that the steps would take at the device's peak."""
 
 
 @dataclass(kw_only=True)
 class Progress:
-    """The state of the loop between two steps."""
+    """State of the loop between two steps; checkpoints save it."""
 
     step: int = 0
-    """Optimizer steps taken, with those that were skipped."""
+    """Optimizer steps taken, including skipped ones."""
     epoch: int = 0
     step_in_epoch: int = 0
     rung: int = 0
-    """Of the ladder of cuts."""
+    """Index of the current cut in the ladder."""
     cuts: tuple[tuple[int, int], ...] = ((0, 0),)
     eval_batch_size: int = 1
     evaluated_step: int = 0
     metrics: dict[str, float] = field(default_factory=dict)
-    """Of the last evaluation."""
+    """Metrics of the last evaluation."""
     best_step: int | None = None
     best_metrics: dict[str, float] = field(default_factory=dict)
     evaluations_without_better: int = 0
     skipped_in_row: int = 0
     seconds: float = 0.0
-    """Over all the times that the run was started."""
+    """Total time over all starts of the run."""
     peak_memory: int = 0
-    """In bytes."""
+    """Peak memory in bytes."""
     events: tuple[Event, ...] = ()
     window: Window = field(default_factory=Window)
 
     def to_data(self) -> dict[str, Any]:
-        """As plain JSON data."""
+        """Convert to JSON data."""
         data: dict[str, Any] = codec.encode(self)
         return data
 
     @classmethod
     def from_data(cls, data: Any, source: str) -> Progress:
-        """What `to_data` gave."""
+        """Restore from the data of `to_data`."""
         return codec.decode(cls, data, source)
 
     def use_rung(self, rung: int) -> None:
-        """Cut by this rung, from the step to come on."""
+        """Use this cut of the ladder from the next step on."""
         if rung != self.rung:
             earlier = tuple(change for change in self.cuts if change[0] < self.step)
             self.rung = rung
@@ -77,13 +77,13 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainRow(Record):
-    """A line of the log: the steps since the one before."""
+    """A row of the log about the steps since the previous row."""
 
     step: int
     total_steps: int
     epoch: float
     loss: float
-    """The mean over the steps that were not skipped."""
+    """Mean over the steps that were not skipped."""
     learning_rate: float
     grad_norm: float | None
     step_seconds: float
@@ -92,40 +92,40 @@ class TrainRow(Record):
     mfu: float | None
     """None where the device's peak or the work is not known."""
     memory_gib: float
-    """The most so far: of the GPU, or of the process where there is none."""
+    """Peak so far of the GPU, or of the process without one."""
     wait_share: float
-    """The share of the time in which the device stood still for want of data."""
+    """Share of the time in which the device waited for data."""
     compute_seconds: float = 0.0
-    """Of a step, without waiting for data and compiling: what the MFU is taken of."""
+    """Mean time of a step without waiting for data and compiling; the MFU is computed from it."""
     compile_seconds: float = 0.0
-    """Of all steps together."""
+    """Total compile time of these steps."""
     micro_batches: int
     skipped: int
 
 
 class Observer:
-    """Does nothing at every turn; override what is of interest."""
+    """Base class whose methods do nothing; override the ones of interest."""
 
     def on_line(self, text: str) -> None:
-        """A line about what is set, before the first step."""
+        """Receive a line about the settings, before the first step."""
 
     def on_start(self, step: int, total_steps: int) -> None:
-        """Before the first step of this process: `step` is above 0 for a run that goes on."""
+        """Called before the first step of this process; `step` is above 0 for a resumed run."""
 
     def on_step(self, step: int) -> None:
-        """After each step, without having waited for the device."""
+        """Called after each step, without waiting for the device."""
 
     def on_log(self, row: TrainRow) -> None:
-        """Every `logging_steps`."""
+        """Called every `logging_steps`."""
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation."""
+        """Called after an evaluation."""
 
     def on_event(self, event: Event) -> None:
-        """When something happens that is worth a line."""
+        """Called for each event, such as memory that ran out."""
 
     def on_end(self, result: RunResult) -> None:
-        """After the last step, however the run ended, unless the process was killed."""
+        """Called once at the end, also of a failed run, unless the process was killed."""
 
 
 def make_row(
@@ -136,7 +136,7 @@ def make_row(
     learning_rate: float,
     micro_batches: int,
 ) -> TrainRow:
-    """The window of `progress` as a line of the log."""
+    """Make a row of the log from the window of `progress`."""
     window = progress.window
     seconds = max(window.seconds, 1e-9)
     computing = max(seconds - window.waited - window.compiling, 1e-9)
@@ -162,7 +162,7 @@ def make_row(
 
 
 def plain_line(row: TrainRow) -> str:
-    """The line of `train.log`."""
+    """Format a row as a line of train.log."""
     parts = [
         f"step {row.step}/{row.total_steps}: loss {row.loss:.4f}",
         f"lr {row.learning_rate:.2e}",
@@ -180,6 +180,6 @@ def plain_line(row: TrainRow) -> str:
 
 
 def as_scalars(row: Record) -> dict[str, Any]:
-    """The numbers of a row, as trackers take them."""
+    """Convert a row to the numbers that trackers take."""
     names = row.__dataclass_fields__
     return {name: getattr(row, name) for name in names if getattr(row, name) is not None}

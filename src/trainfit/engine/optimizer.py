@@ -17,7 +17,7 @@ from torch.optim.adamw import adamw
 
 from trainfit.core.errors import BadInput, OutOfMemory, reason
 from trainfit.engine.fsdp import local
-from trainfit.engine.memory_errors import is_out_of_memory, once, retried
+from trainfit.engine.memory_errors import is_out_of_memory, retried, write_once
 from trainfit.engine.settings import OptimizerSettings, optimizer_classes
 
 _HALF = (torch.bfloat16, torch.float16)
@@ -146,9 +146,9 @@ def _muon(
 
 
 def keep_trained_in_float32(model: nn.Module) -> None:
-    """Give trained weights of 16 bits 32: a small update to them would round to nothing.
+    """Convert trained 16-bit weights to 32 bits: small updates to them would round to zero.
 
-    They are the master weights; autocast makes the copies that the matrix products read.
+    They are the master weights; autocast makes 16-bit copies for matrix products.
     """
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype in _HALF:
@@ -158,7 +158,7 @@ def keep_trained_in_float32(model: nn.Module) -> None:
 def parameter_groups(
     model: nn.Module, weight_decay: float, decay_embeddings: bool = True
 ) -> list[dict[str, Any]]:
-    """Matrices decay; biases, norms and (if so wished) embeddings do not."""
+    """Group parameters by weight decay: biases, norms and optionally embeddings do not decay."""
     tables = _embeddings(model)
     decayed: list[Tensor] = []
     kept: list[Tensor] = []
@@ -183,7 +183,7 @@ def _embeddings(model: nn.Module) -> set[int]:
 
 
 def trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What the optimizer updates."""
+    """List the parameters that the optimizer updates."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
@@ -197,7 +197,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:
-    """Make the state that torch would make in the first step, where memory may run out half-way."""
+    """Create AdamW's state; torch would in the first step, where memory may run out."""
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             count = torch.tensor(0.0, dtype=torch.float32)
@@ -260,7 +260,7 @@ def _update_whole(optimizer: torch.optim.Optimizer) -> None:
 
 
 def _alike(parameters: list[Tensor]) -> list[list[Tensor]]:
-    """Those with a gradient, by what a kernel takes together: one device and one dtype."""
+    """Group the parameters that have a gradient by device and dtype, as a fused kernel needs."""
     alike: dict[Any, list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
@@ -275,7 +275,7 @@ def _update_fused(
     found_inf: Tensor,
     counted: Tensor,
 ) -> None:
-    """One kernel, which is done or not begun; then the count of steps."""
+    """Update by one fused kernel, then count the step."""
     counts = [state["step"] for state in states]
     this_step = retried(lambda: torch._foreach_add(counts, 1))
     retried(
@@ -296,11 +296,11 @@ def _update_fused(
             found_inf=found_inf,
         )
     )
-    once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
+    write_once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
 
 
 def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
-    """Many operations, with a copy to go back to where memory runs out between them."""
+    """Update one parameter, from a copy again where memory runs out in between."""
     weight, gradient = local(parameter), local(cast(Tensor, parameter.grad))
     mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
     written = [weight, mean, square, state["step"]]
@@ -334,12 +334,12 @@ def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, An
 
 
 def take_workspaces() -> None:
-    """Multiply once on torch's default device, forward and backward.
+    """Make cuBLAS allocate its workspaces, by a product forward and backward.
 
-    cuBLAS takes a workspace for each thread that calls it, here the program's and autograd's, with
-    the thread's first product, and keeps it. In the middle of a step that is a piece of whatever
-    large block is free, and the rest of its segment can never be given back: with a GPT's logits
-    more than a gigabyte. Taken first, it has a segment of its own.
+    cuBLAS allocates a workspace with the first product of each thread (here the program's and
+    autograd's) and keeps it. In the middle of a step it would take a piece of a large free block,
+    whose segment could then never be freed: more than a gigabyte with a GPT's logits. Taken first,
+    it has a segment of its own.
     """
     one = torch.ones(8, 8, requires_grad=True)
     (one @ one).sum().backward()  # type: ignore[no-untyped-call]

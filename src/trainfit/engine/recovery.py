@@ -1,8 +1,9 @@
-"""A step that survives running out of memory.
+"""Steps that recover when memory runs out.
 
-Free what is cached and try the same cut once; if memory runs out again, cut finer. Each time from
-the step's own beginning: same sequences, random state and buffers put back, no gradient left over.
-What a finer cut changes is memory alone, and it stays, so that it can be replayed.
+The step is repeated after the cache is freed; if memory runs out again, it is cut into smaller
+micro-batches. Each try starts anew: same sequences, random state and buffers restored, no
+gradients. A finer cut changes only memory use. It is kept and recorded, so that a run can be
+replayed.
 """
 
 from __future__ import annotations
@@ -29,20 +30,20 @@ from trainfit.engine.distributed import (
 from trainfit.engine.fsdp import joined_norm, synchronised
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
-from trainfit.engine.relaunch import Otherwise, restarts_left
+from trainfit.engine.relaunch import RestartChanges, restarts_left
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
 
 
 class CannotGoOn(RunFailed):
-    """All ranks stand at the same step, whole, and there is no way forward."""
+    """The run cannot continue, but all ranks are at the same step and can save a checkpoint."""
 
 
 class NotFinite(CannotGoOn):
-    """The model is spoiled: what it computes is not finite, and it is not worth a checkpoint."""
+    """The model's weights or losses are not finite, and a checkpoint would be useless."""
 
 
-STEADIER = "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16"
+NONFINITE_FIX = "lower the learning rate, look for bad labels, or use bf16 or fp32 instead of fp16"
 """Fix for numbers that are not finite."""
 
 
@@ -51,17 +52,17 @@ class NoFinerCut(CannotGoOn, OutOfMemory):
 
 
 class MustRestart(OutOfMemory):
-    """Memory ran out on this rank while the others wait for it: only a new start helps."""
+    """Memory ran out on this rank while others wait for it; the run must restart."""
 
-    def __init__(self, what: str, fix: str = "", change: Otherwise | None = None) -> None:
-        """`change` is what the new start is to do otherwise."""
+    def __init__(self, what: str, fix: str = "", change: RestartChanges | None = None) -> None:
+        """Set the changes for the next start."""
         again = "torchrun starts it again" if restarts_left() > 0 else "go on with --resume"
         super().__init__(what, fix or f"{again} from the newest checkpoint")
-        self.change = change or Otherwise()
+        self.change = change or RestartChanges()
 
 
 class Buffers:
-    """The model's buffers as they were; only those that may have been written to are copied again.
+    """Copies of the model's buffers; only buffers that may have changed are copied again.
 
     torch counts the writes to a tensor, except those of a norm's kernel to its running statistics.
     """
@@ -73,7 +74,7 @@ class Buffers:
         self._uncounted = {buffer for norm in norms for buffer in norm.buffers(recurse=False)}
 
     def keep(self) -> None:
-        """Remember them as they are."""
+        """Copy the current values."""
         kept, self._copies = self._copies, {}
         for buffer in self._model.buffers():
             version, copy = kept.get(buffer, (None, buffer))
@@ -81,7 +82,7 @@ class Buffers:
             self._copies[buffer] = buffer._version, copy if same else buffer.detach().clone()
 
     def put_back(self) -> None:
-        """Undo what was written since."""
+        """Restore the copied values."""
         for buffer, (version, copy) in self._copies.items():
             if buffer._version != version or buffer in self._uncounted:
                 buffer.copy_(copy)
@@ -94,7 +95,7 @@ TellMemory = Callable[[str, Mapping[str, int]], None]
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """What a step is made of."""
+    """Model, optimizer, data and settings of a run in this process."""
 
     task: TrainTask
     settings: LoopSettings
@@ -108,20 +109,20 @@ class Parts:
     rates: tuple[float, ...]
     """Full learning rate of each parameter group; the schedule scales them."""
     sharded: bool = False
-    """Each rank holds a share of the model, and ranks talk inside forward and backward."""
+    """Each rank holds a shard of the model (FSDP2)."""
     indivisible: str | None = None
     """Reason why a step must be one micro-batch; None where it can be cut."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """A step that went through."""
+    """Result of a successful step."""
 
     numbers: StepNumbers
     rung: int
-    """Of the ladder: the one it was taken with, and the rest of the run will be."""
+    """Index of the cut that was used; later steps use it too."""
     stop: bool
-    """Whether any rank was asked to stop."""
+    """True where any rank was asked to stop."""
 
 
 def take_step(
@@ -133,7 +134,7 @@ def take_step(
     stop: bool,
     tell: TellMemory,
 ) -> StepOutcome:
-    """Take a step, by the cut of `rung` or a finer one, on all ranks together."""
+    """Take a step on all ranks, with the cut of `rung` or a finer one."""
     cuts, batches = parts.settings.cuts, loaded.batches
     start = saved_state.take(parts.device)
     parts.buffers.keep()
@@ -170,9 +171,9 @@ def take_step(
 def _try(
     parts: Parts, batches: list[Batch], weight: float, parameters: list[Tensor], stop: bool
 ) -> tuple[Tensor, Verdict]:
-    """The share of this rank in a step, forward and backward, and how it went.
+    """Compute this rank's share of a step, forward and backward; returns loss and flags.
 
-    The error is dropped here: with it go the frames that hold the activations.
+    An out-of-memory error is dropped here, to free the frames that hold activations.
     """
     there = to_device(batches, parts.device)
     try:
@@ -203,7 +204,7 @@ def _next_rung(parts: Parts, rung: int) -> int:
 
 
 def nothing_finer(parts: Parts) -> tuple[str, str]:
-    """What to say where the ladder of cuts has come to its end."""
+    """Message and fix where memory ran out with the finest cut."""
     if parts.indivisible is not None:
         return (
             f"memory ran out, and the step cannot be cut: {parts.indivisible}",
@@ -221,9 +222,9 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
 def take_sharded_step(
     parts: Parts, loaded: LoadedStep, weight: float, rung: int, *, stop: bool
 ) -> StepOutcome:
-    """Take a step by the cut of `rung`, on all ranks together.
+    """Take a step of a sharded model on all ranks, with the cut of `rung`.
 
-    Where memory has run out before, gradients are kept in shards from micro-batch to micro-batch.
+    After memory ran out once, gradients are kept as shards between micro-batches.
     """
     batches = to_device(loaded.batches, parts.device)
     try:
@@ -261,5 +262,5 @@ def _out_of_memory(parts: Parts, rung: int) -> OutOfMemory:
     pieces = cuts[rung + 1].micro_batches
     return MustRestart(
         f"memory ran out on rank {parts.world.rank}: steps are to be cut into {pieces}",
-        change=Otherwise(rung=rung + 1),
+        change=RestartChanges(rung=rung + 1),
     )

@@ -1,9 +1,9 @@
-"""A run that torchrun starts again: how it is found, and what it is to do otherwise.
+"""Restarts by torchrun (the run to continue, what to change), and the lock on a run's folder.
 
-When a process dies, torchrun (--max-restarts) ends the others and starts the same command anew.
-That must go on with the run, not begin another. So a run's folder says in launch.json which
-torchrun agents started it and which process began it: another process of one of these agents is a
-restart. otherwise.json is what a process that died left for the next one to do differently.
+When a process dies, torchrun (--max-restarts) ends the others and starts the same command again,
+which must continue the run and not begin another. So launch.json in the run's folder names the
+torchrun agents and the process that began it: another process of one of these agents is a
+restart. otherwise.json holds changes for the next start, such as a finer cut.
 """
 
 from __future__ import annotations
@@ -31,39 +31,39 @@ from trainfit.runs import run_folder
 _LAUNCH = "launch.json"
 _OTHERWISE = "otherwise.json"
 _CLOCK = 60.0
-"""Seconds by which two readings of when a process started may differ."""
+"""Largest difference in seconds between two readings of a process's start time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Process(Record):
-    """A process of some machine, told from others that get its number."""
+    """A process, identified by host, number and start time."""
 
     host: str
     pid: int
     started: float
 
     def same(self, other: Process) -> bool:
-        """Whether it is that process."""
+        """Compare two records; start times may differ slightly."""
         near = abs(self.started - other.started) < _CLOCK
         return near and (self.host, self.pid) == (other.host, other.pid)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Launch(Record):
-    """Who started the ranks that are here now."""
+    """Processes that started the current ranks."""
 
     first: Process
-    """The process of the first rank."""
+    """Process of the first rank."""
     agents: tuple[Process, ...]
-    """The torchrun processes of all machines; none without torchrun."""
+    """torchrun processes of all machines; empty without torchrun."""
 
     def note(self, run: Path) -> None:
-        """Write it down in the folder of a run."""
+        """Save launch.json, where torchrun started the run."""
         if self.agents:
             self.save(run / _LAUNCH, parents=False)
 
     def is_restart(self, run: Path) -> bool:
-        """Whether another process of the same torchrun began this run."""
+        """True where an earlier process of the same torchrun began this run."""
         try:
             before = Launch.load(run / _LAUNCH)
         except BadInput:
@@ -72,7 +72,7 @@ class Launch(Record):
         return ours and not self.first.same(before.first)
 
     def find_run(self, root: Path, config: Any) -> Path | None:
-        """The newest run under `root` with this configuration that is to be gone on with."""
+        """Find the newest run under `root` with this configuration that is to be continued."""
         wanted = run_folder.written_config(config)
         found = [
             path.parent
@@ -83,16 +83,16 @@ class Launch(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Otherwise(Record):
-    """What to do differently, where memory ran out and could not be recovered from in place."""
+class RestartChanges(Record):
+    """Changes for the next start, after memory ran out and recovery in place was impossible."""
 
     rung: int = 0
-    """Of the ladder of cuts: this one, or a finer one."""
+    """Smallest index in the ladder of cuts."""
     eval_batch_size: int | None = None
-    """At most."""
+    """Largest batch size of evaluations; None for no limit."""
 
     def leave(self, run: Path) -> None:
-        """Have the run do so when it goes on."""
+        """Save these changes for the next restart."""
         self.save(run / _OTHERWISE, parents=False)
 
 
@@ -104,7 +104,7 @@ def _text(path: Path) -> str | None:
 
 
 def find_launch(world: World) -> Launch:
-    """Who started these ranks; all of them ask together."""
+    """Collect the processes that started these ranks; every rank calls this."""
     own = [this_process()]
     if "TORCHELASTIC_RUN_ID" in os.environ:
         own.append(_process(os.getppid()))
@@ -119,20 +119,20 @@ def find_launch(world: World) -> Launch:
 
 
 def restarts_left() -> int:
-    """How often torchrun would start this process again."""
+    """Number of restarts that torchrun has left."""
     names = ("TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT")
     most, done = (int(os.environ.get(name, "0")) for name in names)
     return most - done
 
 
-def left_over(run: Path) -> Otherwise:
-    """What an earlier process left to do differently."""
+def read_changes(run: Path) -> RestartChanges:
+    """Read the changes that an earlier process saved."""
     path = run / _OTHERWISE
-    return Otherwise.load(path) if path.is_file() else Otherwise()
+    return RestartChanges.load(path) if path.is_file() else RestartChanges()
 
 
 def this_process() -> Process:
-    """The one that asks."""
+    """Identify this process."""
     return _process(os.getpid())
 
 
@@ -142,14 +142,14 @@ def _process(pid: int) -> Process:
 
 _LOCK, _WRITER = "run.lock", "writer.json"
 _PATIENCE = 20.0
-"""Seconds to wait for a lock whose holder is dead: its data loader's workers notice in five."""
+"""Seconds to wait for a dead process's lock: its loader's workers hold it for about five."""
 
 
 @contextmanager
 def writing(run: Path, world: World) -> Iterator[None]:
-    """A block that writes to a run, which no other process does meanwhile.
+    """Lock a run's folder for a block, so that no other process writes to it.
 
-    One inside another, in the same process, changes nothing. Errors of the disk become RunFailed.
+    A nested block in the same process changes nothing. Disk errors become RunFailed.
     """
     lock = FileLock(run.absolute() / _LOCK, is_singleton=True)
     with _telling(run):
@@ -166,7 +166,7 @@ def writing(run: Path, world: World) -> Iterator[None]:
 
 
 def _take(lock: FileLock, run: Path) -> None:
-    """Lock the folder, made where there is none, or raise with the process that holds it."""
+    """Lock the folder, creating it if needed; raise BadInput that names the process holding it."""
     try:
         run.mkdir(parents=True, exist_ok=True)
         if not lock.is_locked:
@@ -210,7 +210,7 @@ def _holder(run: Path) -> Process | None:
 
 
 def _is_dead(holder: Process) -> bool:
-    """Tell that a process of this machine is gone; of another machine nobody here knows."""
+    """Check for a dead process on this machine; processes of other machines count as alive."""
     if holder.host != this_process().host:
         return False
     try:
@@ -225,7 +225,7 @@ def _is_dead(holder: Process) -> bool:
 
 @contextmanager
 def _telling(run: Path) -> Iterator[None]:
-    """A block whose errors of the disk are told in one line, with what to do."""
+    """Convert disk errors of a block to RunFailed with a fix."""
     try:
         yield
     except BrokenPipeError:  # whoever read what is printed has gone
@@ -237,7 +237,7 @@ def _telling(run: Path) -> Iterator[None]:
 
 
 def disk_fix(error: BaseException, run: Path) -> str:
-    """Fix for an error of the disk under a run."""
+    """Suggest a fix for a disk error in a run's folder."""
     with suppress(OSError):
         if not run.is_dir():
             return "the run's folder was removed while it was written to: start a new run"

@@ -1,7 +1,7 @@
-"""Everything a checkpoint holds: weights, the optimizer's and the task's state, random generators.
+"""State that a checkpoint holds: weights, optimizer, task and random generators.
 
-A nested state (of an optimizer, or of a task that has one) is split into plain JSON data and named
-tensors, so that nothing is pickled.
+Nested state (of an optimizer or a task) is split into JSON data and named tensors, so that nothing
+is pickled.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from trainfit.engine.optimizer import is_plain_adamw
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RandomState(Record):
-    """Every generator that a model or a task may draw from."""
+    """States of the random generators that models and tasks use."""
 
     torch: str
     cuda: str | None
-    """Of the device that the run is on."""
+    """State of the run's GPU."""
     python: tuple[Any, ...]
     numpy: tuple[Any, ...]
 
 
 def take(device: torch.device) -> RandomState:
-    """The state as it is now; this does not wait for the device."""
+    """Read the current random state, without waiting for the device."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = np.random.get_state(legacy=True)
     cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
@@ -49,7 +49,7 @@ def take(device: torch.device) -> RandomState:
 
 
 def put_back(state: RandomState, device: torch.device) -> None:
-    """Set every generator as it was."""
+    """Restore every generator."""
     torch.set_rng_state(_tensor(state.torch))
     if state.cuda is not None and device.type == "cuda":
         torch.cuda.set_rng_state(_tensor(state.cuda), device)
@@ -61,7 +61,7 @@ def put_back(state: RandomState, device: torch.device) -> None:
 
 @contextmanager
 def protected(device: torch.device) -> Iterator[None]:
-    """Leave the random state after a block as it was before."""
+    """Restore the random state after a block."""
     before = take(device)
     try:
         yield
@@ -135,12 +135,12 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
 
 
 def plain_name(name: str) -> str:
-    """The name of a weight without what torch.compile or a parallel wrapper puts before it."""
+    """Remove prefixes of torch.compile and parallel wrappers from a weight's name."""
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
 def frozen_checksum(model: nn.Module) -> str | None:
-    """A checksum of the weights that are not trained; None where all are."""
+    """Checksum of the frozen weights; None where all are trained."""
     frozen = [(plain_name(n), p) for n, p in model.named_parameters() if not p.requires_grad]
     if not frozen:
         return None
@@ -156,7 +156,7 @@ def frozen_checksum(model: nn.Module) -> str | None:
 def find_nonfinite(model: nn.Module) -> str | None:
     """Name of a weight or buffer with a value that is not finite; None where all are.
 
-    The largest size of all of them says it, in one pass and with one wait for the device.
+    The maximum of all values is checked first, in one pass that waits for the device once.
     """
     named = [*model.named_parameters(), *model.named_buffers()]
     floats = {name: local(t.detach()) for name, t in named if t.is_floating_point() and t.numel()}
@@ -169,7 +169,7 @@ def find_nonfinite(model: nn.Module) -> str | None:
 
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
-    """Put saved tensors into the model, which must have the same ones."""
+    """Copy saved tensors into a model with the same names and shapes."""
     own = model_tensors(model)
     if missing := sorted(own.keys() ^ tensors.keys()):
         raise BadInput(
@@ -224,7 +224,7 @@ def load_optimizer(
 
 @contextmanager
 def _fitting(whose: str) -> Iterator[None]:
-    """A block that restores saved state; what does not fit becomes one line."""
+    """Convert errors of a block that restores state to BadInput."""
     try:
         yield
     except (KeyError, ValueError, TypeError, IndexError, AttributeError, RuntimeError) as error:

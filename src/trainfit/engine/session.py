@@ -1,4 +1,4 @@
-"""A run in this process: its parts, where it stands, and whom it tells."""
+"""A run in this process: its progress, log, events, evaluations and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from trainfit.core.records import Event, RunResult
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, saved_state
 from trainfit.engine.distributed import Waits, first_writes, gather
-from trainfit.engine.evaluation import is_better, lost
+from trainfit.engine.evaluation import is_better, nonfinite_loss
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
-from trainfit.engine.recovery import STEADIER, CannotGoOn, NotFinite, Parts, StepOutcome
-from trainfit.engine.relaunch import Otherwise
+from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
+from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.settings import rate_factor
 from trainfit.engine.step import Reading, Readings
 from trainfit.measuring.profiled_step import is_due, looking
@@ -31,7 +31,7 @@ from trainfit.runtime import compile_seconds
 
 @dataclass
 class Session:
-    """Everything that a run changes as it goes."""
+    """State and outputs of a run in this process."""
 
     parts: Parts
     run: Path
@@ -42,7 +42,7 @@ class Session:
     observers: Sequence[Observer]
     ideal_seconds: Callable[[Sequence[int]], float] | None
     frozen: str | None
-    """Checksum of what is not trained."""
+    """Checksum of the frozen weights."""
     saved_step: int | None = None
     readings: Readings = field(default_factory=Readings)
     memory: MemoryTracker = field(default_factory=MemoryTracker)
@@ -50,7 +50,7 @@ class Session:
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        """The clock of the first window runs."""
+        """Start the clock of the first window."""
         self.mark = self.started
         self.compiled = compile_seconds()
         self.waits = Waits(self.parts.device)
@@ -68,7 +68,7 @@ class Session:
 
     @property
     def seconds(self) -> float:
-        """Since the run was first started, without the time between."""
+        """Training time since the first start, without interruptions."""
         return self.earlier_seconds + time.perf_counter() - self.started
 
     @property
@@ -95,7 +95,7 @@ class Session:
     # ── the clock and the log ──
 
     def pause(self) -> None:
-        """Stop the clock of the window, with everything computed and read."""
+        """Wait for the device, and add the time so far to the window."""
         self.read(wait=True)
         window = self.progress.window
         window.seconds += time.perf_counter() - self.mark
@@ -104,11 +104,11 @@ class Session:
         self.go_on()
 
     def go_on(self) -> None:
-        """Let the clock run again."""
+        """Restart the clock."""
         self.mark, self.compiled = time.perf_counter(), compile_seconds()
 
     def read(self, *, wait: bool) -> None:
-        """Take in the numbers of past steps, and see whether they are finite."""
+        """Read losses and norms of past steps; skipped steps are recorded or end the run."""
         for reading in self.readings.arrived(wait=wait):
             finite = math.isfinite(reading.loss) and math.isfinite(reading.grad_norm)
             self.progress.window.grad_norm = reading.grad_norm
@@ -130,31 +130,31 @@ class Session:
         if in_row >= settings.nonfinite_limit or (settings.nonfinite == "stop" and not overflow):
             self.progress.skipped_in_row = 0  # whoever goes on from here means to try again
             raise CannotGoOn(
-                f"step {reading.step} is not finite ({what}), {in_row} in a row", STEADIER
+                f"step {reading.step} is not finite ({what}), {in_row} in a row", NONFINITE_FIX
             )
 
     def check_weights(self) -> None:
-        """Raise where a weight is not finite, on all ranks together; no checkpoint gets such."""
+        """Raise NotFinite on all ranks where a weight is not finite; no checkpoint is written."""
         if self.checked_step == self.progress.step:
             return
         found = gather(self.parts.world, saved_state.find_nonfinite(self.parts.model) or "")
         if name := next(filter(None, found), None):
             what = f"the weight {name} is not finite after step {self.progress.step}"
-            raise NotFinite(what, STEADIER)
+            raise NotFinite(what, NONFINITE_FIX)
         self.checked_step = self.progress.step
 
     def check_losses(self) -> None:
-        """Raise where no step, or the evaluation that counts, had a finite loss."""
+        """Raise NotFinite where no step, or the deciding evaluation, had a finite loss."""
         self.read(wait=True)
         progress = self.progress
         if self.lost_steps and self.lost_steps == progress.step - self.first_step:
-            raise NotFinite(f"none of {self.lost_steps} steps had a finite loss", STEADIER)
-        if progress.best_step is None and (name := lost(progress.metrics)) is not None:
+            raise NotFinite(f"none of {self.lost_steps} steps had a finite loss", NONFINITE_FIX)
+        if progress.best_step is None and (name := nonfinite_loss(progress.metrics)) is not None:
             at, value = progress.evaluated_step, progress.metrics[name]
-            raise NotFinite(f"{name} is {value:g} in the evaluation after step {at}", STEADIER)
+            raise NotFinite(f"{name} is {value:g} in the evaluation after step {at}", NONFINITE_FIX)
 
     def log(self) -> None:
-        """Write a line about the window, and begin a new one."""
+        """Write a row about the window, and begin a new one."""
         self.pause()
         progress = self.progress
         progress.peak_memory = max(progress.peak_memory, self.memory.update().peak)
@@ -173,8 +173,8 @@ class Session:
         self.go_on()
 
     @contextmanager
-    def looking(self, loaded: LoadedStep) -> Iterator[None]:
-        """Profile the step for the receipt, if it is the one to look at; the first rank does."""
+    def profiled(self, loaded: LoadedStep) -> Iterator[None]:
+        """Profile this step for the receipt, if it is due, on the first rank."""
         sequences = len(loaded.sequences)
         self.most_sequences = max(self.most_sequences, sequences)
         taken, total = self.progress.step - self.first_step, self.total_steps - self.first_step
@@ -199,7 +199,7 @@ class Session:
     # ── the end of a step ──
 
     def took(self, loaded: LoadedStep, taken: StepOutcome) -> None:
-        """Take note of a step."""
+        """Update the progress after a step."""
         progress, window = self.progress, self.progress.window
         progress.use_rung(taken.rung)
         retried(lambda: self.readings.add(progress.step, taken.numbers))
@@ -219,7 +219,7 @@ class Session:
             observer.on_step(progress.step)
 
     def use_replayed_rung(self) -> int:
-        """The rung of the step to come: that of the run which is replayed, or the last used."""
+        """Cut of the next step: from the run that is replayed, or the last one used."""
         for step, rung in self.parts.settings.cut_changes:
             if step == self.progress.step:
                 self.progress.use_rung(rung)
@@ -227,7 +227,7 @@ class Session:
 
     @property
     def evaluation_is_due(self) -> bool:
-        """After so many steps or an epoch, and at the end."""
+        """True after `eval_steps` or an epoch, and at the end."""
         progress, every = self.progress, self.parts.settings.eval_steps
         if progress.step == self.total_steps:
             return True
@@ -237,7 +237,7 @@ class Session:
 
     @property
     def save_is_due(self) -> bool:
-        """After so many steps, or after each evaluation."""
+        """True after `checkpoint_steps`, or after each evaluation."""
         every = self.parts.settings.checkpoint_steps
         if every is None:
             return self.progress.evaluated_step == self.progress.step
@@ -245,18 +245,20 @@ class Session:
 
     @property
     def out_of_patience(self) -> bool:
-        """Whether there were too many evaluations without a better one."""
+        """True after too many evaluations without a better one."""
         patience = self.parts.settings.early_stopping_patience
         return patience is not None and self.progress.evaluations_without_better >= patience
 
     def evaluated(self, metrics: Mapping[str, float], seconds: float) -> bool:
-        """Take note of an evaluation that took so long; returns whether it is the best so far."""
+        """Record an evaluation that took `seconds`; returns True for the best so far."""
         progress, settings = self.progress, self.parts.settings
         progress.metrics, progress.evaluated_step = dict(metrics), progress.step
         better = settings.metric is not None and is_better(
             metrics, progress.best_metrics, settings.metric, settings.greater_is_better
         )
-        better = better and lost(metrics) is None  # its other figures are of a spoiled model
+        better = (
+            better and nonfinite_loss(metrics) is None
+        )  # its other figures are of a spoiled model
         progress.evaluations_without_better += 1
         if better:
             progress.best_step, progress.best_metrics = progress.step, dict(metrics)
@@ -272,7 +274,7 @@ class Session:
         return better
 
     def save(self) -> None:
-        """Write a checkpoint with every rank's random state; the first rank does where it can."""
+        """Write a checkpoint with every rank's random state."""
         self.check_weights()
         if not self.parts.settings.keep_checkpoints:
             self.saved_step = self.progress.step
@@ -299,7 +301,7 @@ class Session:
 
     @property
     def writes_alongside(self) -> bool:
-        """Whether checkpoints are written while the GPU works on; ranks write theirs together."""
+        """True where checkpoints are written while the GPU works: on one rank only."""
         return self.parts.device.type == "cuda" and self.parts.world.size == 1
 
     def _contents(self, random_states: list[str]) -> checkpoint.Contents:
@@ -321,15 +323,15 @@ class Session:
             },
         )
 
-    def leave(self, change: Otherwise) -> None:
-        """Have the next start of this run do otherwise; what was learned before stays."""
+    def leave(self, change: RestartChanges) -> None:
+        """Save changes for the next start, together with earlier ones."""
         progress = self.progress
         size = change.eval_batch_size or progress.eval_batch_size
         rung = max(change.rung, progress.rung)
-        Otherwise(rung=rung, eval_batch_size=size).leave(self.run)
+        RestartChanges(rung=rung, eval_batch_size=size).leave(self.run)
 
     def finish(self, status: Literal["finished", "stopped", "failed"]) -> RunResult:
-        """How the run ended; the first rank writes it down."""
+        """End the run: write result.json on the first rank, and inform observers."""
         progress = self.progress
         best = progress.best_step is not None
         result = RunResult(

@@ -1,4 +1,4 @@
-"""Everything the loop reads, as one record: jobs build it from the configuration and the plan."""
+"""Settings of the training loop, which jobs derive from the configuration and the plan."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ class ScheduleSettings(Record):
 
     kind: Literal["linear", "cosine", "cosine_with_restarts", "constant"] = "linear"
     warmup_ratio: Share | None = None
-    """Share of all steps; None where warmup_steps says it."""
+    """Share of all steps; None where `warmup_steps` is given."""
     warmup_steps: Count | None = None
     min_ratio: Share = 0.0
-    """Where the decay ends, as a share of the learning rate."""
+    """Final share of the learning rate."""
     cycles: Positive = 2
-    """Of cosine_with_restarts."""
+    """Number of cycles for cosine_with_restarts."""
 
     def __post_init__(self) -> None:
-        """Refuse two answers to one question."""
+        """Refuse both forms of warm-up together."""
         if self.warmup_ratio is not None and self.warmup_steps is not None:
             raise BadInput(
                 f"warmup_ratio is {self.warmup_ratio} and warmup_steps is {self.warmup_steps}",
@@ -71,11 +71,11 @@ class ScheduleSettings(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings(Record):
-    """Processes that collate steps ahead of time."""
+    """Worker processes that collate steps ahead of time."""
 
     num_workers: Count = 0
     pin_memory: bool = False
-    """Only where the device is a GPU."""
+    """Pin memory; ignored without a GPU."""
     persistent_workers: bool = False
     """Keep the workers from epoch to epoch."""
     prefetch_factor: Positive | None = None
@@ -84,11 +84,11 @@ class LoaderSettings(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoopSettings(Record):
-    """How a task is trained. What decides memory and speed alone changes no result."""
+    """Settings of a run. Those about memory and speed alone do not change its result."""
 
     epochs: Amount = 1.0
     max_steps: Positive | None = None
-    """Train so many optimizer steps, whatever the epochs say."""
+    """Number of optimizer steps; overrides `epochs`."""
     drop_last: bool = False
     """Leave out the last step of an epoch where it has fewer sequences than the first."""
     seed: Count = 0
@@ -97,7 +97,7 @@ class LoopSettings(Record):
     precision: Precision = "fp32"
     """Autocast's dtype; fp32: no autocast."""
     cuts: tuple[PackedCut | PaddedCut, ...]
-    """packing.ladder: the cut to begin with, then those to go down when memory runs out."""
+    """Ladder of cuts (packing.ladder): the first is used, the finer ones when memory runs out."""
     cut_changes: tuple[tuple[int, int], ...] = ()
     """Replay a run's RunResult.cuts: from step s on, use rung r."""
     optimizer: OptimizerSettings
@@ -106,40 +106,40 @@ class LoopSettings(Record):
     compile: bool = False
     compile_mode: str = "default"
     compile_scope: Literal["blocks", "model"] = "blocks"
-    """Its repeated blocks, in seconds, or all of the model with its loss, in a minute."""
+    """Compile repeated blocks (takes seconds) or the whole model with its loss (takes a minute)."""
     sharding: Literal["none", "fsdp"] = "none"
-    """With several ranks: each holds the whole model, or a share of it where none could alone."""
+    """With several ranks: each holds the whole model ("none") or a shard ("fsdp")."""
 
     eval_steps: Positive | None = None
-    """Evaluate every so many steps, never at step 0; None: after each epoch."""
+    """Steps between evaluations; None: after each epoch."""
     eval_batch_size: Positive = 32
     metric: str | None = None
-    """The metric that decides which evaluation is best; None: none does."""
+    """Metric that decides which evaluation is best; None: no best one is chosen."""
     greater_is_better: bool = True
     early_stopping_patience: Positive | None = None
     """Evaluations without a better metric before the run stops; None: never."""
 
     logging_steps: Positive = 10
     checkpoint_steps: Positive | None = None
-    """Save every so many steps; None: after each evaluation."""
+    """Steps between checkpoints; None: after each evaluation."""
     keep_checkpoints: Count = 2
-    """The newest so many are kept, and the best. 0: none is written, and nobody can go on."""
+    """Number of newest checkpoints to keep, besides the best. 0: none, and no resuming."""
 
     profile_step: bool = True
     """Profile one step after the warm-up, for the receipt."""
 
     nonfinite: Literal["skip", "stop"] = "skip"
-    """What a loss or gradient that is not finite does: skip the step, or stop the run."""
+    """Reaction to a loss or gradient that is not finite: skip the step, or stop the run."""
     nonfinite_limit: Positive = 25
-    """Steps skipped in a row before the run stops all the same."""
+    """Skipped steps in a row after which the run stops."""
 
     @property
     def graphs(self) -> bool:
-        """Whether torch.compile records CUDA graphs, where there is a GPU."""
+        """True where torch.compile uses CUDA graphs."""
         return self.compile and self.compile_mode in ("reduce-overhead", "max-autotune")
 
     def __post_init__(self) -> None:
-        """Refuse what could not be followed."""
+        """Refuse settings that contradict each other."""
         if not self.cuts:
             raise BadInput("there is no cut", "give the cuts of packing.ladder")
         if self.early_stopping_patience is not None and self.metric is None:
@@ -182,9 +182,9 @@ def check_options(settings: OptimizerSettings) -> None:
 
 
 def rate_factor(step: int, total: int, settings: ScheduleSettings) -> float:
-    """The share of the learning rate in the update of `step`, the first being 0, of `total`.
+    """Share of the learning rate at `step` (from 0) of `total` steps.
 
-    Warm-up ends at the full rate, and the decay would reach its end in the step after the last.
+    Warm-up ends at the full rate; the decay would end one step after the last.
     """
     warmup = warmup_steps(total, settings)
     if step < warmup:
@@ -196,7 +196,7 @@ def rate_factor(step: int, total: int, settings: ScheduleSettings) -> float:
 
 
 def warmup_steps(total: int, settings: ScheduleSettings) -> int:
-    """Optimizer steps below the full rate."""
+    """Number of warm-up steps."""
     if settings.warmup_steps is not None:
         return settings.warmup_steps
     return math.ceil(total * (settings.warmup_ratio or 0.0))

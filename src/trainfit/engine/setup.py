@@ -1,4 +1,4 @@
-"""How a run begins: the parts are built, and a run that was left is put back where it was."""
+"""Start of a run: builds its parts, and restores an interrupted run from its checkpoint."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from trainfit.engine.optimizer import (
     take_workspaces,
 )
 from trainfit.engine.recovery import Buffers, Parts
-from trainfit.engine.relaunch import Launch, Otherwise, find_launch, left_over
+from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import loss_scale
 from trainfit.packing import PackedCut, PaddedCut
@@ -44,16 +44,16 @@ Notice = tuple[str, str, Mapping[str, int]]
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Where a run begins in this process, and what is to be told about it."""
+    """Progress at the start of this process, and events to record."""
 
     progress: Progress
     resumed: bool
-    """From a checkpoint."""
+    """True where it was restored from a checkpoint."""
     events: tuple[Notice, ...] = ()
 
 
 def build_model(task: TrainTask) -> nn.Module:
-    """The task's model where the task makes it, ready to train."""
+    """Build the task's model in training mode."""
     model = _fits(task.build_model, "the model")
     keep_trained_in_float32(model)
     return model.train()
@@ -90,7 +90,7 @@ def build_parts(
     device: torch.device,
     make_optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None,
 ) -> Parts:
-    """All that a step needs, on the device."""
+    """Build everything that a step needs, on the device."""
     indivisible = why_indivisible(task, model)
     if indivisible is not None:
         if not getattr(task, "indivisible", False):
@@ -156,7 +156,7 @@ def _fits(build: Callable[[], T], what: str) -> T:
 
 
 def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start:
-    """Where the run begins: at its newest good checkpoint, or at the first step."""
+    """Restore the newest good checkpoint, or start at the first step."""
     launch = find_launch(parts.world)
     with first_writes(parts.world) as looks:
         found = _look(run, launch, resume) if looks else _Found()
@@ -170,7 +170,7 @@ def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start
         progress = Progress(eval_batch_size=parts.settings.eval_batch_size)
         if found.resume:
             events.append(("resumed", "from the beginning: there is no checkpoint yet", {}))
-    events += _do_otherwise(progress, found.otherwise, parts.settings)
+    events += _apply_changes(progress, found.changes, parts.settings)
     if parts.world.first:
         event_log.forget_after(run, progress.step, progress.events)
         launch.note(run)
@@ -179,16 +179,16 @@ def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Found(Record):
-    """What the first rank found in the folder, and tells the others."""
+    """Findings of the first rank in the run's folder, sent to the others."""
 
     resume: bool = False
     folder: str | None = None
     faults: tuple[str, ...] = ()
-    otherwise: Otherwise = field(default_factory=Otherwise)
+    changes: RestartChanges = field(default_factory=RestartChanges)
 
 
 def _look(run: Path, launch: Launch, resume: bool) -> _Found:
-    """The newest good checkpoint, for a run that goes on or that torchrun starts again."""
+    """Find the newest good checkpoint; refuse a run's folder without `resume` or a restart."""
     resume = resume or launch.is_restart(run)
     if not resume and checkpoint.listed(run):
         raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
@@ -201,11 +201,13 @@ def _look(run: Path, launch: Launch, resume: bool) -> _Found:
         resume=resume,
         folder=None if folder is None else str(folder),
         faults=faults,
-        otherwise=left_over(run),
+        changes=read_changes(run),
     )
 
 
-def _do_otherwise(progress: Progress, change: Otherwise, settings: LoopSettings) -> list[Notice]:
+def _apply_changes(
+    progress: Progress, change: RestartChanges, settings: LoopSettings
+) -> list[Notice]:
     """Apply the changes that an earlier process left; each that has an effect is an event."""
     events: list[Notice] = []
     rung = min(max(progress.rung, change.rung), len(settings.cuts) - 1)
@@ -223,7 +225,7 @@ def _do_otherwise(progress: Progress, change: Otherwise, settings: LoopSettings)
 
 
 def _restore(parts: Parts, folder: Path, frozen: str | None) -> tuple[Progress, tuple[Notice, ...]]:
-    """Put everything back as it was when the checkpoint was written."""
+    """Restore model, optimizer, progress and random state from a checkpoint."""
     state = checkpoint.read_state(folder)
     if state["frozen"] != frozen:
         raise BadInput(
@@ -256,13 +258,13 @@ def _restore(parts: Parts, folder: Path, frozen: str | None) -> tuple[Progress, 
 
 
 _FLASH_FROM = (8, 0)
-"""Compute capability from which on torch has a flash kernel, for half precision alone."""
+"""Lowest compute capability with torch's flash kernel, which needs half precision."""
 
 
 def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
     """Record the settings in effect now, as torch and the loader report them.
 
-    `attention` comes from a job that knows more about it than torch's switches tell.
+    A job that knows its attention better than torch's switches do passes `attention`.
     """
     settings, groups, loader = parts.settings, parts.optimizer.param_groups, parts.loader.workers()
     cut, gpu = settings.cuts[0], parts.device.type == "cuda"

@@ -1,8 +1,8 @@
-"""The step: micro-batches forward and backward, clip, update.
+"""The optimizer step: micro-batches forward and backward, clip, update.
 
-A step's loss is divided by the step's whole weight, which is known beforehand, so its gradient
+A step's loss is divided by the weight of the whole step, which is known beforehand, so its gradient
 does not depend on how it is cut. Nothing here waits for the device: the loss and the norm stay
-tensors. The planner runs the same code on fake tensors to know what it takes.
+tensors. The planner runs the same code on fake tensors to predict memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainfit.core.plan_records import Precision
 from trainfit.engine.fsdp import local
-from trainfit.engine.memory_errors import once, retried
+from trainfit.engine.memory_errors import retried, write_once
 from trainfit.engine.optimizer import trained_parameters, update_once
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -26,17 +26,17 @@ _GROW_AFTER = 2000
 
 
 def autocast(device_type: str, precision: Precision) -> AbstractContextManager[object]:
-    """What the forward pass runs in."""
+    """Context of the forward pass: autocast, or nothing for fp32."""
     if precision == "fp32":
         return nullcontext()
     return torch.autocast(device_type, dtype=_HALF[precision])
 
 
 class LossScale:
-    """The factor on an fp16 loss: halved when gradients overflow, doubled after a long quiet.
+    """Scale of an fp16 loss: halved when gradients overflow, doubled after 2,000 steps without.
 
-    It follows torch's GradScaler, but decides by the norm that clipping computes anyway, stays on
-    the device with any optimizer, and a step can be taken again from its beginning.
+    Works like torch's GradScaler, but reuses the norm that clipping computes, stays on the device
+    with any optimizer, and lets a step be repeated.
     """
 
     def __init__(self, device: torch.device | str) -> None:
@@ -44,7 +44,7 @@ class LossScale:
         self.quiet_steps = torch.tensor(0.0, device=device)
 
     def follow(self, finite: Tensor) -> None:
-        """Take note of a step whose gradients were `finite`, or not."""
+        """Adapt the scale after a step; `finite` says that its gradients did not overflow."""
         quiet = torch.where(finite, self.quiet_steps + 1, 0.0)
         grows = quiet >= _GROW_AFTER
         self.factor = self.factor * torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
@@ -52,7 +52,7 @@ class LossScale:
 
 
 def loss_scale(precision: Precision, device: torch.device | str) -> LossScale | None:
-    """The scaling that `precision` needs: fp16 alone."""
+    """Make a loss scale for fp16; None for other precisions."""
     return LossScale(device) if precision == "fp16" else None
 
 
@@ -62,12 +62,12 @@ Batch = TypeVar("Batch")
 
 
 class StepNumbers(NamedTuple):
-    """What came of a step, still on the device."""
+    """Loss and gradient norm of a step, still on the device."""
 
     loss: Tensor
-    """Per unit of weight."""
+    """Loss per unit of weight."""
     grad_norm: Tensor
-    """Before clipping. The step was skipped where this or the loss is not finite."""
+    """Norm before clipping. The step was skipped where this or the loss is not finite."""
 
 
 def plain_step(
@@ -82,7 +82,7 @@ def plain_step(
     max_grad_norm: float | None = None,
     scale: LossScale | None = None,
 ) -> StepNumbers:
-    """A whole optimizer step on one process, as the loop does it when nothing goes wrong."""
+    """Take a whole optimizer step on one process, without recovery."""
     total = accumulate(
         model, loss, batches, weight, device_type=device_type, precision=precision, scale=scale
     )
@@ -99,9 +99,9 @@ def accumulate(
     precision: Precision = "fp32",
     scale: LossScale | None = None,
 ) -> Tensor:
-    """Forward and backward through each micro-batch; the loss of all, per unit of `weight`.
+    """Run forward and backward for each micro-batch; returns the loss per unit of `weight`.
 
-    `weight` is that of the whole step, over all micro-batches and all ranks.
+    `weight` is the weight of the whole step, over all micro-batches and ranks.
     """
     # Of one dtype, also where there is no micro-batch: ranks sum it.
     total = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
@@ -114,11 +114,11 @@ def accumulate(
 
 
 def out_of_graphs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
-    """The micro-batches of a model whose passes are replayed as CUDA graphs.
+    """Yield the micro-batches of a model that is replayed as CUDA graphs.
 
     A graph writes to the same memory each time, and the first gradient of a step is that memory
-    itself. Before the second is added to it, it gets memory of its own. Each micro-batch is marked
-    as a new beginning: else torch takes every compiled block for one, and replays none of them
+    itself: it is copied before the second one is added to it. Each micro-batch is marked as a new
+    beginning; otherwise torch takes every compiled block for one, and does not replay them at
     straight away.
     """
     for number, batch in enumerate(batches):
@@ -138,18 +138,18 @@ def finish(
     scale: LossScale | None = None,
     join: Callable[[Tensor], Tensor] | None = None,
 ) -> StepNumbers:
-    """Clip and update with the gradients there are, and clear them.
+    """Clip the gradients, update the weights, and clear the gradients.
 
-    Where the loss or the gradient is not finite, nothing is updated. Memory that runs out in here
-    is no matter of the cut: what was left undone is done after the cache was given back. Where
-    each rank has a shard of the gradient, `join` makes one norm of theirs.
+    Nothing is updated where the loss or the gradient is not finite. If memory runs out in here, a
+    finer cut would not help: the rest is done after the cache is freed. Where each rank has a shard
+    of the gradient, `join` combines their norms.
     """
     gradients = [local(p.grad) for p in trained_parameters(optimizer) if p.grad is not None]
     norm = retried(lambda: _norm(gradients, scale, join))
     finite = retried(lambda: torch.isfinite(norm) & torch.isfinite(loss))
     factor = retried(lambda: _factor(norm, max_grad_norm, scale))
     if factor is not None:
-        once(gradients, lambda left: torch._foreach_mul_(left, factor))
+        write_once(gradients, lambda left: torch._foreach_mul_(left, factor))
     update_once(optimizer, finite)
     if scale is not None:
         retried(lambda: scale.follow(finite))
@@ -167,7 +167,7 @@ def _norm(
 
 
 def _factor(norm: Tensor, max_grad_norm: float | None, scale: LossScale | None) -> Tensor | None:
-    """What the gradients are multiplied by before the update, in one pass."""
+    """Factor on the gradients that clips and unscales them in one pass."""
     clip = None
     if max_grad_norm is not None:
         clip = (max_grad_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -177,7 +177,7 @@ def _factor(norm: Tensor, max_grad_norm: float | None, scale: LossScale | None) 
 
 
 class Reading(NamedTuple):
-    """The numbers of a step."""
+    """Loss and gradient norm of a step as Python numbers."""
 
     step: int
     loss: float
@@ -185,13 +185,13 @@ class Reading(NamedTuple):
 
 
 class Readings:
-    """Steps whose numbers are under way, in their order."""
+    """Losses and norms on their way from the device, in order; reading them makes no step wait."""
 
     def __init__(self) -> None:
         self._under_way: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
 
     def add(self, step: int, numbers: StepNumbers) -> None:
-        """Send for the numbers of a step."""
+        """Copy the numbers of a step to the host, after the work that is queued."""
         pair = torch.stack([numbers.loss.double(), numbers.grad_norm.double()])
         if pair.device.type != "cuda":
             self._under_way.append((step, pair, None))
@@ -203,7 +203,7 @@ class Readings:
         self._under_way.append((step, copy, arrival))
 
     def arrived(self, *, wait: bool = False) -> list[Reading]:
-        """What has come in since the last call; with `wait`, all of it."""
+        """Return the readings that arrived since the last call; with `wait`, all of them."""
         readings = []
         while self._under_way:
             step, pair, arrival = self._under_way[0]

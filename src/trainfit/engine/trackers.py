@@ -1,4 +1,4 @@
-"""Trackers by name: TensorBoard, MLflow, W&B. They get the numbers of a run and never a text."""
+"""Trackers (TensorBoard, MLflow, W&B), which get a run's numbers and never a text; GPU samples."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _MODULES = {
     "mlflow": "mlflow",
     "wandb": "wandb",
 }
-"""What each is imported as."""
+"""Module of each tracker."""
 
 
 def open_trackers(kind: str, run: Path, composed: Composed) -> Sequence[Tracker]:
-    """The tracker of the configuration for a run, or none."""
+    """Open the configured tracker for a run, if any."""
     if kind == "none":
         return ()
     openers: dict[str, Callable[[Any, Path, dict[str, Any]], Tracker]] = {
@@ -40,7 +40,7 @@ def open_trackers(kind: str, run: Path, composed: Composed) -> Sequence[Tracker]
 
 @contextmanager
 def _redacted_command() -> Iterator[None]:
-    """Hide secrets of the command line from trackers, which send it along."""
+    """Hide secrets in the command line, which trackers record."""
     typed = sys.argv
     sys.argv = redact_words(typed)
     try:
@@ -50,7 +50,7 @@ def _redacted_command() -> Iterator[None]:
 
 
 def check_installed(kind: str) -> Any:
-    """The tracker's module, or one line that says how to get it."""
+    """Import the tracker's module; raise BadInput where it is not installed."""
     try:
         return importlib.import_module(_MODULES[kind])
     except ImportError:
@@ -60,7 +60,7 @@ def check_installed(kind: str) -> Any:
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    """train/loss, evaluation/f1 and so on."""
+    """Numbers of a row under names such as train/loss or evaluation/f1."""
     kind = row["kind"]
     return {
         f"{kind}/{name}": float(value)
@@ -109,11 +109,11 @@ def _wandb(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
 
 
 EVERY = 1.0
-"""Seconds between two samples at the least; the driver's own figure is a mean over about one."""
+"""Least seconds between two samples; the driver's figures are means over about one second."""
 
 
 def gpu_trackers(run: Path) -> Sequence[Tracker]:
-    """What writes RUN/gpus.jsonl, or nothing where there is no GPU to ask of."""
+    """Make the tracker that writes RUN/gpus.jsonl; none without a GPU."""
     uuids = _own_gpus()
     if not uuids:
         return ()
@@ -121,7 +121,7 @@ def gpu_trackers(run: Path) -> Sequence[Tracker]:
 
 
 def make_tracker(path: Path, sample: Callable[[], list[Sample]]) -> Tracker:
-    """Append what `sample` gives to the file, with the step of the row."""
+    """Make a tracker that appends samples to a file, with the step of the row."""
     last = -EVERY
 
     def track(row: Mapping[str, Any]) -> None:
@@ -138,7 +138,7 @@ def make_tracker(path: Path, sample: Callable[[], list[Sample]]) -> Tracker:
 
 
 def _own_gpus() -> list[str]:
-    """The UUIDs of the GPUs that this job's ranks on this machine train on."""
+    """UUIDs of the GPUs that this job's ranks on this machine use."""
     import torch
 
     if not torch.cuda.is_available() or torch.version.hip is not None:

@@ -1,9 +1,9 @@
-"""A rank that dies is noticed by the others, also where they wait for a GPU that waits for it.
+"""Watchdog: ranks notice when another one dies, also while their GPUs wait for it.
 
-gloo tells of a process that is gone; NCCL's kernels wait on. So every rank keeps a connection to
-the first one, on which nothing is said: it ends when the process at its other end does, and the
-kernel's keepalives end it when the machine is lost. They are answered without Python, so a rank
-that is busy for minutes is not taken for dead.
+gloo reports a dead process, but NCCL's kernels wait on. So every rank keeps an idle connection to
+the first one. It closes when the process at the other end does, and the kernel's keepalives close
+it when the machine is lost. Keepalives are answered without Python, so a rank that is busy for
+minutes does not count as dead.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from contextlib import closing, suppress
 from trainfit.core.errors import TrainfitWarning
 
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
-"""Half a minute of silence from a machine, and it is lost."""
+"""A machine counts as lost after half a minute of silence."""
 _GRACE = 5.0
-"""Seconds in which a rank may still say by itself what is wrong."""
+"""Seconds in which a rank can still report its own error."""
 _CONNECT = 10.0
 _BYE = b"."
 _WORD = 16
 
 
-class Watch:
-    """The connections of this rank, and the thread that waits for one to end."""
+class Watchdog:
+    """Connections of this rank, and a thread that waits for one to close."""
 
     def __init__(self) -> None:
         self._over = threading.Event()
@@ -39,7 +39,7 @@ class Watch:
         self._word = b""
 
     def listen(self) -> str:
-        """Wait for the others, as the first rank; returns how they find it."""
+        """Accept connections, on the first rank; returns its address."""
         family, host = _own_address()
         self._word = secrets.token_hex(_WORD // 2).encode()
         self._listener = socket.create_server(("", 0), family=family)
@@ -48,7 +48,7 @@ class Watch:
         return f"{host} {self._listener.getsockname()[1]} {self._word.decode()}"
 
     def connect(self, address: str) -> None:
-        """Find the first rank, as one of the others."""
+        """Connect to the first rank, on the other ranks."""
         host, port, word = address.split()
         problem: OSError | None = None
         for name in (host, os.environ.get("MASTER_ADDR", host)):
@@ -65,7 +65,7 @@ class Watch:
         warnings.warn(f"{text}, this rank waits for half an hour", TrainfitWarning, stacklevel=2)
 
     def close(self, *, well: bool) -> None:
-        """Part from the others; unless all is `well` they take this rank for dead."""
+        """Close the connections; unless `well`, the others then count this rank as dead."""
         self._over.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join()
@@ -114,7 +114,7 @@ class Watch:
 
 
 def _own_address() -> tuple[socket.AddressFamily, str]:
-    """The address of this machine that others reach it by."""
+    """Address by which other machines reach this one."""
     master = os.environ.get("MASTER_ADDR", "localhost")
     family, _, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -123,7 +123,7 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
 
 
 def _end_now() -> None:
-    """The main thread may wait for the dead rank for ever, so nothing is asked of it."""
+    """End the process at once: the main thread may wait for the dead rank forever."""
     print(
         "trainfit: another rank has died; see its message, and go on with --resume",
         file=sys.stderr,
