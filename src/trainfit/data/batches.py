@@ -1,9 +1,9 @@
-"""From the steps of an epoch to collated micro-batches on the device.
+"""Loading: steps of an epoch become collated micro-batches on the device.
 
-A step is the unit: its micro-batches are cut here, collated in worker processes (or in this one)
-ahead of time, and handed over together, so that a step can be computed again from what is at hand.
-A worker is sent the cut itself and keeps nothing, so another cut, another epoch or a start in the
-middle is only another list of jobs.
+A step is the unit: its micro-batches are cut here, collated ahead of time in worker processes (or
+in this one), and handed over together, so that a step can be repeated without loading it again. A
+worker is sent the cut itself and keeps no state, so another cut, another epoch or a start in the
+middle is just another list of work.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from trainfit.data.tokens import Indices, IntArray, Tokens
 from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step
 
 Batch = Mapping[str, Any]
-Job = tuple[tuple[MicroBatch, ...], int | None]
-"""The micro-batches of a step on this rank, and the slots of a packed one."""
+StepWork = tuple[tuple[MicroBatch, ...], int | None]
+"""Micro-batches of a step on this rank, and the slots of a packed one."""
 
 
 class LoaderOptions(Protocol):
-    """What a plan says about worker processes."""
+    """Settings of the worker processes."""
 
     @property
     def num_workers(self) -> int: ...
@@ -44,17 +44,17 @@ class LoaderOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """A step of this rank, collated, on the CPU."""
+    """Collated micro-batches of a step for this rank, on the CPU."""
 
     sequences: tuple[int, ...]
-    """Of all ranks."""
+    """Indices of the step's sequences on all ranks."""
     batches: list[Batch]
     waited: float
-    """Seconds that the loop waited for it."""
+    """Seconds that the loop waited for this step."""
 
 
 class StepLoader:
-    """Gives the steps of a task, cut and collated."""
+    """Loads the steps of a task, cut and collated."""
 
     def __init__(
         self,
@@ -66,17 +66,17 @@ class StepLoader:
         ranks: int = 1,
         in_step: bool = False,
     ) -> None:
-        """With `in_step` all ranks get as many micro-batches, some of them empty of sequences."""
+        """With `in_step` all ranks get the same number of micro-batches, some without sequences."""
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
         self._dataset = _Collated(task)
         self._rank, self._ranks, self._in_step = rank, ranks, in_step
-        self._jobs = _Jobs()
+        self._jobs = _WorkOrder()
         self._loader: DataLoader[list[Batch]] | None = _build_loader(
             self._dataset, self._jobs, options, device
         )
 
     def steps(self, steps: Sequence[Sequence[int]], cut: Cut) -> Generator[LoadedStep, None, None]:
-        """These steps in their order, cut by `cut`; a new call ends the one before."""
+        """Yield these steps in order, cut by `cut`; a new call ends the previous one."""
         self._jobs.make = lambda: (self._job(step, cut) for step in steps)
         arriving = iter(self.workers())
         for step in steps:
@@ -85,20 +85,20 @@ class StepLoader:
             yield LoadedStep(tuple(map(int, step)), batches, time.perf_counter() - started)
 
     def load(self, step: Sequence[int], cut: Cut) -> list[Batch]:
-        """One step, collated here and now."""
+        """Collate one step in this process."""
         return self._dataset[self._job(step, cut)]
 
     def workers(self) -> DataLoader[list[Batch]]:
-        """The loader behind it, to see what it was built with."""
+        """Return the DataLoader that is used."""
         if self._loader is None:
             raise ValueError("the loader is closed")
         return self._loader
 
     def close(self) -> None:
-        """End the workers now, not when Python gets to it."""
+        """End the worker processes now, not at garbage collection."""
         self._loader = None
 
-    def _job(self, step: Sequence[int], cut: Cut) -> Job:
+    def _job(self, step: Sequence[int], cut: Cut) -> StepWork:
         own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
         if not self._in_step:  # ranks that speak once per step need no filler to wait for others
             own = tuple(batch for batch in own if batch.sequences)
@@ -106,7 +106,7 @@ class StepLoader:
 
 
 def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:
-    """Each micro-batch on the device when its turn comes; from pinned memory without waiting."""
+    """Copy each micro-batch to the device when needed, without waiting where it is pinned."""
     for batch in batches:
         yield {
             name: value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
@@ -114,29 +114,29 @@ def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
         }
 
 
-class _Jobs:
-    """The order of work as DataLoader's sampler: what it yields is sent to a worker as it is."""
+class _WorkOrder:
+    """Sampler that sends whole steps to the workers."""
 
     def __init__(self) -> None:
-        self.make: Callable[[], Iterator[Job]] = lambda: iter(())
+        self.make: Callable[[], Iterator[StepWork]] = lambda: iter(())
 
-    def __iter__(self) -> Iterator[Job]:
+    def __iter__(self) -> Iterator[StepWork]:
         return self.make()
 
 
 class _Collated(Dataset[list[Batch]]):
-    """Collates a job; it runs in the workers."""
+    """Dataset that collates the micro-batches of a step, in the workers."""
 
     def __init__(self, task: TrainTask) -> None:
         self._task = task
 
-    def __getitem__(self, job: Job) -> list[Batch]:
+    def __getitem__(self, job: StepWork) -> list[Batch]:
         batches, slots = job
         return [self._task.collate(b.sequences, b.rows, b.width, slots) for b in batches]
 
 
 def _build_loader(
-    dataset: _Collated, jobs: _Jobs, options: LoaderOptions, device: torch.device
+    dataset: _Collated, jobs: _WorkOrder, options: LoaderOptions, device: torch.device
 ) -> DataLoader[list[Batch]]:
     workers: dict[str, Any] = {}
     if options.num_workers:  # without workers torch refuses to be told about them
@@ -168,16 +168,16 @@ def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
 
 
 _IGNORED = -100
-"""The label of a slot or a row without a sequence: cross-entropy skips it."""
+"""Label of a slot or row without a sequence; cross-entropy ignores it."""
 
 
 def collate_packed(
     tokens: Tokens, sequences: Indices, width: int, slots: int, pad_id: int = 0
 ) -> dict[str, Tensor]:
-    """One row of `width` tokens: the sequences end to end, then filler.
+    """Collate sequences end to end into one row of `width` tokens, filled up at its end.
 
-    `cu_seqlens` has where each sequence begins and where the filler does; unused slots are
-    sequences of no tokens there.
+    `cu_seqlens` has the start of each sequence and of the filler; unused slots are sequences
+    without tokens.
     """
     chosen = np.asarray(sequences, dtype=np.int64)
     lengths = tokens.lengths[chosen]
@@ -201,7 +201,7 @@ def collate_packed(
 def collate_padded(
     tokens: Tokens, sequences: Indices, rows: int, width: int, pad_id: int = 0
 ) -> dict[str, Tensor]:
-    """A row per sequence, padded on the right; rows without one are all padding."""
+    """Collate one row per sequence, padded on the right; unused rows are all padding."""
     chosen = np.asarray(sequences, dtype=np.int64)
     lengths = tokens.lengths[chosen]
     longest = int(lengths.max(initial=0))
@@ -223,7 +223,7 @@ def collate_padded(
 def _gather(
     tokens: Tokens, chosen: IntArray, target: IntArray, shape: tuple[int, int], pad_id: int
 ) -> dict[str, Tensor]:
-    """The tokens of the chosen sequences at their places in a batch of that shape."""
+    """Place the tokens of the chosen sequences into a batch of that shape."""
     lengths = tokens.lengths[chosen]
     source = np.repeat(tokens.starts[chosen], lengths) + _within(lengths)
     batch = {"input_ids": _placed(tokens.ids, source, target, shape, pad_id)}
@@ -245,7 +245,7 @@ def _placed(
 
 
 def _within(lengths: IntArray) -> IntArray:
-    """The place of every token in its own sequence, sequences end to end."""
+    """Position of every token within its sequence."""
     ends = np.cumsum(lengths)
     within: IntArray = np.arange(int(lengths.sum())) - np.repeat(ends - lengths, lengths)
     return within

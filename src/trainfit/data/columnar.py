@@ -1,4 +1,4 @@
-"""Parquet files and saved datasets, read in a child process: damaged ones crash the child alone."""
+"""Parquet files and saved datasets, read in a child process that a damaged file may crash."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ Rows = Iterator[tuple[int, dict[str, Any]]]
 CHILD = Path(__file__).with_name("reading_child.py")
 _BATCH = 1024
 _PATIENCE = 120.0
-"""Seconds for one batch of rows."""
+"""Seconds to wait for one batch of rows."""
 _LEAST, _MOST = 2 << 30, 16 << 30
-"""Bytes of address space of the child: half of the machine's memory, within these."""
+"""Bounds in bytes of the child's address space, which is half of the machine's memory."""
 
 
 def read_parquet(path: Path, names: list[str]) -> Rows:
-    """The rows of a Parquet file."""
+    """Read the rows of a Parquet file."""
     check_regular(path)
     yield from _read(path, "parquet", [path], names, "Parquet file")
 
 
 def read_saved_dataset(path: Path, names: list[str]) -> Rows:
-    """The rows of a folder that datasets' save_to_disk wrote: the files that state.json lists."""
+    """Read the rows of a folder that datasets' save_to_disk wrote."""
     files = _listed(check_saved_dataset(path))
     yield from _read(path, "arrow", files, names, "saved dataset")
 
 
 def check_saved_dataset(path: Path) -> Path:
-    """The folder, or an error where it is no saved dataset of one split."""
+    """Return the folder; raise BadInput where it is no saved dataset of one split."""
     if (path / "dataset_dict.json").is_file():
         raise BadInput(f"{path} holds several splits", "give the folder of one, such as its train")
     if not (path / "state.json").is_file():
@@ -49,7 +49,7 @@ def check_saved_dataset(path: Path) -> Path:
 
 
 def _listed(path: Path) -> list[Path]:
-    """The Arrow files of a saved dataset, all within its folder."""
+    """List the Arrow files that state.json names, all within its folder."""
     fix = "save the dataset again"
     try:
         state = codec.read_object(path / "state.json")
@@ -125,7 +125,7 @@ def _memory() -> int:
 
 
 def _answer(child: subprocess.Popen[str], lines: IO[str]) -> dict[str, Any] | None:
-    """The next line of the child; None where it died or took too long."""
+    """Read the next line of the child; None where it died or took too long."""
     timer = threading.Timer(_PATIENCE, child.kill)
     timer.daemon = True
     timer.start()

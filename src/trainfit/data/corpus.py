@@ -1,8 +1,8 @@
-"""The documents of a corpus, one at a time, so that it may be larger than memory.
+"""Documents of a corpus, read one at a time, so that it may be larger than memory.
 
 A document is a text file, a part of one between two separators, or a row of a CSV, JSONL or Parquet
-file. It is wholly on one side of the split: which one, its own text decides, so that the same
-document is on the same side wherever it lies and however often.
+file. A hash of its text puts it wholly on one side of the split, so that copies of a document are
+on the same side.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ END_OF_TEXT = "<|endoftext|>"
 _TABLES = (".csv", ".jsonl", ".parquet")
 _BLOCK = 1 << 20
 _LONGEST = 4 << 20
-"""Characters of a document that are read at a time; a longer one comes in several pieces."""
+"""Characters of the longest piece; a longer document comes in several pieces."""
 _OTHERS = {"site-packages", "dist-packages", "__pycache__"}
 _DULL = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
-"""Tests, which some installations lack, and long tables."""
+"""Folders to leave out: tests, which some installations lack, and long tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,13 +34,13 @@ class Piece:
 
     text: str = field(repr=False)
     place: float
-    """Of its document between 0 and 1, by its text and the seed: for splitting and sampling."""
+    """Hash of the document's text and the seed, between 0 and 1, for splitting and sampling."""
     last: bool
-    """Whether the document ends here."""
+    """True for the last piece of its document."""
 
 
 def standard_library() -> list[Path]:
-    """The source of the Python that runs: real text that is on every machine."""
+    """List the source files of Python's standard library: text that is on every machine."""
     root = Path(sysconfig.get_paths()["stdlib"])
     return sorted(
         path
@@ -50,7 +50,7 @@ def standard_library() -> list[Path]:
 
 
 def find_files(inputs: Sequence[Path]) -> list[Path]:
-    """The files named, and all text files in the folders named, hidden ones left out."""
+    """List the files named, and all text files in the folders named, without hidden ones."""
     found: dict[Path, None] = {}
     for given in inputs:
         try:
@@ -68,7 +68,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 
 
 def _named(path: Path) -> Path:
-    """A file that was named itself: it must be there, and text."""
+    """Check that a file that was named itself exists and is text."""
     if not _is_text(check_regular(path, "check --input")):
         raise BadInput(f"{path} is binary, or not UTF-8: it has NUL bytes", "save it as UTF-8 text")
     return path
@@ -91,7 +91,7 @@ def _is_text(path: Path) -> bool:
 def read_pieces(
     files: Sequence[Path], *, seed: int, separator: str = END_OF_TEXT, column: str = "text"
 ) -> Iterator[Piece]:
-    """Every document of the files, in their order; what has no text is left out."""
+    """Read the documents of the files in order; empty ones are left out."""
     for path in files:
         if path.suffix.lower() in _TABLES:
             for text in read_texts(path, column):
@@ -101,7 +101,7 @@ def read_pieces(
 
 
 def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
-    """A text file, cut at the separators, and at line ends where it would get too long."""
+    """Split a text file at the separators, and at line ends where a piece would get too long."""
     place: float | None = None  # of a document that is under way
     for text, last in _cut(path, separator):
         if place is None and last and not text.strip():
@@ -114,7 +114,7 @@ def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
 
 
 def _cut(path: Path, separator: str) -> Iterator[tuple[str, bool]]:
-    """Texts between separators, and whether each ends there."""
+    """Yield the texts between separators; True with those that end a document."""
     held = ""
     for block in _blocks(path):
         held += block
@@ -130,7 +130,7 @@ def _cut(path: Path, separator: str) -> Iterator[tuple[str, bool]]:
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """The text as UTF-8; bytes that are not are replaced by a mark, and not fatal."""
+    """Read a file as UTF-8; invalid bytes become replacement characters."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     try:
         with open_regular(path) as file:

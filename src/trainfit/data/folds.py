@@ -1,7 +1,7 @@
 """Splits and folds by group: a held-out test first, then train and validation, none overlapping.
 
-Whatever belongs together (the nine pairs of a post) goes to one side. Splitting by pair instead
-would show the model in training the posts that it is judged by.
+Items of one group (the nine pairs of a post) go to one side. Splitting by pair would show the model
+in training the posts that it is judged by.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ IntArray = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fold:
-    """Indices of what is trained on and what the model is chosen by."""
+    """Indices of the training data and of the validation data, which decides the best model."""
 
     train: IntArray
     validation: IntArray
@@ -27,7 +27,7 @@ class Fold:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folds:
-    """A test that no fold sees, and one or more folds of the rest."""
+    """A held-out test set, and one or more folds of the rest."""
 
     test: IntArray
     folds: tuple[Fold, ...]
@@ -42,10 +42,10 @@ def split(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> Folds:
-    """A held-out test, then `folds` folds of the rest, or one with `validation_share` of it.
+    """Hold out a test set, then make `folds` folds of the rest, or one with `validation_share`.
 
-    `strata` are spread evenly and `groups` stay whole; without groups every item is its own. A
-    share is one part in a whole number of them (0.2: one in five).
+    `strata` are spread evenly and `groups` stay whole; without groups every item is a group. A
+    share is rounded to one part in a whole number (0.2: one in five).
     """
     rest, test = hold_out(np.arange(len(strata)), strata, groups, test_share, seed)
     made = make_folds(rest, strata, groups, folds=folds, share=validation_share, seed=seed + 1)
@@ -57,7 +57,7 @@ def split(
 def hold_out(
     items: IntArray, strata: IntArray, groups: IntArray | None, share: float, seed: int
 ) -> tuple[IntArray, IntArray]:
-    """The items less a share of them, and that share."""
+    """Split off a share of the items; returns the rest and the share."""
     return _parts(items, strata, groups, _one_in(share), seed)[0]
 
 
@@ -70,14 +70,14 @@ def make_folds(
     share: float,
     seed: int,
 ) -> tuple[Fold, ...]:
-    """`folds` folds of the items, or for None a single one that validates on a share of them."""
+    """Make `folds` folds of the items; for None a single one that validates on a share of them."""
     parts = _parts(items, strata, groups, _one_in(share) if folds is None else folds, seed)
     made = tuple(Fold(train=train, validation=held) for train, held in parts)
     return made[:1] if folds is None else made
 
 
 def check_folds(folds: Folds, groups: IntArray | None = None) -> None:
-    """Refuse folds in which a group is on two sides, or that share validation data."""
+    """Raise BadInput where a group is on two sides of a fold, or validates in two folds."""
 
     def of(items: IntArray) -> IntArray:
         return items if groups is None else groups[items]
@@ -91,7 +91,7 @@ def check_folds(folds: Folds, groups: IntArray | None = None) -> None:
 
 
 def check_apart(sides: dict[str, IntArray]) -> None:
-    """Refuse sides that have groups in common: what is learned by heart would count as known."""
+    """Raise BadInput for sides with common groups, whose items could be memorised."""
     seen = [(name, np.unique(groups)) for name, groups in sides.items()]
     for place, (name, groups) in enumerate(seen):
         for other, others in seen[:place]:
@@ -106,7 +106,7 @@ def check_apart(sides: dict[str, IntArray]) -> None:
 def _parts(
     items: IntArray, strata: IntArray, groups: IntArray | None, count: int, seed: int
 ) -> list[tuple[IntArray, IntArray]]:
-    """For each of `count` parts: the other items and its own."""
+    """Split the items into `count` parts; for each, return the other items and its own."""
     from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
     own = None if groups is None else groups[items]
@@ -136,7 +136,7 @@ def _parts(
 
 
 def _common_strata(strata: IntArray, count: int) -> IntArray:
-    """The strata as they are, or a single one where none has a member for each part."""
+    """Return the strata, or a single one where none has a member for each part."""
     _, sizes = np.unique(strata, return_counts=True)
     return strata if sizes.max() >= count else np.zeros_like(strata)
 

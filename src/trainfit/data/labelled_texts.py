@@ -1,4 +1,4 @@
-"""The text-classification job's data: files, or made-up texts, as train, validation and test."""
+"""Data of text classification: files or synthetic texts as train, validation and test."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def load_text_files(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> tuple[Dataset, ...]:
-    """A dataset per fold, or one. What has no file of its own is split from the training file."""
+    """Load a dataset per fold, or one; parts without a file are split from the training file."""
 
     def read(path: Path | str, known: list[str] | None = None) -> LabelledTokens:
         return tokenize_file(
@@ -74,7 +74,7 @@ def text_datasets(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> tuple[Dataset, ...]:
-    """Datasets of tokenised texts; the held-out test is taken first, unless one is given."""
+    """Split tokenised texts into datasets; the held-out test set is taken first, unless given."""
     if len(classes) < 2:
         raise BadInput(
             f"the training data has one class only, {shown(classes[0])}", "give examples of another"
@@ -99,7 +99,7 @@ def text_datasets(
 
 
 def _same_classes(read: LabelledTokens, classes: list[str]) -> Tokens:
-    """The tokens with labels numbered as in training."""
+    """Renumber the labels as in the training data."""
     numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
     return replace(read.tokens, labels=numbers[read.tokens.labels])
 

@@ -1,8 +1,8 @@
 """Files of a model, from a local folder or the hub: only data is taken from them.
 
-A config loses the fields by which transformers would import, download or replace something.
-Weights are safetensors; a pytorch_model.bin, which some models have nothing else of, is converted
-once in a process of its own, and any other pickle is never opened.
+Fields of a config by which transformers would import, download or replace something are dropped.
+Weights are safetensors; a pytorch_model.bin is converted once in a process of its own, and any
+other pickle is never opened.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _SECONDS = 900.0
-"""For one conversion."""
+"""Longest time of one conversion."""
 _MEMORY = 24 << 30
-"""Bytes of address space that importing torch may take, beside the weights."""
+"""Bytes of address space for importing torch, besides the weights."""
 _SAFE, _PICKLED = "model.safetensors", "pytorch_model.bin"
 _PICKLES = ("*.bin", "*.pt", "*.pth", "*.pkl", "*.ckpt")
 _NOT_TAKEN = re.compile(
@@ -44,7 +44,7 @@ _TOKENIZER_CLASS = re.compile(
 
 
 def plain_config(fields: dict[str, Any], place: str) -> dict[str, Any]:
-    """The fields of a config and of its parts that describe a model, and nothing else."""
+    """Keep the fields of a config, and of its parts, that describe a model."""
     if fields.get("quantization_config") is not None:
         raise BadInput(f"{place} has quantized weights", "give the model they were made of")
     if str(fields.get("model_type")).startswith("timm"):  # its config names models to download
@@ -61,11 +61,11 @@ def _plain(fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def tokenizer_files(place: str) -> dict[str, str]:
-    """Paths to load in place of those that a tokenizer's settings name outside of its folder.
+    """Find the files in a tokenizer's folder that its settings name with outside paths.
 
-    transformers itself saves where a vocabulary was read from, and would read it there again: the
-    file of that name in the folder is meant. Other files are refused, and so is a class that is no
-    tokenizer's.
+    transformers saves the path that a vocabulary was read from, and would read it there again; the
+    file of that name in the folder is used. Other outside files are refused, and so is a class that
+    is no tokenizer's.
     """
     found: dict[str, str] = {}
     for file in ("tokenizer_config.json", "config.json"):
@@ -93,7 +93,7 @@ def _leads_out(value: Any) -> bool:
 
 
 def _names(value: Any) -> list[str]:
-    """Every text in a value of JSON."""
+    """Collect all strings in a JSON value."""
     if isinstance(value, str):
         return [value]
     inner = list(value.values()) if isinstance(value, dict) else value
@@ -111,7 +111,7 @@ def _settings(place: str, file: str) -> dict[str, Any]:
 
 
 def fetch(place: str, name: str) -> Path | None:
-    """A file of a folder or of the hub, or None where there is none; OSError for no connection."""
+    """Find a file in a folder or on the hub; None where it does not exist, OSError offline."""
     if Path(place).is_dir():
         path = Path(place) / name
         return path if path.is_file() else None
@@ -122,7 +122,7 @@ def fetch(place: str, name: str) -> Path | None:
 
 
 def read_weights(place: str) -> dict[str, Tensor]:
-    """The tensors of a model by their names, mapped from safetensors files."""
+    """Read the tensors of a model by name."""
     import safetensors
     from safetensors.torch import load_file
 
@@ -138,7 +138,7 @@ def read_weights(place: str) -> dict[str, Tensor]:
 
 
 def weight_files(place: str) -> list[Path]:
-    """The safetensors files of a model; a pickled one is converted first, and once."""
+    """Find the safetensors files of a model; pickled weights are converted once."""
     if (path := fetch(place, _SAFE)) is not None:
         return [check_regular(path)]
     if (path := fetch(place, f"{_SAFE}.index.json")) is not None:
@@ -158,7 +158,7 @@ def weight_files(place: str) -> list[Path]:
 
 
 def _indexed(place: str, index: Path, ending: str) -> list[Path]:
-    """The files that an index names, all of them in its own folder."""
+    """List the files that an index names, all of them in its folder."""
     fix = "get another copy of the model"
     try:
         names = sorted(set(codec.read_object(index)["weight_map"].values()))
@@ -178,7 +178,7 @@ def _indexed(place: str, index: Path, ending: str) -> list[Path]:
 
 
 def _within(path: Path) -> bool:
-    """Tell a file of its own folder, or of the hub's cache, from a link to another place."""
+    """True for a file in its folder or in the hub's cache, False for a link to another place."""
     folder, real = path.parent.resolve(), path.resolve()
     own = folder.parent.parent / "blobs" if folder.parent.name == "snapshots" else folder
     return real.parent in (folder, own)
@@ -188,7 +188,7 @@ def _within(path: Path) -> bool:
 
 
 def _converted(place: str, files: list[Path]) -> list[Path]:
-    """Safetensors files with the tensors of pickled ones, from the cache or made now."""
+    """Convert pickled weights to safetensors files, or find them in the cache."""
     content = json.dumps([1, *(checksum(file) for file in files)])
     key = hashlib.sha256(content.encode()).hexdigest()[:32]
     folder = cache_folder() / "weights" / key

@@ -1,4 +1,4 @@
-"""The NLI job's data: every post with every criterion, split by post, tokenised in memory only."""
+"""Data of the NLI job: every post with every criterion, split by post, tokenised in memory only."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def split_corpus(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> Folds:
-    """Folds of the pairs, whole posts each, with every criterion's positives spread evenly."""
+    """Split the pairs by post, with every criterion's positives spread evenly."""
     strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
     return split(
         strata,
@@ -42,7 +42,7 @@ def split_corpus(
 
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> Tokens:
-    """All pairs in order. They stay in memory: tokens of posts are posts."""
+    """Tokenise all pairs in order. They are never cached: tokens of posts can be decoded."""
     return tokenize_pairs(
         tokenizer,
         corpus.texts,
@@ -62,7 +62,7 @@ def nli_dataset(
     negative_ratio: float | None = None,
     seed: int = 0,
 ) -> Dataset:
-    """One fold of tokenised pairs; `negative_ratio` thins out the training part alone."""
+    """Make the dataset of one fold; `negative_ratio` drops negatives of the training part."""
     chosen: Fold = folds.folds[fold]
     kept = sample_negatives(tokens.labels, chosen.train, negative_ratio, seed)
     parts = {"train": kept, "validation": chosen.validation, "test": folds.test}
@@ -76,7 +76,7 @@ def nli_dataset(
 def sample_negatives(
     labels: IntArray, indices: IntArray, ratio: float | None, seed: int
 ) -> IntArray:
-    """All positives with `ratio` negatives for each, drawn by the seed; all of them for None."""
+    """Keep all positives and draw `ratio` negatives for each; None keeps all negatives."""
     if ratio is None:
         return indices
     positive, negative = indices[labels[indices] == 1], indices[labels[indices] == 0]
@@ -86,7 +86,7 @@ def sample_negatives(
 
 
 def _metadata(parts: dict[str, Tokens]) -> dict[str, Any]:
-    """What a person and the loss need to know of the parts, and no text."""
+    """Counts, classes and class weights of the parts, without any text."""
     return {
         "classes": list(CLASSES),
         "criteria": [criterion.code for criterion in CRITERIA],
@@ -122,7 +122,7 @@ def load_redsm5_nli(
     validation_share: float = 0.2,
     seed: int = 0,
 ) -> tuple[TorchDataset[Any], TorchDataset[Any], TorchDataset[Any], dict[str, Any]]:
-    """Train, validation and test pairs of the real files, split by post, and their metadata.
+    """Load train, validation and test pairs of the ReDSM5 files, split by post, and metadata.
 
     Each is a torch dataset, padded to `max_length`, for a DataLoader of one's own; trainfit's own
     loop packs or buckets the same tokens. A pair that is too long loses the end of its post.

@@ -1,7 +1,7 @@
-"""The ReDSM5 files: posts, what annotators marked in them, and the label of every pair.
+"""The ReDSM5 files: posts, annotations, and the label of every pair of a post and a criterion.
 
-A pair is a post and a criterion; its label is 1 when any annotation of the two has status 1. The
-posts are sensitive: no message here ever quotes one, and nothing of them is written to disk.
+The label of a pair is 1 when any annotation of the two has status 1. The posts are sensitive: no
+message here quotes one, and nothing of them is written to disk.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ Wording = Literal["short", "full"]
 
 @dataclass(frozen=True, slots=True)
 class Criterion:
-    """One question to ask of a post."""
+    """A symptom that posts are checked for."""
 
     code: str
     symptom: str
-    """As the annotations spell it."""
+    """Name in the annotations file."""
     short: str
     full: str
 
     def text(self, wording: Wording) -> str:
-        """What the model reads."""
+        """Text of the criterion that the model reads."""
         return self.short if wording == "short" else self.full
 
 
@@ -96,7 +96,7 @@ CRITERIA = (
     ),
 )
 SPECIAL_CASE = "SPECIAL_CASE"
-"""A mark of the annotations that is no criterion; no pair is made of it."""
+"""Value in the annotations that is no criterion and makes no pair."""
 
 POSTS = "redsm5_posts.csv"
 ANNOTATIONS = "redsm5_annotations.csv"
@@ -107,7 +107,7 @@ _STATUS = {"1": True, "0": False, "1.0": True, "0.0": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Post:
-    """One post; its text stays out of every printed form."""
+    """A post; its text is not part of its repr."""
 
     id: str
     text: str = field(repr=False)
@@ -115,50 +115,50 @@ class Post:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Annotation:
-    """What an annotator said of a sentence: evidence of the symptom, or (status 0) none."""
+    """Judgement of a sentence: evidence of the symptom, or (status False) none."""
 
     post_id: str
     symptom: str
     status: bool
     place: str
-    """Where it stands, for an error."""
+    """File and row, for error messages."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Corpus:
-    """Posts and which criteria each gives evidence of. Pair p is post p // 9, criterion p % 9."""
+    """Posts and the evidence in them. Pair p is post p // 9 with criterion p % 9."""
 
     ids: tuple[str, ...] = field(repr=False)
     texts: tuple[str, ...] = field(repr=False)
     criteria: tuple[str, ...]
-    """What the model reads of each criterion."""
+    """Texts of the criteria that the model reads."""
     evidence: NDArray[np.bool_] = field(repr=False)
     """`[posts, criteria]`"""
 
     @property
     def labels(self) -> NDArray[np.int64]:
-        """The label of each pair."""
+        """Label of each pair."""
         return self.evidence.ravel().astype(np.int64)
 
     @property
     def post_of(self) -> NDArray[np.int64]:
-        """The post of each pair."""
+        """Index of each pair's post."""
         return np.repeat(np.arange(len(self.ids)), len(self.criteria))
 
     @property
     def criterion_of(self) -> NDArray[np.int64]:
-        """The criterion of each pair."""
+        """Index of each pair's criterion."""
         return np.tile(np.arange(len(self.criteria)), len(self.ids))
 
 
 def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
-    """The corpus in a folder that holds the two files."""
+    """Read the corpus from a folder with the two files."""
     folder = Path(data_dir)
     for name in (POSTS, ANNOTATIONS):
         if not (folder / name).is_file():
             raise BadInput(
                 f"no {name} in {folder}",
-                "point data.data_dir at a copy of ReDSM5, or leave it out for made-up data",
+                "point data.data_dir at a copy of ReDSM5, or leave it out for synthetic data",
             )
     posts = read_posts(folder / POSTS)
     annotations = read_annotations(folder / ANNOTATIONS)
@@ -166,7 +166,7 @@ def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
 
 
 def read_posts(path: Path) -> list[Post]:
-    """The posts, each with an id of its own and a text."""
+    """Read the posts; ids must differ and texts must not be empty."""
     rows: dict[str, int] = {}
     posts = []
     for number, row in read_csv(path, ["post_id", "text"]):
@@ -189,7 +189,7 @@ def read_posts(path: Path) -> list[Post]:
 
 
 def read_annotations(path: Path) -> list[Annotation]:
-    """The annotations; sentences and explanations are not even read."""
+    """Read the annotations, without sentences and explanations."""
     annotations = []
     for number, row in read_csv(path, ["post_id", _SYMPTOM, "status"]):
         place = f"{path}: row {number} (post {_id(row['post_id'].strip())})"
@@ -216,7 +216,7 @@ def read_annotations(path: Path) -> list[Annotation]:
 def label_posts(
     posts: Sequence[Post], annotations: Iterable[Annotation], criteria: Sequence[str]
 ) -> Corpus:
-    """Every post with a label per criterion: 1 when any annotation says so, whatever others say."""
+    """Label every post per criterion: 1 when any annotation says so."""
     row = {post.id: number for number, post in enumerate(posts)}
     evidence = np.zeros((len(posts), len(CRITERIA)), dtype=np.bool_)
     for item in annotations:
@@ -235,10 +235,10 @@ def label_posts(
 
 
 def _id(value: str) -> str:
-    """The id, unless a column slipped and it could be a piece of a post."""
+    """Show an id, unless its form suggests a piece of a post from a shifted column."""
     return value if re.fullmatch(r"[A-Za-z]{0,8}_?[0-9_-]{1,32}", value) else "(not an id)"
 
 
 def _shown(value: str, pattern: str) -> str:
-    """The value where it can only be a label, never where it could be a piece of a post."""
+    """Show a value that matches `pattern`; others could be a piece of a post."""
     return f" {value}" if re.fullmatch(pattern, value) else ""

@@ -1,9 +1,9 @@
-"""Data of ReDSM5's shape, made from a seed out of invented words: nobody's posts.
+"""Synthetic data: ReDSM5's shape and short labelled texts, from a seed and invented words.
 
-A post is a row of short sentences, each about the writer or about someone else: its first word
-says whom. A sentence about the writer that holds a cue of a criterion is evidence of it; one
-about someone else with the same cue is none (status 0). So a count of words finds the cue but
-not whom it is about, and only a model that reads the order tells the two apart.
+A post is a row of short sentences, each about the writer or about someone else, as its first word
+tells. A sentence about the writer with a criterion's cue word is evidence of it; one about someone
+else with the same cue is not (status 0). So counting words is not enough: a model must read their
+order.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _SOMEONE = "tu"
 CUES = tuple(_WORDS[:12])
 _FILLERS = tuple(_WORDS[12:])
 SENTENCE = 4
-"""Words of a sentence that holds a cue; the last of a text may have fewer."""
+"""Words per sentence; the last sentence of a text may have fewer."""
 
 
 def sentence(words: int, cue: str | None, about_writer: bool, random: np.random.Generator) -> str:
-    """A sentence of so many words, with the cue in third place."""
+    """Make a sentence of `words` words, with the cue as its third word."""
     rest = [_FILLERS[number] for number in random.integers(len(_FILLERS), size=words - 1)]
     if cue is not None:
         rest[1] = cue
@@ -53,10 +53,10 @@ def sentence(words: int, cue: str | None, about_writer: bool, random: np.random.
 def compose(
     words: int, telling: list[tuple[str, bool]], random: np.random.Generator
 ) -> tuple[list[str], list[int]]:
-    """Sentences of so many words in all, and which of them tell each cue.
+    """Make sentences of `words` words in total; returns them and the place of each cue.
 
-    `telling` has the cues, and whether each is told of the writer; the other sentences are about
-    either, so that the first words alone say nothing.
+    `telling` has the cues, each with True where it is about the writer. The other sentences are
+    about either at random, so that first words alone tell nothing.
     """
     whole, rest = divmod(words, SENTENCE)
     places = [int(n) for n in random.choice(whole, len(telling), replace=False)] if telling else []
@@ -74,20 +74,20 @@ Scale = Literal["small", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Size:
-    """How much to make."""
+    """Counts and lengths of a synthetic corpus."""
 
     posts: int
     positives: tuple[int, ...]
-    """Posts with evidence, by criterion."""
+    """Number of posts with evidence, by criterion."""
     special: int
     without: int
-    """Posts without evidence of anything."""
+    """Number of posts without any evidence."""
     words: float
-    """Mean per post."""
+    """Mean words per post."""
     shortest: int
     longest: int
     spread: float
-    """Of the logarithm of the words per post."""
+    """Standard deviation of the logarithm of the words per post."""
     lures: float
     """Posts with a sentence that holds a criterion's cue but is about someone else, for each post
     with evidence of it."""
@@ -120,7 +120,7 @@ SIZES: dict[Scale, Size] = {
 
 
 def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short") -> Corpus:
-    """The made-up corpus, labelled as the real one is."""
+    """Make the synthetic corpus of a seed, labelled like the real one."""
     drafts = list(make_drafts(scale, seed))
     posts = [Post(id=draft.id, text=" ".join(draft.sentences)) for draft in drafts]
     annotations = [
@@ -132,7 +132,7 @@ def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short
 
 
 def criteria_texts(wording: Wording) -> list[str]:
-    """Made-up criteria: each names its cue, as a real one names what to look for."""
+    """Texts of the synthetic criteria, which name their cues."""
     cues = CUES[: len(CRITERIA)]
     return [cue if wording == "short" else f"the writer tells of {cue}" for cue in cues]
 
@@ -177,7 +177,7 @@ def make_drafts(scale: Scale, seed: int) -> Iterator[_Draft]:
 
 
 def _spread_evidence(size: Size, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Which posts give evidence of what: the exact number of each criterion, and none in some."""
+    """Choose the criteria that each post gives evidence of, with exact counts."""
     evidence = np.zeros((size.posts, len(CRITERIA)), dtype=np.bool_)
     some = random.permutation(size.posts)[size.without :]
     # Dealt round, every one of them gets something before one gets more.
@@ -191,7 +191,7 @@ def _spread_evidence(size: Size, random: np.random.Generator) -> NDArray[np.bool
 
 
 def _spread_lures(size: Size, random: np.random.Generator) -> NDArray[np.bool_]:
-    """Which posts hold a cue that is no evidence; some give evidence of the same as well."""
+    """Choose posts with a cue that is no evidence; some also have evidence of the same."""
     lures = np.zeros((size.posts, len(CRITERIA)), dtype=np.bool_)
     for k, positives in enumerate(size.positives):
         lures[random.choice(size.posts, round(positives * size.lures), replace=False), k] = True
@@ -199,7 +199,7 @@ def _spread_lures(size: Size, random: np.random.Generator) -> NDArray[np.bool_]:
 
 
 def _lengths(size: Size) -> NDArray[np.int64]:
-    """Words per post, ascending: log-normal, with the shortest, the longest and the mean exact."""
+    """Words per post, ascending: log-normal with exact minimum, maximum and mean."""
     shares = (np.arange(size.posts) + 0.5) / size.posts
     normal = np.array([NormalDist().inv_cdf(share) for share in shares])
     inner = np.exp(size.spread * normal)[1:-1]
@@ -214,7 +214,7 @@ def _lengths(size: Size) -> NDArray[np.int64]:
 def _assign_lengths(
     lengths: NDArray[np.int64], told: NDArray[np.int64], random: np.random.Generator
 ) -> NDArray[np.int64]:
-    """A length for each post, at random among those that can hold what it tells."""
+    """Draw a length for each post that is long enough for its cues."""
     free = list(lengths)
     assigned = np.zeros(told.size, dtype=np.int64)
     for number in sorted(random.permutation(told.size), key=lambda n: -told[n]):
@@ -228,20 +228,20 @@ _COUNT: dict[Scale, int] = {"small": 1200, "full": 20_000}
 _TEXT_WORDS: dict[Scale, tuple[int, int]] = {"small": (8, 40), "full": (8, 160)}
 _FLAGGED = 0.2
 _LURED = 0.4
-"""The share of clean texts that hold a cue too."""
+"""Share of clean texts that also hold a cue."""
 _CUES = CUES[9:]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Texts and the class of each."""
+    """Texts and their classes."""
 
     texts: list[str] = field(repr=False)
     labels: NDArray[np.int64] = field(repr=False)
 
 
 def make_texts(scale: Scale = "small", seed: int = 0) -> Texts:
-    """The made-up texts of a seed, with the share of flagged ones exact."""
+    """Make the synthetic texts of a seed, with an exact share of flagged ones."""
     random = np.random.default_rng((seed, 9))
     count = _COUNT[scale]
     labels = random.permutation(np.arange(count) < round(_FLAGGED * count)).astype(np.int64)

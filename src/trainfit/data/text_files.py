@@ -1,4 +1,4 @@
-"""Texts with labels out of CSV, JSONL, Parquet or a saved `datasets` folder, chunk by chunk."""
+"""Labelled texts from CSV, JSONL, Parquet or a saved `datasets` folder, read in chunks."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from trainfit.data.columnar import check_saved_dataset, read_parquet, read_saved
 
 Row = tuple[int, dict[str, str]]
 LONGEST_LINE = 64 << 20
-"""Characters of a line or a text: more than any book has."""
+"""Most characters of a line or a text; no book has as many."""
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
     codecs.BOM_UTF16_LE: "UTF-16",
     codecs.BOM_UTF16_BE: "UTF-16",
 }
-"""Longest first: one begins like the other."""
+"""Byte order marks, longest first, since one begins like another."""
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """The lines of a UTF-8 file with their ends, with or without a byte order mark."""
+    """Read the lines of a UTF-8 file with their line ends; a byte order mark is dropped."""
     check_regular(path)
     try:
         with open_regular(path) as raw:
@@ -66,9 +66,9 @@ def _check_line(line: str, place: str) -> None:
 
 
 def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Iterator[Row]:
-    """Each row's number, counted from 1 below the header, and its values in these columns.
+    """Read each row's number, from 1 below the header, and its values in these columns.
 
-    A column may have several spellings; its values come under the first.
+    A column may have several names; its values are returned under the first.
     """
     lines = csv.reader(read_lines(path), strict=True)
     number = 0
@@ -111,27 +111,27 @@ _Rows = Iterator[tuple[int, dict[str, Any]]]
 _HALVES = re.compile("[\ud800-\udfff]")
 _PATHS = "check data.train, data.validation and data.test"
 _LONGEST_NAME = 200
-"""Characters of a label or a group; a longer one is a text in the wrong column."""
+"""Most characters of a label or group; longer ones are texts in the wrong column."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
-    """Where a file has what."""
+    """Names of the columns."""
 
     text: str = "text"
     label: str = "label"
     group: str | None = None
-    """What must stay together in a split, such as the author; None: every row is its own."""
+    """Column of rows that must stay together in a split, such as the author; None: no groups."""
 
     @property
     def names(self) -> list[str]:
-        """Those that are read."""
+        """Columns to read."""
         return [self.text, self.label, *([self.group] if self.group else [])]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chunk:
-    """Some rows of a file, checked."""
+    """Checked rows of a file."""
 
     texts: list[str] = field(default_factory=list, repr=False)
     labels: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Chunk:
 
 
 def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chunk]:
-    """The file in chunks of so many rows: no more than one is in memory."""
+    """Read a file in chunks of `rows` rows, with only one in memory."""
     if columns.text == columns.label:
         raise BadInput(
             f"text and label are both the column {columns.text}",
@@ -162,13 +162,13 @@ def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chun
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:
-    """The texts of a file that may have no labels."""
+    """Read the texts of a file; labels are not needed."""
     for number, row in _reader(path)(path, [column]):
         yield _text(row[column], f"{path}: row {number}, column {column}")
 
 
 def hash_content(path: Path) -> str:
-    """The same for files with the same bytes, wherever they lie."""
+    """Hash the content of a file or folder, whatever its path."""
     digest = hashlib.sha256()
     try:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
@@ -181,7 +181,7 @@ def hash_content(path: Path) -> str:
 
 
 def check_file(path: Path) -> Path:
-    """The path, or an error when there is nothing to read or no known format."""
+    """Return the path; raise BadInput where it cannot be read or has an unknown format."""
     try:
         if path.is_dir():
             return check_saved_dataset(path)
@@ -249,7 +249,7 @@ def _text(value: Any, place: str) -> str:
 
 
 def _characters(value: str, place: str) -> str:
-    """The text, unless it has half a character, which JSON can spell and nobody can write."""
+    """Return the text; raise BadInput for half a surrogate pair, which JSON allows."""
     if _HALVES.search(value):
         raise BadInput(
             f"{place}: half of a surrogate pair (\\ud800 to \\udfff) stands alone",
@@ -259,7 +259,7 @@ def _characters(value: str, place: str) -> str:
 
 
 def _name(value: Any, place: str) -> str:
-    """A label or group as a string, the same whatever format it came in."""
+    """Convert a label or group to a string that is the same for all file formats."""
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if isinstance(value, bool):
@@ -273,7 +273,7 @@ def _name(value: Any, place: str) -> str:
 
 
 class _Kinds:
-    """The kind of the labels so far: one column has one, or 1 and "one" become two classes."""
+    """Checks that all labels have one type: 1 and "one" would become two classes."""
 
     def __init__(self) -> None:
         self._kind, self._row = "", 0
@@ -292,13 +292,13 @@ class _Kinds:
 IntArray = NDArray[np.int64]
 _WORD = re.compile(r"[\w.+:/-]{1,40}")
 _LONGEST, _MOST_WORDS = 100, 12
-"""Characters and words of a class name; more are a text in the wrong column."""
+"""Most characters and words of a class name; longer ones are texts in the wrong column."""
 _FEW = 20
-"""Classes that may be of one row each."""
+"""Number of classes that may have one row each."""
 
 
 def class_order(names: Iterable[str]) -> list[str]:
-    """The names in an order that does not depend on the data's: as numbers where all are."""
+    """Sort the class names; as numbers where all are numbers."""
     distinct = sorted(set(names))
     if all(name.removeprefix("-").isdecimal() for name in distinct):
         return sorted(distinct, key=int)
@@ -306,14 +306,15 @@ def class_order(names: Iterable[str]) -> list[str]:
 
 
 def shown(name: str) -> str:
-    """A label for an error: itself where it can only be a name, never where it may be a text."""
+    """Show a label in an error if it is one word; others may be texts."""
     return name if _WORD.fullmatch(name) else "(a label of several words)"
 
 
 def check_classes(names: Iterable[str], rows: int, place: str) -> None:
-    """Refuse labels that look like texts, without showing one: class names are written down.
+    """Raise BadInput for labels that look like texts, since class names are written to files.
 
-    Single words may be as many as rows in a small file; any others, at most half as many.
+    There may be as many single words as rows in a small file; otherwise at most half as many
+    labels.
     """
     distinct = set(names)
     several = any(not _WORD.fullmatch(name) for name in distinct)
@@ -327,13 +328,13 @@ def check_classes(names: Iterable[str], rows: int, place: str) -> None:
 
 
 def count_classes(labels: IntArray, classes: int) -> list[int]:
-    """How many items each class has."""
+    """Count the items of each class."""
     counted: list[int] = np.bincount(labels, minlength=classes).tolist()
     return counted
 
 
 def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
-    """A weight per class, inverse to its count, so that all classes weigh the same in sum."""
+    """Compute class weights that are inverse to the class counts."""
     counted = count_classes(labels, len(names))
     for name, count in zip(names, counted, strict=True):
         if not count:

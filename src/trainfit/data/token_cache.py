@@ -1,7 +1,7 @@
-"""Tokens of a text file, made once and mapped from disk ever after, whatever its size.
+"""Cache of a text file's tokens: made once, then mapped from disk.
 
 The folder's name is a hash of everything that the tokens depend on (the file's content, the
-tokenizer, the length, the columns), so that a change of any of them never meets old tokens.
+tokenizer, the length, the columns), so that old tokens are never used after a change.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ _FORMAT = 2
 _FILES = ("tokens", "lengths", "labels", "groups")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
-"""Bytes of a file from which on several processes pay for their start."""
+"""Bytes of a file from which several processes are faster than one."""
 _Encoded = tuple[NDArray[np.int32], NDArray[np.int32]]
 _IN_WORKER: dict[str, Any] = {}
-"""The tokenizer and the length, sent to a worker process once and not with every chunk."""
+"""Tokenizer and length, sent to a worker process once and not with every chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelledTokens:
-    """The tokens of a file, and the names of their labels in class order."""
+    """Tokens of a file, and the class names in order."""
 
     tokens: Tokens
     classes: list[str]
@@ -81,10 +81,10 @@ def tokenize_file(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> LabelledTokens:
-    """The file's tokens, from the cache or made now. `processes` None: by the file's size.
+    """Read a file's tokens from the cache, or make them. `processes` None: by the file's size.
 
-    The cache holds the names of its labels: they are classes, the `known` ones where those are
-    given, or nothing is kept.
+    The cache holds the label names, so nothing is cached unless they are class names, or the
+    `known` ones where given.
     """
     content = {
         "format": _FORMAT,
@@ -114,7 +114,7 @@ def tokenize_file(
 def _check_labels(
     path: Path, column: str, known: Sequence[str] | None, names: Sequence[str], rows: int
 ) -> None:
-    """Refuse labels that are no classes, without showing what may be a text."""
+    """Raise BadInput for labels that are no class names, without showing them."""
     if known is None:
         check_classes(names, rows, f"{path}, column {column},")
         return
@@ -151,7 +151,7 @@ def _make(
     check: Callable[[Sequence[str], int], None],
     progress: Progress | None,
 ) -> None:
-    """Write everything beside the folder, then give it its name: it is whole or not there."""
+    """Write everything to a temporary folder, then rename it, so that it is complete or absent."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
@@ -214,12 +214,12 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _group(name: str) -> bytes:
-    """A number for a group that needs no table of all groups in memory."""
+    """Hash a group's name to a number, so that no table of groups is needed."""
     return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def _open(folder: Path) -> LabelledTokens | None:
-    """The tokens in a folder; None where there are none, or none that are whole."""
+    """Open the tokens in a folder; None where there are none, or damaged ones."""
     meta = caches.read(_Meta, folder / "meta.json") if folder.exists() else None
     try:
         if meta is None or _checksums(folder) != meta.checksums:

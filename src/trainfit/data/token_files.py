@@ -1,11 +1,11 @@
-"""Token files: what a GPT reads, mapped from disk whatever their size.
+"""Token files of the GPT job, mapped from disk.
 
     DIR/train.bin, val.bin    token ids and nothing else, uint16 or uint32, little-endian
     DIR/meta.json             the header: dtype, counts, checksums, the tokenizer's hash
-    DIR/tokenizer.json        what made them, for turning tokens back into text
+    DIR/tokenizer.json        the tokenizer, for decoding
 
-Folders in nanoGPT's form are read as they are: their uint16 files, and a meta.json that says at
-least how many tokens the vocabulary has. Every file is read through once before it is trained on.
+Folders in nanoGPT's form can be read too: uint16 files, and a meta.json with at least vocab_size.
+Every file is read once and checked before training.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ FILES = {"train": "train.bin", "validation": "val.bin"}
 Dtype = Literal["uint16", "uint32"]
 Ids = NDArray[np.unsignedinteger[Any]]
 _CHUNK = 1 << 22
-"""Tokens that are looked at together."""
+"""Tokens that are read at a time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFile(Record):
-    """What the header says of a file."""
+    """Description of a file in the header."""
 
     tokens: Annotated[int, Range(0)]
     documents: Annotated[int, Range(0)] | None = None
@@ -52,54 +52,54 @@ class Header(Record):
     format: str = FORMAT
     dtype: Dtype
     vocab_size: Annotated[int, Range(1, 1 << 24)]
-    """At most many times the largest there is: a count of each is kept in memory."""
+    """Size of the vocabulary; bounded, because counts of all tokens are kept in memory."""
     train: TokenFile
     validation: TokenFile
     tokenizer: str | None = None
     """SHA-256 of tokenizer.json; None where there is none."""
     end_of_text: int | None = None
-    """The token after each document."""
+    """Token that ends each document."""
     seed: int | None = None
     validation_share: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """What reading a file through has shown."""
+    """Checksum and token counts of a file."""
 
     checksum: str
     counts: NDArray[np.int64]
-    """How often each token occurs."""
+    """Number of occurrences of each token."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenFolder:
-    """Both files, ready to be trained on."""
+    """Training and validation tokens of a folder."""
 
     folder: Path
     header: Header
     train: Ids
     validation: Ids
     unigram_entropy: float | None
-    """Nats per validation token for one who knows only how often each occurs in training; None
-    where the files were not read through."""
+    """Nats per validation token under the token frequencies of the training file; None
+    without a survey."""
     checksum: str
-    """Of both files and the vocabulary; empty where they were not read through."""
+    """Checksum of both files and the vocabulary; empty without a survey."""
 
     @property
     def tokenizer(self) -> Path | None:
-        """The tokenizer's file, if there is one."""
+        """Path of the tokenizer, if there is one."""
         path = self.folder / TOKENIZER
         return path if path.is_file() else None
 
 
 def dtype_for(vocab_size: int) -> Dtype:
-    """The smallest that holds every token."""
+    """Choose the smallest dtype for the vocabulary."""
     return "uint16" if vocab_size <= 1 << 16 else "uint32"
 
 
 def open_tokens(folder: Path, *, survey: bool = True) -> TokenFolder:
-    """Map the files of a folder; `survey` reads them through and checks every token."""
+    """Map the files of a folder; `survey` reads them and checks every token."""
     header = read_header(folder)
     parts = {name: _map(folder / file, header) for name, file in FILES.items()}
     entropy, digest = None, ""
@@ -115,7 +115,7 @@ def open_tokens(folder: Path, *, survey: bool = True) -> TokenFolder:
 
 
 def read_header(folder: Path) -> Header:
-    """meta.json of a folder, in our own form or in nanoGPT's."""
+    """Read meta.json of a folder, in trainfit's form or nanoGPT's."""
     path = folder / META
     if not path.is_file():
         raise BadInput(*_no_header(folder))
@@ -156,7 +156,7 @@ def _own(path: Path, data: dict[str, Any]) -> Header:
 
 
 def _foreign(folder: Path, data: dict[str, Any]) -> Header:
-    """A header for files of others, from the little that is said about them."""
+    """Make a header for files that trainfit did not write."""
     dtype = data.get("dtype", "uint16")
     sizes = {name: (folder / file).stat().st_size for name, file in FILES.items()}
     width = {"uint16": 2, "uint32": 4}.get(str(dtype), 1)
@@ -211,7 +211,7 @@ def _checked(path: Path, header: Header, name: str) -> Survey:
 
 
 def read_through(path: Path, header: Header) -> Survey:
-    """One pass over a file: its checksum, and how often each token occurs."""
+    """Read a file once for its checksum and token counts."""
     digest, at = hashlib.sha256(), 0
     counts = np.zeros(header.vocab_size, dtype=np.int64)
     dtype = np.dtype(header.dtype).newbyteorder("<")
@@ -233,9 +233,9 @@ def read_through(path: Path, header: Header) -> Survey:
 
 
 def unigram_entropy(train: NDArray[np.int64], validation: NDArray[np.int64]) -> float:
-    """Nats per validation token under the training tokens' frequencies, each count plus one.
+    """Nats per validation token under the training frequencies, each count plus one.
 
-    What a model reaches that has learned nothing but how common each token is.
+    A model that has learned only token frequencies reaches this loss.
     """
     total = float(train.sum() + train.size)
     nats = math.log(total) - np.log(train + 1.0)

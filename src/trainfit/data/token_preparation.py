@@ -1,7 +1,7 @@
-"""From a corpus to token files: learn a tokenizer, then tokenise document by document.
+"""Preparation of token files: learns a tokenizer, then tokenises document by document.
 
-Both passes stream, so a corpus may be larger than memory, and the folder gets its name when all of
-it is written: it is whole or not there.
+Both passes stream, so a corpus may be larger than memory. The folder is renamed when all of it is
+written, so that it is complete or absent.
 """
 
 from __future__ import annotations
@@ -43,32 +43,32 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Progress = Callable[[str, int, int], None]
-"""What is being done, the bytes done so far, and those of all files."""
+"""Called with the name of the phase, the bytes done so far, and the total bytes."""
 _LARGE = 8 << 20
-"""Bytes of a corpus from which on several processes pay for their start."""
+"""Bytes of a corpus from which several processes are faster than one."""
 _LEARNED_FROM = 1 << 30
-"""Bytes that a tokenizer is learned from; of a larger corpus a share of the documents."""
+"""Most bytes that a tokenizer is learned from; larger corpora are sampled."""
 _TOGETHER = 1 << 20
-"""Characters that are sent to a process together."""
+"""Characters sent to a process at a time."""
 _IN_WORKER: dict[str, Any] = {}
-"""The tokenizer of a worker process."""
+"""Tokenizer of a worker process."""
 _Encoded = list[NDArray[np.uint32]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation(Record):
-    """How a corpus becomes tokens."""
+    """Settings of the preparation."""
 
     vocab_size: Annotated[int, Range(257, 2**20)] = 30_000
     special: tuple[Annotated[str, Length(1, 1000)], ...] = ()
-    """Words that are one token each, besides the end of a text."""
+    """Words that become one token each, besides the end of a text."""
     validation_share: Annotated[float, Range(0.0001, 0.5)] = 0.05
-    """Of the documents."""
+    """Share of the documents for validation."""
     seed: Annotated[int, Range(0, 2**32 - 1)] = 42
     separator: str = END_OF_TEXT
-    """What ends a document within a text file."""
+    """Text that separates documents in a file."""
     column: Annotated[str, Length(1, 500)] = "text"
-    """Of CSV, JSONL and Parquet files."""
+    """Column with the texts in CSV, JSONL and Parquet files."""
 
 
 def prepare_tokens(
@@ -80,7 +80,7 @@ def prepare_tokens(
     processes: int | None = None,
     progress: Progress | None = None,
 ) -> Header:
-    """Write the token files of these files and folders; no `inputs`: the standard library.
+    """Write the token files of these files and folders; without `inputs`, of the standard library.
 
     `tokenizer` is a tokenizer.json to use instead of learning one. `processes` None: by size.
     """
@@ -96,7 +96,7 @@ def prepare_tokens(
 
 
 def embedded_tokens(how: Preparation, progress: Progress | None = None) -> Path:
-    """The folder with the tokens of Python's own source, made at the first time."""
+    """Return the folder with the tokens of Python's own source, making it at first use."""
     files = standard_library()
     digest = hashlib.sha256(json.dumps(asdict(how), sort_keys=True).encode())
     for path in files:
@@ -119,7 +119,7 @@ def _prepare(
     processes: int | None,
     progress: Progress,
 ) -> Header:
-    """Everything beside the folder, which then gets its name."""
+    """Write everything to a temporary folder, then rename it."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=output.parent, prefix=".building-"))
@@ -150,7 +150,7 @@ def _prepare(
 def _tokenizer(
     files: Sequence[Path], total: int, how: Preparation, given: Path | None, progress: Progress
 ) -> Tokenizer:
-    """The one given, or one learned from the documents that are trained on."""
+    """Load the given tokenizer, or learn one from the training documents."""
     if given is not None:
         return load_bpe(given)
     most = how.validation_share + (1 - how.validation_share) * min(1, _LEARNED_FROM / max(total, 1))
@@ -176,14 +176,14 @@ def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
 def _encode(
     files: Sequence[Path], how: Preparation, tokenizer: Path, processes: int
 ) -> Iterator[tuple[Piece, NDArray[np.uint32]]]:
-    """Each piece with its tokens, in order."""
+    """Yield each piece with its tokens, in order."""
     groups = ((group, [piece.text for piece in group]) for group in _grouped(_pieces(files, how)))
     for pieces, encoded in map_in_order(groups, _work, processes, _start_worker, (tokenizer,)):
         yield from zip(pieces, encoded, strict=True)
 
 
 def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
-    """Enough of them to be worth sending."""
+    """Group pieces, so that each group is worth sending to a process."""
     group: list[Piece] = []
     size = 0
     for piece in pieces:
@@ -208,7 +208,7 @@ def _work(texts: list[str]) -> _Encoded:
 
 
 class _Written:
-    """A token file as it grows."""
+    """A token file that is being written."""
 
     def __init__(self, path: Path, dtype: Dtype) -> None:
         self._file: BinaryIO = path.open("wb")
@@ -217,7 +217,7 @@ class _Written:
         self._tokens = self._documents = 0
 
     def add(self, ids: NDArray[np.uint32], *, ends: int | None, last: bool) -> None:
-        """Append a piece, and after the last one of a document the token that ends it."""
+        """Append a piece; after the last one of a document, the token that ends it."""
         if last and ends is not None:
             ids = np.append(ids, np.uint32(ends))
         data = ids.astype(self._dtype).tobytes()
@@ -227,7 +227,7 @@ class _Written:
         self._documents += last
 
     def close(self) -> TokenFile:
-        """Have it reach the disk; what the header says of it."""
+        """Flush the file to disk; returns its description for the header."""
         self._file.flush()
         os.fsync(self._file.fileno())
         self._file.close()

@@ -29,9 +29,9 @@ NO_TOKENIZER_FIX = (
 _FILES = ["tokenizer*", "vocab*", "merges.txt", "*.model", "*.codes", "*.tiktoken", "tekken.json"]
 """Files of tokenizers; a folder with none of these has no tokenizer."""
 _CLASSES = {"tokenizer.json": "PreTrainedTokenizerFast", "bpe.codes": "PhobertTokenizer"}
-"""Classes of files that say what they are, also beside a config that names another class."""
+"""Tokenizer classes by file name, for when the config names a wrong class."""
 _FEWEST = 10
-"""Tokens beside the special ones, from which on there is a vocabulary."""
+"""Least number of tokens besides special ones in a real vocabulary."""
 _SPECIAL = ["[UNK]", "[CLS]", "[SEP]", "[MASK]"]
 _BYTES = 256
 _LONG = re.compile(r"\S{1000}")
@@ -44,10 +44,10 @@ def has_tokenizer(folder: Path) -> bool:
 
 
 def load_tokenizer(place: str) -> Tokenizer:
-    """Load the tokenizer of a hub id or a local folder: whatever AutoTokenizer makes of it.
+    """Load the tokenizer of a hub id or a local folder.
 
-    AutoTokenizer goes by the config. Where that leads to no vocabulary, or to a class that takes a
-    file for what it is not, the files themselves say what they are.
+    AutoTokenizer follows the config. Where it finds no vocabulary, or misreads a file as another
+    kind, the class is chosen by the files themselves.
     """
     import transformers
 
@@ -76,7 +76,7 @@ def load_tokenizer(place: str) -> Tokenizer:
 
 
 def _misread(tokenizer: Tokenizer, path: Path) -> bool:
-    """Find a BPE read as WordPiece, for instance: it would make unknown tokens of everything."""
+    """Detect a file read as another kind: BPE read as WordPiece makes only unknown tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not path.is_file():
         return False
@@ -89,7 +89,7 @@ def _misread(tokenizer: Tokenizer, path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings: what matters of them is in our own errors."""
+    """Silence transformers' warnings; what matters is in our own errors."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()
@@ -103,11 +103,11 @@ def quiet_transformers() -> Iterator[None]:
 def learn_tokenizer(
     texts: Iterable[str], *, vocabulary: int = 8192, pad_id: int = 0, least: int = 2
 ) -> Tokenizer:
-    """A byte-level BPE tokenizer of these texts, for pairs too. It knows every text there is.
+    """Learn a byte-level BPE tokenizer for texts and pairs; it can encode any text.
 
     Only pieces that occur `least` times become tokens: the vocabulary is saved with the model, and
-    a rare one may be a name. `pad_id` is where the model's config has its padding: that row of an
-    embedding is not trained.
+    a rare piece may be a name. `pad_id` is the model's padding token, whose row of the embedding is
+    not embedding is not trained.
     """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast
@@ -192,7 +192,7 @@ def end_of_text(tokenizer: Backend) -> int | None:
 
 
 def pad_id(tokenizer: Tokenizer) -> int:
-    """The id that fills up rows. Filler is masked, so any will do where a model has none."""
+    """Id of the padding token; padding is masked, so any id serves a model without one."""
     for name in ("pad_token_id", "eos_token_id"):
         value = getattr(tokenizer, name, None)
         if isinstance(value, int):
@@ -201,7 +201,7 @@ def pad_id(tokenizer: Tokenizer) -> int:
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:
-    """The same for tokenizers that make the same tokens."""
+    """Hash a tokenizer; equal for tokenizers that make the same tokens."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     digest = hashlib.sha256(type(tokenizer).__name__.encode())
     digest.update(json.dumps(tokenizer.model_input_names).encode())

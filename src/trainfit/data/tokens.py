@@ -1,4 +1,4 @@
-"""Tokenised sequences as flat arrays: what packing reads and batches are gathered from.
+"""Tokenised sequences as flat arrays.
 
 A sequence is a start and a length in one long array, in memory or mapped from a file. A subset
 shares that array, so folds and splits cost no tokens.
@@ -34,23 +34,23 @@ class Tokens:
     """Sequences of tokens with a label each."""
 
     ids: NDArray[np.int32] = field(repr=False)
-    """Token ids of all sequences; maybe of others too."""
+    """Token ids of all sequences, and maybe of others."""
     starts: IntArray = field(repr=False)
-    """Where each sequence begins in `ids`."""
+    """Start of each sequence in `ids`."""
     lengths: IntArray = field(repr=False)
     labels: IntArray = field(repr=False)
     types: NDArray[np.uint8] | None = field(default=None, repr=False)
-    """0 for the first text of a pair and 1 for the second, beside `ids`; None: one kind."""
+    """Token types: 0 for the first text of a pair and 1 for the second; None: no types."""
     groups: IntArray | None = field(default=None, repr=False)
-    """What must stay together in a split, such as the post."""
+    """Group of each sequence, which stays together in a split, such as the post."""
     criteria: IntArray | None = field(default=None, repr=False)
-    """What a metric is also given by."""
+    """Criterion of each sequence, for metrics by criterion."""
 
     def __len__(self) -> int:
         return len(self.starts)
 
     def subset(self, indices: Indices) -> Tokens:
-        """These sequences, in this order; the tokens are shared."""
+        """Select these sequences in this order; tokens are shared."""
         chosen = np.asarray(indices, dtype=np.int64)
         return replace(
             self,
@@ -62,20 +62,20 @@ class Tokens:
         )
 
     def sequence(self, index: int) -> NDArray[np.int32]:
-        """The token ids of one sequence."""
+        """Token ids of one sequence."""
         start = int(self.starts[index])
         return np.asarray(self.ids[start : start + int(self.lengths[index])])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dataset:
-    """What one run trains on, chooses its model by, and is judged by at the end."""
+    """Train, validation and test data of a run."""
 
     train: Tokens
     validation: Tokens
     test: Tokens
     metadata: dict[str, Any]
-    """JSON values: counts, classes, weights; never a text."""
+    """JSON values such as counts, classes and weights; never a text."""
 
 
 def from_lists(
@@ -86,7 +86,7 @@ def from_lists(
     groups: IntArray | None = None,
     criteria: IntArray | None = None,
 ) -> Tokens:
-    """Sequences given as lists."""
+    """Make Tokens from lists."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
     total = int(lengths.sum())
     flat = np.fromiter((token for one in ids for token in one), dtype=np.int32, count=total)
@@ -112,7 +112,7 @@ def tokenize_texts(
     max_length: int,
     groups: IntArray | None = None,
 ) -> Tokens:
-    """Texts with the tokenizer's special tokens, cut to `max_length`."""
+    """Tokenise texts with special tokens, cut to `max_length`."""
     ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         ids += encode_texts(tokenizer, texts[start : start + _CHUNK], max_length)
@@ -120,7 +120,7 @@ def tokenize_texts(
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:
-    """The token ids of each text; one that is all white space still has one token or more."""
+    """Token ids of each text; an empty text gets one token, because packing needs one."""
     encoded = tokenizer(
         list(texts),
         truncation=True,
@@ -142,7 +142,7 @@ def map_in_order(
     start: Callable[..., None],
     args: tuple[Any, ...],
 ) -> Iterator[tuple[T, R]]:
-    """Each item with what `work` makes of its texts, in order.
+    """Yield each item with the result of `work` on its texts, in order.
 
     A process begins with `start(*args)`. With several of them, only a few items are under way.
     """
@@ -173,7 +173,7 @@ def tokenize_pairs(
     *,
     max_length: int,
 ) -> Tokens:
-    """Pairs of a text and a second text: a pair that is too long loses the end of its first.
+    """Tokenise pairs of texts; a pair that is too long loses the end of its first text.
 
     Pair p is `texts[text_of[p]]` with `seconds[second_of[p]]`; the first becomes its group and the
     second its criterion.
@@ -202,13 +202,13 @@ def tokenize_pairs(
 
 
 def _with_separator(tokenizer: Tokenizer, seconds: Sequence[str]) -> list[str]:
-    """A new line before the second text where the tokenizer puts nothing between the two."""
+    """Put a newline before the second texts where the tokenizer adds no separator."""
     single, pair = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
     return [text if pair > single else f"\n{text}" for text in seconds]
 
 
 def _check_room(tokenizer: Tokenizer, seconds: Sequence[str], max_length: int) -> None:
-    """The second text is never cut, so it must leave room for the first."""
+    """Raise BadInput where a second text, which is never cut, leaves no room for the first."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
     encoded = tokenizer(list(seconds), add_special_tokens=False, return_attention_mask=False)
     needed = special + max(len(one) for one in encoded["input_ids"])
