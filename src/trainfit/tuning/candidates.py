@@ -1,7 +1,6 @@
-"""What to try: the planner's own answer, and what differs from it in one setting.
+"""Candidates for tune: complete plans that differ from the planner's in one setting.
 
-Every candidate is a complete plan (space.py). What cannot win or does not fit is told, with the
-reason, and not run.
+A candidate that cannot win or does not fit is recorded with the reason, and not run.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from trainfit.planning.question import Question
 Ask = Callable[[Mapping[str, Scalar]], Plan]
 """The planner's answer with further settings pinned."""
 KEPT = {"none": 1.0, "selective": 0.6, "full": 0.3}
-"""Activations that stay, as an upper bound."""
+"""Upper bound of the share of activations that stays in memory, by checkpointing mode."""
 _ARGUMENTS = {
     "precision": "precision",
     "optimizer": "optimizer",
@@ -35,12 +34,12 @@ _ARGUMENTS = {
 }
 """Settings that the factory of the estimated step takes, and its names for them."""
 _EAGER = 2.2
-"""Activations of a step that is not compiled, against one that is, as an upper bound."""
+"""Upper bound of an eager step's activations, as a multiple of a compiled step's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What may be varied, and around what."""
+    """Question, machine and starting plan of a search."""
 
     question: Question
     profile: HardwareProfile
@@ -50,22 +49,22 @@ class Space:
 
     @property
     def on_gpu(self) -> bool:
-        """Whether there is a GPU to train on."""
+        """True where there is a GPU to train on."""
         return bool(self.profile.gpus)
 
     def free(self, *names: str) -> bool:
-        """Whether nobody has set any of these: not the user, nor a preset."""
+        """Tell if neither the user nor a preset has set any of these."""
         pins = self.question.pins
         return all(name not in pins or pins[name].origin == "default" for name in names)
 
 
 def settings_of(plan: Plan) -> dict[str, Scalar]:
-    """The settings that are tuned, by their names."""
+    """Values of the tuned settings, by name."""
     return {row.name: row.of(plan) for row in chosen_by("tune")}
 
 
 def differences(base: Plan, plan: Plan) -> dict[str, Scalar]:
-    """What `plan` has other than `base`."""
+    """Tuned settings in which `plan` differs from `base`, with its values."""
     before = settings_of(base)
     return {name: value for name, value in settings_of(plan).items() if value != before[name]}
 
@@ -83,7 +82,7 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 
 
 def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
-    """The plan with micro-batches of about `factor` times the tokens, and the same steps."""
+    """Change the tokens of a micro-batch by about `factor`; optimizer steps stay the same."""
     workload = space.question.workload
     longest, share = max(workload.lengths), math.ceil(plan.effective_batch_size / plan.ranks)
     rows = share if space.free("batch_size") else space.base.batch_size
@@ -110,9 +109,9 @@ def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
 def _cut(
     lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, count: int
 ) -> tuple[tuple[Cut, ...], dict[str, Any]]:
-    """The ladder of cuts, and the shape of the first; it takes a while, and is asked for again.
+    """Ladder of cuts, and the shape of the first; cached, since it takes a while.
 
-    Packed micro-batches are at least so many, padded ones at most.
+    `count` is the least number of packed micro-batches, or the most of padded ones.
     """
     array = np.asarray(lengths, dtype=np.int64)
     least = count if packed else 1
@@ -123,7 +122,7 @@ def _cut(
 
 
 def _scaled(memory: MemoryEstimate | None, factor: float) -> MemoryEstimate | None:
-    """Activations grow with the tokens; all else stays."""
+    """Scale the activations of an estimate, and the peaks with them."""
     if memory is None:
         return None
     more = memory.activations_gib * (factor - 1)
@@ -139,7 +138,7 @@ def _scaled(memory: MemoryEstimate | None, factor: float) -> MemoryEstimate | No
 
 
 def fits(space: Space, plan: Plan) -> bool:
-    """Whether it fits by an upper bound; where that is too much, by the planner."""
+    """Tell if a plan fits: by an upper bound, or by the planner where the bound is too high."""
     if predicted_gib(space.base, plan) <= room(space.base):
         return True
     pins: dict[str, Scalar] = {
@@ -151,7 +150,7 @@ def fits(space: Space, plan: Plan) -> bool:
 
 
 def predicted_gib(base: Plan, plan: Plan) -> float:
-    """What a step by `plan` reserves at most, from the breakdown of `base`."""
+    """Upper bound of the memory that `plan` reserves, from the breakdown of `base`."""
     memory = base.memory
     if memory is None:
         return 0.0
@@ -163,20 +162,20 @@ def predicted_gib(base: Plan, plan: Plan) -> float:
 
 
 def room(base: Plan) -> float:
-    """What a step may take, with the margin kept free."""
+    """Memory in GiB that a step may use, less the safety margin."""
     return math.inf if base.memory is None else base.memory.capacity_gib * (1 - MARGIN)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Variant:
-    """A plan that differs from another, or why it is not worth a trial."""
+    """A plan to try; `skipped` is the reason not to, if there is one."""
 
     plan: Plan
     skipped: str = ""
 
 
 def promising(space: Space) -> Iterator[Variant]:
-    """What is most likely to beat the planner's answer, in the order to try it in."""
+    """Variants most likely to beat the planner's plan, in the order to try them."""
     axes = (_compile, _budget) if space.on_gpu else (_budget, _optimizer)
     return _along(space, space.base, axes)
 
@@ -184,7 +183,7 @@ def promising(space: Space) -> Iterator[Variant]:
 def neighbours(space: Space, plan: Plan) -> Iterator[Variant]:
     """Every plan that is one setting away from `plan`, the most likely to be faster first.
 
-    Made as they are asked for: some take the planner seconds.
+    A generator, since some of them take the planner seconds.
     """
     axes = _GPU_AXES if space.on_gpu else _CPU_AXES
     return _along(space, plan, (*axes, *_LAST))
@@ -213,14 +212,14 @@ def _compile(space: Space, plan: Plan) -> Iterator[Variant]:
 
 
 def _graphs(space: Space, plan: Plan) -> Iterator[Variant]:
-    """CUDA graphs record one shape."""
+    """Compile mode reduce-overhead: CUDA graphs, which record one shape."""
     static = plan.packed or space.question.causal
     why = "" if static else "CUDA graphs need one shape, and padded rows have several"
     yield from _mode(space, plan, "reduce-overhead", why)
 
 
 def _autotune(space: Space, plan: Plan) -> Iterator[Variant]:
-    """It takes the longest to compile."""
+    """Compile mode max-autotune without CUDA graphs, which takes the longest to compile."""
     yield from _mode(space, plan, "max-autotune-no-cudagraphs")
 
 
@@ -231,7 +230,7 @@ def _mode(space: Space, plan: Plan, mode: str, why: str = "") -> Iterator[Varian
 
 
 def _budget(space: Space, plan: Plan) -> Iterator[Variant]:
-    """Other cuts of the same step. A pinned batch size is a cap, and all below it is free."""
+    """Half and twice the tokens per micro-batch; a pinned batch size is an upper limit."""
     if not space.free("gradient_accumulation_steps"):
         return
     for factor in (0.5, 2.0):
@@ -284,7 +283,7 @@ _optimizer = partial(_switch, "optimizer")
 
 
 def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:
-    """To compute twice only pays where it makes room for larger micro-batches."""
+    """Recomputing activations pays only where it makes room for larger micro-batches."""
     if not space.free("gradient_checkpointing") or space.question.workload.method == "frozen":
         return
     larger = with_budget(space, plan, 2.0)
@@ -304,7 +303,7 @@ def _liger(space: Space, plan: Plan) -> Iterator[Variant]:
 
 
 def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
-    """Packed rows have a kernel of their own; flash takes no mask, which padded rows have."""
+    """Attention kernels of padded rows; flash takes no mask, so it is for causal models alone."""
     if space.on_gpu and not plan.packed and plan.attention == "sdpa" and space.free("flash"):
         for variant in _switch("attention_kernel", space, plan):
             if space.question.causal or variant.plan.runtime.attention != "flash":
@@ -312,7 +311,7 @@ def _kernel(space: Space, plan: Plan) -> Iterator[Variant]:
 
 
 def _tf32(space: Space, plan: Plan) -> Iterator[Variant]:
-    """Products that are left in fp32, by the matrix units or without them."""
+    """TF32 for the matrix products that stay in fp32."""
     if space.on_gpu and space.profile.gpus[0].tf32:
         why = "no product is faster without the matrix units" if plan.runtime.tf32 else ""
         for variant in _switch("tf32", space, plan):

@@ -1,8 +1,8 @@
 """The processes that trials run in, one for each way of compiling.
 
-They stay for the next trial, since imports take seconds. One that crashes, hangs, fails or runs out
-of memory leaves a record and is replaced: nothing of it reaches another trial. They are in sessions
-of their own, so that Ctrl-C is their parent's to handle.
+A process stays for the next trial, since imports take seconds. One that crashes, hangs, fails or
+runs out of memory leaves a record and is replaced, so that it affects no other trial. Each is in a
+session of its own, so that the parent alone handles Ctrl-C.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _LOOK_EVERY = 1.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRequest(Record):
-    """A trial to run."""
+    """A trial to run, as it is sent to a child."""
 
     candidate: TrialCandidate
     steps: int
@@ -44,7 +44,7 @@ class TrialRequest(Record):
 
 
 def main(modules: list[str]) -> None:
-    """Import what the trials need, say so, and answer."""
+    """Run a child: import `modules`, report readiness, then answer one request per line."""
     answers = _own_pipe()
     _end_with_parent(os.getppid())
     from trainfit.tuning.trial import run_trial
@@ -75,7 +75,7 @@ def _say(answers: TextIO, line: str) -> None:
 
 
 def _end_with_parent(parent: int) -> None:
-    """A parent that was killed cannot end its children, and a trial may hang."""
+    """End this process when its parent is gone: a killed parent cannot, and a trial may hang."""
 
     def look() -> None:
         while os.getppid() == parent:
@@ -89,17 +89,17 @@ if __name__ == "__main__":
     main(sys.argv[1:])
 
 START_SECONDS = 180.0
-"""What the imports of a child may take, on a slow disk."""
+"""Time limit for a child's imports, which a slow disk delays."""
 _EXIT_SECONDS = 20.0
 """Time for a process that closed its output to end, on a busy machine."""
 _TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_")
-"""Variables that begin so make a process a rank, and a child of a rank is none."""
+"""Prefixes of variables that make a process a rank; a child of a rank must be none."""
 _HELD_GIB = 0.8
-"""What a child that waits holds of a GPU: CUDA's own, and what its libraries keep."""
+"""GPU memory of an idle child: CUDA's context and its libraries."""
 
 
 def mode_of(plan: Plan) -> str:
-    """What a child compiles like; an eager one does not."""
+    """Compile mode of the plan, or 'eager'."""
     return plan.compile_mode if plan.compile else "eager"
 
 
@@ -118,10 +118,10 @@ class RunTrial(Protocol):
 
 
 class Children:
-    """Runs trials, each in the child of its way of compiling; ends all of them when it is left."""
+    """Runs trials in child processes, one per compile mode, and ends them on exit."""
 
     def __init__(self, modules: Sequence[str] = (), *, at_most: int = 4) -> None:
-        """`modules` are imported beforehand, and `at_most` so many children live at a time."""
+        """Children import `modules` when they start; at most `at_most` of them live at a time."""
         self._modules, self._at_most = list(modules), at_most
         self._children: dict[str, _Child] = {}
 
@@ -139,7 +139,7 @@ class Children:
         self._children.clear()
 
     def start(self, modes: Sequence[str]) -> None:
-        """Have children of these modes on their way; nothing is timed while they import."""
+        """Start children for these compile modes; no trial is timed while they import."""
         for mode in modes[: self._at_most]:
             self._child(mode)
 
@@ -152,9 +152,9 @@ class Children:
         limit: float,
         most_seconds: float | None = None,
     ) -> Trial:
-        """Run a trial; one that is not done after `limit` seconds is killed.
+        """Run a trial, and kill it after `limit` seconds.
 
-        Waits for every child that is still importing: it would disturb the clock.
+        Waits for every child that is still importing, since that would distort the timing.
         """
         began = time.monotonic()
         mode = mode_of(candidate.plan)
@@ -173,12 +173,12 @@ class Children:
             status, note = failure
             spent = time.monotonic() - began
             trial = Trial(settings=candidate.settings, status=status, note=note, seconds=spent)
-        if trial.status != "ok":  # who knows what it left behind
+        if trial.status != "ok":  # its state cannot be trusted any more
             self._children.pop(mode).end()
         return trial
 
     def _make_room(self, mode: str, plan: Plan) -> None:
-        """End what waits, the longest-lived first, where the trial needs nearly all the memory."""
+        """End idle children, oldest first, where the trial needs nearly all the memory."""
         if plan.memory is None:
             return
         spare = plan.memory.capacity_gib - plan.memory.peak_reserved_gib
@@ -195,11 +195,11 @@ class Children:
 
 
 class _Child:
-    """A process, and a thread that reads what it says."""
+    """A child process, and a thread that reads its answers."""
 
     def __init__(self, modules: Sequence[str]) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
-        # What the parent can import, the child must find too.
+        # The child must find every module that the parent can import.
         environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "trainfit.tuning.children", *modules],
@@ -222,7 +222,7 @@ class _Child:
         self._lines.put(None)
 
     def wait_until_ready(self) -> None:
-        """Wait for its imports."""
+        """Wait for its imports, or raise RunFailed."""
         if self._ready:
             return
         try:
@@ -239,7 +239,7 @@ class _Child:
         self._ready = True
 
     def ask(self, line: str, limit: float) -> tuple[str, tuple[Status, str] | None]:
-        """Its answer, or how it failed to give one."""
+        """Send a request; return the answer, or the status and reason of a failure."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(line + "\n")
@@ -254,7 +254,7 @@ class _Child:
         return answer, None
 
     def end(self) -> None:
-        """Kill it, with the loader's workers."""
+        """Kill the process with its loader workers, and remove its temporary folders."""
         try:
             os.killpg(self._process.pid, signal.SIGKILL)
         except (ProcessLookupError, PermissionError):

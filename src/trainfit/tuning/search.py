@@ -1,9 +1,9 @@
-"""The search: ask for candidates, run them, tell what came of it, within a time that is kept.
+"""Search for the fastest candidate within a time budget.
 
-Rung 0 tries the most promising for a few steps. Those that could still be the best are tried again,
-longer, in turns, so that a GPU that grows warm slows them all alike; each rung keeps half. Then the
-winner's neighbours are tried, one setting away each, for as long as there is time. It ends early
-when nothing is left to try and the best stands clear of the rest.
+Rung 0 times the most promising candidates for a few steps. Those that could still be the best are
+timed again, longer and in turns, so that a GPU that warms up slows all alike; each rung keeps half.
+Then the winner's neighbours, which differ in one setting each, are tried while time is left. The
+search ends early when nothing is left to try and the best is clearly ahead.
 """
 
 from __future__ import annotations
@@ -19,49 +19,49 @@ from trainfit.tuning.children import RunTrial, mode_of
 from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate
 
 WARM_UP = 4
-"""Steps before the clock: CUDA graphs are recorded in the third."""
+"""Untimed steps before a trial's timed ones; CUDA graphs are recorded in the third."""
 RUNGS = ((20, 2.0), (40, 4.0), (60, 6.0))
-"""Of each rung: timed steps, and seconds after which three of them are enough."""
+"""Per rung: timed steps, and the seconds after which three timed steps are enough."""
 TIE = 0.01
-"""A difference below this, within the intervals, is none: the fewer changes win."""
+"""Relative difference that counts as a tie; then the candidate with fewer changes wins."""
 _LEAST_LIMIT = 20.0
 _SHARE = 0.5
-"""Of the whole time, that one trial may take at most."""
+"""Largest share of the time budget that one trial may take."""
 _CLEARLY = 0.97
-"""Slower than this share of another's rate, intervals apart, is slower for good."""
+"""A candidate below this share of another's rate, intervals apart, is dropped."""
 _ROUNDS = 3
-"""In which those that cannot be told apart are tried again."""
+"""Rounds in which candidates with overlapping intervals are timed again."""
 
 Ended = Literal["finished", "time is up", "interrupted"]
 Neighbours = Callable[[TrialCandidate], Iterable[TrialCandidate | Trial]]
-"""What is one setting away; a Trial is one that was skipped, with the reason."""
+"""Candidates that differ in one setting; a Trial stands for one that was skipped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
-    """A candidate with all that was measured of it."""
+    """A candidate with all its measurements."""
 
     candidate: TrialCandidate
     rates: tuple[float, ...]
     """Samples per second of every timed step."""
     rate: Interval
-    """The median over all its trials."""
+    """Median over all its trials, with a 95% interval."""
     rung: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Found:
-    """What the search came to."""
+    """Result of a search."""
 
     tried: tuple[Tried, ...]
-    """Those that could be measured, the best first."""
+    """Measured candidates, the best first."""
     trials: tuple[Trial, ...]
     ended: Ended
 
 
 @dataclass
 class _Board:
-    """Everything that is known so far."""
+    """State of a running search."""
 
     run: RunTrial
     seconds: float
@@ -72,9 +72,9 @@ class _Board:
     failed: set[str] = field(default_factory=set)
     trials: list[Trial] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
-    """Seconds of a trial: the last of each candidate, and the longest of each way of compiling."""
+    """Seconds of a trial: the last of each candidate, and the longest of each compile mode."""
     out_of_time: bool = False
-    """Something was not begun for want of time."""
+    """True once a trial was left out for lack of time."""
 
     def __post_init__(self) -> None:
         self.began = self.clock()
@@ -84,15 +84,15 @@ class _Board:
         return self.began + self.seconds - self.clock()
 
     def note(self, trial: Trial) -> None:
-        """Keep a record."""
+        """Record a trial and report it."""
         self.trials.append(trial)
         self.tell(trial)
 
     def attempt(self, candidate: TrialCandidate, rung: int, reserve: float = 0.0) -> None:
-        """Run a candidate, unless it would overrun by what others like it took."""
+        """Run a candidate, unless trials like it took longer than the time that is left."""
         key, mode = _key(candidate), mode_of(candidate.plan)
         left = self.left - reserve
-        # A new way of compiling takes as long as the usual one at the least.
+        # A compile mode that was not tried yet takes at least as long as the default one.
         usual = self.costs.get("default", 0.0) if candidate.plan.compile else 0.0
         if left <= 0 or self.costs.get(key, self.costs.get(mode, usual)) > left:
             self.out_of_time = True
@@ -104,7 +104,7 @@ class _Board:
         trial = self.run(candidate, steps=steps, warm_up=WARM_UP, limit=limit, most_seconds=most)
         self.note(replace(trial, rung=rung))
         if trial.status != "ok":
-            self.tried.pop(key, None)  # what fails once in a while is no choice
+            self.tried.pop(key, None)  # a candidate that fails even once cannot win
             self.failed.add(key)
             return
         self.costs[key] = self.clock() - started
@@ -123,13 +123,13 @@ class _Board:
         return sorted(self.tried.values(), key=lambda tried: -tried.rate.value)
 
     def rivals(self) -> list[Tried]:
-        """Those that could still be the best, the best first; two at the least, if there are."""
+        """Candidates that could still be the best, best first; at least two where there are."""
         ranked = self.ranking()
         close = [tried for tried in ranked if tried.rate.high >= ranked[0].rate.low]
         return close if len(close) > 1 else ranked[:2]
 
     def lost(self, candidate: TrialCandidate) -> bool:
-        """Whether one of its changes failed, or was clearly slower, beside fewer other changes."""
+        """Tell if one of its changes failed or was clearly slower with fewer other changes."""
         return any(
             self._is_worse({**other.candidate.settings, name: value}, other)
             for name, value in candidate.settings.items()
@@ -154,9 +154,9 @@ def search(
     tell: Callable[[Trial], None] = lambda _trial: None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found:
-    """Find the fastest; the first of `first` is the planner's own, which is always tried.
+    """Find the fastest candidate; the first of `first` is the planner's own plan.
 
-    Ctrl-C ends it with what was measured so far.
+    Ctrl-C ends the search with the measurements so far.
     """
     board = _Board(run=run, seconds=seconds, tell=tell, clock=clock)
     ended: Ended = "finished"
@@ -174,7 +174,7 @@ def search(
 
 
 def _try(board: _Board, each: TrialCandidate | Trial, reserve: float = 0.0) -> None:
-    """Try what is new; why another is not tried is noted once."""
+    """Try a candidate that was not tried before, or record once why it is skipped."""
     key = _settings_key(each.settings)
     if key in board.known:
         return
@@ -186,10 +186,10 @@ def _try(board: _Board, each: TrialCandidate | Trial, reserve: float = 0.0) -> N
 
 
 def _halve(board: _Board) -> None:
-    """Each rung keeps the better half of what could be the best, and looks longer.
+    """Time the better half of the rivals again, longer, rung by rung.
 
-    Two are looked at again in any case, and the planner's own, which all are measured by: a machine
-    that was busy for a moment is found out.
+    At least two are timed again, and the planner's own plan, so that a moment in which the machine
+    was busy does not decide.
     """
     planned = board.tried.get(_settings_key({}))
     for rung in range(1, len(RUNGS)):
@@ -204,9 +204,9 @@ def _halve(board: _Board) -> None:
 
 
 def _refine(board: _Board, neighbours: Neighbours) -> None:
-    """Try what is one setting away from the winner, until the winner stays.
+    """Try the winner's neighbours until the winner stays the same.
 
-    What it takes to confirm a new winner against the planner's own is held back.
+    Enough time to confirm a new winner against the planner's own plan is reserved.
     """
     while board.tried and board.left > 0:
         winner = board.ranking()[0]
@@ -221,7 +221,7 @@ def _refine(board: _Board, neighbours: Neighbours) -> None:
 
 
 def _confirm(board: _Board) -> None:
-    """Try those that cannot be told apart again, in turns, and a new winner beside the planned."""
+    """Time ties again in turns, and a new winner beside the planner's own plan."""
     planned = _settings_key({})
     for _ in range(_ROUNDS):
         ranked = board.ranking()
@@ -239,14 +239,14 @@ def _confirm(board: _Board) -> None:
 
 
 def _alike(rivals: Sequence[Tried]) -> bool:
-    """Whether all are so close, and so well known, that it does not matter which is taken."""
+    """Tell if all intervals together are narrower than a tie."""
     best = rivals[0].rate
     spread = max(t.rate.high for t in rivals) - min(t.rate.low for t in rivals)
     return spread <= TIE * best.value
 
 
 def _chosen_first(board: _Board) -> list[Tried]:
-    """By rate; but among those as fast as the best, the one with the fewest changes."""
+    """Sort by rate; among ties with the best, the one with the fewest changes comes first."""
     ranked = board.ranking()
     if not ranked:
         return []

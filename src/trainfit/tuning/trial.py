@@ -1,8 +1,8 @@
-"""One candidate, tried: the engine's own loop on made-up data, each step timed.
+"""Time one candidate: the engine's own loop on synthetic data, in the calling process.
 
-Everything is the real thing, from the loader's workers to the optimizer; only checkpoints, the
-profiled step and evaluations are left out. It runs in the process that calls it. Memory that runs
-out is an outcome and not an error: a trial that had to cut its steps finer is one that ran out.
+Loader workers, model and optimizer are the real ones; checkpoints, the profiled step and
+evaluations are left out. Running out of memory is an outcome, not an error: it also counts as such
+when the engine could go on with smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -37,24 +37,24 @@ from trainfit.runtime import applied, forget_compiled
 from trainfit.tuning.tuned_cache import Trial, TrialCandidate, folder_prefix
 
 _FIRST = 2
-"""Steps in which the compiler works."""
+"""Number of steps in which the compiler works."""
 _DRAIN_SECONDS = 2.0
-"""What using up the batches that were fetched ahead may take at most."""
+"""Time limit for using up the batches that workers fetched ahead."""
 
 
 class Enough(Exception):
-    """Every step that was asked for is timed."""
+    """Raised to end a run when all steps are timed."""
 
 
 class Clock(Observer):
-    """Times steps without making the GPU wait for the clock, and ends the run after the last.
+    """Times steps without synchronizing the GPU, and ends the run after the last.
 
-    An event is left in the GPU's queue after each step, and what lies between two of them is read
-    when all are done. A wait after every step would cost each candidate its head start.
+    An event is queued on the GPU after each step, and the times between events are read at the end.
+    A synchronization after every step would slow the candidates that queue work ahead.
     """
 
     def __init__(self, steps: int, warm_up: int, most_seconds: float | None) -> None:
-        """Time so many steps after the warm-up, or as many as there is time for."""
+        """Time `steps` steps after the warm-up, or fewer when `most_seconds` have passed."""
         self._steps, self._warm_up, self._most_seconds = steps, warm_up, most_seconds
         self._marks: list[Any] = []
         self._started = 0.0
@@ -69,7 +69,7 @@ class Clock(Observer):
         self.peak_reserved_gib: float | None = None
 
     def prepare(self, task: TrainTask, settings: LoopSettings) -> None:
-        """Know the sizes of the steps beforehand: nothing is counted while the clock runs."""
+        """Count sequences and tokens of each step before the clock runs."""
         lengths = task.lengths()
         for step in epoch_steps(task, settings, 0):
             self._sizes.append(len(step))
@@ -79,19 +79,19 @@ class Clock(Observer):
         self._ahead = _fetched_ahead(settings.loader)
 
     def on_start(self, step: int, _total_steps: int) -> None:
-        """The clock runs from here; the model is built."""
+        """Start the clock: the model is built."""
         self._started = time.perf_counter()
         self._memory = MemoryTracker()
         if self._warm_up == 0:
             self._begin(step)
 
     def on_event(self, event: Event) -> None:
-        """A trial that must cut its steps to go on has run out of memory."""
+        """Raise OutOfMemory where the engine would go on with smaller micro-batches."""
         if event.kind == "oom":
             raise OutOfMemory(event.text, "")
 
     def on_step(self, step: int) -> None:
-        """Mark the end of a step."""
+        """Mark the end of a step, and end the run after the last."""
         if step == _FIRST:
             synchronize()
             self.first_seconds = time.perf_counter() - self._started
@@ -104,9 +104,9 @@ class Clock(Observer):
             self._begin(step)
 
     def _is_drained(self, step: int) -> bool:
-        """Whether the batches that workers fetched during the warm-up are used up.
+        """Tell if the batches that workers fetched during the warm-up are used up.
 
-        Else even the slowest loader would look fast for as long as they last.
+        A slow loader would look fast as long as they last.
         """
         now = time.perf_counter()
         if self._warm_at is None:
@@ -116,7 +116,7 @@ class Clock(Observer):
     def _begin(self, step: int) -> None:
         synchronize()
         assert self._memory is not None
-        if not self._graphs:  # what a graph takes is counted while it is recorded, and never again
+        if not self._graphs:  # a graph allocates only while it is recorded
             self._memory.reset()
         self._timed_from = step
         self._timed_at = time.perf_counter()
@@ -148,7 +148,7 @@ class Clock(Observer):
             self.peak_reserved_gib = torch.cuda.max_memory_reserved() / GIB
 
     def seconds(self) -> list[float]:
-        """Of each timed step."""
+        """Seconds of each timed step."""
         pairs = zip(self._marks, self._marks[1:], strict=False)
         if self._cuda:
             return [before.elapsed_time(after) / 1000 for before, after in pairs]
@@ -161,7 +161,7 @@ class Clock(Observer):
 
 
 def _fetched_ahead(loader: LoaderSettings) -> int:
-    """Steps that workers have ready at most."""
+    """Largest number of steps that workers hold ready."""
     return loader.num_workers * (loader.prefetch_factor or 2)
 
 
@@ -170,19 +170,19 @@ _NEVER = 2**31
 
 
 class Setup(NamedTuple):
-    """What a factory makes of a candidate: all that the engine needs."""
+    """Task and settings of a candidate's run, as its factory returns them."""
 
     task: TrainTask
     settings: LoopSettings
     runtime: RuntimeSettings
     around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered around the whole run, for what neither of the others can say."""
+    """Context manager around the whole run."""
 
 
 def run_trial(
     candidate: TrialCandidate, *, steps: int, warm_up: int, most_seconds: float | None = None
 ) -> Trial:
-    """Train so many steps by the candidate, after a warm-up, and tell how fast that was.
+    """Train by the candidate for `steps` timed steps after a warm-up; return the record.
 
     With `most_seconds` the timed steps end early, after three at the least.
     """
@@ -208,14 +208,14 @@ def run_trial(
         status, note = failure
         return replace(trial, status=status, note="; ".join([note, *said]))
     if any(issubclass(w.category, CompileFailed) for w in caught):
-        return replace(trial, status="failed")  # what was timed is the eager model
+        return replace(trial, status="failed")  # the eager model was timed
     return _with_rates(trial, clock)
 
 
 def _outcome(candidate: TrialCandidate, clock: Clock) -> tuple[Any, str] | None:
-    """Run it; None where all went well, else a status and why.
+    """Run a candidate; return None on success, else a status and the reason.
 
-    The error is dropped here: with it go the frames that hold the model.
+    The error is dropped here, and with it the frames that hold the model.
     """
     try:
         setup = build(candidate)
@@ -238,7 +238,7 @@ def _outcome(candidate: TrialCandidate, clock: Clock) -> tuple[Any, str] | None:
 
 
 def steps_alone(settings: LoopSettings) -> LoopSettings:
-    """The same without evaluations, logs and checkpoints: none is due before a trial is over."""
+    """Settings without evaluations, logs and checkpoints."""
     return replace(
         settings,
         eval_steps=_NEVER,
@@ -249,7 +249,7 @@ def steps_alone(settings: LoopSettings) -> LoopSettings:
 
 
 def build(candidate: TrialCandidate) -> Setup:
-    """What the candidate's factory makes of it."""
+    """Call the candidate's factory."""
     return Setup(*candidate.task.function()(candidate.plan, **candidate.task.arguments))
 
 
@@ -270,7 +270,7 @@ def _rates(amounts: list[int], seconds: list[float]) -> list[float]:
 
 
 def _clean_up() -> None:
-    """Leave nothing to the next trial: no compiled code, whose number torch limits; no memory."""
+    """Free compiled code, whose number torch limits, and memory for the next trial."""
     forget_compiled()
     give_back_memory()
 

@@ -1,7 +1,7 @@
-"""What was found before, by everything that it depends on.
+"""Records of tune, and the cache of its results.
 
-A file holds the key in full beside the result: a result of another driver, another model or another
-trainfit is stale and left alone with a line; a file that is damaged is removed with one.
+A cache file holds the result and everything it depends on. A result of another driver, model or
+version of trainfit is ignored with a warning; a damaged file is removed with one.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ Status = Literal["ok", "oom", "crashed", "hung", "failed", "skipped"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialCandidate(Record):
-    """A complete plan to try, and how to build a training run by it."""
+    """A complete plan to time, and the factory that builds its training run."""
 
     settings: dict[str, Scalar]
-    """What differs from the planner's own answer, by the plan's names; empty: nothing does."""
+    """Settings that differ from the planner's own plan; empty for that plan itself."""
     plan: Plan
     task: TaskSpec
     """`factory(plan, **arguments)` returns a trial.Setup, or a tuple like one."""
@@ -42,85 +42,87 @@ class TrialCandidate(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial(Record):
-    """What came of a candidate. Failures are records as well."""
+    """Outcome of timing a candidate; a failure is an outcome too."""
 
     settings: dict[str, Scalar]
     status: Status
     samples_per_second: Interval | None = None
-    """The median over the timed steps."""
+    """Median over the timed steps, with a 95% interval."""
     tokens_per_second: Interval | None = None
-    """Of the data, without filler and padding."""
+    """Tokens of the data, without filler and padding."""
     peak_memory_gib: float | None = None
-    """Allocated on the GPU in the timed steps, or held by the process where there is none. CUDA
-    graphs take theirs while they are recorded, so with them it is that of all steps."""
+    """Peak allocated on the GPU in the timed steps, or resident memory without a GPU.
+
+    CUDA graphs allocate while they are recorded, so with them the untimed steps count too.
+    """
     peak_reserved_gib: float | None = None
     step_seconds: tuple[float, ...] = ()
-    """Of every timed step, in their order; none is left out."""
+    """Seconds of every timed step, in order."""
     step_samples: tuple[int, ...] = ()
-    """Sequences of each of them."""
+    """Sequences of every timed step."""
     first_steps_seconds: float | None = None
-    """Of the first two steps, in which the compiler works."""
+    """Seconds of the first two steps, in which the compiler works."""
     seconds: float = 0.0
-    """Of the whole trial, with building the model."""
+    """Seconds of the whole trial, including the building of the model."""
     note: str = ""
-    """Why it was skipped or failed, or what else to know."""
+    """Reason of a skip or failure, or a warning."""
     rung: int = 0
-    """Of the search: those that did well are tried again, longer."""
+    """Rung of the search; later rungs time the better candidates longer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TuneResult(Record):
-    """The best that was found, and every trial behind it, those that failed included."""
+    """Best plan that was measured, and all trials, failed ones included."""
 
     best: Plan
-    """With what was measured, and a reason for each setting that the measuring changed."""
+    """Plan with its measurements, and a reason for each setting that changed."""
     trials: tuple[Trial, ...]
     seconds: float
     changes: dict[str, Scalar] = field(default_factory=dict)
-    """What the best has other than the planner's own answer."""
+    """Settings in which the best differs from the planner's own plan."""
     samples_per_second: Interval | None = None
-    """Of the best, over all its trials; None where nothing could be measured."""
+    """Rate of the best over all its trials; None where nothing could be measured."""
     planned_samples_per_second: Interval | None = None
-    """Of the planner's own answer."""
+    """Rate of the planner's own plan."""
     ended: Literal["finished", "time is up", "interrupted"] = "finished"
     notes: tuple[str, ...] = ()
-    """What spoiled the measuring: the GPU was held back, or shared."""
+    """Notes on what disturbed the measurement, such as a throttled GPU."""
 
     @property
     def gain(self) -> float | None:
-        """How many times as fast as the planner's own answer."""
+        """Speed relative to the planner's own plan; 1.2 is 20% faster."""
         if self.samples_per_second is None or self.planned_samples_per_second is None:
             return None
         return self.samples_per_second.value / self.planned_samples_per_second.value
 
 
 def folder_prefix(process: int) -> str:
-    """How the folder of a trial begins: what a process that is killed leaves, another can find."""
+    """Prefix of a trial's temporary folders, by which the parent removes a killed child's."""
     return f"trainfit-trial-{process}-"
 
 
 _BINS = 32
 _ALIKE = 0.15
-"""Histograms that differ by less are of like data: another seed, another fold."""
+"""Largest distance of two histograms of similar data, such as two folds."""
 _NO_MATTER = ("seed", "eval_batch_size")
-"""Pins that do not decide how fast a step is."""
+"""Pins that do not change the speed of a training step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept(Record):
-    """A result and all that it depends on."""
+    """A result and everything it depends on."""
 
     identity: dict[str, Any]
-    """What the job is: its file is found by this."""
+    """Description of the job; its hash names the file."""
     lengths: tuple[float, ...]
-    """Of the data, as a histogram; another fold of the same data has nearly the same."""
+    """Histogram of the sequence lengths, which differs little between folds."""
     circumstances: dict[str, Any]
-    """What else must not have changed since."""
+    """Versions and hardware that must be unchanged for the result to be valid."""
     result: TuneResult
 
 
 def identity(question: Question, profile: HardwareProfile, ranks: int) -> dict[str, Any]:
-    """The job, the settings that were pinned, and the device."""
+    """Description of the job, its pinned settings and the device."""
     workload = question.workload
     pins = {
         name: pin.value
@@ -140,7 +142,7 @@ def identity(question: Question, profile: HardwareProfile, ranks: int) -> dict[s
 
 
 def circumstances(question: Question, profile: HardwareProfile) -> dict[str, Any]:
-    """What may change under the same job: drivers, libraries, our own code, a model's folder."""
+    """Driver, libraries, trainfit's source and model folder that a result depends on."""
     config = folder_content(question.arguments)
     return {
         "driver": profile.driver,
@@ -153,20 +155,20 @@ def circumstances(question: Question, profile: HardwareProfile) -> dict[str, Any
 
 
 def histogram(lengths: Sequence[int], longest: int) -> tuple[float, ...]:
-    """The share of sequences by length: it says how the data is packed, and nothing else of it."""
+    """Share of sequences per length bin: enough to know how the data packs, and no more."""
     counts, _ = np.histogram(np.asarray(lengths), bins=_BINS, range=(0, longest + 1))
     return tuple(round(float(count) / max(len(lengths), 1), 4) for count in counts)
 
 
 def distance(one: Sequence[float], other: Sequence[float]) -> float:
-    """The share of sequences that would have to be of another length; 1 where nothing is alike."""
+    """Share of sequences that fall into other bins, from 0 (alike) to 1."""
     if len(one) != len(other):
         return 1.0
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / 2
 
 
 def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneResult | None:
-    """What was found for this job here, or None; one that cannot be used is told in a warning."""
+    """Result stored for this job, or None; a stale one is ignored with a warning."""
     named = _plain(identity(question, profile, ranks))
     lengths = _histogram(question)
     for path in sorted(_folder().glob(f"{_digest(named)}-*.json")):
@@ -174,7 +176,7 @@ def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneRe
         if kept is None:
             continue
         if distance(kept.lengths, lengths) > _ALIKE:
-            continue  # other data
+            continue  # a result for other data
         now = _plain(circumstances(question, profile))
         changed = [key for key, value in now.items() if kept.circumstances.get(key) != value]
         if not changed and kept.identity == named:
@@ -187,7 +189,7 @@ def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneRe
 def write(
     question: Question, profile: HardwareProfile, result: TuneResult, ranks: int = 1
 ) -> Path | None:
-    """Keep a result for `train`; None, with a warning, where the cache cannot be written."""
+    """Store a result for `train`; None, with a warning, where the cache cannot be written."""
     kept = Kept(
         identity=identity(question, profile, ranks),
         lengths=_histogram(question),
@@ -199,7 +201,7 @@ def write(
 
 
 def place(named: dict[str, Any], lengths: Sequence[float]) -> Path:
-    """The file of a job on data of such lengths."""
+    """Path of a job's file for data with this histogram."""
     return _folder() / f"{_digest(_plain(named))}-{_digest(list(lengths))[:8]}.json"
 
 
@@ -216,7 +218,7 @@ def _histogram(question: Question) -> tuple[float, ...]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As it comes back from a file."""
+    """Convert values to the form in which JSON returns them."""
     plain: dict[str, Any] = json.loads(codec.dumps(values, indent=None))
     return plain
 

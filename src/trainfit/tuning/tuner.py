@@ -1,4 +1,4 @@
-"""tune: plan, try, choose and keep, for the trials of any task."""
+"""tune: plan a job, time candidates, choose the fastest, and store the result."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from trainfit.tuning.search import Found, Tried, search
 from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
 
 RATE = "tuned_samples_per_second"
-"""The measurement that a tuned plan has."""
+"""Name of the measurement that marks a tuned plan."""
 _WORSE = {
     "oom": "ran out of memory",
     "crashed": "crashed",
@@ -31,7 +31,7 @@ _WORSE = {
 
 
 def conclude(base: Plan, found: Found, seconds: float, notes: Sequence[str] = ()) -> TuneResult:
-    """The result: the best plan that was measured, or the planner's own where nothing could be."""
+    """Result with the best plan, or the planner's own where nothing could be measured."""
     planned = next((tried for tried in found.tried if not tried.candidate.settings), None)
     best = found.tried[0] if found.tried else None
     if best is None:
@@ -74,7 +74,7 @@ def _measured(base: Plan, best: Tried, trials: Sequence[Trial], planned: Tried |
 
 
 def _memory(plan: Plan, trials: Sequence[Trial]) -> MemoryEstimate | None:
-    """What was predicted, or what was seen where that was more."""
+    """Predicted memory, raised to the measured peaks where they were higher."""
     told = plan.memory
     if told is None:
         return None
@@ -93,7 +93,7 @@ def _memory(plan: Plan, trials: Sequence[Trial]) -> MemoryEstimate | None:
 
 
 def _reasons(base: Plan, plan: Plan, changes: dict[str, Scalar], why: str) -> tuple[Reason, ...]:
-    """The planner's own, but for what was changed; and what follows from that keeps its value."""
+    """Planner's reasons, with those of changed settings replaced."""
     reasons = []
     for reason in base.reasons:
         name = reason.setting
@@ -116,7 +116,7 @@ def _reasons(base: Plan, plan: Plan, changes: dict[str, Scalar], why: str) -> tu
 
 
 def _time(base: Plan, plan: Plan, rate: Interval) -> TimeEstimate:
-    """What was measured in place of what was predicted."""
+    """Time estimate from the measured rate."""
     workload = plan.workload
     whole = rate.value * plan.ranks  # a trial is one rank's share
     step = plan.effective_batch_size / whole
@@ -151,10 +151,10 @@ def tune(
     tell: Callable[[Trial], None] = lambda _trial: None,
     keep: bool = True,
 ) -> TuneResult:
-    """Measure for so many minutes, planning included.
+    """Tune for `minutes`, planning included.
 
-    `task` is the factory of trials: `factory(plan, **arguments)` makes a trial.Setup. The planner
-    is asked about `question` by its probe, or by `ask`. With `keep` the result is found again by
+    `task` is the factory of trials: `factory(plan, **arguments)` returns a trial.Setup. `ask` plans
+    with further pins; by default the planner plans `question`. With `keep` the result is stored for
     the same question on the same machine.
     """
     if not minutes > 0:
@@ -189,13 +189,13 @@ def _ask(
 
 
 def pinned(question: Question, pins: Mapping[str, Scalar]) -> Question:
-    """The question with these settings decided."""
+    """Pin these settings in a question."""
     decided = {name: Pin(value=value, origin="tune") for name, value in pins.items()}
     return replace(question, pins=question.pins | decided)
 
 
 def _candidate(base: Plan, task: TaskSpec, variant: Variant) -> TrialCandidate | Trial:
-    """A variant as something to run, or as the record of why it is not run."""
+    """Convert a variant to a candidate, or to the record of a skipped trial."""
     settings = differences(base, variant.plan)
     if variant.skipped:
         return Trial(settings=settings, status="skipped", note=variant.skipped)
@@ -203,7 +203,7 @@ def _candidate(base: Plan, task: TaskSpec, variant: Variant) -> TrialCandidate |
 
 
 def _children(profile: HardwareProfile, task: TaskSpec) -> Children:
-    """Processes on their way: they import while the planner plans."""
+    """Start child processes, which import while the planner works."""
     children = Children([task.check().factory.partition(":")[0]])
     compiles = bool(profile.gpus) and not profile.compile.missing(gpu=True)
     children.start(["eager", *(["default"] if compiles else [])])

@@ -1,4 +1,4 @@
-"""Real steps of so many rows on the GPU, and what the GPU has room for."""
+"""Run real steps of a given number of rows on the GPU, and measure its free memory."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from trainfit.tuning.finder.growth import GIB, Measure, Measured
 
 Step = Callable[[], object]
 MakeStep = Callable[[int], Step]
-"""Makes the step of so many rows, on the GPU."""
+"""Builds the step for a number of rows, on the GPU."""
 _TIMED = 3
 _FOR_KERNELS = 128 << 20
-"""Left to the driver, which loads kernels when they are first used: larger shapes use others."""
+"""Bytes left for kernels that the driver loads when they are first used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProbeDevice:
-    """The GPU as it was before the first step."""
+    """The GPU, and the memory that was in use before the first step."""
 
     index: int
     own: int
-    """Bytes of tensors that this process holds and that are no part of the steps."""
+    """Bytes of this process's tensors that are not part of the steps."""
     most: float | None = None
-    """Bytes that the caller allows."""
+    """Limit in bytes that the caller set."""
 
     def room(self) -> float:
-        """Bytes that steps may take now: what is free, and what the allocator already holds.
+        """Bytes that steps may take now: free memory and what the allocator already holds.
 
-        What other processes and CUDA itself use is not free. A cap that was set for this process
-        counts as well.
+        A memory fraction that was set for this process is a limit as well.
         """
         free, total = torch.cuda.mem_get_info(self.index)
         allowed = torch.cuda.get_per_process_memory_fraction(self.index) * total
@@ -53,7 +52,7 @@ class ProbeDevice:
 
 @contextmanager
 def device_for_probes(memory_gib: float | None = None) -> Iterator[ProbeDevice]:
-    """The current GPU, with all that steps took given back and no random number used up."""
+    """Yield the current GPU; afterwards free the steps' memory and restore the random state."""
     torch.cuda.init()  # type: ignore[no-untyped-call]
     index = torch.cuda.current_device()
     give_back_memory()
@@ -67,12 +66,12 @@ def device_for_probes(memory_gib: float | None = None) -> Iterator[ProbeDevice]:
 
 
 class Steps:
-    """The steps of a factory, by their rows; the model is built with the first and stays."""
+    """Steps of a factory by number of rows; the model is built once, with the first."""
 
     def __init__(
         self, factory: str, arguments: Callable[[int], dict[str, Any]], device: str = "cuda"
     ) -> None:
-        """The factory takes `arguments(rows)`, and is told the device where it asks for it."""
+        """The factory gets `arguments(rows)`, and `device` where it has such a parameter."""
         self._device = device
         self._build = TaskSpec(factory=factory, arguments={}).function()
         asked = inspect.signature(self._build).parameters.values()
@@ -81,10 +80,10 @@ class Steps:
         self._arguments: Callable[[int], dict[str, Any]] = lambda rows: arguments(rows) | more
         self._model: Any = None
         self.built: float | None = None
-        """When the model was there, by perf_counter."""
+        """Time at which the model was built, by perf_counter."""
 
     def __call__(self, rows: int) -> Step:
-        """The step of so many rows, on the device."""
+        """Build the step for `rows` rows on the device."""
         arguments = self._arguments(rows)
         with torch.device(self._device):
             if self._model is None:
@@ -92,19 +91,19 @@ class Steps:
                 synchronize()
                 self.built = perf_counter()
         self._model.zero_grad(set_to_none=True)  # where memory ran out, gradients are left
-        # Only what makes the step is wanted of this one: its model takes no memory and no time.
+        # Only the step's builder is needed here: on meta, its model takes no memory and no time.
         with torch.device("meta"), no_init_weights():
             make_step = self._build(**arguments)[1]
         if arguments.get("compile"):
             forget_compiled()  # else the second shape would be compiled for all shapes
         with torch.device(self._device):
-            take_workspaces()  # as the prediction has it
+            take_workspaces()  # the prediction includes them
             step: Step = make_step(self._model)
         return step
 
 
 def measure_on(device: ProbeDevice, make: MakeStep, micro_batches: Callable[[int], int]) -> Measure:
-    """Run steps of so many rows and say what they took."""
+    """Make a function that runs steps of a number of rows and measures them."""
 
     def measure(rows: int) -> Measured | None:
         give_back_memory()

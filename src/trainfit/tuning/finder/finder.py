@@ -1,8 +1,8 @@
-"""The largest micro-batch that fits the device now, found without running out of memory.
+"""Find the largest micro-batch that fits the device, without running out of memory.
 
-`find` predicts with the planner, confirms with at most three steps of the engine on the GPU, and
-returns the largest budget, that budget less a margin, and the throughput's knee. Where there is no
-GPU, the prediction against the free memory is all there is, and the answer says so.
+`find` predicts with the planner, confirms with at most three real steps on the GPU, and returns the
+largest number of rows, a recommended number with a margin, and the knee of the throughput. Without
+a GPU the answer is a prediction from the free memory, and says so.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ if TYPE_CHECKING:
 
 
 MARGIN = 0.9
-"""What is recommended of the largest budget: data is longer at times, and others use the GPU."""
+"""Recommended share of the largest micro-batch: longer data or other processes need room."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizeJob:
-    """Whose micro-batch is to be found, and within what."""
+    """Step whose micro-batch is to be found, with its limits."""
 
     factory: str | None = None
-    """module:function of a probe, as planning's; None where `make` is given."""
+    """module:function of the step, as for the planner; None where `make` is given."""
     arguments: Callable[[int], dict[str, Any]] = lambda rows: {"rows": rows}
-    """The factory's, for so many rows."""
+    """Arguments of the factory for a number of rows."""
     make: Callable[[int], Callable[[], object]] | None = None
-    """Makes the step of so many rows. It cannot be predicted."""
+    """Builds the step for a number of rows; such a step cannot be predicted."""
     micro_batches: Callable[[int], int] = lambda _rows: 1
-    """In a step of so many rows each."""
+    """Micro-batches in a step, for a number of rows in each."""
     width: int | None = None
-    """Tokens of a row."""
+    """Tokens per row."""
     packed: bool = False
     effective_batch_size: int | None = None
-    """None: whatever is recommended, in one micro-batch."""
+    """Sequences per step; None: the recommended rows, in one micro-batch."""
     runtime: RuntimeSettings = field(default_factory=RuntimeSettings)
     margin: float = MARGIN
     at_least: int = 1
     at_most: int | None = None
     memory_gib: float | None = None
-    """A bound on the memory, for a device that is larger."""
+    """Limit below the memory of the device."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be meant."""
+        """Raise BadInput for limits that are out of range."""
         if not 0 < self.margin <= 1:
             raise BadInput(f"the margin is {self.margin}", "give a share above 0, at most 1")
         for name in ("at_least", "at_most", "effective_batch_size", "width"):
@@ -71,28 +71,28 @@ class BatchSizeJob:
 
     @property
     def asked(self) -> RowRange:
-        """The range, as the search wants it."""
+        """Range of rows for the search."""
         most = {} if self.at_most is None else {"at_most": self.at_most}
         return RowRange(at_least=self.at_least, share=self.margin, **most)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Probe(Record):
-    """A real step that was run to find the budget."""
+    """Measurements of a real step that was run during the search."""
 
     rows: int
     tokens: int | None
     peak_allocated_gib: float
     peak_reserved_gib: float
     seconds: float
-    """Of a micro-batch, with its share of the update."""
+    """Seconds of a micro-batch, with its share of the update."""
     predicted_gib: float | None
-    """What was predicted to be allocated, before any probe."""
+    """Allocated memory as it was predicted before any probe."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryLaw(Record):
-    """Peak memory over rows: a line."""
+    """Peak memory as a line over the number of rows."""
 
     fixed_gib: float
     gib_per_row: float
@@ -100,7 +100,7 @@ class MemoryLaw(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchSizeFound(Record):
-    """How large a micro-batch can be. Tokens are None where rows have no length."""
+    """Largest and recommended micro-batch. Tokens are None where rows have no length."""
 
     largest_rows: int
     largest_tokens: int | None
@@ -115,20 +115,20 @@ class BatchSizeFound(Record):
     """Sequences in each micro-batch of a step; their sum is the effective batch."""
     probes: tuple[Probe, ...]
     ran_out_at_rows: int | None
-    """Where a probe ran out of memory after all, its rows."""
+    """Rows of a probe that ran out of memory, if one did."""
     capacity_gib: float
-    """What the steps may take: free memory and what this process could give back."""
+    """Memory for the steps: what is free, and what this process's allocator holds unused."""
     used_by_others_gib: float | None
-    """None where the driver does not say whose memory is whose."""
+    """Memory of other processes; None where the driver does not report it."""
     law: MemoryLaw
     seconds: float
     seconds_after_build: float | None
-    """From the moment that the model was there; None: no model was built."""
+    """Seconds since the model was built; None: no model was built."""
     reasons: tuple[str, ...]
 
 
 def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSizeFound:
-    """The largest micro-batch of a job on this machine, or on its CPU where it has no GPU."""
+    """Find the largest micro-batch of a job on this machine's GPU, or CPU without one."""
     began = perf_counter()
     profile = detect() if profile is None else profile
     if profile.simulated:
@@ -258,7 +258,7 @@ def _result(
 
 
 def _points(found: Search, largest: int) -> list[tuple[float, float]]:
-    """Peaks over rows: measured where there are two, else predicted."""
+    """Rows and peaks: measured where there are two, else predicted."""
     if len(found.probes) >= 2:
         return [(p.rows, p.allocated) for p in found.probes[-2:]]
     if found.predict is None:
@@ -282,7 +282,7 @@ def _probe_record(found: Search, at: int, tokens: Callable[[int], int | None]) -
 
 
 def cuts(effective: int, rows: int, *, packed: bool = False) -> tuple[int, ...]:
-    """The sequences of each micro-batch of a step of `effective` ones, at most `rows` at a time."""
+    """Sequences per micro-batch of a step of `effective` sequences, `rows` at most in each."""
     lengths = np.ones(effective, dtype=np.int64)
     cut = ladder(lengths, effective, min(rows, effective), padded=not packed)[0]
     (batches,) = cut_step(lengths, range(effective), cut)
@@ -290,7 +290,7 @@ def cuts(effective: int, rows: int, *, packed: bool = False) -> tuple[int, ...]:
 
 
 def page(found: BatchSizeFound) -> str:
-    """The budgets, the cut of a step, the probes, and how it was found."""
+    """Text page: sizes, the cut of a step, memory, probes and notes."""
     share = f"{found.margin:.0%} of it"
     lines = ["Micro-batch", _budget("largest that fits", found.largest_rows, found.largest_tokens)]
     lines.append(_budget(f"recommended, {share}", found.recommended_rows, found.recommended_tokens))

@@ -1,8 +1,8 @@
-"""How many rows fit, from a prediction of the memory and at most three real steps; no torch here.
+"""Search for the largest number of rows by prediction and at most three real steps; no torch here.
 
-Two small probes say how far the prediction is off, on a line over the rows. The third runs at the
-budget that will be recommended, or at half of it where probes and prediction disagree. Nothing is
-run that is not expected to fit, so that memory does not run out by design.
+Two small probes correct the prediction by a line over the rows. The third probe runs at the
+recommended size, or at half of it where probes and prediction disagree. Only steps that are
+expected to fit are run.
 """
 
 from __future__ import annotations
@@ -20,18 +20,17 @@ from trainfit.engine.optimizer import take_workspaces
 from trainfit.planning.estimator.estimate import Request, Room, Target, ask, told
 
 _FINE = 64
-"""The largest budget is found to one part in so many, or to the row."""
+"""Precision of the search: one part in 64 of the rows, or one row."""
 _SECANTS = 5
-"""Lines that are tried before the rest is halved."""
+"""Secant steps before the search falls back to bisection."""
 
 
 def most_rows(
     slack: Callable[[int], float], at_least: int, at_most: int, known: Iterable[int] = ()
 ) -> int:
-    """The most rows with room left over; `at_least` - 1 where there are none.
+    """Largest number of rows with `slack` of 0 or more; `at_least` - 1 where none has.
 
-    To ask takes a second, and room falls on a line that bends down: so what is `known` is used
-    first, then lines through what was asked, and halving where these mislead.
+    A call of `slack` takes a second, so `known` rows are used first, then secants, then bisection.
     """
     if at_most < at_least or slack(at_least) < 0:
         return at_least - 1
@@ -57,7 +56,7 @@ def most_rows(
 
 
 def _end_of_room(slack: Callable[[int], float], fit: list[int], beyond: int | None) -> int:
-    """Where a line says that the room ends: through two that fit, or one that does and one not."""
+    """Rows at which a secant reaches a slack of 0."""
     low = fit[-1]
     if beyond is not None:
         left, lacks = slack(low), -slack(beyond)
@@ -69,7 +68,7 @@ def _end_of_room(slack: Callable[[int], float], fit: list[int], beyond: int | No
 
 
 def law(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """The line of least squares, as its value at 0 and its slope."""
+    """Intercept and slope of the line of least squares."""
     across = sum(x for x, _ in points) / len(points)
     up = sum(y for _, y in points) / len(points)
     spread = sum((x - across) ** 2 for x, _ in points)
@@ -78,86 +77,86 @@ def law(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def line(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """The same line, to be asked."""
+    """Line of least squares as a function."""
     fixed, each = law(points)
     return lambda x: fixed + each * x
 
 
 GIB = 1 << 30
 CONFIRMED = 0.9
-"""The share of the largest budget up to which a probe may go."""
+"""Largest share of the largest size that a probe may run at."""
 _TRUSTED = 0.1
-"""By how much of the memory probes may disagree with the prediction and it is still believed."""
+"""Largest error of the prediction, as a share of the memory, at which it is trusted."""
 _ALIKE = 0.05
-"""By how much two slopes may differ and still be of one line."""
+"""Largest relative difference of two slopes that count as one line."""
 _NEAR_BEST = 0.98
 _CLEAR = 0.96
-"""The share of the memory that the last probe may take, by a line through much smaller ones."""
+"""Share of the memory that the last probe may take, by the line through smaller ones."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """What a step is predicted to take, in bytes."""
+    """Predicted memory of a step, in bytes."""
 
     allocated: float
     reserved: float
-    """Where nothing limits it."""
+    """Reserved memory where nothing limits it."""
     needed: float
-    """The least memory in which it runs, the allocator giving back its cache where it has to."""
+    """Least memory in which the step runs, with the allocator freeing its cache if needed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measured:
-    """What a real step took, in bytes and seconds."""
+    """Measured memory and time of a real step, in bytes and seconds."""
 
     rows: int
     held: float
-    """Before its first micro-batch: weights and the optimizer's state."""
+    """Memory before its first micro-batch: weights and optimizer state."""
     allocated: float
     reserved: float
     seconds: float
-    """Of a micro-batch, with its share of the update."""
+    """Seconds of a micro-batch, with its share of the update."""
 
 
 Predict = Callable[[int], Peak]
 Measure = Callable[[int], Measured | None]
-"""A real step of so many rows; None: memory ran out."""
+"""Runs a real step of a number of rows; returns None where memory ran out."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowRange:
-    """Which numbers of rows are asked about."""
+    """Range of rows to search."""
 
     at_least: int = 1
     at_most: int = 1 << 16
     share: float = CONFIRMED
-    """Of the largest budget: what will be recommended, and so what is confirmed."""
+    """Share of the largest size that is recommended, and confirmed by a probe."""
 
     def within(self, rows: float) -> int:
-        """The nearest number of rows in the range."""
+        """Nearest number of rows in the range."""
         return max(self.at_least, min(self.at_most, math.floor(rows)))
 
 
 @dataclass(slots=True)
 class Search:
-    """What is known so far."""
+    """State of a search: predictions and probes so far."""
 
     room: Callable[[], float]
-    """Bytes that the steps may take, as the device says now."""
+    """Returns the bytes that steps may take now."""
     asked: RowRange
     predict: Predict | None
     measure: Measure | None
     probes: list[Measured] = field(default_factory=list)
     known: dict[int, Peak] = field(default_factory=dict)
     ran_out: int | None = None
-    """The rows at which memory ran out, if it did."""
+    """Rows at which memory ran out, if it did."""
     settled: bool = False
-    """Whether enough was asked: what lies between two predictions is then on a line."""
+    """True once further predictions are interpolated between known ones."""
     confirmed: bool = False
-    """Whether the last probe was at the budget that is recommended."""
+    """True where the last probe ran at the recommended size."""
 
     def peak(self, rows: int) -> Peak:
-        """The prediction; to ask for one takes a second or more, so nothing is asked twice."""
+        """Prediction for a number of rows; cached, since one takes a second or more."""
         if rows not in self.known:
             below = max((r for r in self.known if r < rows), default=None)
             above = min((r for r in self.known if r > rows), default=None)
@@ -169,12 +168,12 @@ class Search:
         return self.known[rows]
 
     def off(self, rows: int) -> float:
-        """How much more than predicted a step takes, by the line through the last two probes."""
+        """Error of the prediction in bytes, by the line through the last two probes."""
         points = [(p.rows, p.allocated - self.peak(p.rows).allocated) for p in self.probes[-2:]]
         return line(points)(rows) if points else 0.0
 
     def pieces(self) -> float:
-        """What the allocator keeps in pieces beyond what was predicted, by the last probe."""
+        """Fragmentation beyond the predicted one, in bytes, by the last probe."""
         if not self.probes:
             return 0.0
         last = self.probes[-1]
@@ -183,7 +182,7 @@ class Search:
         return min(max(0.0, beyond), last.reserved - last.allocated)
 
     def probe(self, rows: int) -> bool:
-        """Run a real step; False where memory ran out, or where there is nothing to run it on."""
+        """Run a real step; False where memory ran out or there is no GPU."""
         if self.measure is None:
             return False
         found = self.measure(rows)
@@ -195,7 +194,7 @@ class Search:
 
 
 def search(found: Search) -> int:
-    """The most rows that fit; it leaves its probes in `found`."""
+    """Largest number of rows that fits; probes are added to `found`."""
     largest = _by_probes(found) if found.predict is None else _by_prediction(found)
     if largest < found.asked.at_least:
         raise _too_large(found)
@@ -226,9 +225,9 @@ def _by_prediction(found: Search) -> int:
 
 
 def _safe(found: Search, rows: int) -> int:
-    """So many rows, or as many as fit even if the allocator never gives back its cache.
+    """Limit `rows` to what fits even if the allocator never frees its cache.
 
-    Where it has to, whether a step fits hangs on a few bytes, and that is no place for a probe.
+    Where it must, a few bytes decide whether a step fits, which is too risky for a probe.
     """
     takes = found.peak(rows).reserved + found.off(rows)
     room = _CLEAR * (found.room() - found.pieces())
@@ -236,14 +235,14 @@ def _safe(found: Search, rows: int) -> int:
 
 
 def small_sizes(largest: int, asked: RowRange) -> list[int]:
-    """Two sizes far below what is expected to fit; one, or none, where there is no room."""
+    """Two sizes far below the expected largest; one or none where there is no room."""
     low = max(asked.at_least, largest // 8)
     high = max(low + 1, largest // 4)
     return [rows for rows in (low, high) if 2 * rows <= largest]
 
 
 def _largest(found: Search) -> int:
-    """The most rows whose prediction, corrected by the probes, keeps within the room."""
+    """Largest number of rows whose corrected prediction fits."""
     room = found.room() - found.pieces()
 
     def slack(rows: int) -> float:
@@ -254,7 +253,7 @@ def _largest(found: Search) -> int:
 
 
 def _by_probes(found: Search) -> int:
-    """Without a prediction: small probes, each chosen by the one before it."""
+    """Search without a prediction: small probes, each chosen by the one before."""
     if not found.probe(found.asked.at_least):
         return 0
     largest = _by_line(found)
@@ -267,13 +266,13 @@ def _by_probes(found: Search) -> int:
 
 
 def _by_line(found: Search) -> int:
-    """By what the allocator reserved, and rather too few rows than too many.
+    """Lower bound of the rows that fit, from the reserved memory of the probes.
 
-    Part of what the last probe reserved beyond weights and state may be the same for any rows, so
-    all of it, taken as if it grew with them, is a bound. A line that three probes lie on is better.
+    All that the last probe reserved beyond weights and state is taken to grow with the rows, which
+    overestimates. Where three probes lie on a line, that line is used instead.
     """
     probes, last = found.probes, found.probes[-1]
-    fixed = probes[0].held  # of the fewest rows: the batch itself is among what is held
+    fixed = probes[0].held  # of the fewest rows, since the batch itself is included
     each = (last.reserved - fixed) / last.rows
     if len(probes) >= 3:
         lines = [law([(p.rows, p.reserved) for p in probes[at : at + 2]]) for at in (0, 1)]
@@ -293,9 +292,9 @@ def _between(low: Peak, high: Peak, share: float) -> Peak:
 
 
 def knee(probes: Sequence[Measured], at_least: int, recommended: int) -> int | None:
-    """The fewest rows that are within 2% of the throughput of the `recommended` ones.
+    """Fewest rows with a throughput within 2% of the `recommended` rows'.
 
-    A micro-batch takes a + b · rows seconds. None: two probes at the least tell a from b.
+    A micro-batch takes a + b · rows seconds; None with fewer than two probes.
     """
     if len(probes) < 2:
         return None
@@ -319,13 +318,13 @@ def _too_large(found: Search) -> RunFailed:
 
 _FACTORY = "trainfit.tuning.finder.growth:probe"  # imported by the child: it needs torch
 _SHARES = tuple(share / 100 for share in range(88, 111, 2))
-"""Of the room: the memory is tried at each of these to find the least that a step runs in."""
+"""Shares of the available memory at which the least sufficient memory is searched."""
 
 
 def predictor(
     factory: str, arguments: Callable[[int], dict[str, Any]], gpu: Gpu | None, room: float
 ) -> Predict:
-    """Predict steps by their rows, as exactly as can be for those that take about `room` bytes."""
+    """Make a function that predicts steps, most exactly for those that take about `room` bytes."""
     sizes = [int(room * share) for share in _SHARES]
     sm_count = (gpu and gpu.sm_count) or 1
     capability = gpu.compute_capability if gpu else "0.0"
@@ -342,15 +341,15 @@ def predictor(
 
 
 def peak_of(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
-    """What a step takes, from how it did in memories of these `sizes`, the smallest first."""
-    free = rooms[0]  # its peaks are those of unlimited memory, as all are
+    """Peak of a step from estimates in memories of these `sizes`, smallest first."""
+    free = rooms[0]  # every estimate has the peaks of unlimited memory
     failed = [size for size, room in zip(sizes, rooms, strict=True) if not room.fits]
     most = free.peak_reserved
     if not failed:
         needed = min(most, sizes[0])
     else:
         above = min([size for size in sizes if size > failed[-1]] or [most])
-        # What is needed lies between two of the sizes: in the middle of them, as far as is known.
+        # The memory needed lies between two of the sizes; the middle is the best guess.
         needed = min(most, (above + max(failed[-1], free.peak_allocated)) // 2)
     return Peak(
         allocated=free.peak_allocated, reserved=most, needed=max(free.peak_allocated, needed)
@@ -358,7 +357,7 @@ def peak_of(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
 
 
 def probe(factory: str, arguments: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
-    """The model of `factory(**arguments)`, and what makes its step."""
+    """Model of `factory(**arguments)`, and the function that builds its step."""
     model, make_step = TaskSpec(factory=factory, arguments={}).function()(**arguments)
 
     def make(built: Any) -> Any:

@@ -1,9 +1,9 @@
-"""climb: from a naive loop to the plan, one optimization after another, each of them measured.
+"""climb: measure each optimization between a naive loop and the plan.
 
 Every row is a trial of the engine's own loop in a child process, on the same sequences in steps of
-the same size. The rows are gone through again and again while there is time, so that a drift of
-the machine hits all alike; the baseline comes again at the end of each round to show how much of
-it there was. Each optimization is removed alone from the best as well.
+the same size. The rows are timed in rounds while time is left, so that a drift of the machine
+affects all alike; the baseline ends each round and shows the drift. Each optimization is also
+removed alone from the best.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from trainfit.tuning.tuned_cache import Interval, Trial
 __all__ = ["BASELINE", "MINUTES", "Ladder", "LadderStep", "NotApplicable", "climb"]
 
 MINUTES = 10.0
-"""A round takes an H200 seven for a base model or a small GPT."""
+"""Default time budget; a round takes seven minutes on an H200 for a base model."""
 _TRIAL_SECONDS = 2.0
-"""Of timed steps in a trial: the rounds bring more of them."""
+"""Seconds of timed steps per trial; further rounds add more."""
 _WARM_UP = {False: 2, True: 4}
-"""Steps before the clock, eager and compiled: CUDA graphs are recorded in the third."""
+"""Untimed steps by `compile`; CUDA graphs are recorded in the third."""
 _MANY_PARTS = 8
-"""Micro-batches of an eager step that is warm-up enough by itself."""
+"""Micro-batches from which one eager step is enough warm-up."""
 _LIMIT = 180.0
-"""Seconds after which a trial is killed: the slowest setting of a large model, compiled."""
+"""Seconds after which a trial is killed."""
 
 
 def climb(
@@ -63,12 +63,11 @@ def climb(
     run: RunTrial | None = None,
     watch: Callable[[LadderStep], None] = lambda _step: None,
 ) -> Ladder:
-    """Measure every optimization between a naive loop and `best`, within so many minutes.
+    """Measure every optimization between a naive loop and `best` within `minutes`.
 
-    `task` is the factory of trials; `no_liger` says why Liger has nothing for its model. With
-    `removals_only` it starts at the top: the best, and the best without each of its optimizations.
-    With `only` it measures the rows of these names alone, each on all the plan has before it.
-    `watch` is told each row after each of its trials. Ctrl-C ends it with what was measured.
+    `task` is the factory of trials; `no_liger` is why Liger has no kernels for the model, if so.
+    With `removals_only` only the best and its removals are measured; with `only`, only the rows of
+    these names. `watch` gets a row after each of its trials. Ctrl-C ends with the rows so far.
     """
     if not minutes > 0 or rounds < 1:
         raise BadInput(f"minutes is {minutes}, rounds {rounds}", "give more than 0, 1 or more")
@@ -116,7 +115,7 @@ def climb(
 
 @dataclass(kw_only=True, slots=True)
 class _Ascent:
-    """The rows, as far as they are measured."""
+    """State of a climb: its rows so far."""
 
     best: Plan
     run: Callable[[LadderRow, float], Trial]
@@ -126,12 +125,12 @@ class _Ascent:
     rows: list[LadderRow] = field(default_factory=list)
     without: list[LadderRow] = field(default_factory=list)
     costs: dict[str, float] = field(default_factory=dict)
-    """Seconds of the shortest trial, by how it was compiled."""
+    """Seconds of the shortest trial, by compile mode."""
     rounds: int = 0
     ended: Literal["finished", "time is up", "interrupted"] = "finished"
 
     def first_round(self, rungs: Sequence[Rung], removals_only: bool, only: Sequence[str]) -> None:
-        """Climb to the plan, and remove each optimization from the best; or a part of that."""
+        """Measure all rows once: the climb and the removals, or a part of them."""
         self.rounds += 1
         if only:
             self.pick(rungs, only)
@@ -147,7 +146,7 @@ class _Ascent:
         self.measure(self.rows[0])
 
     def pick(self, rungs: Sequence[Rung], only: Sequence[str]) -> None:
-        """These rows alone. One is compared with the row before it, if that is measured too."""
+        """Measure the rows named by `only`, each compared with the row before if measured."""
         kept: list[Rung] = []
         top: LadderRow | None = None
         for rung in rungs:
@@ -161,7 +160,7 @@ class _Ascent:
                 top = row if rung.name in only else None
 
     def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], LadderRow]:
-        """From the baseline up; the rungs that were kept, and the last row built on them."""
+        """Climb from the baseline; return the rungs that were kept and the last row."""
         described = describe(*setting(self.best, ()))
         top = self.row(BASELINE, described, ())
         self.rows.append(top)
@@ -176,7 +175,7 @@ class _Ascent:
                 continue
             self.measure(row)
             planned = rung.is_in(self.best)
-            if not planned and not rung.trades and _is_slower(row):  # once more: by accident?
+            if not planned and not rung.trades and _is_slower(row):  # time it again
                 self.measure(top)
                 self.measure(row)
             row.kept, row.note = _verdict(rung, row, planned)
@@ -186,7 +185,7 @@ class _Ascent:
         return kept, top
 
     def remove_each(self, kept: Sequence[Rung], top: LadderRow) -> None:
-        """The best without each of its rungs, first those that gave most: time may run out."""
+        """Measure the best without each rung, largest gain first, since time may run out."""
         gains = {row.name: gain.value for row in self.rows if (gain := row.gain()) is not None}
 
         def gave(rung: Rung) -> tuple[float, int]:
@@ -202,7 +201,7 @@ class _Ascent:
             self.measure(self.without[-1])
 
     def another_round(self) -> None:
-        """All that went through, again."""
+        """Measure every successful row again."""
         if self.ended != "finished":
             return
         self.rounds += 1
@@ -211,14 +210,14 @@ class _Ascent:
                 self.measure(row)
 
     def measure(self, row: LadderRow) -> None:
-        """One more trial of a row, and of its twin."""
+        """Run one more trial of a row and of its twin."""
         if row.twin is not None:
             self.try_once(row.twin)
         if self.try_once(row):
             self.watch(row.step(self.baseline(), self.best))
 
     def try_once(self, row: LadderRow) -> bool:
-        """A trial, unless it would not be over in time; whether there is something new."""
+        """Run a trial if it would end in time; tell if the row has a new result."""
         mode, started = mode_of(row.plan), time.monotonic()
         left = self.began + self.seconds - started
         guess = self.costs.get(mode, max(self.costs.values(), default=0.0))
@@ -243,7 +242,7 @@ class _Ascent:
         before: LadderRow | None = None,
         changed: Rung | None = None,
     ) -> LadderRow:
-        """The baseline with these rungs, to be compared with `before`."""
+        """Make the row of the baseline with these rungs, to be compared with `before`."""
         plan, naive = setting(self.best, rungs)
         row = LadderRow(name=name, what=what, plan=plan, naive=naive, before=before)
         if before is not None and changed is not None and changed.between_epochs:
@@ -255,16 +254,16 @@ class _Ascent:
         return row
 
     def baseline(self) -> list[list[float]]:
-        """The rates that all are compared with: of the first row that could be measured."""
+        """Rates to compare with: those of the first row that could be measured."""
         if self.rows[0].name != BASELINE:
             return []
         return next((found for row in self.rows if (found := row.rates())), [])
 
     def fill(self, facts: Ladder) -> Ladder:
-        """What was measured so far."""
+        """Record of all rows so far."""
         rates = self.baseline()
         for row in self.rows:
-            if row.kept and len(row.good) > 1 and _is_slower(row):  # once may be by accident
+            if row.kept and len(row.good) > 1 and _is_slower(row):  # once may be chance
                 row.note = "slower on its own, and what follows builds on it"
         return replace(
             facts,
@@ -278,7 +277,7 @@ class _Ascent:
 
 
 def _modes(best: Plan, rungs: Sequence[Rung]) -> list[str]:
-    """How the rows are compiled, each once: their processes can start at the same time."""
+    """Compile modes of the rows, whose processes can start together."""
     alone = [mode_of(setting(best, (rung,))[0]) for rung in rungs]
     return list(dict.fromkeys([mode_of(setting(best, ())[0]), *alone]))
 
@@ -290,28 +289,28 @@ def _warm_up(plan: Plan) -> int:
 
 
 def _verdict(rung: Rung, row: LadderRow, planned: bool) -> tuple[bool, str]:
-    """Whether the next rows build on it, and what to say where they do not."""
+    """Tell if later rows include the rung, and the note where they do not."""
     if rung.trades:
         return False, "nothing is built on it"
     if row.status == "skipped":
         return False, ""
     if not row.good:
-        # Where nothing has run yet, the rest may be what makes it run.
+        # Where no row has run yet, a later rung may make it fit.
         return row.before is not None and not row.before.good, ""
-    # What is slower alone may be what others need: packing needs half precision.
+    # A rung that is slower alone may be needed by others: packing needs half precision.
     if planned or not _is_slower(row):
         return True, ""
     return False, "slower here, so it is left out of what follows"
 
 
 def _is_slower(row: LadderRow) -> bool:
-    """By its whole interval."""
+    """Tell if the whole interval of its gain is below 1."""
     gain = row.gain()
     return gain is not None and gain.high < 1
 
 
 def _drift(baseline: LadderRow) -> Interval | None:
-    """The baseline's last trial against its first."""
+    """Rate of the baseline's last trial relative to its first."""
     if len(baseline.good) < 2:
         return None
     rates = baseline.rates()

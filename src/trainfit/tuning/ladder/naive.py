@@ -1,8 +1,7 @@
-"""The naive end of the ladder: what trainfit never does, so that no setting of it asks for it.
+"""The naive baseline of the ladder, which no setting of trainfit can ask for.
 
-`trial` is a factory of trials around another one. It takes the run that the other makes and
-undoes what the engine does for everyone: attention by fused kernels, sequences of like length
-together, gradients let go after a step.
+`trial` is a factory of trials around another one. It undoes what the engine always does: fused
+attention kernels, grouping by length, and gradients freed after a step.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from trainfit.tuning.tuned_cache import TrialCandidate
 
 
 def trial(plan: Plan, *, inner: dict[str, Any], naive: dict[str, Any]) -> Setup:
-    """The run that the factory `inner` makes by the plan, as naive as asked."""
+    """Run of the factory `inner` by the plan, with the naive habits that are asked for."""
     asked = codec.decode(Naive, naive)
     spec = codec.decode(TaskSpec, inner)
     setup = build(TrialCandidate(settings={}, plan=plan, task=spec))
@@ -54,17 +53,17 @@ def trial(plan: Plan, *, inner: dict[str, Any], naive: dict[str, Any]) -> Setup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShuffledCut(PaddedCut):
-    """So many sequences at a time in an order of no meaning, padded to the longest of them."""
+    """Batches of random sequences, each padded to its longest."""
 
     @classmethod
     def of(cls, sequences: int, batch: int, longest: int) -> Self:
-        """The cut of a step of so many sequences."""
+        """Cut of a step of `sequences` sequences."""
         full, rest = divmod(sequences, min(batch, sequences))
         rows = (min(batch, sequences),) * full + ((rest,) if rest else ())
         return cls(tokens=rows[0] * longest, widths=(longest,), rows=rows)
 
     def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
-        """The micro-batches of a step, which comes longest first and is shuffled again."""
+        """Shuffle a step, which comes sorted by length, and split it into micro-batches."""
         mixed = np.random.default_rng(int(part[0])).permutation(part)
         found = []
         for start in range(0, len(mixed), self.rows[0]):
@@ -93,14 +92,14 @@ class NaiveTask:
         self._steps = _shuffled(steps, len(inner.lengths())) if naive.shuffled else steps
 
     def build_model(self) -> nn.Module:
-        """The task's own, with Liger's layers where they are asked for."""
+        """Build the task's model, with Liger's layers where they are asked for."""
         model = self._build()
         if self._naive.liger:
             _use_liger(model)
         return model
 
     def steps(self, epoch: int) -> Sequence[Sequence[int]]:
-        """The same every epoch; short epochs take turns through them."""
+        """Steps of an epoch: the same in each, or short slices in turn."""
         size = self._naive.epoch_steps
         if size is None:
             return self._steps
@@ -108,13 +107,13 @@ class NaiveTask:
         return self._steps[start : start + size]
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The task's own; where gradients are kept, each step begins by filling them with 0."""
+        """Loss of the task; where gradients are kept, a step begins by zeroing them."""
         if self._naive.zeroed:
             self._zero(model)
         return self._loss(model, batch)
 
     def _zero(self, model: nn.Module) -> None:
-        """What zero_grad(set_to_none=False) does, at the other end of the step."""
+        """Zero kept gradients at the start of a step, as zero_grad(set_to_none=False) does."""
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         if any(parameter.grad is not None for parameter in trained):
             return  # in the middle of a step
@@ -127,7 +126,7 @@ class NaiveTask:
 
 
 def _use_liger(model: nn.Module) -> None:
-    """Exchange the layers of a transformers model inside `model`."""
+    """Replace layers of the transformers model inside `model` by Liger's."""
     from transformers import PreTrainedModel
 
     found = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
@@ -137,7 +136,7 @@ def _use_liger(model: nn.Module) -> None:
 
 
 def _shuffled(steps: Sequence[Sequence[int]], sequences: int) -> list[list[int]]:
-    """As many steps of as many sequences, drawn and not dealt."""
+    """Steps of the same sizes, with sequences drawn at random."""
     order = np.random.default_rng(0).permutation(sequences)
     ends = np.cumsum([len(step) for step in steps])
     return [part.tolist() for part in np.split(order, ends)[: len(steps)]]
@@ -145,7 +144,7 @@ def _shuffled(steps: Sequence[Sequence[int]], sequences: int) -> list[list[int]]
 
 @contextmanager
 def eager_attention() -> Iterator[None]:
-    """Attention as three operations instead of one kernel: the scores are written to memory."""
+    """Replace fused attention by three operations that write the scores to memory."""
     fused: Any = functional.scaled_dot_product_attention
     module: Any = functional
     module.scaled_dot_product_attention = attend
@@ -165,7 +164,7 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """What scaled_dot_product_attention computes, the way model code had it before."""
+    """Compute scaled_dot_product_attention by matrix products and a softmax."""
     if enable_gqa:
         groups = query.shape[-3] // key.shape[-3]
         key, value = (part.repeat_interleave(groups, dim=-3) for part in (key, value))

@@ -1,7 +1,7 @@
-"""What a rung of the ladder is, and the naive baseline that all of them stand on.
+"""Rungs of the ladder, the naive baseline, and the rows that are measured.
 
-A rung is data: what it sets in the plan, and what naive habit it ends. So any set of rungs is a
-setting, and the best without one of them is the baseline with all the others.
+A rung is data: values that it sets in the plan, and naive habits that it ends. Any set of rungs on
+top of the baseline is a setting that can be timed.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from trainfit.measuring.timing import ratio_interval, rounds_interval
 from trainfit.tuning.tuned_cache import Interval, Status, Trial, TrialCandidate
 
 NAIVE_BATCH = 8
-"""Sequences at a time where nobody has thought about it: Trainer's default."""
+"""Batch size of the baseline: the default of transformers' Trainer."""
 FUSIBLE = ("sdpa", "varlen")
-"""Attention paths that begin as scaled_dot_product_attention on padded rows."""
+"""Attention paths whose padded form is scaled_dot_product_attention."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Naive(Record):
-    """Habits of a naive loop, and what else a trial does that trainfit has no setting for."""
+    """Habits of a naive loop, and other switches that no plan has."""
 
     eager: bool = True
     """Attention by matrix products and a softmax."""
     shuffled: bool = True
     """Sequences in random order, padded to the longest of a batch."""
     zeroed: bool = True
-    """Gradients are kept and filled with zeros."""
+    """Gradients are kept and zeroed, not freed."""
     epoch_steps: int | None = None
-    """Epochs of so few steps, to see what starting one costs."""
+    """Steps per epoch, to measure what the start of an epoch costs; None: all."""
     liger: bool = False
-    """Layers of transformers' models are Liger's."""
+    """Layers of transformers' models are replaced by Liger's."""
 
 
 THOUGHTFUL = Naive(eager=False, shuffled=False, zeroed=False)
-"""What trainfit does by itself."""
+"""No naive habit: how trainfit always trains."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,22 +54,22 @@ class Rung:
     runtime: dict[str, Any] = field(default_factory=dict)
     naive: dict[str, Any] = field(default_factory=dict)
     needs: tuple[str, ...] = ()
-    """Rungs without which it cannot be."""
+    """Rungs that must be below it."""
     replaces: tuple[str, ...] = ()
-    """Rungs that change nothing any more where this one is."""
+    """Rungs that have no effect together with this one."""
     trades: bool = False
-    """It gives something up for something else, so nothing is built on it."""
+    """True for a trade-off, such as time for memory; later rungs do not include it."""
     between_epochs: bool = False
-    """It changes nothing but the start of an epoch."""
+    """True where it changes only the start of an epoch."""
 
     def is_in(self, plan: Plan) -> bool:
-        """Whether the plan has it."""
+        """Tell if the plan has all its values."""
         wanted = ((plan, self.plan), (plan.runtime, self.runtime))
         return all(getattr(has, name) == value for has, it in wanted for name, value in it.items())
 
 
 def naive_plan(best: Plan) -> Plan:
-    """The baseline: the same job as `best`, without a thought."""
+    """Plan of the baseline: the same job as `best` with naive settings."""
     return replace(
         best,
         precision="fp32",
@@ -91,12 +91,12 @@ def naive_plan(best: Plan) -> Plan:
 
 
 def naive_habits(best: Plan) -> Naive:
-    """Those that make a difference to the job."""
+    """Naive habits that make a difference to the job."""
     return Naive(eager=best.attention in FUSIBLE, shuffled=len(set(best.workload.lengths)) > 1)
 
 
 def setting(best: Plan, rungs: Iterable[Rung]) -> tuple[Plan, Naive]:
-    """The baseline with these rungs."""
+    """Plan and habits of the baseline with these rungs."""
     plan, naive = naive_plan(best), naive_habits(best)
     for rung in rungs:
         runtime = replace(plan.runtime, **rung.runtime)
@@ -106,7 +106,7 @@ def setting(best: Plan, rungs: Iterable[Rung]) -> tuple[Plan, Naive]:
 
 
 def describe(plan: Plan, naive: Naive) -> str:
-    """The baseline in words, from what `setting` gives without a rung."""
+    """Describe the baseline, given its plan and habits."""
     parts = [
         "fp32 without TF32",
         "eager attention" if naive.eager else "the model's own attention",
@@ -129,27 +129,27 @@ class LadderStep(Record):
 
     name: str
     what: str
-    """What it changes."""
+    """Description of the change."""
     status: Status
     samples_per_second: Interval | None = None
     speedup: Interval | None = None
-    """Against the baseline."""
+    """Speed relative to the baseline."""
     gain: Interval | None = None
-    """Against the step before it; of the best without something, against the best."""
+    """Speed relative to the step before, or to the best for a removal."""
     peak_memory_gib: float | None = None
     """Allocated on the GPU, or held by the process where there is none."""
     kept: bool = True
-    """Whether the steps after it have it too."""
+    """True where the steps after it include it."""
     note: str = ""
     settings: dict[str, Scalar] = field(default_factory=dict)
-    """What was set otherwise than in the plan that the ladder leads to."""
+    """Settings that differ from the plan at the top of the ladder."""
     step_seconds: tuple[tuple[float, ...], ...] = ()
-    """Of every timed step, round by round; none is left out."""
+    """Seconds of every timed step, round by round."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class NotApplicable(Record):
-    """An optimization of the documents that has no place here, and why."""
+    """An optimization of the documents that cannot be applied here, and the reason."""
 
     name: str
     reason: str
@@ -163,23 +163,23 @@ class Ladder(Record):
     device: str
     torch: str
     taken: str
-    """The day."""
+    """Date of the measurement."""
     samples_per_step: int
     """Sequences of an optimizer step, the same in every row."""
     steps: tuple[LadderStep, ...]
     """The baseline first."""
     without: tuple[LadderStep, ...] = ()
-    """The best, with one thing removed at a time."""
+    """The best, with one optimization removed at a time."""
     not_applicable: tuple[NotApplicable, ...] = ()
     drift: Interval | None = None
-    """How fast the baseline was the last time, as a multiple of the first."""
+    """Last rate of the baseline relative to its first."""
     rounds: int = 1
     seconds: float = 0.0
     ended: Literal["finished", "time is up", "interrupted"] = "finished"
 
     @property
     def best(self) -> LadderStep:
-        """The last step that the others build on: everything that was kept."""
+        """Last step that was kept."""
         return [step for step in self.steps if step.kept][-1]
 
 
@@ -190,7 +190,7 @@ NAIVE_FACTORY = "trainfit.tuning.ladder.naive:trial"
 
 @dataclass(slots=True, eq=False, kw_only=True)
 class LadderRow:
-    """A setting, its trials, and the row that it is compared with."""
+    """A setting, its trials, and the row to compare it with."""
 
     name: str
     what: str
@@ -201,30 +201,29 @@ class LadderRow:
     kept: bool = True
     note: str = ""
     twin: LadderRow | None = None
-    """Where nothing but the start of an epoch differs: the row before, in epochs of one step, as
-    this one is."""
+    """Row before this one in epochs of one step, where only the start of an epoch differs."""
     epoch_steps: int = 1
-    """Of the job: so many steps share the start of an epoch."""
+    """Steps per epoch of the job, which share the cost of its start."""
 
     @property
     def good(self) -> list[Trial]:
-        """The trials that went through."""
+        """Successful trials."""
         return [trial for trial in self.trials if trial.status == "ok"]
 
     @property
     def status(self) -> Status:
-        """How the last trial failed, or ok where any went through."""
+        """Status of the last trial, or ok where any was successful."""
         return "ok" if self.good else self.trials[-1].status if self.trials else "skipped"
 
     def candidate(self, task: TaskSpec, best: Plan) -> TrialCandidate:
-        """What is tried."""
+        """Candidate of this row."""
         if self.naive != THOUGHTFUL:
             arguments = {"inner": codec.encode(task), "naive": codec.encode(self.naive)}
             task = TaskSpec(factory=NAIVE_FACTORY, arguments=arguments)
         return TrialCandidate(settings=self.settings(best), plan=self.plan, task=task)
 
     def settings(self, best: Plan) -> dict[str, Scalar]:
-        """What is set otherwise than in `best`, by name."""
+        """Settings that differ from `best`, by name."""
         pairs = ((best, self.plan), (best.runtime, self.plan.runtime), (THOUGHTFUL, self.naive))
         return {
             one.name: getattr(ours, one.name)
@@ -241,7 +240,7 @@ class LadderRow:
         return _spread(self._timed(), self.before.rates(), self.epoch_steps)
 
     def gain(self) -> Interval | None:
-        """Against the row that it is compared with."""
+        """Speed relative to the row before."""
         if self.before is None:
             return None
         before = self.before.rates()
@@ -251,7 +250,7 @@ class LadderRow:
         return ratio_interval(own, before) if own and before else None
 
     def step(self, baseline: list[list[float]], best: Plan) -> LadderStep:
-        """The row as it is written down; `baseline` are the rates that all are compared with."""
+        """Record of the row; `baseline` holds the rates of the baseline."""
         rates = self.rates()
         peaks = [t.peak_memory_gib for t in self.good if t.peak_memory_gib is not None]
         return LadderStep(
@@ -295,13 +294,13 @@ class LadderRow:
 def _speedup(rates: list[list[float]], baseline: list[list[float]]) -> Interval | None:
     if not rates or not baseline:
         return None
-    if rates == baseline:  # it is as fast as itself, and no doubt about it
+    if rates == baseline:  # exactly 1, without an interval
         return Interval(value=1.0, low=1.0, high=1.0)
     return ratio_interval(rates, baseline)
 
 
 def _spread(rounds: list[Timed], usual: list[list[float]], epoch_steps: int) -> list[list[float]]:
-    """Rates of epochs whose first step is one of these, and all others go at the `usual` rate."""
+    """Rates of epochs that start with these steps and go on at the `usual` rate."""
     if not usual:
         return []
     rate = statistics.median(each for found in usual for each in found)
