@@ -21,11 +21,8 @@ TRACES = (
     "lengths",
     "lengths_capped",
     "fuzz_capped",
-    "expandable",
-    "expandable_fuzz",
-    "expandable_capped",
 )
-"""What benchmarks/record_allocator.py recorded, with torch 2.11 on an H200."""
+"""Recorded by benchmarks/record_allocator.py, with torch 2.11 on an H200."""
 
 
 @cache
@@ -51,6 +48,15 @@ def segments_of(trace: dict[str, Any]) -> list[tuple[int, int]]:
     return [(row[1] * 512, row[2]) for row in trace["events"] if row[0] == "segment"]
 
 
+def segments_held(allocator: CachingAllocator) -> int:
+    return len(allocator.small.segments) + len(allocator.large.segments)
+
+
+def totals(allocator: CachingAllocator) -> tuple[Any, ...]:
+    reserved = allocator.reserved, allocator.peak_reserved, allocator.device_requests
+    return allocator.allocated, allocator.peak_allocated, *reserved, allocator.oom
+
+
 # ── against the real allocator ────────────────────────────────────────────────────────────────
 
 
@@ -59,12 +65,12 @@ def test_the_totals_of_a_recorded_run_are_exact(name):
     trace = recorded(name)
     log, segments = log_of(trace), segments_of(trace)
     addresses = [address for address, _ in segments]
-    result = replay(log, trace["capacity"], expandable=trace["expandable"], addresses=addresses)
+    result = replay(log, trace["capacity"], addresses)
     assert result.peak_allocated == trace["peak_allocated"]
     assert result.peak_reserved == trace["peak_reserved"]
-    assert result.num_segments == trace["segments"]
+    assert segments_held(result) == trace["segments"]
     assert result.retries == trace["retries"]
-    assert result.device_requests == tuple(size for _, size in segments)
+    assert result.device_requests == [size for _, size in segments]
     assert result.fits == (trace["ooms"] == 0)
     assert result.fits or result.oom == (len(log) - 1, log[-1][1])
 
@@ -72,9 +78,8 @@ def test_the_totals_of_a_recorded_run_are_exact(name):
 @pytest.mark.parametrize("name", TRACES)
 def test_every_block_of_a_recorded_run_lies_where_it_lay(name):
     trace = recorded(name)
-    expandable = trace["expandable"]
     addresses = [address for address, _ in segments_of(trace)]
-    allocator = CachingAllocator(trace["capacity"], expandable, addresses)
+    allocator = CachingAllocator(trace["capacity"], addresses)
     live, reserved, shifts = {}, 0, set()
     for kind, first, *rest in trace["events"]:
         if kind == "free":
@@ -85,12 +90,11 @@ def test_every_block_of_a_recorded_run_lies_where_it_lay(name):
             live[first] = allocator.malloc(rest[0])
             assert allocator.reserved == reserved
             shifts.add(rest[1] * 512 - live[first][0])
-    # Expandable ranges have a place of their own here, one for each pool.
-    assert len(shifts) == 2 if expandable else shifts == {0}
+    assert shifts == {0}
 
 
 def test_the_recordings_reach_every_rule():
-    for name in ("lengths_capped", "fuzz_capped", "expandable_capped"):
+    for name in ("lengths_capped", "fuzz_capped"):
         assert recorded(name)["retries"] > 1
         assert recorded(name)["ooms"] == 1
     sizes = {size for name in TRACES for _, size in segments_of(recorded(name))}
@@ -127,30 +131,16 @@ def test_without_the_drivers_addresses_the_peaks_hardly_move(name):
 def test_a_single_allocation(nbytes, block, segment):
     result = replay([(0, nbytes)])
     assert (result.peak_allocated, result.peak_reserved) == (block, segment)
-    assert (result.allocated, result.num_segments) == (block, 1)
+    assert (result.allocated, segments_held(result)) == (block, 1)
     assert replay([(0, nbytes)], segment).fits
     assert replay([(0, nbytes)], segment - 1).oom == (0, nbytes)
-
-
-@given(st.integers(1, 1 << 40))
-def test_a_single_expandable_allocation_takes_whole_pages(nbytes):
-    result = replay([(0, nbytes)], expandable=True)
-    page = 2 * MIB if nbytes <= MIB else 20 * MIB
-    assert result.allocated == (nbytes + 511) // 512 * 512
-    assert result.reserved == (nbytes + page - 1) // page * page
-
-
-def test_expandable_segments_let_a_growing_request_use_what_was_freed():
-    log = [(0, 100 * MIB), (0, -1), (1, 120 * MIB)]
-    assert replay(log).reserved == 220 * MIB
-    assert replay(log, expandable=True).reserved == 120 * MIB
 
 
 def test_a_full_device_gives_its_cache_back_and_goes_on():
     log = [(0, 60 * MIB), (0, -1), (1, 80 * MIB)]
     result = replay(log, 100 * MIB)
     assert result.fits
-    assert (result.retries, result.num_segments, result.reserved) == (1, 1, 80 * MIB)
+    assert (result.retries, segments_held(result), result.reserved) == (1, 1, 80 * MIB)
     assert result.peak_reserved == 80 * MIB
 
 
@@ -232,45 +222,38 @@ def check(allocator: CachingAllocator, live: dict[int, tuple[int, int]]) -> None
     assert allocator.allocated <= allocator.reserved <= allocator.peak_reserved
 
 
-@given(logs(), CAPACITIES, st.booleans())
-def test_blocks_never_overlap_and_the_books_balance(log, capacity, expandable):
-    allocator = CachingAllocator(capacity, expandable)
+@given(logs(), CAPACITIES)
+def test_blocks_never_overlap_and_the_books_balance(log, capacity):
+    allocator = CachingAllocator(capacity)
     run(allocator, log)
-    if capacity is not None:
-        # The last page of an expandable segment may be backed beyond the capacity.
-        assert allocator.peak_reserved <= capacity + (20 * MIB - 1 if expandable else 0)
+    assert capacity is None or allocator.peak_reserved <= capacity
 
 
-@given(logs(), CAPACITIES, st.booleans(), st.randoms())
-def test_frees_in_any_order_leave_whole_segments(log, capacity, expandable, random):
-    allocator = CachingAllocator(capacity, expandable)
+@given(logs(), CAPACITIES, st.randoms())
+def test_frees_in_any_order_leave_whole_segments(log, capacity, random):
+    allocator = CachingAllocator(capacity)
     blocks = list(run(allocator, log).values())
     random.shuffle(blocks)
     for block in blocks:
         allocator.free(block)
     assert allocator.allocated == 0
     for pool in (allocator.small, allocator.large):
-        if not expandable:
-            assert {start: size for size, start in pool.by_size} == pool.segments
+        assert {start: size for size, start in pool.by_size} == pool.segments
     allocator.release_cache()
     assert allocator.reserved == 0
 
 
-@given(logs(), st.booleans())
-def test_a_capacity_that_is_not_reached_changes_nothing(log, expandable):
-    free = replay(log, expandable=expandable)
+@given(logs())
+def test_a_capacity_that_is_not_reached_changes_nothing(log):
+    free = replay(log)
     assert free.retries == 0
-    # Some room, because expandable segments are checked by the size a segment would have.
-    assert replay(log, free.peak_reserved + 64 * MIB, expandable=expandable) == free
-    if not expandable:
-        assert replay(log, free.peak_reserved) == free
+    assert totals(replay(log, free.peak_reserved)) == totals(free)
 
 
-@given(logs(), st.booleans())
-def test_less_than_the_live_bytes_never_fits(log, expandable):
+@given(logs())
+def test_less_than_the_live_bytes_never_fits(log):
     sizes, peak = {}, 0
     for name, nbytes in log:
         sizes[name] = max(nbytes, 0)
         peak = max(peak, sum(sizes.values()))
-    # Within a page, since an expandable segment's last one may go beyond the capacity.
-    assert not replay(log, peak - 20 * MIB * expandable - 1, expandable=expandable).fits
+    assert not replay(log, peak - 1).fits
