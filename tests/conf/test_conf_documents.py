@@ -34,7 +34,7 @@ from trainfit.jobs.registry import job_module
 from trainfit.packing import steps
 from trainfit.planning import cpu_choice, fit, planner
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
-from trainfit.planning.estimator import probes
+from trainfit.planning.estimator import depths
 from trainfit.planning.estimator.estimate import Answer, Room
 from trainfit.planning.estimator.step_time import Done, Work
 
@@ -112,7 +112,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(caches, "write", lambda *_: None)
     monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
-    monkeypatch.setattr(probes, "_ask", answer)
+    monkeypatch.setattr(depths, "_ask", answer)
     monkeypatch.setattr(cpu_choice, "_timed", times)
     monkeypatch.setattr(planner, "start", lambda _children: None)
     monkeypatch.setattr(steps, "_SAMPLE_SEQUENCES", 512)

@@ -22,9 +22,9 @@ from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.job_plan import assumed_lengths, model_facts, plan, plan_all, question
 from trainfit.packing import coarser_cuts, ladder
 from trainfit.planning import decide, planner
-from trainfit.planning.estimator import probes
+from trainfit.planning.estimator import depths
+from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, target
-from trainfit.planning.estimator.probes import Taken
 from trainfit.planning.estimator.step_time import Done, Work, rates, seconds
 from trainfit.planning.fit import Speed, look_at
 from trainfit.planning.question import Pin, Question
@@ -177,14 +177,14 @@ def test_small_depths_tell_what_all_layers_take(folder: str):
         "micro_batches": 2,
     }
     h200 = (target(find("h200"), 100.0),)
-    told = probes.take(ENCODER, [arguments], h200, LAYERS)[0][0]
-    whole = probes.exactly(ENCODER, arguments, h200)[0]
+    told = depths.take(ENCODER, [arguments], h200, LAYERS)[0][0]
+    whole = depths.exactly(ENCODER, arguments, h200)[0]
     assert told.peak_allocated == pytest.approx(whole.peak_allocated, rel=0.002)
     # One segment more or less: what is reserved is a staircase.
     assert told.peak_reserved == pytest.approx(whole.peak_reserved, abs=24 << 20)
     assert told.weights == whole.weights
 
-    def kernels(taken: probes.Taken) -> float:
+    def kernels(taken: depths.Taken) -> float:
         found = rates(find("h200"), "bf16")
         assert found is not None
         return sum(w * seconds(d, found).kernels for w, d in taken.done)
@@ -194,7 +194,7 @@ def test_small_depths_tell_what_all_layers_take(folder: str):
 
 def test_the_same_question_is_not_run_twice(folder: str, monkeypatch: pytest.MonkeyPatch):
     first = small(folder, gpu="h200")
-    monkeypatch.setattr(probes, "ask", lambda _: pytest.fail("asked again"))
+    monkeypatch.setattr(depths, "ask", lambda _: pytest.fail("asked again"))
     assert small(folder, gpu="h200") == first
 
 

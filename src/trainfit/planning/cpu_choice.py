@@ -23,7 +23,7 @@ from trainfit.core.files import keeps_cache
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.planning.estimator import estimate
-from trainfit.planning.estimator.probes import folder_content
+from trainfit.planning.estimator.depths import folder_content
 from trainfit.planning.question import Choice, Question, lacks
 
 CLEAR = 1.05

@@ -12,8 +12,8 @@ from trainfit.hardware.catalogue import gpus
 from trainfit.planning import decide
 from trainfit.planning.compile_choice import Compiling
 from trainfit.planning.cuts import Basis, Weighed
+from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
-from trainfit.planning.estimator.probes import take
 from trainfit.planning.estimator.step_time import recorded_time_error
 from trainfit.planning.fit import MODES, Candidate, Speed
 from trainfit.planning.question import Choice, Question

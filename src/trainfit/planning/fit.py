@@ -14,8 +14,8 @@ from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.packing import Cut, PackedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
+from trainfit.planning.estimator.depths import Taken, both, exactly, take
 from trainfit.planning.estimator.estimate import Target
-from trainfit.planning.estimator.probes import Taken, both, exactly, take
 from trainfit.planning.estimator.step_time import Seconds, count_flops, rates, seconds
 
 Checkpointing = Literal["none", "selective", "full"]

@@ -32,8 +32,8 @@ from trainfit.planning.cuts import (
     weigh,
 )
 from trainfit.planning.estimator import estimate
+from trainfit.planning.estimator.depths import folder_content, room_gained, spread
 from trainfit.planning.estimator.estimate import Target, start
-from trainfit.planning.estimator.probes import folder_content, room_gained, spread
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import Candidate, Cutting, Fitter, Speed
 from trainfit.planning.question import Question

@@ -23,7 +23,7 @@ from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile, Record, Scalar
 from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import Interval as Interval
-from trainfit.planning.estimator.probes import folder_content
+from trainfit.planning.estimator.depths import folder_content
 from trainfit.planning.question import Question
 
 Status = Literal["ok", "oom", "crashed", "hung", "failed", "skipped"]

@@ -1,4 +1,4 @@
-"""The process in which a step runs on fake tensors: questions on standard input, one line each."""
+"""Child process that runs a step on fake tensors: one request per line of standard input."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from trainfit.planning.estimator.step_work import make_fake
 
 Step = Callable[[], Any]
 _CRUMBS, _FEW = 1 << 16, 8
-"""Bytes and storages, such as the factor on an fp16 loss, that make no difference."""
+"""Bytes and storages too small to matter, such as the factor on an fp16 loss."""
 _NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
 def main() -> None:
-    """Answer every question on standard input; nothing else may print to standard output."""
+    """Answer every request; nothing else may print to standard output."""
     answers, sys.stdout = sys.stdout, sys.stderr
     fake_cuda.install()
     compiled_steps.install()
-    gc.disable()  # a fifth of the time; what a step frees, it frees by counting references
+    gc.disable()  # saves a fifth of the time; a step frees by counting references
     for line in sys.stdin:
         print(
             codec.dumps(answer(codec.loads(Request, line)), indent=None), file=answers, flush=True
@@ -86,10 +86,10 @@ def _run(request: Request) -> Answer:
         recorder.watch_gradients(model.parameters())
         step = _callable(make_step(model))
         before = recorder.length
-        recorder.work.clear()  # the optimizer's state was made, once and for all
+        recorder.work.clear()  # making the optimizer's state is not part of a step
         step()
         repeated = _repeated(recorder.events(since=before))
-        if repeated is None:  # the first step made something that stays: the second is as all are
+        if repeated is None:  # the first step made something that stays, the second does not
             recorder.work.clear()
             step()
     kept = [*model.parameters(), *model.buffers()]
@@ -147,9 +147,9 @@ def _adapter_bytes(model: torch.nn.Module) -> int:
 
 
 def _repeated(step: list[Event]) -> set[int] | None:
-    """What a step takes and gives back, or None where it leaves behind or ends more than crumbs.
+    """Names that a step allocates and frees; None if it keeps or frees more than crumbs.
 
-    What cuBLAS keeps, it takes in the first step only.
+    cuBLAS takes the workspaces that it keeps in the first step.
     """
     taken = {name: size for name, size in step if size >= 0}
     freed = {name for name, size in step if size < 0}
@@ -160,7 +160,7 @@ def _repeated(step: list[Event]) -> set[int] | None:
 
 @contextmanager
 def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
-    """The optimizers that are made meanwhile."""
+    """Yield the list of the optimizers that the block makes."""
     made: list[torch.optim.Optimizer] = []
     plain = torch.optim.Optimizer.__init__
 
@@ -176,7 +176,7 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
 
 
 def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
-    """What optimizers keep: their state, and copies of weights in another precision."""
+    """Bytes of optimizers' state and of their copies of weights in another precision."""
     weights = _storages(kept)
     held = ((dict(each.state), each.param_groups) for each in optimizers)
     state = _storages(t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor))
@@ -224,7 +224,7 @@ def _answer(
 
 
 def _no_initialisation() -> Any:
-    """Weights need no values here, and some ways to make them up fail on fakes."""
+    """Skip initialisation: weights need no values, and some initialisations fail on fakes."""
     from transformers.initialization import no_init_weights
 
     return no_init_weights()

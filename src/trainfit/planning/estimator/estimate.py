@@ -1,9 +1,8 @@
-"""What a training step takes of a GPU's memory, found without the GPU.
+"""GPU memory of a training step, estimated without the GPU.
 
-The task's own step runs twice on fake tensors (the optimizer's state exists only in the second)
-and the log of its allocations is replayed through the allocator. This changes torch for the whole
-process, so it happens in a child: `estimate` starts one, gives it the task by its import path,
-and reads the answer.
+The step runs twice on fake tensors (the optimizer's state exists only in the second run), and its
+log of allocations is replayed through a model of the allocator. This changes torch for the whole
+process, so a child process does it.
 """
 
 from __future__ import annotations
@@ -30,18 +29,18 @@ from trainfit.planning.estimator.step_time import Done, recorded
 
 GIB = 1024**3
 CONTEXT_GIB = 0.7
-"""What CUDA takes of a GPU for itself, before a program asks for anything."""
+"""Memory of the CUDA context, before a program allocates anything."""
 MARGIN = 0.03
-"""Left free beyond the estimate, which is off by less on every recorded step."""
+"""Share left free beyond the estimate, more than its error on any recorded step."""
 OWN_MARGIN = 0.15
-"""The same for models with attention of their own: a plan of DeBERTa-v3 within 12% of the cap ran
-out of it, since the allocator kept more pieces than was reckoned."""
+"""The same for models with attention of their own: a DeBERTa-v3 planned within 12% of the cap ran
+out of memory, since the allocator held more fragments than estimated."""
 _SECONDS = 600
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Target:
-    """A GPU as far as it decides what a step takes."""
+    """Properties of a GPU that decide the memory of a step."""
 
     sm_count: int
     compute_capability: str
@@ -51,7 +50,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One question for the child: the same step on one or more GPUs."""
+    """Request to the child: the same step on one or more GPUs."""
 
     task: TaskSpec
     targets: tuple[Target, ...]
@@ -59,11 +58,11 @@ class Request:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Room:
-    """What the step takes on one of the GPUs, in bytes."""
+    """Memory of the step on one of the GPUs, in bytes."""
 
     workspace: int
     activations: int
-    """At the peak, beside everything else that is there then."""
+    """Bytes at the peak that belong to none of the other parts."""
     peak_allocated: int
     peak_reserved: int
     fits: bool
@@ -71,13 +70,13 @@ class Room:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """What the child found, in bytes, or why it could not."""
+    """The child's estimate in bytes, or the reason that there is none."""
 
     weights: int = 0
     """Without adapters."""
     adapters: int = 0
     gradients: int = 0
-    """Of all that is trained; they are all there at the end of the backward pass."""
+    """Gradients of all trained weights, at the end of the backward pass."""
     optimizer: int = 0
     inputs: int = 0
     rooms: tuple[Room, ...] = ()
@@ -85,7 +84,7 @@ class Answer:
     done: tuple[Done, ...] = ()
     """The operations of a step, for its time."""
     unknown: dict[str, int] | None = None
-    """Values that the step asked of a tensor and that were not known, by operation."""
+    """Number of unknown tensor values that the step read, by operation."""
     masks: int = 0
     """Masks of unknown values, taken as all True."""
     family: str = ""
@@ -103,7 +102,7 @@ def estimate(
     capacity_gib: float | None = None,
     **arguments: Any,
 ) -> MemoryEstimate:
-    """The memory of a step on a GPU of the catalogue, which need not be here.
+    """Estimate the memory of a step on a GPU of the catalogue, which need not be here.
 
     `task` names a function, as module:function, that takes `arguments` and returns a model, built
     on torch's default device, and a function that makes the step from it: `build(**arguments) ->
@@ -121,7 +120,7 @@ def estimate(
 def estimate_all(
     tasks: Sequence[TaskSpec], gpu: GpuSpec, capacity_gib: float | None = None
 ) -> list[MemoryEstimate]:
-    """The memory of several tasks, in one child process."""
+    """Estimate the memory of several tasks in one child process."""
     capacity = gpu.memory_gib if capacity_gib is None else capacity_gib
     if not capacity > 0:
         raise BadInput(
@@ -133,7 +132,7 @@ def estimate_all(
 
 
 def target(gpu: GpuSpec, capacity_gib: float) -> Target:
-    """The GPU as the child wants it."""
+    """Describe a GPU to the child."""
     return Target(
         sm_count=gpu.sm_count,
         compute_capability=gpu.compute_capability,
@@ -142,18 +141,18 @@ def target(gpu: GpuSpec, capacity_gib: float) -> Target:
 
 
 def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
-    """Have a child answer; its answers come in the order of the requests.
+    """Send requests to a child and return its answers in the same order.
 
-    A child stays for the next questions, since it takes seconds to start. `child` is for asking
-    several at a time.
+    A child takes seconds to start, so it is kept for later requests. `child` numbers the children
+    that answer at the same time.
     """
-    # What the parent can import, the child must find too.
+    # The child must find everything that the parent can import.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return _child(child, path).ask(requests)
 
 
 def start(children: int) -> None:
-    """Have children ready by the time they are asked."""
+    """Start children ahead of their first request."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     for number in range(children):
         _child(number, path).start()
@@ -165,7 +164,7 @@ def _child(_number: int, path: str) -> _Child:
 
 
 class _Child:
-    """A process that answers, started with the first question and again when it has died."""
+    """Child process, started with the first request and again after it died."""
 
     def __init__(self, path: str) -> None:
         self._environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
@@ -192,7 +191,7 @@ class _Child:
             answer = process.stdout.readline()
         except BrokenPipeError:
             answer = ""
-        except BaseException:  # interrupted: its answer must not be taken for the next one's
+        except BaseException:  # interrupted: a late answer must not serve the next request
             process.kill()
             self._process = None
             raise
@@ -226,7 +225,7 @@ def _end(process: subprocess.Popen[str]) -> None:
 
 
 def told(answer: Answer) -> Answer:
-    """The answer, or an error for a step that could not run; guesses are told in a warning."""
+    """Return the answer, raise for a step that could not run, and warn of guesses."""
     if answer.refused is not None:
         raise BadInput(*answer.refused)
     if answer.error is not None:
@@ -287,7 +286,7 @@ def recorded_error(compute_capability: str, compiled: bool, family: str) -> floa
 
 
 def place(folder: str, *parts: str) -> Path:
-    """Where the answer to a question is kept; it changes with the libraries and our own code."""
+    """Path of a cached answer; the versions of libraries and our sources are part of its name."""
     known = [f"{name} {version}" for name, version in caches.libraries().items()]
     digest = hashlib.sha256("\n".join([*parts, *known, caches.sources()]).encode()).hexdigest()
     return cache_folder() / folder / f"{digest[:40]}.json"

@@ -1,6 +1,6 @@
-"""Follow a step on fake tensors: what it allocates and frees, in order, and what it asks.
+"""Recorder of a step on fake tensors: allocations and frees in order, work, and unknown values.
 
-What a step asks of a tensor whose values are not known is answered with zero, and counted.
+A value that a step reads from a tensor without values is taken as zero, and counted.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from trainfit.planning.estimator.step_work import attach, compute, work_of
 
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
-"""Threads that an SM holds, by compute capability; 2048 elsewhere."""
+"""Threads per SM by compute capability, where they are not 2048."""
 _HALF = (torch.bfloat16, torch.float16)
 _SUMS = 4 << 20
 """Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
@@ -38,24 +38,24 @@ _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What of a GPU decides the size of a kernel's buffers."""
+    """Properties of a GPU that decide the size of kernels' buffers."""
 
     sm_count: int
     compute_capability: str
 
     @property
     def threads_per_sm(self) -> int:
-        """Threads that one SM holds at a time."""
+        """Threads that one SM runs at a time."""
         return _THREADS.get(self.compute_capability, 2048)
 
     @property
     def blas_workspace(self) -> int:
-        """What cuBLAS keeps for each thread that calls it."""
+        """Bytes that cuBLAS keeps for each thread that calls it."""
         return 32 << 20 if self.compute_capability.startswith(("9.", "10.")) else 8519680
 
 
 def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
-    """What the kernel of an operation takes while it runs."""
+    """Bytes that the kernel of an operation allocates while it runs."""
     if func is aten.sum.dim_IntList:
         return _column_sums(args[0], args[1], device)
     if func._overloadpacket is aten.convolution:
@@ -69,7 +69,7 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
     if func._overloadpacket is _DISENTANGLED:
         return _distance_products(query=args[0], positions=args[3])
     if func._overloadpacket is _DISENTANGLED_BACKWARD:
-        # Beside the products, the parts that each of the two gradients of positions is summed of.
+        # Two gradients of positions are summed from parts, beside the products.
         products = _distance_products(query=args[1], positions=args[4])
         return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
     return 0
@@ -103,13 +103,13 @@ def _is_channels_last(x: torch.Tensor) -> bool:
 
 
 def _attention_backward(query: torch.Tensor) -> int:
-    """The query's gradient is summed in fp32, beside one number per row."""
+    """Bytes of the query's gradient in fp32, and one number per row."""
     batch, heads, length, head = query.shape
     return 4 * batch * heads * length * (_multiple(head, 32) + 1) + 256
 
 
 def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor) -> int:
-    """The same over a packed row, where each sequence may take up to 128 rows more.
+    """The same for a packed row, where each sequence may take up to 128 rows more.
 
     Grouped keys and values first get a gradient for each head of the query.
     """
@@ -121,16 +121,16 @@ def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tenso
 
 
 def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
-    """For each token and head, and for each side of a pair, one product per distance."""
+    """Bytes of one product per token, head, distance and side of a pair."""
     tokens, heads, _ = query.shape
     return positions.shape[0] * positions.shape[1] * heads * tokens * query.element_size()
 
 
 def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:
-    """Sums over the leading dimensions, as a bias's gradient, are split over many blocks.
+    """Bytes of partial sums of a reduction over the leading dimensions, as in a bias's gradient.
 
-    Each block leaves its part in a buffer. The arithmetic is that of torch's reduction kernels:
-    128 threads of four outputs each, as many blocks as the GPU holds, at least 16 values each.
+    The arithmetic is that of torch's reduction kernels: 128 threads of four outputs each, as many
+    blocks as the GPU holds, at least 16 values each.
     """
     leading = dims and sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
     outputs = x.shape[-1] if x.dim() else 0
@@ -150,30 +150,29 @@ def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
 
 
-aten = torch.ops.aten
 HANDLES = 2
-"""The threads that call cuBLAS, each with a workspace of its own: the program's and autograd's."""
+"""Threads that call cuBLAS, each with a workspace: the program's and autograd's."""
 _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Writes down every storage that comes and goes, while it is the outermost mode."""
+    """Dispatch mode that logs every storage that is made and freed."""
 
     def __init__(self, devices: Sequence[Device]) -> None:
-        """Record as if on each of the `devices`; what kernels take for themselves differs."""
+        """Record for each of the `devices`, whose kernels' buffers differ."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.work: Counter[Work] = Counter()
-        """What was done, by kind of operation."""
+        """Operations of the step, counted by kind and size."""
         self._log: list[tuple[int, int | tuple[int, ...]]] = []
         self.unknown: Counter[str] = Counter()
-        """Values that were asked for and not known, by operation."""
+        """Number of unknown values that were read, by operation."""
         self.masks = 0
         """Masks whose values were not known; every element was taken as True."""
         self.live_bytes = 0
         self.peak_bytes = 0
         self.gradient_bytes = 0
-        """Of one step, all of them."""
+        """Bytes of all gradients of one step."""
         self.gradients_at_peak = 0
         self._gradients: dict[int, int] = {}
         self._devices = devices
@@ -184,29 +183,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def length(self) -> int:
-        """Events so far."""
+        """Number of events so far."""
         return len(self._log)
 
     def events(self, device: int = 0, since: int = 0) -> list[Event]:
-        """What came and went on one of the devices."""
+        """Log of allocations and frees on one of the devices."""
         return [
             (name, size if isinstance(size, int) else size[device])
             for name, size in self._log[since:]
         ]
 
     def workspace_bytes(self, device: int) -> int:
-        """What cuBLAS keeps on one of the devices."""
+        """Bytes of cuBLAS's workspaces on one of the devices."""
         return len(self._handles) * self._devices[device].blas_workspace
 
-    def follow(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Count storages that were made before recording; returns their bytes."""
-        before = self.live_bytes
+    def follow(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Log storages that were made outside of the recording."""
         for tensor in tensors:
             self._follow(tensor)
-        return self.live_bytes - before
 
     def watch_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
-        """Know from now on how much of what is live are gradients."""
+        """Count the gradients among the live bytes from now on."""
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(  # type: ignore[no-untyped-call]
@@ -222,7 +219,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Run one operation on the fakes, and its values where they are known."""
+        """Run an operation on fakes, and on values where they are known."""
         kwargs = kwargs or {}
         if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
             fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
@@ -252,12 +249,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out
 
     def note(self, work: Work) -> None:
-        """Count work that was done."""
+        """Count an operation."""
         self.work[work] += 1
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
-        """What is done meanwhile is launched by compiled code."""
+        """Mark the work of the block as launched by compiled code."""
         self._compiled = True
         try:
             yield
@@ -292,7 +289,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.gradients_at_peak = sum(self._gradients.values())
 
     def _pass_through(self, sizes: tuple[int, ...]) -> None:
-        """Memory that a kernel takes and gives back."""
+        """Log memory that a kernel allocates and frees."""
         if any(sizes):
             self._names += 1
             self._log += [(self._names, sizes), (self._names, -1)]
@@ -300,7 +297,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.live_bytes -= sizes[0]
 
     def _take_workspace(self) -> None:
-        """What the thread that calls cuBLAS keeps from its first call on."""
+        """Log the workspace that a thread keeps from its first call of cuBLAS on."""
         backward = torch._C._current_graph_task_id() != -1
         if backward not in self._handles:
             self._handles.add(backward)

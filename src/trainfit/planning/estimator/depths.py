@@ -1,8 +1,7 @@
-"""Ask what a step takes at several shapes, depths and GPUs at once, and remember the answers.
+"""Estimates of a step at several shapes, depths and GPUs, with a cache.
 
-A model of 26 like layers needs not be run in full to compare plans: its memory and its work grow
-by the same amount with each layer. So candidates are compared at two small depths, and only the
-one that is chosen is run in full.
+Each of a model's like layers adds the same memory and work. So candidates are compared by two small
+depths and a line through them, and only the chosen one is run in full.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ DEPTHS = (2, 3)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """A step to ask about, as far as it is planned."""
+    """Arguments of a step to estimate."""
 
     arguments: dict[str, Any]
     depth: int | None = None
@@ -35,7 +34,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
-    """What a step takes on one GPU, in bytes, and what it does. Between depths it is a mean."""
+    """Memory of a step on one GPU in bytes, and its operations; extrapolated values are floats."""
 
     weights: float
     adapters: float = 0.0
@@ -46,7 +45,7 @@ class Taken:
     peak_allocated: float
     peak_reserved: float
     fits: bool | None
-    """Whether the allocator gets along with the capacity; None where it was not asked."""
+    """True if the allocator serves the step within the capacity; None if that was not replayed."""
     done: tuple[tuple[float, tuple[Done, ...]], ...]
     """Weighted lists of operations, whose times add up."""
     family: str = ""
@@ -56,9 +55,9 @@ class Taken:
 def take(
     factory: str, shapes: Sequence[dict[str, Any]], targets: tuple[Target, ...], layers: int
 ) -> list[list[Taken]]:
-    """What each shape takes on each target, extrapolated from small depths.
+    """Estimate each shape on each target, extrapolated from small depths.
 
-    Where every second block is checkpointed, depths that differ by one do not tell.
+    Where every second block is checkpointed, two depths that differ by one give no line.
     """
     if layers <= DEPTHS[1] or any(s["checkpointing"] == "selective" for s in shapes):
         return [exactly(factory, shape, targets) for shape in shapes]
@@ -72,7 +71,7 @@ def take(
 
 
 def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) -> list[Taken]:
-    """What a shape takes with all its layers."""
+    """Estimate a shape with all its layers."""
     return _whole(_ask(factory, [Shape(arguments=shape)], targets)[0])
 
 
@@ -83,7 +82,7 @@ def both(
     targets: tuple[Target, ...],
     layers: int,
 ) -> tuple[list[Taken], list[Taken]]:
-    """What a shape takes by small depths, and another one exactly, found side by side."""
+    """Extrapolate one shape and run another in full, at the same time."""
     if layers <= DEPTHS[1]:
         return exactly(factory, shape, targets), exactly(factory, whole_shape, targets)
     asked = [Shape(arguments=whole_shape), *(Shape(arguments=shape, depth=d) for d in DEPTHS)]
@@ -126,7 +125,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
         activations=line(few.activations, many.activations),
         workspace=few.workspace,
         peak_allocated=line(few.peak_allocated, many.peak_allocated),
-        # Segments of 20 MiB and more make this a staircase: of a small model too flat a line.
+        # Segments of 20 MiB make this a staircase, whose line through small depths is too flat.
         peak_reserved=max(
             line(few.peak_reserved, many.peak_reserved),
             line(few.peak_allocated, many.peak_allocated),
@@ -138,7 +137,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
 
 
 def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> list[Answer]:
-    """The answers, from the cache where the same was asked before."""
+    """Answer from the cache where possible, and ask the children for the rest."""
     requests = [
         Request(
             task=TaskSpec(
@@ -164,10 +163,10 @@ def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> 
 
 
 def _ask_all(requests: list[Request]) -> list[Answer]:
-    """Two children share the work where there is enough of it."""
+    """Share three or more requests between two children."""
     if len(requests) < 3 or (os.cpu_count() or 1) < 2:
         return ask(requests) if requests else []
-    # With one that is long, whole and first, the others go to the second child.
+    # A whole model is the longest: it gets a child of its own.
     whole = "depth" not in requests[0].task.arguments and "depth" in requests[1].task.arguments
     half = 1 if whole else (len(requests) + 1) // 2
     with ThreadPoolExecutor(2) as pool:
@@ -176,7 +175,7 @@ def _ask_all(requests: list[Request]) -> list[Answer]:
 
 
 def folder_content(arguments: dict[str, Any]) -> str:
-    """A local model's config, which may change under the same name."""
+    """Config of a local model as text, since it may change under the same name."""
     name = arguments.get("name")
     if not isinstance(name, str) or not Path(name).is_dir():
         return ""
@@ -189,10 +188,11 @@ def folder_content(arguments: dict[str, Any]) -> str:
 
 
 _GATHERED = 2
+"""Layers whose weights a rank holds whole at a time."""
 
 
 def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
-    """The bytes that a rank need not hold."""
+    """Bytes that sharding over `ranks` saves on each of them."""
     weights = memory.weights_gib + memory.adapters_gib
     kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
     gathered = weights * min(1.0, _GATHERED / max(1, layers))
@@ -200,7 +200,7 @@ def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
 
 
 def spread(plan: Plan, gained: int) -> Plan:
-    """A plan that was made for a GPU with so many bytes more, as it is on the real one."""
+    """Convert a plan made with `gained` extra bytes to the real GPU of each rank."""
     memory = plan.memory
     assert memory is not None
     less = gained / GIB
