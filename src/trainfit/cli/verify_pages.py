@@ -81,21 +81,16 @@ def of_command(command: str, seen: Observed) -> Verified:
 def _figures(folder: Path) -> dict[str, float]:
     import numpy as np
 
-    from trainfit.runs.reader import read_run
+    from trainfit.runs.reader import read_run, settled
 
     part = read_run(folder).parts[0]
-    columns = dict(part.train)
-    for gpu in part.gpus.values():
-        columns |= {"utilisation_percent": gpu.get("utilisation_percent", np.empty(0))}
-        break
-    names = ("samples_per_second", "wait_share", "mfu", "utilisation_percent", "step_seconds")
+    first = next(iter(part.gpus.values()), {})
     figures: dict[str, float] = {}
-    for name in (*names, "memory_gib"):
-        values = columns.get(name, np.empty(0))
-        values = values[np.isfinite(values)]
-        later = values[1:] if len(values) > 1 else values  # the first window warms up
-        if later.size:
-            figures[name] = float(later.max() if name == "memory_gib" else np.median(later))
+    for name in ("samples_per_second", "wait_share", "mfu", "step_seconds", "memory_gib"):
+        if (values := settled(part.train, name)).size:
+            figures[name] = float(values.max() if name == "memory_gib" else np.median(values))
+    if (values := settled(first, "utilisation_percent")).size:
+        figures["utilisation_percent"] = float(np.median(values))
     if seconds := figures.pop("step_seconds", 0.0):
         figures["steps_per_second"] = 1.0 / seconds
     return figures

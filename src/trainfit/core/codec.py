@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trainfit.core.errors import BadConfig, BadInput, did_you_mean
-from trainfit.core.files import LARGEST_LOG, read_text
+from trainfit.core.files import read_text
 
 T = TypeVar("T")
 
@@ -163,22 +163,6 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError("it is not an object")
     return data
-
-
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Read the objects in a .jsonl file, without damaged lines; OSError where it cannot be read.
-
-    A process that was killed leaves half a line, and the rest of the file is still good.
-    """
-    rows = []
-    for line in read_text(path, LARGEST_LOG, errors="replace").splitlines():
-        try:
-            row = parse(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
-            rows.append(row)
-    return rows
 
 
 def _constant(name: str) -> Any:

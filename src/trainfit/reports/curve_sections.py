@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -71,6 +71,7 @@ _GPUS = (
     PlotSpec("memory_used_gib", "GPU memory in use, all processes", "gib", from_zero=True),
     PlotSpec("power_w", "GPU power", "watts", from_zero=True),
 )
+_COMPARED_SPEED = ("tokens_per_second", "mfu", "memory_gib")
 _CHOSEN = ("loss", "f1", "accuracy", "auc")
 """Figures of evaluations that are plotted first."""
 
@@ -79,9 +80,9 @@ def training_section(run: RunFiles) -> Section:
     """Plots of loss, validation figures, learning rate and gradient norm."""
     blocks: list[Block] = []
     entropy = {"loss": _loss_levels(run), "val_loss": _loss_levels(run)}
-    for shape in _TRAINING:
-        blocks += _plot(run, shape, "train", entropy.get(shape.name, ()))
-        if shape.name == "loss":
+    for spec in _TRAINING:
+        blocks += _plot(run, spec, "train", entropy.get(spec.name, ()))
+        if spec.name == "loss":
             for measure in _measures(run):
                 blocks += _plot(run, measure, "evaluations", entropy.get(measure.name, ()))
     if not blocks:
@@ -93,12 +94,12 @@ def speed_section(run: RunFiles) -> Section:
     """Plots of throughput, MFU, memory, waiting, and the samples of the GPUs."""
     blocks: list[Block] = []
     levels = {"mfu": _mfu_levels(run), "memory_gib": _memory_levels(run)}
-    for shape in _SPEED:
-        blocks += _plot(run, shape, "train", levels.get(shape.name, ()))
+    for spec in _SPEED:
+        blocks += _plot(run, spec, "train", levels.get(spec.name, ()))
     if not any("mfu" in part.train for part in run.parts):
         blocks.append(Remark(text=f"No MFU: {_why_no_mfu(run)}."))
     blocks += _spent(run)
-    samples = [figure for shape in _GPUS for figure in _gpu_plot(run, shape)]
+    samples = [figure for spec in _GPUS for figure in _gpu_plot(run, spec)]
     blocks += samples
     if not samples:
         blocks.append(Remark(text=f"No GPU utilisation or temperature: {_why_no_samples(run)}."))
@@ -138,29 +139,40 @@ def marks(parts: Sequence[RunPart]) -> tuple[Mark, ...]:
     return tuple((found if len(found) <= _MOST_MARKS else urgent)[:_MOST_MARKS])
 
 
+def _lines(
+    name: str,
+    spec: PlotSpec,
+    series: Sequence[Series],
+    marks: tuple[Mark, ...] = (),
+    references: tuple[Reference, ...] = (),
+) -> list[Lines]:
+    """The plot of these lines; none without a line."""
+    if not series:
+        return []
+    return [
+        Lines(
+            id=name.replace("_", "-"),
+            title=spec.title,
+            form=spec.form,
+            series=tuple(series),
+            marks=marks,
+            references=references,
+            log=not spec.from_zero and needs_log(series),
+            from_zero=spec.from_zero,
+        )
+    ]
+
+
 def _plot(
-    run: RunFiles, shape: PlotSpec, table: str, references: tuple[Reference, ...] = ()
+    run: RunFiles, spec: PlotSpec, table: str, references: tuple[Reference, ...] = ()
 ) -> list[Lines]:
     series = []
     for color, part in enumerate(run.parts):
         columns: Columns = getattr(part, table)
-        if shape.name in columns:
-            series.append(line(part.name or "run", columns["step"], columns[shape.name], color))
-    if not series:
-        return []
+        if spec.name in columns:
+            series.append(line(part.name or "run", columns["step"], columns[spec.name], color))
     prefix = "" if table == "train" else "validation-"
-    return [
-        Lines(
-            id=f"{prefix}{shape.name}".replace("_", "-"),
-            title=shape.title,
-            form=shape.form,
-            series=tuple(series),
-            marks=marks(run.parts),
-            references=references,
-            log=not shape.from_zero and needs_log(series),
-            from_zero=shape.from_zero,
-        )
-    ]
+    return _lines(f"{prefix}{spec.name}", spec, series, marks(run.parts), references)
 
 
 def _measures(run: RunFiles) -> list[PlotSpec]:
@@ -175,27 +187,16 @@ def _measures(run: RunFiles) -> list[PlotSpec]:
     ]
 
 
-def _gpu_plot(run: RunFiles, shape: PlotSpec) -> list[Lines]:
+def _gpu_plot(run: RunFiles, spec: PlotSpec) -> list[Lines]:
     series: list[Series] = []
     for part in run.parts:
         for gpu, columns in part.gpus.items():
-            if shape.name in columns:
-                scale = 100 if shape.form == "percent" else 1
+            if spec.name in columns:
+                scale = 100 if spec.form == "percent" else 1
                 name = f"{part.name}, {gpu}" if part.name else gpu
-                values = columns[shape.name] / scale
+                values = columns[spec.name] / scale
                 series.append(line(name, columns["step"], values, len(series)))
-    if not series:
-        return []
-    return [
-        Lines(
-            id=shape.name.replace("_", "-"),
-            title=shape.title,
-            form=shape.form,
-            series=tuple(series),
-            marks=marks(run.parts),
-            from_zero=shape.from_zero,
-        )
-    ]
+    return _lines(spec.name, spec, series, marks(run.parts))
 
 
 def _spent(run: RunFiles) -> list[Stack]:
@@ -257,14 +258,12 @@ def _why_no_samples(run: RunFiles) -> str:
     return "the run used no GPU that the catalogue knows"
 
 
-_CURVES: tuple[tuple[str, str, str, Form, bool], ...] = (
-    ("train", "loss", "Training loss", "number", False),
-    ("evaluations", "loss", "Validation loss", "number", False),
-    ("evaluations", "val_loss", "Validation loss", "number", False),
-    ("evaluations", "f1", "Validation F1", "number", False),
-    ("train", "tokens_per_second", "Tokens per second", "count", True),
-    ("train", "mfu", "MFU", "percent", True),
-    ("train", "memory_gib", "Peak memory so far", "gib", True),
+_COMPARED: tuple[tuple[str, PlotSpec], ...] = (
+    ("train", _TRAINING[0]),
+    ("evaluations", PlotSpec("loss", "Validation loss")),
+    ("evaluations", PlotSpec("val_loss", "Validation loss")),
+    ("evaluations", PlotSpec("f1", "Validation F1")),
+    *(("train", spec) for spec in _SPEED if spec.name in _COMPARED_SPEED),
 )
 
 
@@ -337,9 +336,7 @@ def _scores(runs: Sequence[RunFiles]) -> list[Block]:
     blocks: list[Block] = []
     for label in ("F1", "validation loss"):
         rows = [
-            IntervalRow(label=s[1].label, value=s[1].value, low=s[1].low, high=s[1].high, color=at)
-            for at, s in enumerate(found)
-            if s is not None and s[0] == label
+            replace(s[1], color=at) for at, s in enumerate(found) if s is not None and s[0] == label
         ]
         if rows:
             top = 1.0 if label == "F1" else None
@@ -352,23 +349,14 @@ def _scores(runs: Sequence[RunFiles]) -> list[Block]:
 def _curves(runs: Sequence[RunFiles]) -> list[Block]:
     """One line per run, of its first fold: a line of means would show no run that happened."""
     blocks: list[Block] = []
-    for table, name, title, form, from_zero in _CURVES:
+    for table, spec in _COMPARED:
         series = []
         for color, run in enumerate(runs):
             columns = getattr(run.parts[0], table)
-            if name in columns:
-                series.append(line(run.name, columns["step"], columns[name], color))
+            if spec.name in columns:
+                series.append(line(run.name, columns["step"], columns[spec.name], color))
         if len(series) > 1:
-            blocks.append(
-                Lines(
-                    id=f"compared-{table}-{name}".replace("_", "-"),
-                    title=title,
-                    form=form,
-                    series=tuple(series),
-                    from_zero=from_zero,
-                    log=not from_zero and needs_log(series),
-                )
-            )
+            blocks += _lines(f"compared-{table}-{spec.name}", spec, series)
     if blocks and any(len(run.parts) > 1 for run in runs):
         blocks.append(Remark(text="Of a run with folds the curves are its first fold's."))
     return blocks

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from rich.console import Group, RenderableType
-from rich.table import Table
 from rich.text import Text
 
 from trainfit.core.files import write_output
+from trainfit.reports import terminal
 from trainfit.reports.model import MISSING, plain, shown
 from trainfit.reports.plots import ladder_plot
 from trainfit.tuning.ladder.rungs import BASELINE, Ladder, LadderStep
@@ -87,10 +87,8 @@ def _title(ladder: Ladder) -> str:
 
 def _table(first: str, against: str, steps: tuple[LadderStep, ...]) -> list[RenderableType]:
     """The table of steps, with their notes below."""
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column(first, no_wrap=True)
-    for heading in ("samples/s", "speed-up", against, "peak memory"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    figures = ("samples/s", "speed-up", against, "peak memory")
+    table = terminal.table("", (first,), figures, header_style="bold")
     for step in steps:
         table.add_row(
             Text(step.name, "" if step.kept else "dim"),

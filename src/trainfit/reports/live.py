@@ -16,12 +16,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.core import codec
 from trainfit.core.records import Event, Record
+from trainfit.reports import terminal
 from trainfit.reports.markdown import spark
 from trainfit.reports.model import MISSING, duration, shown
 from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
-from trainfit.runs.reader import Tail, gpus_in, number
+from trainfit.runs.reader import Tail, gpus_in, number, read_object
 
 _KEPT = 2000
 """Rows kept in memory: more than a terminal is wide."""
@@ -142,15 +142,8 @@ def _place(run: Path, folder: Path) -> tuple[int | None, int]:
     """Number of the fold, and number of folds; 0 where that is not known."""
     if folder == run:
         return None, 0
-    folds = _object(run / "data.json").get("folds")
+    folds = read_object(run / "data.json").get("folds")
     return int(folder.name.partition("-")[2]), len(folds) if isinstance(folds, list) else 0
-
-
-def _object(path: Path) -> dict[str, Any]:
-    try:
-        return codec.read_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 def _status(run: Path, folder: Path) -> tuple[str, float | None]:
@@ -160,7 +153,7 @@ def _status(run: Path, folder: Path) -> tuple[str, float | None]:
     result = folder / "result.json"
     spoken = max(_changed(folder / name) for name in (METRICS, LOG))
     if _changed(result) >= _changed(folder / METRICS) > 0:
-        ended = str(_object(result).get("status", "finished"))
+        ended = str(read_object(result).get("status", "finished"))
         if ended != "finished" or folder == run:
             return ended, None
     quiet = time.time() - spoken if spoken else None
@@ -270,11 +263,8 @@ def _number(figures: dict[str, float], name: str, form: str) -> str:
 
 
 def _gpus(now: Standing) -> Table:
-    table = Table(box=None, pad_edge=False)
-    table.add_column("GPU", justify="right")
-    table.add_column("utilisation", no_wrap=True)
-    for name in ("", "temperature", "power", "memory in use"):
-        table.add_column(name, justify="right")
+    figures = ("", "temperature", "power", "memory in use")
+    table = terminal.table("", ("GPU", "utilisation"), figures)
     for gpu in now.gpus:
         share = gpu.get("utilisation_percent")
         table.add_row(

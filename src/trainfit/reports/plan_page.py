@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Literal
 
 from rich.console import Group, RenderableType
@@ -11,7 +11,8 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate
-from trainfit.core.records import Measurement, Scalar
+from trainfit.core.records import Scalar
+from trainfit.reports import terminal
 from trainfit.reports.model import duration
 
 UNRECORDED = "not recorded on this architecture"
@@ -48,7 +49,7 @@ def plan_page(plan: Plan) -> RenderableType:
     if plan.time is not None:
         parts += ["", _time(plan.time)]
     if plan.measurements:
-        parts += ["", _measured(plan.measurements)]
+        parts += ["", terminal.measured_table("Measured", plan.measurements)]
     if plan.advice:
         parts.append("")
     parts += [Text.assemble(("Advice: ", "bold yellow"), line) for line in plan.advice]
@@ -78,7 +79,7 @@ def _workload(plan: Plan) -> str:
 
 
 def _settings(plan: Plan) -> Table:
-    table = Table(title="Settings", title_justify="left", box=None, pad_edge=False)
+    table = terminal.table("Settings")
     table.add_column("setting", no_wrap=True)
     table.add_column("value")
     table.add_column("why")
@@ -113,9 +114,7 @@ def _memory(memory: MemoryEstimate) -> Table:
     ]
     allocated, reserved = memory.peak_allocated_gib, memory.peak_reserved_gib
     together = "less than the sum: gradients come as activations go"
-    table = Table(title="Memory in GiB", title_justify="left", box=None, pad_edge=False)
-    table.add_column("part", no_wrap=True)
-    table.add_column("GiB", justify="right")
+    table = terminal.table("Memory in GiB", ("part",), ("GiB",))
     table.add_column(f"of {memory.capacity_gib:.2f}")
     for name, size in parts:
         table.add_row(name, f"{size:.2f}", _bar(size, memory.capacity_gib, "cyan"))
@@ -167,9 +166,7 @@ def _time(time: TimeEstimate) -> RenderableType:
     ]
     if all(cell is None for _, cell in cells):
         return Text(f"Time: {UNRECORDED}")
-    table = Table(title="Time", title_justify="left", box=None, pad_edge=False, show_header=False)
-    table.add_column(no_wrap=True)
-    table.add_column()
+    table = terminal.table("Time", ("", ""), show_header=False)
     for name, cell in cells:
         table.add_row(name, UNRECORDED if cell is None else cell)
     if time.energy_kwh is not None:
@@ -177,17 +174,6 @@ def _time(time: TimeEstimate) -> RenderableType:
     if time.cost is not None:
         table.add_row("cost", f"{time.cost:,.2f}")
     table.add_row("error", _error(time) or UNRECORDED)
-    return table
-
-
-def _measured(items: Sequence[Measurement]) -> Table:
-    table = Table(title="Measured", title_justify="left", box=None, pad_edge=False)
-    table.add_column("what")
-    for heading in ("median", "samples"):
-        table.add_column(heading, justify="right")
-    for item in items:
-        median = Text(f"{item.value:.4g} {item.unit}")
-        table.add_row(Text(item.name), median, str(len(item.samples)))
     return table
 
 

@@ -26,7 +26,7 @@ from trainfit.reports.model import (
 )
 from trainfit.reports.plan_page import SETTINGS
 from trainfit.reports.plots import parts_at_peak
-from trainfit.runs.reader import RunFiles
+from trainfit.runs.reader import RunFiles, finite
 
 
 def setup_section(run: RunFiles) -> Section:
@@ -211,16 +211,14 @@ def on_gpu(plan: Plan | None) -> bool:
 
 def measured_memory(run: RunFiles) -> float | None:
     """Peak memory over all parts of the run, in GiB."""
-    peaks = [part.train["memory_gib"].max() for part in run.parts if "memory_gib" in part.train]
-    return float(max(peaks)) if peaks else None
+    peaks = np.concatenate([finite(part.train, "memory_gib") for part in run.parts])
+    return float(peaks.max()) if peaks.size else None
 
 
 def typical(run: RunFiles, name: str) -> float | None:
     """Median of a figure over the log, without the first row, which has the warm-up in it."""
-    values = [part.train[name][1:] for part in run.parts if name in part.train]
-    together = np.concatenate(values) if values else np.array([])
-    together = together[np.isfinite(together)]
-    return float(np.median(together)) if together.size else None
+    values = np.concatenate([finite(part.train, name, start=1) for part in run.parts])
+    return float(np.median(values)) if values.size else None
 
 
 def seconds_of(run: RunFiles) -> float | None:

@@ -10,7 +10,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainfit.core import codec
 from trainfit.core.files import is_file
 from trainfit.reports.model import (
     MISSING,
@@ -29,7 +28,7 @@ from trainfit.reports.model import (
     cell,
     shown,
 )
-from trainfit.runs.reader import RunFiles, number
+from trainfit.runs.reader import RunFiles, number, read_object
 
 _MOST_CURVES = 60
 
@@ -42,7 +41,7 @@ def is_study(folder: Path) -> bool:
 def study_chapter(folder: Path, at: int) -> Chapter:
     """The chapter of a study."""
     about, figures, result = (
-        _read(folder / f"{name}.json") for name in ("study", "figures", "result")
+        read_object(folder / f"{name}.json") for name in ("study", "figures", "result")
     )
     history: Sequence[Mapping[str, Any]] = figures.get("history") or ()
     metric = str(figures.get("metric") or about.get("metric") or "value")
@@ -201,13 +200,6 @@ def _axis(
     placed = [None if v is None else (scale(v) - scale(low)) / span for v in values]
     ticks = ((0.0, cell(low)), (1.0, cell(high))) if high > low else ((0.0, cell(low)),)
     return ParallelAxis(name=short, ticks=ticks), placed
-
-
-def _read(path: Path) -> Mapping[str, Any]:
-    try:
-        return codec.read_object(path)
-    except (OSError, ValueError):
-        return {}
 
 
 _KEPT, _ASIDE = 0, 7

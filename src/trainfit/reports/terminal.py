@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.conf import Composed
-from trainfit.core.plan_records import Recommendation
-from trainfit.core.records import Gpu, HardwareProfile, Measurements, Note
-from trainfit.hardware.catalogue import GpuSpec
+if TYPE_CHECKING:
+    from trainfit.conf import Composed
+    from trainfit.core.plan_records import Recommendation
+    from trainfit.core.records import Gpu, HardwareProfile, Measurement, Measurements, Note
+    from trainfit.hardware.catalogue import GpuSpec
 
 PLAIN_WIDTH = 110
 
@@ -31,6 +32,18 @@ def busy(what: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
     return shown.status(what) if shown.is_terminal and not quiet else nullcontext()
 
 
+def table(
+    title: str = "", left: Iterable[str] = (), right: Iterable[str] = (), **options: Any
+) -> Table:
+    """A table without a frame; the columns of `right` are numbers and never wrap."""
+    made = Table(title=title or None, title_justify="left", box=None, pad_edge=False, **options)
+    for heading in left:
+        made.add_column(heading)
+    for heading in right:
+        made.add_column(heading, justify="right", no_wrap=True)
+    return made
+
+
 def machine_page(
     profile: HardwareProfile,
     specs: Iterable[GpuSpec | None],
@@ -43,7 +56,7 @@ def machine_page(
     ]
     parts.append(_machine_panel(profile))
     if measured is not None:
-        parts.append(_measured_table(measured))
+        parts.append(measured_table(f"Measured {measured.taken}", measured.items))
     parts += [_note(note) for note in profile.notes]
     return Group(*parts)
 
@@ -52,18 +65,16 @@ def recommended_page(recommended: Recommendation) -> RenderableType:
     """Second part of `trainfit check`: recommended settings for an example model."""
     job, model = recommended.task, recommended.model
     length = f"{recommended.method}, up to {recommended.max_length} tokens"
-    table = Table(title="Recommended settings", title_justify="left", box=None, pad_edge=False)
-    for heading in ("setting", "value", "why"):
-        table.add_column(heading)
+    made = table("Recommended settings", ("setting", "value", "why"))
     for reason in recommended.reasons:
-        table.add_row(reason.setting, Text(_value(reason.value), "bold"), reason.why)
+        made.add_row(reason.setting, Text(_value(reason.value), "bold"), reason.why)
     fits = "" if recommended.fits else " It does not fit here."
     lines = [
         Text(f"For {job} with {model} ({length}), as `trainfit plan {job}` has them.{fits}"),
         Text(f"For a model of yours: `trainfit plan {job} --model NAME`.", "dim"),
     ]
     advice = [Text.assemble(("Advice: ", "bold yellow"), line) for line in recommended.advice]
-    return Group(table, *lines, *advice)
+    return Group(made, *lines, *advice)
 
 
 def gpu_line(gpu: Gpu) -> str:
@@ -76,30 +87,25 @@ def gpu_line(gpu: Gpu) -> str:
 
 def gpu_list(specs: Iterable[GpuSpec]) -> Table:
     """The catalogue as a table."""
-    table = Table(title="GPUs of the catalogue", box=None, pad_edge=False)
-    table.add_column("slug")
-    table.add_column("also")
-    for heading in ("GB", "GB/s", "bf16", "fp16", "TF32", "fp32"):
-        table.add_column(heading, justify="right")
+    figures = ("GB", "GB/s", "bf16", "fp16", "TF32", "fp32")
+    made = table("GPUs of the catalogue", ("slug", "also"), figures)
     for spec in specs:
-        table.add_row(
+        made.add_row(
             spec.slug,
             ", ".join(spec.short_names),
             *(f"{n:g}" for n in (spec.memory_gb, spec.bandwidth_gbs)),
             *(_rate(spec.peak_tflops(kind)) for kind in ("bf16", "fp16", "tf32", "fp32")),
         )
-    return table
+    return made
 
 
 def config_table(composed: Composed) -> Table:
     """A configuration with the layer that each value came from."""
-    table = Table(box=None, pad_edge=False)
-    for heading in ("key", "value", "from"):
-        table.add_column(heading)
+    made = table("", ("key", "value", "from"))
     for key, value in composed.values().items():
         origin = composed.origins[key]
-        table.add_row(key, _value(value), Text(origin, "dim" if origin == "default" else "bold"))
-    return table
+        made.add_row(key, _value(value), Text(origin, "dim" if origin == "default" else "bold"))
+    return made
 
 
 def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
@@ -203,22 +209,18 @@ def _compile(profile: HardwareProfile) -> str:
     return f"ready ({support.c_compiler}{triton})"
 
 
-def _measured_table(measured: Measurements) -> Table:
-    table = Table(
-        title=f"Measured {measured.taken}", title_justify="left", box=None, pad_edge=False
-    )
-    table.add_column("what")
-    for heading in ("median", "datasheet", "share", "samples"):
-        table.add_column(heading, justify="right")
-    for item in measured.items:
-        table.add_row(
-            item.name,
-            f"{item.value:.4g} {item.unit}",
+def measured_table(title: str, items: Iterable[Measurement]) -> Table:
+    """Measurements, with the datasheet's figures where there are any."""
+    made = table(title, ("what",), ("median", "datasheet", "share", "samples"))
+    for item in items:
+        made.add_row(
+            Text(item.name),
+            Text(f"{item.value:.4g} {item.unit}"),
             "" if item.datasheet is None else f"{item.datasheet:g} {item.unit}",
             "" if item.datasheet is None else f"{item.value / item.datasheet:.0%}",
             str(len(item.samples)),
         )
-    return table
+    return made
 
 
 def _note(note: Note) -> Text:

@@ -35,9 +35,8 @@ from trainfit.reports.score_sections import BASELINES, FIGURES, four, pair
 
 def gpt_page(result: GptResult) -> RenderableType:
     """Losses, speed, time by activity, and overrides to try next."""
-    table = Table(box=None, pad_edge=False, show_header=False)
-    table.add_column(style="dim")
-    table.add_column()
+    table = terminal.table("", ("", ""), show_header=False)
+    table.columns[0].style = "dim"
     for name, value in (
         ("validation loss", _beside(result)),
         ("training loss", _number(result.train_loss, "{:.4f} in the last lines of the log")),
@@ -162,14 +161,14 @@ class PlainLines(Observer):
         self._print(f"{event.kind} at step {event.step}: {event.text}")
 
 
-class Bar(Observer):
+class Bar(PlainLines):
     """A progress bar with loss, rates, MFU, memory and time left; other lines go above it."""
 
     def __init__(
         self, console: Console, title: str, line: Callable[[TrainRow], str] | None = None
     ) -> None:
         """Draw on `console`; the lines that `line` makes go above the bar."""
-        self._lines, self._own = PlainLines(console, title, line), line is not None
+        super().__init__(console, title, line)
         self._bar = Progress(
             TextColumn(title or "training"),
             BarColumn(bar_width=24),
@@ -178,10 +177,6 @@ class Bar(Observer):
             console=console,
             transient=True,
         )
-
-    def on_line(self, text: str) -> None:
-        """Print a line about the settings in effect."""
-        self._lines.on_line(text)
 
     def on_start(self, step: int, total_steps: int) -> None:
         """Draw the bar."""
@@ -194,17 +189,9 @@ class Bar(Observer):
 
     def on_log(self, row: TrainRow) -> None:
         """Update the figures beside the bar."""
-        if self._own:
-            self._lines.on_log(row)
+        if self._line is not None:
+            super().on_log(row)
         self._bar.update(self._task, numbers=bar_numbers(row))
-
-    def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the validation scores."""
-        self._lines.on_evaluation(step, metrics)
-
-    def on_event(self, event: Event) -> None:
-        """Print the event."""
-        self._lines.on_event(event)
 
     def on_end(self, _result: RunResult) -> None:
         """Remove the bar."""
@@ -279,10 +266,7 @@ def _scores(result: JobResult) -> Table:
     metrics = result.metrics
     folds = metrics.get("folds")
     title = f"Held-out scores over {len(folds)} folds" if folds else "Held-out test scores"
-    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for name in FIGURES:
-        table.add_column(name, justify="right")
+    table = terminal.table(title, ("",), FIGURES)
     for number, fold in enumerate(folds or [], 1):
         table.add_row(f"fold {number}", *(four(fold.get(name)) for name in FIGURES))
     if folds:
@@ -297,10 +281,7 @@ def _scores(result: JobResult) -> Table:
 
 
 def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
-    table = Table(title="By criterion", title_justify="left", box=None, pad_edge=False)
-    table.add_column("")
-    for name in (*FIGURES, "positives", "pairs"):
-        table.add_column(name, justify="right")
+    table = terminal.table("By criterion", ("",), (*FIGURES, "positives", "pairs"))
     for code, one in by_criterion.items():
         positives = sum(one.confusion[1])
         cells = [four(getattr(one, name)) for name in FIGURES]

@@ -127,6 +127,11 @@ def read_run(folder: Path) -> RunFiles:
     )
 
 
+def read_object(path: Path) -> Row:
+    """The object in a JSON file; empty where there is none that is whole."""
+    return _Reader().object(path)
+
+
 def read_part(folder: Path) -> RunPart:
     """Read the training in `folder`, without the rest of its run."""
     return _read_part("", folder, _Reader())
