@@ -134,3 +134,17 @@ def test_links_lead_somewhere(page: Path):
         path = page.parent / target
         known = "://" in target or path.exists() or str(path.relative_to(ROOT)) in GENERATED
         assert known, target
+
+
+def test_files_that_the_architecture_names_exist():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", text))
+    assert len(named) > 30
+    assert sorted(name for name in named if not (ROOT / "src/trainfit" / name).exists()) == []
+
+
+def test_rooms_of_the_architecture_are_the_packages():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    rooms = set(re.findall(r"\(\.\./src/trainfit/([\w/]+)/\)", text))
+    packages = {path.parent.name for path in (ROOT / "src/trainfit").glob("*/__init__.py")}
+    assert rooms - {"planning/estimator"} == packages
