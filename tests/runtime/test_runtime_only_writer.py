@@ -130,7 +130,7 @@ def test_only_runtime_writes() -> None:
 
 def test_the_checker_sees_what_runtime_does() -> None:
     seen = {file.name for file in FILES if in_runtime(file) and writes(file.read_text())}
-    assert {"environment.py", "switches.py", "tf32.py"} <= seen
+    assert {"environment.py", "switches.py"} <= seen
 
 
 PLANTED = [
