@@ -68,13 +68,13 @@ def _last(word: str) -> str:
 def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> Plan:
     """The planner's own decisions, without asking about memory."""
     gpu = profile.gpus[0] if profile.gpus else None
-    loader = {name: choice.value for name, choice in decide.loader(question, profile, gpu).items()}
+    loader = {name: choice.value for name, choice in decide.loader(question, profile).items()}
     plan = job_tiny.quick_plan(question, profile, **options)
     plan = replace(
         plan,
         **loader,
         gpu=None if gpu is None else gpu.slug,
-        precision=decide.precision(question, profile, gpu, plan.ranks).value,
+        precision=decide.precision(question, profile, plan.ranks).value,
         compile=bool(question.pinned("compile")),
         compile_mode=question.pinned("compile_mode"),
         effective_batch_size=decide.effective_batch(question, plan.ranks).value,

@@ -77,11 +77,11 @@ def test_a_misspelled_pin_is_answered_with_the_nearest_name():
 def test_a_pinned_number_of_tokens_bounds_every_micro_batch(most: int, gpu: str):
     profile = as_if(find(gpu))  # packed rows on one, padded ones on the other
     asked = question((20, 40, 100) * 32, micro_batch_tokens=most)
-    basis = cuts.basis_for(asked, profile, profile.gpus[0], ranks=1)
+    basis = cuts.fixed_settings(asked, profile, ranks=1)
     assert all(cutting.cut.tokens <= most for cutting in basis.cuttings)
 
 
 def test_fewer_tokens_than_the_longest_sequence_are_refused():
     profile = as_if(find("h200"))
     with pytest.raises(BadInput, match="100 tokens does not fit a micro-batch of 64"):
-        cuts.basis_for(question(micro_batch_tokens=64), profile, profile.gpus[0], ranks=1)
+        cuts.fixed_settings(question(micro_batch_tokens=64), profile, ranks=1)

@@ -26,7 +26,7 @@ from trainfit.planning.estimator import depths
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, target
 from trainfit.planning.estimator.step_time import Done, Work, rates, seconds
-from trainfit.planning.fit import Speed, look_at
+from trainfit.planning.fit import Speed, profile_cut
 from trainfit.planning.question import Pin, Question
 
 LAYERS, WIDTH, VOCABULARY, INNER, POSITIONS = 6, 128, 1000, 512, 256
@@ -262,9 +262,10 @@ def test_a_precision_that_the_device_lacks_falls_back_with_a_reason(
     asked_for: str, origin: str, gpu: str | None, native: bool, chosen: str, said: str
 ):
     profile = as_if(find(gpu or "t4"))
-    profile = replace(profile, cpu=replace(profile.cpu, native_bf16=native))
+    cpu = replace(profile.cpu, native_bf16=native)
+    profile = replace(profile, cpu=cpu, gpus=profile.gpus if gpu else ())
     pins = {"precision": Pin(value=asked_for, origin=origin)}
-    found = decide.precision(replace(asked(), pins=pins), profile, profile.gpus[0] if gpu else None)
+    found = decide.precision(replace(asked(), pins=pins), profile)
     assert found.value == chosen
     assert said in found.why
     assert (asked_for == chosen) or found.why.startswith(f"{asked_for} was asked for")
@@ -354,7 +355,7 @@ def test_cuts_are_timed_by_their_tokens_and_their_number():
     )
     lengths = np.array([16, 32, 64, 128] * 64)
     cuts = (*coarser_cuts(lengths, 64, 64 * 128), *ladder(lengths, 64, 64 * 128, padded=True)[:1])
-    cuttings = [look_at(lengths, cut, 64, 1, 0) for cut in cuts]
+    cuttings = [profile_cut(lengths, cut, 64, 1, 0) for cut in cuts]
     speed = Speed(gpu=find("h200"), precision="bf16", tf32=True)
 
     def times(done: Done) -> list[float]:

@@ -247,6 +247,11 @@ class HardwareProfile(Record):
     """True when the GPU comes from the catalogue and is not here."""
 
     @property
+    def gpu(self) -> Gpu | None:
+        """First GPU, which the jobs train on, or None."""
+        return self.gpus[0] if self.gpus else None
+
+    @property
     def device(self) -> Literal["cuda", "cpu"]:
         """Device that the jobs train on, by torch's name."""
         return "cuda" if any(gpu.vendor != "apple" for gpu in self.gpus) else "cpu"

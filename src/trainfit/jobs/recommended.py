@@ -23,7 +23,7 @@ def recommend(profile: HardwareProfile) -> Recommendation:
     """The plan of the default job on this machine, in the settings to start from."""
     composed = compose(TASK, OVERRIDES)
     plan = job_plan.answer(composed, job_plan.question(composed), profile)
-    preset, why = preset_for(profile.gpus[0] if profile.gpus else None)
+    preset, why = preset_for(profile.gpu)
     row = Reason(setting="preset", value=preset, why=f"{why}; hardware={preset} pins its values")
     return Recommendation(
         task=TASK,

@@ -16,7 +16,7 @@ from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
-from trainfit.planning.compile_choice import COMPILE_SECONDS
+from trainfit.planning.decide import COMPILE_SECONDS
 from trainfit.planning.question import Question
 from trainfit.tuning import tuned_cache, tuner
 from trainfit.tuning.tuned_cache import Trial, TuneResult

@@ -82,7 +82,7 @@ def _file(device: str) -> Path:
 def _items(
     profile: HardwareProfile, folder: Path
 ) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
-    gpu = profile.gpus[0] if profile.gpus else None
+    gpu = profile.gpu
     spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
     device = _torch_device(profile)
     kinds = ["fp32"]

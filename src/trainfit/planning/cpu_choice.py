@@ -1,8 +1,8 @@
-"""The precision and the threads of a job on a CPU: whichever ran a step of its model faster.
+"""Precision and threads of a job on a CPU: those that ran a step of its model faster.
 
-A CPU that multiplies bfloat16 natively is not faster in it for every model: casting costs more
-than a small model's products save. So a step is timed once in a process of its own, and its times
-are kept by the machine and the model's shape: every command then gives the same answer.
+Native bfloat16 is not faster for every model: casting costs more than a small model's products
+save. So a step is timed once in a child process, and the times are cached by machine and shape of
+the model, so that every command gives the same answer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from trainfit.planning.estimator.depths import folder_content
 from trainfit.planning.question import Choice, Question, lacks
 
 CLEAR = 1.05
-"""How many times as fast a choice must be to win: less is within the noise."""
+"""Least factor in speed for a choice to win; a smaller one is within the noise."""
 _CHILD = "trainfit.measuring.step_times"
 _SECONDS = 300
 _NOT_KEPT = "bf16 was not timed, since the cache cannot be written: set TRAINFIT_CACHE"
@@ -35,7 +35,7 @@ _NOT_KEPT = "bf16 was not timed, since the cache cannot be written: set TRAINFIT
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepRequest(Record):
-    """A step to time in each precision, of this shape or of a part of it."""
+    """A step to time in each precision."""
 
     factory: str
     """module:function of the probe."""
@@ -44,14 +44,14 @@ class StepRequest(Record):
     rows: int
     width: int
     half_weights: bool
-    """Weights that are not trained are kept in the precision of the products."""
+    """True if frozen weights are kept in the precision of the products."""
     threads: tuple[int, ...]
-    """The usual number first, then fewer."""
+    """Numbers of threads to try: the usual one first, then fewer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTime(Record):
-    """The best time of a step."""
+    """Best time of a step."""
 
     precision: Precision
     threads: int
@@ -60,7 +60,7 @@ class StepTime(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimes(Record):
-    """The best times that were found, or why there are none."""
+    """Best times of a step, or the error."""
 
     times: tuple[StepTime, ...] = ()
     error: str | None = None
@@ -68,20 +68,20 @@ class StepTimes(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CpuChoice(Record):
-    """The decision, with its reasons."""
+    """Chosen precision and threads, with reasons."""
 
     precision: Precision
     why: str
     threads: int
     threads_why: str
     lost: str | None = None
-    """The precision that was slower, with its time."""
+    """Slower precision, with its time."""
 
 
 def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoice:
-    """The choice for a job, by the times that were kept, or taken now.
+    """Choose for a job by cached times, or by times taken now.
 
-    Nothing is timed where the precision is settled by a pin, or the CPU has no native bfloat16.
+    Nothing is timed where the precision is pinned or the CPU has no native bfloat16.
     """
     usual, free = _usual_threads(question, profile, ranks)
     pin = question.pinned("precision")
@@ -99,9 +99,9 @@ def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoic
 
 
 def decide(found: StepTimes, usual: Choice) -> CpuChoice:
-    """The fastest: fewer threads, and then bfloat16, must be clearly faster to win.
+    """Choose the fastest; fewer threads, and then bfloat16, must be clearly faster to win.
 
-    On a machine that was busy one thread was timed: that says nothing about their number.
+    On a busy machine only one thread was timed, and the number of threads is not decided.
     """
     busy = all(time.threads != usual.value for time in found.times)
     count = 1 if busy else usual.value
@@ -147,7 +147,7 @@ def _fp32(usual: Choice, why: str) -> CpuChoice:
 
 
 def _usual_threads(question: Question, profile: HardwareProfile, ranks: int) -> tuple[Choice, bool]:
-    """The threads without timing, and whether fewer may be taken."""
+    """Return the threads without timing, and True if fewer may be chosen."""
     pin = question.pinned("num_threads")
     if pin is not None:
         return Choice(value=pin, why="you set it"), False
@@ -160,7 +160,7 @@ def _usual_threads(question: Question, profile: HardwareProfile, ranks: int) -> 
 
 
 def _request(question: Question, threads: int, ranks: int, *, fewer: bool) -> StepRequest:
-    """A step of the job's mean length; like lengths are asked alike."""
+    """Build the request for a step of the job's mean length, rounded to share cached times."""
     load = question.workload
     share = math.ceil(load.effective_batch_size / ranks)
     width = 2 ** math.ceil(math.log2(fmean(load.lengths)))
@@ -179,7 +179,7 @@ def _request(question: Question, threads: int, ranks: int, *, fewer: bool) -> St
 
 @lru_cache(maxsize=64)
 def _timed(place: Path, asked: str) -> StepTimes:
-    """The times that are kept at a place; those of the first to write them count for all."""
+    """Read the cached times, or take and cache them; the first to write them decides."""
     found = caches.read(StepTimes, place)
     if found is not None:
         return found
@@ -195,7 +195,7 @@ def _timed(place: Path, asked: str) -> StepTimes:
 
 
 def time_steps(asked: str) -> StepTimes:
-    """Time the request in a process of its own, which leaves this one as it is."""
+    """Time the request in a child process."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     try:
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""What is settled before memory is asked: by the machine, the pins, and the lengths of the data."""
+"""Cuts of a step to choose among, the memory they may use, and the search for the best."""
 
 from __future__ import annotations
 
@@ -10,44 +10,53 @@ from typing import Any
 import numpy as np
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Gpu, HardwareProfile
+from trainfit.core.records import HardwareProfile
 from trainfit.packing import coarser_cuts, ladder
 from trainfit.planning import decide
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, OWN_MARGIN, Target
-from trainfit.planning.fit import MODES, Candidate, Checkpointing, Cutting, Fitter, Speed, look_at
+from trainfit.planning.fit import (
+    MODES,
+    Checkpointing,
+    Cutting,
+    Fitter,
+    Speed,
+    StepCandidate,
+    profile_cut,
+)
 from trainfit.planning.question import Choice, Question
 
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Basis:
-    """What is settled before memory is asked."""
+class FixedSettings:
+    """Settings that do not depend on memory, and the cuts to choose among."""
 
     precision: Choice
     threads: Choice | None
-    """None: as torch has it."""
+    """None: torch's default."""
     tf32: Choice
     packed: Choice
     attention: Choice
     effective: Choice
     checkpointing: Choice | None
     cuttings: tuple[Cutting, ...]
-    """The largest micro-batches first."""
+    """Cuts, the largest micro-batches first."""
     plain: int
-    """Which of them pads the least; those before it start fewer micro-batches."""
+    """Index of the cut that pads the least; those before it have fewer micro-batches."""
     arguments: dict[str, Any]
 
     @property
     def key(self) -> tuple[Any, ...]:
-        """GPUs with the same key run the same step."""
+        """Key of the step: GPUs with the same key run the same."""
         wide = self.precision.value == "fp32"  # bf16 and fp16 are of one size
         return wide, self.packed.value, self.attention.value
 
 
-def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int) -> Basis:
-    """Decide what memory has no say in."""
-    precise = decide.precision(question, profile, gpu, ranks)
+def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> FixedSettings:
+    """Decide the settings that do not depend on memory."""
+    gpu = profile.gpu
+    precise = decide.precision(question, profile, ranks)
     packed = decide.packing(question, gpu, precise.value)
     effective = decide.effective_batch(question, ranks)
     cap = decide.cap_tokens(question, effective.value, ranks)
@@ -64,9 +73,9 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
         arguments |= {"attention": "varlen", "attention_dropout": 0.0}
     if question.workload.method != "full":
         arguments["dtype"] = _DTYPES[precise.value]
-    return Basis(
+    return FixedSettings(
         precision=precise,
-        threads=decide.threads(question, profile, gpu, ranks),
+        threads=decide.threads(question, profile, ranks),
         tf32=decide.tf32(question, gpu),
         packed=packed,
         attention=attention,
@@ -81,7 +90,7 @@ def basis_for(question: Question, profile: HardwareProfile, gpu: Gpu | None, ran
 def _cuttings(
     question: Question, packed: bool, effective: int, cap: int, ranks: int
 ) -> tuple[Cutting, ...]:
-    """The ladder, which begins with as many micro-batches as were asked for."""
+    """Fit the ladder of cuts, from the pinned number of micro-batches on."""
     steps = question.pinned("gradient_accumulation_steps")
     cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, steps)
     count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
@@ -101,17 +110,17 @@ def _cut_by_hand(question: Question) -> bool:
 
 @lru_cache(maxsize=16)
 def _coarser(lengths: tuple[int, ...], effective: int, cap: int, ranks: int) -> tuple[Cutting, ...]:
-    """Padded cuts into fewer micro-batches: a GPU may wait longer for them than it computes."""
+    """Fit padded cuts with fewer micro-batches, for GPUs that start slower than they compute."""
     array = np.asarray(lengths, dtype=np.int64)
     found = coarser_cuts(array, effective, cap, ranks=ranks)
-    return tuple(look_at(array, cut, effective, ranks, 0) for cut in found)
+    return tuple(profile_cut(array, cut, effective, ranks, 0) for cut in found)
 
 
 @lru_cache(maxsize=16)
 def _cut(
     lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, steps: int | None
 ) -> tuple[Cutting, ...]:
-    """The ladder, with what its steps are like; the same for all GPUs that are compared."""
+    """Fit the ladder of cuts and profile each; cached for comparisons of many GPUs."""
     array = np.asarray(lengths, dtype=np.int64)
     rungs = ladder(
         array,
@@ -122,13 +131,14 @@ def _cut(
         at_least=steps or 1,
         at_most=steps,
     )
-    return tuple(look_at(array, rung, effective, ranks, 0) for rung in rungs)
+    return tuple(profile_cut(array, rung, effective, ranks, 0) for rung in rungs)
 
 
-def target_for(profile: HardwareProfile, gpu: Gpu | None, memory_gib: float | None) -> Target:
-    """The GPU, or the CPU, and what may be taken of its memory."""
+def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Target:
+    """Describe the GPU, or the CPU, and the memory that may be used."""
     if memory_gib is not None and not memory_gib > 0:
         raise BadInput(f"the memory is {memory_gib} GiB", "give what may be used, above 0")
+    gpu = profile.gpu
     if gpu is None:
         free = _steady(profile.memory_available_gib) if memory_gib is None else memory_gib
         return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
@@ -143,53 +153,53 @@ def target_for(profile: HardwareProfile, gpu: Gpu | None, memory_gib: float | No
 
 
 def _steady(free_gib: float) -> float:
-    """Free memory in coarse steps: from one call to the next it differs, and the plan must not."""
+    """Round free memory down to coarse steps, so that repeated plans are equal."""
     return float(2 ** (math.floor(4 * math.log2(max(free_gib, 0.1))) / 4))
 
 
 _STRICTER = 1.03
-"""How much smaller the next candidate has to be after one that did not fit when it was run."""
+"""Factor by which the next candidate must be smaller after one that did not fit in full."""
 _HOPELESS = 1.1
-"""What takes more than this by small depths need not be run to know that it does not fit."""
+"""Estimate over the capacity beyond which a full run is not worth trying."""
 _CLEAR = 0.9
-"""What takes less than this share of the capacity by small depths will fit."""
+"""Share of the capacity below which an estimate by small depths is safe."""
 
 
-def fitter_for(question: Question, basis: Basis, targets: tuple[Target, ...]) -> Fitter:
-    """What weighs the candidates of a job on these GPUs."""
-    cuttings = basis.cuttings
+def fitter_for(question: Question, fixed: FixedSettings, targets: tuple[Target, ...]) -> Fitter:
+    """Build the fitter of a job for these GPUs."""
+    cuttings = fixed.cuttings
     if {"batch_size", "micro_batch_tokens"} & question.pins.keys():
         cuttings = cuttings[:1]  # pinned: the rest of the ladder is for running out of memory
-    held = tuple(held_back(target, basis) for target in targets)
+    held = tuple(with_margin(target, fixed) for target in targets)
     return Fitter(
-        question.factory, basis.arguments, question.layers, cuttings, held, plain=basis.plain
+        question.factory, fixed.arguments, question.layers, cuttings, held, plain=fixed.plain
     )
 
 
-def held_back(target: Target, basis: Basis) -> Target:
-    """With the margin kept free."""
-    margin = OWN_MARGIN if basis.attention.value == "own" else MARGIN
+def with_margin(target: Target, fixed: FixedSettings) -> Target:
+    """Reduce the capacity by the safety margin."""
+    margin = OWN_MARGIN if fixed.attention.value == "own" else MARGIN
     return replace(target, capacity=int(target.capacity * (1 - margin)))
 
 
-def modes_of(question: Question, basis: Basis) -> tuple[Checkpointing, ...]:
-    """The ways of checkpointing to choose among."""
-    if basis.checkpointing is not None:
-        return (basis.checkpointing.value,)
+def checkpointing_modes(question: Question, fixed: FixedSettings) -> tuple[Checkpointing, ...]:
+    """List the ways of checkpointing to choose among."""
+    if fixed.checkpointing is not None:
+        return (fixed.checkpointing.value,)
     # Nothing is kept for a backward pass that does not run.
     return ("none",) if question.workload.method == "frozen" else MODES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Weighed:
-    """The candidate that won, and those it won against."""
+class Selection:
+    """The candidate that won, and all candidates."""
 
-    best: Candidate
+    best: StepCandidate
     fits: bool
-    candidates: list[Candidate]
+    candidates: list[StepCandidate]
 
 
-def weigh(
+def select(
     fitter: Fitter,
     at: int,
     modes: tuple[Checkpointing, ...],
@@ -197,18 +207,18 @@ def weigh(
     speed: Speed,
     exact: bool,
     later: bool = False,
-) -> Weighed:
-    """The fastest that fits, run in full before it is promised; else the smallest.
+) -> Selection:
+    """Choose the fastest candidate that fits, run in full; else the smallest.
 
-    With `later` a clear winner is not run: it is about to be run compiled.
+    With `later` a clear winner is not run here, since it will be run compiled.
     """
     if "none" in modes and exact:
         told, ran = fitter.quickest(held, speed, compile=later)
         clear = told.taken.peak_reserved <= _CLEAR * held.capacity
         if later and clear:
-            return Weighed(best=told, fits=True, candidates=[told])
+            return Selection(best=told, fits=True, candidates=[told])
         if not later and ran.taken.fits:
-            return Weighed(best=ran, fits=True, candidates=[ran])
+            return Selection(best=ran, fits=True, candidates=[ran])
     candidates = fitter.candidates(at, modes, speed)
     more = 1.0
     for candidate in candidates:
@@ -216,10 +226,10 @@ def weigh(
             continue
         ran = fitter.exact(candidate, held, speed) if exact else candidate
         if ran.taken.fits or not exact:
-            return Weighed(best=ran, fits=True, candidates=candidates)
-        # What small depths missed here, they will miss elsewhere, and pieces are lost besides.
+            return Selection(best=ran, fits=True, candidates=candidates)
+        # Small depths underestimate other candidates as well, and fragmentation adds to it.
         more = max(_STRICTER, ran.taken.peak_allocated / candidate.taken.peak_allocated) * more
     smallest = min(candidates, key=lambda c: c.taken.peak_allocated)
     near = smallest.taken.peak_allocated <= _HOPELESS * held.capacity
     ran = fitter.exact(smallest, held, speed) if exact and near else smallest
-    return Weighed(best=ran, fits=bool(ran.taken.fits), candidates=candidates)
+    return Selection(best=ran, fits=bool(ran.taken.fits), candidates=candidates)

@@ -1,8 +1,9 @@
-"""The settings that follow from the machine alone, one function each, with a reason."""
+"""Decisions of a plan that do not search, one function per setting, each with its reason."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,10 +11,12 @@ from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
+from trainfit.planning.estimator.estimate import GIB
+from trainfit.planning.fit import StepCandidate
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
 
 VARLEN_SINCE = 8.0
-"""The compute capability from which on torch has variable-length attention."""
+"""Least compute capability with variable-length attention in torch."""
 _HALF = ("bf16", "fp16")
 _PACKED = {
     "varlen": "the flash kernel on packed rows: no mask in memory",
@@ -23,7 +26,7 @@ _PACKED = {
 
 
 def pinned(question: Question, name: str) -> Choice | None:
-    """The choice that was made before, if it was."""
+    """Return the choice of a pinned setting, or None."""
     pin = question.pins.get(name)
     if pin is None:
         return None
@@ -31,17 +34,16 @@ def pinned(question: Question, name: str) -> Choice | None:
     return Choice(value=pin.value, why=said)
 
 
-def precision(
-    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
-) -> Choice:
-    """The dtype of matrix products."""
+def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> Choice:
+    """Choose the dtype of matrix products."""
+    gpu = profile.gpu
     choice = pinned(question, "precision")
     if choice is not None:
         reason = lacks(choice.value, profile.cpu, gpu)
         if reason is None:
             return choice
         others = {name: pin for name, pin in question.pins.items() if name != "precision"}
-        free = precision(replace(question, pins=others), profile, gpu, ranks)
+        free = precision(replace(question, pins=others), profile, ranks)
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
         return Choice(value=free.value, why=why)
     if gpu is None:
@@ -66,19 +68,17 @@ def precision(
     return Choice(value="fp32", why="no half-precision matrix units")
 
 
-def threads(
-    question: Question, profile: HardwareProfile, gpu: Gpu | None, ranks: int = 1
-) -> Choice | None:
-    """The threads of torch's operations; None leaves torch's own number, as beside a GPU."""
+def threads(question: Question, profile: HardwareProfile, ranks: int = 1) -> Choice | None:
+    """Choose the threads of torch's CPU operations; None leaves torch's default."""
     choice = pinned(question, "num_threads")
-    if choice is not None or gpu is not None:
+    if choice is not None or profile.gpus:
         return choice
     found = cpu_choice.choose(question, profile, ranks)
     return Choice(value=found.threads, why=found.threads_why)
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:
-    """fp32 products on the matrix units."""
+    """Choose if fp32 products run on the matrix units."""
     choice = pinned(question, "tf32")
     able = gpu is not None and gpu.tf32
     if choice is not None and (able or not choice.value):
@@ -92,7 +92,7 @@ def tf32(question: Question, gpu: Gpu | None) -> Choice:
 
 
 def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
-    """Packed rows with variable-length attention, or padded ones."""
+    """Choose packed rows with variable-length attention, or padded ones."""
     if question.causal:
         return Choice(value=False, why="every sequence is a full block: there is nothing to pack")
     reason = _no_packing(question, gpu, precise)
@@ -122,7 +122,7 @@ def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str 
 
 
 def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
-    """The attention path by name."""
+    """Choose the attention path by name."""
     if packed:
         return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
     if question.own_attention:
@@ -136,7 +136,7 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
 
 
 def optimizer(question: Question) -> Choice:
-    """Which implementation of AdamW."""
+    """Choose the implementation of AdamW."""
     return pinned(question, "optimizer") or Choice(
         value="adamw_fused",
         why="one kernel for all weights, and no temporaries",
@@ -144,9 +144,9 @@ def optimizer(question: Question) -> Choice:
     )
 
 
-def loader(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> dict[str, Choice]:
-    """Workers, pinned memory, persistence and prefetching, which depend on one another."""
-    cores = profile.cpu.cores
+def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
+    """Choose workers, pinned memory, persistence and prefetching of the loader."""
+    gpu, cores = profile.gpu, profile.cpu.cores
     most = workers(cores, None if gpu is None else gpu.memory_gib)
     count = pinned(question, "num_workers") or Choice(
         value=most,
@@ -179,7 +179,7 @@ def loader(question: Question, profile: HardwareProfile, gpu: Gpu | None) -> dic
 
 
 def eval_batch(question: Question, batch_size: int) -> Choice:
-    """Sequences at a time in evaluation."""
+    """Choose the batch of evaluation."""
     return pinned(question, "eval_batch_size") or Choice(
         value=max(8, 2 * batch_size),
         why="twice the training batch: evaluation keeps no activations",
@@ -187,7 +187,7 @@ def eval_batch(question: Question, batch_size: int) -> Choice:
 
 
 def effective_batch(question: Question, ranks: int) -> Choice:
-    """Sequences per optimizer step."""
+    """Choose the sequences per optimizer step."""
     choice = pinned(question, "effective_batch_size")
     if choice is not None:
         return choice
@@ -205,7 +205,7 @@ def effective_batch(question: Question, ranks: int) -> Choice:
 
 
 def cap_tokens(question: Question, effective: int, ranks: int) -> int:
-    """The most tokens that a micro-batch may have, before memory is asked."""
+    """Return the maximum tokens of a micro-batch before memory limits it."""
     length = question.workload.max_length
     share = math.ceil(effective / ranks)
     batch: Any = question.pinned("batch_size")
@@ -214,3 +214,80 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
     tokens = int(sequences * length)
     most: Any = question.pinned("micro_batch_tokens")
     return tokens if most is None else min(tokens, check_whole("micro_batch_tokens", most))
+
+
+COMPILE_SECONDS = 25.0
+"""Cost of the first compiled steps: 2 to 24 s on the recorded GPU, with a cold cache."""
+_LEAST_GAIN = 1.02
+"""Least gain in speed; a smaller one is within the noise of the estimate."""
+
+
+def compiled_or_eager(
+    question: Question,
+    profile: HardwareProfile,
+    eager: StepCandidate,
+    fits: bool,
+    compiled: Callable[[], StepCandidate] | None,
+    steps: float,
+) -> tuple[Choice, StepCandidate, bool]:
+    """Compile where the machine can, the step still fits, and the run is long enough.
+
+    Returns the choice, the candidate that then runs, and True if it fits. `compiled` estimates the
+    compiled step; it is None where many GPUs are compared.
+    """
+
+    def stay(why: str) -> tuple[Choice, StepCandidate, bool]:
+        return Choice(value=False, why=why, alternatives=("true",)), eager, fits
+
+    gpu = profile.gpu
+    pin = pinned(question, "compile")
+    if pin is not None and (gpu is None or not pin.value):
+        return pin, eager, fits  # the estimator knows CUDA's compiled code alone
+    if compiled is None:
+        return stay("GPUs are compared without it")
+    reason = None if pin is not None else _no_compiling(profile, gpu) or _too_short(eager, steps)
+    if reason is not None:
+        return stay(reason)
+    candidate = compiled()
+    still = bool(candidate.taken.fits)
+    if pin is not None:
+        return pin, candidate, still
+    if fits and not still:
+        need = candidate.taken.peak_allocated / GIB
+        return stay(f"compiled, the step would need {need:.1f} GiB")
+    if eager.seconds is None or candidate.seconds is None:
+        return stay("how fast it would be is not known; measure it")
+    gain = eager.seconds / candidate.seconds
+    saved = steps * (eager.seconds - candidate.seconds)
+    if saved <= COMPILE_SECONDS or gain < _LEAST_GAIN:
+        return stay(f"it would save {max(saved, 0):.0f} s and cost {COMPILE_SECONDS:.0f} s")
+    choice = Choice(
+        value=True,
+        why=f"{gain:.2f} times as fast; saves {saved:,.0f} s of the run",
+        alternatives=(f"false: {eager.taken.peak_allocated / GIB:.1f} GiB",),
+    )
+    return choice, candidate, still
+
+
+def may_compile(question: Question, profile: HardwareProfile) -> bool:
+    """Tell if `compiled_or_eager` may estimate the compiled step."""
+    gpu = profile.gpu
+    pin = pinned(question, "compile")
+    able = bool(pin.value) if pin is not None else _no_compiling(profile, gpu) is None
+    return gpu is not None and able
+
+
+def _no_compiling(profile: HardwareProfile, gpu: Gpu | None) -> str | None:
+    if gpu is None or gpu.vendor == "apple":
+        return "compiling pays on CUDA and ROCm GPUs"
+    missing = profile.compile.missing(gpu=True)
+    if missing and not profile.simulated:
+        return f"it would fail here: {' and '.join(missing)} missing"
+    return None
+
+
+def _too_short(eager: StepCandidate, steps: float) -> str | None:
+    # No recorded step became twice as fast.
+    if eager.seconds is None or steps * eager.seconds / 2 >= COMPILE_SECONDS:
+        return None
+    return f"the run is too short to pay it back (about {COMPILE_SECONDS:.0f} s)"

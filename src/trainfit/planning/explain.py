@@ -1,4 +1,4 @@
-"""Every setting of a plan with its reason, and what lost against it."""
+"""Explanations of a plan: reasons, alternatives, advice, and estimates of memory and time."""
 
 from __future__ import annotations
 
@@ -10,26 +10,24 @@ from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
 from trainfit.planning import decide
-from trainfit.planning.compile_choice import Compiling
-from trainfit.planning.cuts import Basis, Weighed
+from trainfit.planning.cuts import FixedSettings, Selection
 from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
 from trainfit.planning.estimator.step_time import recorded_time_error
-from trainfit.planning.fit import MODES, Candidate, Speed
+from trainfit.planning.fit import MODES, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
 
 
 def choices_for(
     question: Question,
     profile: HardwareProfile,
-    basis: Basis,
-    weighed: Weighed,
+    fixed: FixedSettings,
+    chosen: Selection,
     held: Target,
-    compiling: Compiling,
+    compiled: Choice,
 ) -> dict[str, Choice]:
     """Decide every setting that a plan explains, in the order of the page."""
-    gpu = profile.gpus[0] if profile.gpus else None
-    best = weighed.best
+    best = chosen.best
     cut = best.cutting.cut
     length = question.workload.max_length
     batch = decide.pinned(question, "batch_size") or Choice(
@@ -40,29 +38,31 @@ def choices_for(
     most = question.pinned("micro_batch_tokens")
     limit = "" if most is None else f"at most {most:,} as pinned, "
     return {
-        "precision": basis.precision,
-        **({} if basis.threads is None else {"num_threads": basis.threads}),
-        "tf32": basis.tf32,
-        "packed": basis.packed,
-        "attention": basis.attention,
-        "effective_batch_size": basis.effective,
+        "precision": fixed.precision,
+        **({} if fixed.threads is None else {"num_threads": fixed.threads}),
+        "tf32": fixed.tf32,
+        "packed": fixed.packed,
+        "attention": fixed.attention,
+        "effective_batch_size": fixed.effective,
         "batch_size": batch,
         "micro_batch_tokens": Choice(
             value=cut.tokens,
             why=f"{limit}fitted to the steps: {fill:.1%} of it are tokens of the data",
         ),
-        "gradient_accumulation_steps": _accumulation(question, basis, weighed, held),
-        "gradient_checkpointing": _checkpointing(question, basis, weighed, held),
-        "compile": compiling.choice,
+        "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
+        "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
+        "compile": compiled,
         "optimizer": decide.optimizer(question),
-        **decide.loader(question, profile, gpu),
+        **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(question, batch.value),
     }
 
 
-def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Target) -> Choice:
-    best = weighed.best
-    count, total = best.cutting.cut.micro_batches, basis.effective.value
+def _accumulation(
+    question: Question, fixed: FixedSettings, chosen: Selection, held: Target
+) -> Choice:
+    best = chosen.best
+    count, total = best.cutting.cut.micro_batches, fixed.effective.value
     pin = decide.pinned(question, "gradient_accumulation_steps")
     if pin is not None and pin.value == count:
         return pin
@@ -70,7 +70,7 @@ def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Targ
         return Choice(value=1, why=f"all {total} sequences of a step go through at once")
     fewer = [
         c
-        for c in weighed.candidates
+        for c in chosen.candidates
         if c.checkpointing == best.checkpointing and c.cutting.cut.micro_batches < count
     ]
     alternatives = tuple(
@@ -78,7 +78,7 @@ def _accumulation(question: Question, basis: Basis, weighed: Weighed, held: Targ
         for c in sorted(fewer, key=lambda c: -c.cutting.cut.micro_batches)[:2]
     )
     tight = fewer and min(c.taken.peak_allocated for c in fewer) > held.capacity
-    plain = basis.cuttings[basis.plain].cut.micro_batches
+    plain = fixed.cuttings[fixed.plain].cut.micro_batches
     if count < plain:
         limit = f"since {plain}, which pad less, take the GPU longer to be given"
     else:
@@ -97,16 +97,18 @@ _CHECKPOINTING = {
 }
 
 
-def _checkpointing(question: Question, basis: Basis, weighed: Weighed, held: Target) -> Choice:
-    best = weighed.best
-    if basis.checkpointing is not None:
-        return basis.checkpointing
+def _checkpointing(
+    question: Question, fixed: FixedSettings, chosen: Selection, held: Target
+) -> Choice:
+    best = chosen.best
+    if fixed.checkpointing is not None:
+        return fixed.checkpointing
     if question.workload.method == "frozen":
         return Choice(value="none", why="a frozen encoder keeps nothing for a backward pass")
-    if not weighed.fits:
+    if not chosen.fits:
         return Choice(value=best.checkpointing, why="what takes the least memory; it does not fit")
     others = [
-        _rival(mode, [c for c in weighed.candidates if c.checkpointing == mode], best, held)
+        _rival(mode, [c for c in chosen.candidates if c.checkpointing == mode], best, held)
         for mode in MODES
         if mode != best.checkpointing
     ]
@@ -117,8 +119,8 @@ def _checkpointing(question: Question, basis: Basis, weighed: Weighed, held: Tar
     )
 
 
-def _rival(mode: str, rivals: Sequence[Candidate], best: Candidate, held: Target) -> str:
-    """How another way of checkpointing fares."""
+def _rival(mode: str, rivals: Sequence[StepCandidate], best: StepCandidate, held: Target) -> str:
+    """Compare another way of checkpointing with the best."""
     if not rivals:
         return f"{mode}: computes {'half' if mode == 'selective' else 'all'} of the blocks twice"
     fitting = [c for c in rivals if c.taken.peak_allocated <= held.capacity]
@@ -134,9 +136,9 @@ _SHORTEST = 64
 
 
 def what_would_fit(
-    question: Question, arguments: dict[str, Any], best: Candidate, held: Target, thorough: bool
+    question: Question, arguments: dict[str, Any], best: StepCandidate, held: Target, thorough: bool
 ) -> tuple[str, ...]:
-    """Lines of advice, those that change the least first; `best` is the smallest of the plan."""
+    """Advise on changes that would fit, the smallest first; `best` needs the least memory."""
     lines = []
     need = best.taken.peak_allocated
     pinned = [
@@ -156,7 +158,7 @@ def what_would_fit(
 
 
 def _other_methods(
-    question: Question, arguments: dict[str, Any], best: Candidate, held: Target
+    question: Question, arguments: dict[str, Any], best: StepCandidate, held: Target
 ) -> list[str]:
     if question.causal or question.workload.method != "full":
         return []
@@ -179,9 +181,9 @@ def _other_methods(
 
 
 def _shorter(
-    question: Question, arguments: dict[str, Any], best: Candidate, held: Target
+    question: Question, arguments: dict[str, Any], best: StepCandidate, held: Target
 ) -> list[str]:
-    """The longest length, by halves, with which a single sequence fits."""
+    """Find the longest length, by halves, with which a single sequence fits."""
     shape = best.cutting.shape
     length = question.workload.max_length // 2
     tried: list[int] = []
@@ -218,9 +220,9 @@ def _smallest_gpu(need: float) -> str | None:
 
 
 def memory_of(
-    best: Candidate, target: Target, gpu: Gpu | None, fits: bool | None, compiled: bool = False
+    best: StepCandidate, target: Target, gpu: Gpu | None, fits: bool | None, compiled: bool = False
 ) -> MemoryEstimate:
-    """Where the memory of a step goes."""
+    """Build the memory estimate of a candidate."""
     taken = best.taken
     return MemoryEstimate(
         weights_gib=taken.weights / GIB,
@@ -242,9 +244,9 @@ def memory_of(
 
 
 def time_of(
-    question: Question, best: Candidate, speed: Speed, ranks: int, effective: int
+    question: Question, best: StepCandidate, speed: Speed, ranks: int, effective: int
 ) -> TimeEstimate | None:
-    """How fast it runs, or None where there is no peak to reckon with."""
+    """Build the time estimate of a candidate; None for a GPU without a known peak."""
     if speed.gpu is None or best.seconds is None:
         return None
     step = best.seconds

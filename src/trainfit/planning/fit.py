@@ -1,4 +1,4 @@
-"""Which cut of the step, with how much recomputed, fits the memory and is the fastest."""
+"""Candidates of a step: how it is cut and checkpointed, its memory and its time."""
 
 from __future__ import annotations
 
@@ -21,23 +21,23 @@ from trainfit.planning.estimator.step_time import Seconds, count_flops, rates, s
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
 _LOOKED_AT = 64
-"""Steps of an epoch whose micro-batches are cut to know their shapes."""
+"""Steps of an epoch that are cut to find the shapes of micro-batches."""
 _WORTH_IT = 0.95
-"""Of the time: what a cut into fewer micro-batches, which pads more, has to promise."""
+"""A cut with fewer micro-batches, which pads more, must take at most 95% of the time."""
 _PROBED = 2
-"""Micro-batches in a probe: from the second on, gradients are there beside the activations."""
+"""Micro-batches in a probe: the second has gradients beside its activations."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cutting:
-    """A cut of the steps of a job, and what a step then computes."""
+    """A cut of a job's steps, and the tokens that a step then computes."""
 
     cut: Cut
     rows: int
     width: int
-    """Of the micro-batch that takes the most memory."""
+    """Width of the micro-batch that takes the most memory."""
     lengths: tuple[int, ...]
-    """Of the sequences of a usual packed micro-batch."""
+    """Lengths of the sequences of a median packed micro-batch."""
     computed: float
     """Tokens per step on a rank, filler and padding included."""
     tokens: float
@@ -50,7 +50,7 @@ class Cutting:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """As a probe wants it."""
+        """Arguments of a probe."""
         slots = self.cut.slots if isinstance(self.cut, PackedCut) else None
         return {
             "rows": self.rows,
@@ -63,20 +63,20 @@ class Cutting:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Speed:
-    """What times are reckoned with."""
+    """Facts that times are computed from."""
 
     gpu: GpuSpec | None
     precision: Precision
     tf32: bool
     measured: Measurements | None = None
-    """What `check --measure` found on this machine."""
+    """Results of `check --measure` on this machine."""
 
     def step_seconds(
         self, taken: Taken, cutting: Cutting, probed: Cutting | None = None
     ) -> float | None:
-        """The time of a step, or None where there is no peak to reckon with.
+        """Estimate the time of a step; None for a GPU without a known peak.
 
-        What it takes may have been found by a step that was cut otherwise, as `probed` was.
+        The operations in `taken` may come from a step with another cut, `probed`.
         """
         if self.gpu is None:
             return None
@@ -92,20 +92,20 @@ class Speed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A cut and a way of checkpointing, with what they take."""
+class StepCandidate:
+    """A cut and a way of checkpointing, with their memory and time."""
 
     checkpointing: Checkpointing
     cutting: Cutting
     taken: Taken
     seconds: float | None
-    """Of a step; None where there is no peak to reckon with."""
+    """Time of a step; None for a GPU without a known peak."""
     flops: float
-    """That a step must do on a rank, for real tokens."""
+    """Necessary operations of a step on a rank, for tokens of the data."""
 
 
-def look_at(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) -> Cutting:
-    """Cut the first steps of an epoch, as training will."""
+def profile_cut(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) -> Cutting:
+    """Profile a cut on the first steps of an epoch, cut as in training."""
     steps = deal_steps(lengths, effective, seed, 0)
     whole = [step for step in steps[:_LOOKED_AT] if len(step) == min(effective, len(lengths))]
     parts = [cut_step(lengths, step, cut, ranks)[0] for step in whole or steps[:1]]
@@ -124,10 +124,10 @@ def look_at(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) 
 
 
 class Fitter:
-    """Weighs the candidates of one job for GPUs of one kind.
+    """Estimates the candidates of one job for GPUs of one kind.
 
-    Probes take seconds, so nothing is asked twice and only the ends of a ladder are asked about:
-    in between, and between no and full checkpointing, memory and work lie on a line.
+    Probes take seconds, so results are cached and only the ends of a ladder are probed: memory and
+    work in between, and between no and full checkpointing, are interpolated.
     """
 
     def __init__(
@@ -139,7 +139,7 @@ class Fitter:
         targets: tuple[Target, ...],
         plain: int = 0,
     ) -> None:
-        """Weigh these cuts of a job's steps on all `targets`; that at `plain` pads the least."""
+        """Estimate these cuts of a job's steps on all `targets`; that at `plain` pads the least."""
         self.cuttings, self._plain = cuttings, plain
         self._factory, self._arguments, self._layers = factory, arguments, layers
         self._targets = targets
@@ -148,10 +148,12 @@ class Fitter:
         second = 1 if cuttings[0].probed == 1 and len(cuttings) > 1 else 0
         self._ends = sorted({0, second, len(cuttings) - 1})
 
-    def candidates(self, at: int, modes: Sequence[Checkpointing], speed: Speed) -> list[Candidate]:
-        """Every cut with each of these ways of checkpointing, on the target at `at`, fastest first.
+    def candidates(
+        self, at: int, modes: Sequence[Checkpointing], speed: Speed
+    ) -> list[StepCandidate]:
+        """List every cut with each way of checkpointing, on the target at `at`, fastest first.
 
-        Without times: keep activations before cutting finer, and both before recomputing.
+        Without times, candidates that recompute less come first, then larger micro-batches.
         """
         made = [
             self._candidate(mode, rung, at, speed)
@@ -166,17 +168,19 @@ class Fitter:
             key=lambda c: (c.seconds or 0.0, MODES.index(c.checkpointing), -c.cutting.cut.tokens),
         )
 
-    def quickest(self, target: Target, speed: Speed, compile: bool) -> tuple[Candidate, Candidate]:
-        """The one that computes nothing twice, with as few micro-batches as make it the fastest.
+    def quickest(
+        self, target: Target, speed: Speed, compile: bool
+    ) -> tuple[StepCandidate, StepCandidate]:
+        """Estimate the fastest candidate without checkpointing.
 
-        By small depths, and run with all its layers, compiled or not.
+        It is returned twice: estimated by small depths, and run with all layers, compiled or not.
         """
         by_depths, ran = self._both(self._plain, target, speed, compile)
         at = self._fewer(ran, speed)
         return (by_depths, ran) if at is None else self._both(at, target, speed, compile)
 
-    def _fewer(self, ran: Candidate, speed: Speed) -> int | None:
-        """Which of the cuts into fewer micro-batches is faster than the one that was run."""
+    def _fewer(self, ran: StepCandidate, speed: Speed) -> int | None:
+        """Find a cut with fewer micro-batches that is faster than the one that was run."""
         times = [
             speed.step_seconds(ran.taken, cutting, ran.cutting) or math.inf
             for cutting in self.cuttings[: self._plain]
@@ -187,7 +191,7 @@ class Fitter:
 
     def _both(
         self, rung: int, target: Target, speed: Speed, compile: bool
-    ) -> tuple[Candidate, Candidate]:
+    ) -> tuple[StepCandidate, StepCandidate]:
         shape, whole = (self._shape("none", self.cuttings[rung], on) for on in (False, compile))
         told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
         self._known["none", rung] = told
@@ -195,20 +199,20 @@ class Fitter:
         return by_depths, _run(by_depths, taken, speed)
 
     def exact(
-        self, candidate: Candidate, target: Target, speed: Speed, compile: bool = False
-    ) -> Candidate:
-        """The candidate run with all its layers, its blocks compiled or not."""
+        self, candidate: StepCandidate, target: Target, speed: Speed, compile: bool = False
+    ) -> StepCandidate:
+        """Run the candidate with all its layers, compiled or not."""
         shape = self._shape(candidate.checkpointing, candidate.cutting, compile)
         (taken,) = exactly(self._factory, shape, (target,))
         return _run(candidate, taken, speed)
 
-    def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> Candidate:
+    def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> StepCandidate:
         cutting, plain = self.cuttings[rung], self.cuttings[self._plain]
         taken = self._taken(mode, rung, at)
         # What a step must do is what it does without checkpointing.
         done = _flops(self._taken("none", self._plain, at))
         must = done / (plain.probed * plain.rows * plain.width)
-        return Candidate(
+        return StepCandidate(
             checkpointing=mode,
             cutting=cutting,
             taken=taken,
@@ -241,8 +245,8 @@ class Fitter:
         return shape | {"compile": True} if compile else shape
 
 
-def _run(candidate: Candidate, taken: Taken, speed: Speed) -> Candidate:
-    """The candidate with what it took when it was run."""
+def _run(candidate: StepCandidate, taken: Taken, speed: Speed) -> StepCandidate:
+    """Replace the estimates of a candidate by those of a full run."""
     spent = speed.step_seconds(taken, candidate.cutting)
     return replace(candidate, taken=taken, seconds=spent)
 

@@ -19,7 +19,7 @@ from trainfit.core.settings import BY_NAME, chosen_by, with_values
 from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
 from trainfit.planning.estimator.estimate import MARGIN
-from trainfit.planning.fit import look_at
+from trainfit.planning.fit import profile_cut
 from trainfit.planning.question import Question
 
 Ask = Callable[[Mapping[str, Scalar]], Plan]
@@ -118,7 +118,7 @@ def _cut(
     rungs = ladder(
         array, effective, cap, padded=not packed, ranks=ranks, at_least=least, at_most=count
     )
-    return rungs, look_at(array, rungs[0], effective, ranks, 0).shape
+    return rungs, profile_cut(array, rungs[0], effective, ranks, 0).shape
 
 
 def _scaled(memory: MemoryEstimate | None, factor: float) -> MemoryEstimate | None:
