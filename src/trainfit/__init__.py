@@ -7,18 +7,32 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainfit import doctor as doctor
+    from trainfit import hpo as hpo
+    from trainfit.api import check as check
+    from trainfit.api import plan as plan
+    from trainfit.api import predict as predict
+    from trainfit.api import train as train
+    from trainfit.api import tune as tune
+    from trainfit.api import verify as verify
     from trainfit.conf import compose as compose
+    from trainfit.core.errors import BadConfig as BadConfig
+    from trainfit.core.errors import BadInput as BadInput
+    from trainfit.core.errors import OutOfMemory as OutOfMemory
+    from trainfit.core.errors import RunFailed as RunFailed
+    from trainfit.core.errors import TrainfitError as TrainfitError
+    from trainfit.core.errors import TrainfitWarning as TrainfitWarning
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
     from trainfit.jobs.job import Job as Job
     from trainfit.jobs.job import tunable as tunable
-    from trainfit.jobs.job_plan import plan as plan
     from trainfit.jobs.recommended import recommend as recommend
     from trainfit.measuring import measure as measure
     from trainfit.measuring.observe import observe as observe
     from trainfit.planning import estimate as estimate
+    from trainfit.reports.run_report import report as report
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
@@ -26,27 +40,42 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
+    "BadConfig": "trainfit.core.errors",
+    "BadInput": "trainfit.core.errors",
+    "Job": "trainfit.jobs.job",
+    "OutOfMemory": "trainfit.core.errors",
+    "RunFailed": "trainfit.core.errors",
+    "TrainfitError": "trainfit.core.errors",
+    "TrainfitWarning": "trainfit.core.errors",
     "applied": "trainfit.runtime",
     "apply": "trainfit.runtime",
     "as_if": "trainfit.hardware",
+    "check": "trainfit.api",
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
-    "Job": "trainfit.jobs.job",
     "find_batch_size": "trainfit.jobs.batch_size",
-    "tunable": "trainfit.jobs.job",
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
-    "plan": "trainfit.jobs.job_plan",
+    "plan": "trainfit.api",
+    "predict": "trainfit.api",
     "recommend": "trainfit.jobs.recommended",
     "report": "trainfit.reports.run_report",
+    "train": "trainfit.api",
+    "tunable": "trainfit.jobs.job",
+    "tune": "trainfit.api",
     "undo": "trainfit.runtime",
+    "verify": "trainfit.api",
 }
-__all__ = ["__version__", *_HOMES]
+_PACKAGES = ("doctor", "hpo")
+"""Packages that can be called."""
+__all__ = ["__version__", *_HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return import_module(f"trainfit.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'trainfit' has no attribute {name!r}")
     return getattr(import_module(_HOMES[name]), name)

@@ -8,6 +8,10 @@ signs.yaml has all faults with their texts and the signs in logs. A check is a s
 over facts gathered beforehand. docs/troubleshooting.md is made from both.
 """
 
+import sys
+from pathlib import Path
+from types import ModuleType
+
 from trainfit.doctor.facts import MachineFacts, gather
 from trainfit.doctor.finding import Finding, is_healthy
 from trainfit.doctor.machine_checks import examine
@@ -24,3 +28,22 @@ __all__ = [
     "is_healthy",
     "read_log",
 ]
+
+
+class _Doctor(ModuleType):
+    """The package itself can be called: `trainfit.doctor()`."""
+
+    def __call__(
+        self, *, log: str | Path | None = None, run: str | Path | None = None
+    ) -> tuple[Finding, ...]:
+        """Find the faults of this machine, of a log or of a run, the worst first."""
+        from trainfit.runs import run_folder
+
+        if log is not None:
+            return read_log(Path(log))
+        if run is not None:
+            return examine_run(run_folder.find(run, Path("runs")))
+        return examine(gather())
+
+
+sys.modules[__name__].__class__ = _Doctor

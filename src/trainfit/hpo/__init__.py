@@ -1,6 +1,27 @@
 """Hyperparameter search: trials over folds under one memory plan, by one worker or many.
 
 The only package that imports Optuna. A study lives in a database (storage.py). A worker claims a
-trial (desk.py), trains its folds (running.py) and tells what came of it; whoever dies leaves the
-trial to the next. The way through a command: setting.py, studies.py, worker.py, final.py.
+trial (trial_queue.py), trains its folds (run_trial.py) and records how it ended; a worker that dies
+leaves the trial to the next. The way through a command: study_settings.py, studies.py, fleet.py,
+final.py.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _Search(ModuleType):
+    """The package itself can be called: `trainfit.hpo("nli", "hpo.trials=20")`."""
+
+    def __call__(self, task: Any, *overrides: str) -> Any:
+        """Search the settings of a job with one worker; return a StudyResult with the best trial.
+
+        The same call goes on where a study was left.
+        """
+        from trainfit.hpo.final import search
+
+        return search(task, *overrides)
+
+
+sys.modules[__name__].__class__ = _Search

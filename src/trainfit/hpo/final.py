@@ -11,6 +11,7 @@ import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,26 @@ class StudyResult(Record):
     """None where the command was stopped before the end."""
     trials: dict[str, int]
     seconds: float
+
+
+def search(task: str | type, *words: str) -> StudyResult:
+    """Run the trials of a study in this process, and train its final model."""
+    from trainfit.hpo.fleet import work
+    from trainfit.hpo.run_trial import run_trial
+    from trainfit.hpo.storage import using_database
+    from trainfit.hpo.studies import open_study
+    from trainfit.hpo.study_settings import read_setting
+    from trainfit.jobs.registry import check_job, name_of
+
+    begun, name = time.perf_counter(), name_of(task)
+    check_job(name)
+    with using_database():
+        setting = read_setting(name, words)
+        objective = Objective(setting.composed, setting.hpo.metric)
+        opened = open_study(setting, lambda: objective)
+        ended = work(opened.desk(), partial(run_trial, opened, objective))
+        best = finish(opened, lambda: objective) if ended == "done" else None
+        return summarise(opened, best, time.perf_counter() - begun)
 
 
 def finish(

@@ -133,3 +133,15 @@ def direction(task: str, metric: str) -> bool | None:
     """Tell whether greater is better, where `metric` is the one that a job of the user's names."""
     job = load(task)
     return is_greater_better(job) if metric == job.metric else None
+
+
+def name_of(task: str | type) -> str:
+    """Return the name of a job; a class must be importable by the processes that plan it."""
+    if isinstance(task, str):
+        return task
+    if task.__module__ == "__main__" or "<locals>" in task.__qualname__:
+        raise BadInput(
+            f"{task.__qualname__} is defined in the script that runs",
+            "put the class into a file of its own, and import it",
+        )
+    return f"{task.__module__}:{task.__qualname__}"

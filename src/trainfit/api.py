@@ -1,0 +1,117 @@
+"""The commands as functions: `trainfit.train("nli", "cv.folds=5")` for `train nli cv.folds=5`.
+
+A job is nli, textclass, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from trainfit.core.errors import BadInput
+from trainfit.jobs.registry import name_of
+
+if TYPE_CHECKING:
+    from trainfit.core.plan_records import Plan, Recommendation
+    from trainfit.core.records import Receipt
+    from trainfit.jobs.job import Job
+    from trainfit.tuning.tuned_cache import TuneResult
+
+_RUNS = Path("runs")
+
+
+def plan(
+    task: str | type[Job],
+    *overrides: str,
+    gpu: str | None = None,
+    model: str | None = None,
+    memory_gib: float | None = None,
+    lengths: Sequence[int] | None = None,
+    watts: float | None = None,
+    price_per_hour: float | None = None,
+) -> Plan:
+    """Plan a job for this machine, or for a GPU of the catalogue.
+
+    `overrides` are key=value words as on the command line. `lengths` are the tokens of each
+    training sequence, where they are known; else the documents' data is assumed.
+    """
+    from trainfit.jobs import job_plan
+
+    return job_plan.plan(
+        name_of(task),
+        *overrides,
+        gpu=gpu,
+        model=model,
+        memory_gib=memory_gib,
+        lengths=lengths,
+        watts=watts,
+        price_per_hour=price_per_hour,
+    )
+
+
+def train(task: str | type[Job], *overrides: str, resume: str | Path | None = None) -> Any:
+    """Train a job, score it on held-out data and export the model; return the result record.
+
+    `resume` is a run folder to continue; it goes on with its own configuration.
+    """
+    from trainfit.jobs import configuration, registry
+    from trainfit.runs import run_folder
+
+    name = name_of(task)
+    module = registry.job_module(name)
+    if resume is None:
+        return module.train(configuration.configure(name, overrides))
+    if overrides:
+        raise BadInput(f"resume with {overrides[0]}", "a run goes on with its own configuration")
+    run = run_folder.find(resume, _RUNS)
+    return module.train(configuration.configured_by(run, name), resume=run)
+
+
+def tune(task: str | type[Job], *overrides: str, minutes: float = 3.0) -> TuneResult:
+    """Measure for so many minutes what is fastest here, and keep it for `train`."""
+    from trainfit.jobs import configuration, job_plan, registry, tuned_plans
+
+    name = name_of(task)
+    module = registry.job_module(name)
+    composed = configuration.configure(name, overrides)
+    job = module.prepare(composed).tuned_job(job_plan.machine(composed))
+    return tuned_plans.tune(job, minutes=minutes)
+
+
+def verify(run: str | Path | type[Job]) -> Receipt:
+    """Return the receipt of a run: what was asked for against what was seen to run.
+
+    `run` is a run folder, its name under runs/, or a job of yours, for its newest run.
+    """
+    from trainfit.measuring.receipt import read_receipt
+
+    return read_receipt(_folder(run))
+
+
+def predict(
+    run: str | Path | type[Job], items: Sequence[Any], *, criterion: str | None = None
+) -> list[Any]:
+    """Answer for texts by the model of a finished run, or for items by a job of yours."""
+    from trainfit.jobs import own
+    from trainfit.jobs.predict import answer, exports_of
+
+    place = _folder(run)
+    if isinstance(run, type) or ":" in str(run):
+        return own.predict(name_of(run), place, items)  # type: ignore[arg-type]
+    return answer(exports_of(place), list(items), criterion)
+
+
+def check(gpu: str | None = None) -> Recommendation:
+    """Return the settings to start from on this machine, or on a GPU of the catalogue."""
+    from trainfit.hardware import as_if, detect
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs.recommended import recommend
+
+    return recommend(detect() if gpu is None else as_if(find(gpu)))
+
+
+def _folder(run: str | Path | type[Job]) -> Path:
+    from trainfit.runs import run_folder
+
+    return run_folder.find(name_of(run) if isinstance(run, type) else run, _RUNS)
