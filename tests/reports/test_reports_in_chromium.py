@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from chromium import Browser, browser, find_chromium
 from report_runs import write_run
-from test_report_page import EVIL, write_study
+from test_reports_page import EVIL, write_study
 
 from trainfit.core.plan_records import Plan
 from trainfit.reports.run_report import report, write
