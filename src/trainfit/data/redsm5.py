@@ -7,10 +7,10 @@ message here quotes one, and nothing of them is written to disk.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -105,16 +105,7 @@ _COLUMN = {criterion.symptom: number for number, criterion in enumerate(CRITERIA
 _STATUS = {"1": True, "0": False, "1.0": True, "0.0": False}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Post:
-    """A post; its text is not part of its repr."""
-
-    id: str
-    text: str = field(repr=False)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Annotation:
+class Annotation(NamedTuple):
     """Judgement of a sentence: evidence of the symptom, or (status False) none."""
 
     post_id: str
@@ -165,10 +156,10 @@ def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
     return label_posts(posts, annotations, [one.text(wording) for one in CRITERIA])
 
 
-def read_posts(path: Path) -> list[Post]:
-    """Read the posts; ids must differ and texts must not be empty."""
+def read_posts(path: Path) -> dict[str, str]:
+    """Read the texts of the posts by id; ids must differ and texts must not be empty."""
     rows: dict[str, int] = {}
-    posts = []
+    posts: dict[str, str] = {}
     for number, row in read_csv(path, ["post_id", "text"]):
         post_id = row["post_id"].strip()
         place = f"{path}: row {number}"
@@ -182,7 +173,7 @@ def read_posts(path: Path) -> list[Post]:
         if not row["text"].strip():
             raise BadInput(f"{place}: post {_id(post_id)} has no text", "fill in column text")
         rows[post_id] = number
-        posts.append(Post(id=post_id, text=row["text"]))
+        posts[post_id] = row["text"]
     if not posts:
         raise BadInput(f"{path} has no posts", "give a file with one row per post")
     return posts
@@ -202,22 +193,15 @@ def read_annotations(path: Path) -> list[Annotation]:
         if status not in _STATUS:
             shown = _shown(status, r"[0-9.+-]{1,8}") or " is neither"
             raise BadInput(f"{place}: status{shown}", "use 1 for evidence and 0 for none")
-        annotations.append(
-            Annotation(
-                post_id=row["post_id"].strip(),
-                symptom=symptom,
-                status=_STATUS[status],
-                place=place,
-            )
-        )
+        annotations.append(Annotation(row["post_id"].strip(), symptom, _STATUS[status], place))
     return annotations
 
 
 def label_posts(
-    posts: Sequence[Post], annotations: Iterable[Annotation], criteria: Sequence[str]
+    posts: Mapping[str, str], annotations: Iterable[Annotation], criteria: Sequence[str]
 ) -> Corpus:
     """Label every post per criterion: 1 when any annotation says so."""
-    row = {post.id: number for number, post in enumerate(posts)}
+    row = {post_id: number for number, post_id in enumerate(posts)}
     evidence = np.zeros((len(posts), len(CRITERIA)), dtype=np.bool_)
     for item in annotations:
         if item.post_id not in row:
@@ -227,8 +211,8 @@ def label_posts(
         if item.status and item.symptom != SPECIAL_CASE:
             evidence[row[item.post_id], _COLUMN[item.symptom]] = True
     return Corpus(
-        ids=tuple(post.id for post in posts),
-        texts=tuple(post.text for post in posts),
+        ids=tuple(posts),
+        texts=tuple(posts.values()),
         criteria=tuple(criteria),
         evidence=evidence,
     )

@@ -22,7 +22,6 @@ from trainfit.data.redsm5 import (
     SPECIAL_CASE,
     Annotation,
     Corpus,
-    Post,
     Wording,
     label_posts,
 )
@@ -122,9 +121,9 @@ SIZES: dict[Scale, Size] = {
 def make_corpus(scale: Scale = "small", seed: int = 0, wording: Wording = "short") -> Corpus:
     """Make the synthetic corpus of a seed, labelled like the real one."""
     drafts = list(make_drafts(scale, seed))
-    posts = [Post(id=draft.id, text=" ".join(draft.sentences)) for draft in drafts]
+    posts = {draft.id: " ".join(draft.sentences) for draft in drafts}
     annotations = [
-        Annotation(post_id=draft.id, symptom=mark.symptom, status=mark.status, place="synthetic")
+        Annotation(draft.id, mark.symptom, mark.status, "synthetic")
         for draft in drafts
         for mark in draft.marks
     ]

@@ -107,7 +107,7 @@ def read_into(folder: Path, tensors: Mapping[str, Tensor]) -> None:
     With a process group, every rank calls this. Any number of ranks may have written the files,
     sharded or not.
     """
-    _check_same(_saved(folder), tensors)
+    check_same({name: saved.size for name, saved in _saved(folder).items()}, tensors)
     _load(folder, tensors, alone=False)
 
 
@@ -141,15 +141,16 @@ def _load(folder: Path, tensors: Mapping[str, Tensor], *, alone: bool) -> None:
         load(dict(tensors), storage_reader=reader, no_dist=alone)
 
 
-def _check_same(saved: Mapping[str, TensorStorageMetadata], own: Mapping[str, Tensor]) -> None:
+def check_same(saved: Mapping[str, torch.Size], own: Mapping[str, Tensor]) -> None:
+    """Raise BadInput where names or shapes of a checkpoint's tensors differ from the model's."""
     if missing := sorted(own.keys() ^ saved.keys()):
         raise BadInput(
             f"the checkpoint and the model differ in {len(missing)} tensors, such as {missing[0]}",
             "use the configuration of the run",
         )
     for name, tensor in own.items():
-        if saved[name].size != tensor.shape:
-            shapes = f"{tuple(saved[name].size)} in the checkpoint, {tuple(tensor.shape)} here"
+        if saved[name] != tensor.shape:
+            shapes = f"{tuple(saved[name])} in the checkpoint, {tuple(tensor.shape)} here"
             raise BadInput(f"{name} is {shapes}", "use the configuration of the run")
 
 

@@ -286,14 +286,8 @@ def _update_fused(
             [local(state["exp_avg_sq"]) for state in states],
             [],
             list(this_step),
-            amsgrad=False,
-            maximize=False,
-            beta1=group["betas"][0],
-            beta2=group["betas"][1],
-            lr=group["lr"],
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
             found_inf=found_inf,
+            **_options(group),
         )
     )
     write_once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
@@ -308,29 +302,28 @@ def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, An
     def work() -> None:
         before = [tensor.clone() for tensor in written]
         try:
-            adamw(
+            lists: list[list[Tensor]] = [
                 [weight],
                 [gradient],
                 [mean],
                 [square],
                 [],
                 [state["step"]],
-                foreach=False,
-                fused=False,
-                amsgrad=False,
-                maximize=False,
-                beta1=group["betas"][0],
-                beta2=group["betas"][1],
-                lr=group["lr"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-            )
+            ]
+            adamw(*lists, foreach=False, fused=False, **_options(group))
         except Exception:
             for tensor, copy in zip(written, before, strict=True):
                 retried(partial(tensor.copy_, copy))
             raise
 
     retried(work)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that AdamW's two functions share."""
+    beta1, beta2 = group["betas"]
+    same = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    return {"beta1": beta1, "beta2": beta2, **same}
 
 
 def take_workspaces() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.records import Record
-from trainfit.engine.fsdp import local
+from trainfit.engine.fsdp import check_same, local
 from trainfit.engine.optimizer import is_plain_adamw
 
 
@@ -171,19 +171,9 @@ def find_nonfinite(model: nn.Module) -> str | None:
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into a model with the same names and shapes."""
     own = model_tensors(model)
-    if missing := sorted(own.keys() ^ tensors.keys()):
-        raise BadInput(
-            f"the checkpoint and the model differ in {len(missing)} tensors, such as {missing[0]}",
-            "use the configuration of the run",
-        )
+    check_same({name: tensor.shape for name, tensor in tensors.items()}, own)
     for name, tensor in own.items():
-        saved = tensors[name]
-        if saved.shape != tensor.shape:
-            raise BadInput(
-                f"{name} is {tuple(saved.shape)} in the checkpoint, {tuple(tensor.shape)} here",
-                "use the configuration of the run",
-            )
-        tensor.copy_(saved)
+        tensor.copy_(tensors[name])
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

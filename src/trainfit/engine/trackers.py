@@ -17,11 +17,7 @@ from trainfit.core.errors import BadInput, redact_values, redact_words
 from trainfit.hardware.nvml import Sample, load_nvml, open_sampler
 from trainfit.runs.event_log import Tracker
 
-_MODULES = {
-    "tensorboard": "torch.utils.tensorboard",
-    "mlflow": "mlflow",
-    "wandb": "wandb",
-}
+_MODULES = {"tensorboard": "torch.utils.tensorboard", "mlflow": "mlflow", "wandb": "wandb"}
 """Module of each tracker."""
 
 
