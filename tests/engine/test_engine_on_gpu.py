@@ -119,10 +119,22 @@ class CrashAt(Observer):
             raise Crash
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_resumed_run_drops_out_the_same(tmp_path: Path, precision: str) -> None:
+RESUMED = [("fp32", "adamw_fused"), ("bf16", "adamw_fused"), ("fp16", "adamw_fused")]
+OTHERS = [("bf16", "muon"), ("fp16", "sgd"), ("fp32", "adafactor"), ("bf16", "nadam")]
+
+
+@pytest.mark.parametrize(("precision", "kind"), [*RESUMED, *OTHERS, ("bf16", "adam_fused")])
+def test_a_resumed_run_drops_out_the_same(tmp_path: Path, precision: str, kind: str) -> None:
     task = ToyTask(norm=True)
-    chosen = settings(task, device="cuda", precision=precision, checkpoint_steps=3, loader=WORKERS)
+    optimizer = {"kind": kind}
+    chosen = settings(
+        task,
+        device="cuda",
+        precision=precision,
+        checkpoint_steps=3,
+        loader=WORKERS,
+        optimizer=optimizer,
+    )
     task.evaluate = lambda model, size: {"loss": 1.0}  # type: ignore[method-assign]
     with applied(RuntimeSettings(deterministic=True)):
         train(task, chosen, tmp_path / "whole")

@@ -302,15 +302,8 @@ def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, An
     def work() -> None:
         before = [tensor.clone() for tensor in written]
         try:
-            lists: list[list[Tensor]] = [
-                [weight],
-                [gradient],
-                [mean],
-                [square],
-                [],
-                [state["step"]],
-            ]
-            adamw(*lists, foreach=False, fused=False, **_options(group))
+            counts, options = [state["step"]], _options(group) | {"foreach": False, "fused": False}
+            adamw([weight], [gradient], [mean], [square], [], counts, **options)
         except Exception:
             for tensor, copy in zip(written, before, strict=True):
                 retried(partial(tensor.copy_, copy))
