@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 
 _MOST = 8
+"""Items of a list that are shown: a data set may have thousands of lengths."""
 _LEFT = ' style="text-align:left"'
 
 
@@ -35,8 +36,10 @@ def html_table(data: Any) -> str:
         )
         return f"<table>{rows}</table>"
     if isinstance(data, Sequence) and not isinstance(data, str):
-        alike = data and all(isinstance(item, Mapping) for item in data)
-        return _rows(data) if alike else _list(data)
+        if data and all(isinstance(item, Mapping) for item in data):
+            return _rows(data)
+        shown = ", ".join(map(html_table, data[:_MOST]))
+        return shown if len(data) <= _MOST else f"{shown}, … ({len(data):,} in all)"
     return escape(_scalar(data))
 
 
@@ -48,12 +51,6 @@ def _rows(items: Sequence[Mapping[str, Any]]) -> str:
         for item in items
     )
     return f"<table><tr>{heads}</tr>{rows}</table>"
-
-
-def _list(items: Sequence[Any]) -> str:
-    """Show the first few items, since a data set may have thousands of lengths."""
-    shown = ", ".join(html_table(item) for item in items[:_MOST])
-    return shown if len(items) <= _MOST else f"{shown}, … ({len(items):,} in all)"
 
 
 def _name(key: str) -> str:
@@ -111,9 +108,6 @@ def _from_a_file(value: Any) -> Any:
     if isinstance(value, tuple):
         return tuple(map(_from_a_file, value))
     return value.from_a_file() if isinstance(value, Record) else value
-
-
-# ── detect ────────────────────────────────────────────────────────────────────────────────────
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -257,9 +251,6 @@ class HardwareProfile(Record):
         return "cuda" if any(gpu.vendor != "apple" for gpu in self.gpus) else "cpu"
 
 
-# ── tune, apply ───────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Measurement(Record):
     """A measured quantity: the median, every raw sample, and the datasheet's figure if any."""
@@ -310,9 +301,6 @@ class Applied(Record):
         return {change.name: change for change in self.changes}[name]
 
 
-# ── train, verify ─────────────────────────────────────────────────────────────────────────────
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event(Record):
     """An event of a run: out of memory, a resume, a skipped step."""
@@ -360,9 +348,6 @@ class Receipt(Record):
 
     run: str
     items: tuple[ReceiptItem, ...]
-
-
-# ── bring your own ────────────────────────────────────────────────────────────────────────────
 
 
 class TrainTask(Protocol):
