@@ -13,8 +13,7 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from trainfit.conf import SCHEMAS, keys
 from trainfit.core.records import Receipt
 from trainfit.integrations import TrainfitCallback, oom_advice
-from trainfit.integrations.flops import work_of
-from trainfit.integrations.meter import LoopMeter
+from trainfit.integrations.meter import LoopMeter, work_of
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 50
 LENGTHS = [5, 12, 7, 9, 12, 3, 8, 10] * 4
@@ -146,6 +145,30 @@ def test_what_is_frozen_costs_less():
     head = 2 * HIDDEN
     # Forward through everything; the head alone is trained, and nothing passes below it.
     assert frozen == 2 * weights * 30 + 4 * head * 30 + 4 * LAYERS * HIDDEN * (10**2 + 20**2)
+
+
+def test_a_model_with_sliding_windows_has_one_count_of_operations(tmp_path: Path):
+    """The callback's MFU and that of trainfit's own runs count the same operations."""
+    from transformers import ModernBertConfig, ModernBertModel
+
+    from trainfit.jobs.flops import encoder_work, step_flops
+
+    config = ModernBertConfig(
+        vocab_size=50,
+        pad_token_id=0,
+        hidden_size=64,
+        intermediate_size=64,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        local_attention=8,
+    )
+    config.save_pretrained(tmp_path)
+    work, lengths = work_of(ModernBertModel(config)), [512, 20, 3]
+    assert work.passed == work.weights  # the embedding below them is trained
+    own = encoder_work(str(tmp_path))
+    assert work.flops(lengths) == step_flops(own, lengths, "full")
+    every = 12.0 * 64 * 6 * sum(length**2 for length in lengths)
+    assert work.flops(lengths) < 6.0 * work.weights * sum(lengths) + every / 2
 
 
 def test_adapters_pass_the_gradient_without_training_the_weights():

@@ -40,7 +40,8 @@ def test_products_with_weights_and_attention_are_those_torch_counts(
 
 def test_short_sequences_pay_for_no_window():
     work = encoder_work("modernbert-tiny")
-    assert (work.full_layers, work.windowed_layers, work.width) == (1, 1, 64)
+    shape = work.attention
+    assert (shape.full_layers, shape.windowed_layers, shape.width) == (1, 1, 64)
     weights = 2 * (4 * 64 * 64 + 3 * 64 * 128)
     assert work.weights == weights
     one = step_flops(work, [3], "full")

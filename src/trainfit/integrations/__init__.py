@@ -1,11 +1,11 @@
-"""For training loops that are not trainfit's: MFU, memory, what was really set, OOM advice.
+"""Callbacks for other training loops: MFU, memory, a receipt, and advice on running out of memory.
 
     Trainer(…, callbacks=[TrainfitCallback()])                transformers
-    TrainfitCallback.watch(trainer)                           the same, and advice on an OOM
+    TrainfitCallback.watch(trainer)                           the same, with advice on errors
     lightning.Trainer(callbacks=[TrainfitLightningCallback()])
     with oom_advice(): …                                      any loop
 
-Nothing is imported until it is used, and nothing of torch's settings is changed.
+Modules are imported on first use, and no setting of torch is changed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["TrainfitCallback", "TrainfitLightningCallback", "oom_advice"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import what is asked for, now that it is."""
+    """Import a public name on first use."""
     if name not in _PLACES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)

@@ -15,21 +15,20 @@ from trainfit.measuring.observe import WARM_UP
 
 
 class TrainfitCallback(TrainerCallback):
-    """Adds figures to every training log, and writes what was really active when it ends.
+    """Adds figures to every training log, and writes a receipt of the active settings at the end.
 
-    A callback is not told of errors: `watch` also notes the doctor's advice on one that ends
-    `trainer.train()`.
+    Trainer does not tell callbacks of errors; `watch` adds advice to those of `trainer.train()`.
     """
 
     def __init__(self, *, peak_tflops: float | None = None, warm_up: int = WARM_UP) -> None:
-        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know.
+        """`peak_tflops` is the dense peak of a GPU that the catalogue does not know.
 
-        The optimizer step after `warm_up` ones is looked at for the receipt.
+        The receipt is made from the optimizer step after the first `warm_up` ones.
         """
         self.meter = LoopMeter(peak_tflops=peak_tflops)
         self._observing = Observing(warm_up)
         self.receipt: Receipt | None = None
-        """Of the last training."""
+        """Receipt of the last training."""
 
     @classmethod
     def watch(cls, trainer: Trainer, *, peak_tflops: float | None = None) -> Self:
@@ -58,19 +57,19 @@ class TrainfitCallback(TrainerCallback):
         self._observing.begin()
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """The first one starts the clock: what came before was loading."""
+        """Start the clock with the first step."""
         self.meter.start()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Until here it was training, with the wait for its data."""
+        """Count the time of a step, with the wait for its data."""
         self.meter.step_ended()
 
     def on_evaluate(self, *_: Any, **__: Any) -> None:
-        """An evaluation is no training."""
+        """Leave the time of an evaluation out."""
         self.meter.leave_out()
 
     def on_save(self, *_: Any, **__: Any) -> None:
-        """Nor is a checkpoint."""
+        """Leave the time of a checkpoint out."""
         self.meter.leave_out()
 
     def on_log(self, *given: Any, **kwargs: Any) -> None:
@@ -85,7 +84,7 @@ class TrainfitCallback(TrainerCallback):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, *_: Any, **__: Any
     ) -> None:
-        """Let the model go, and write the receipt."""
+        """Detach from the model, and write the receipt."""
         self.meter.detach()
         write = state.is_world_process_zero and bool(args.output_dir)
         self.receipt = self._observing.end(Path(args.output_dir or "."), write=write)

@@ -14,28 +14,28 @@ from trainfit.measuring.observe import WARM_UP
 try:
     from lightning.pytorch import Callback
 except ImportError:
-    try:  # the same under its older name
+    try:  # its older name
         from pytorch_lightning import Callback  # type: ignore[assignment]
     except ImportError:
         raise BadInput("Lightning is not installed", "pip install lightning") from None
 
 
 class TrainfitLightningCallback(Callback):
-    """Logs figures every `log_every_n_steps`, and writes what was really active when it ends.
+    """Logs figures every `log_every_n_steps`, and writes a receipt of the active settings.
 
     Tokens and MFU are known for batches that are mappings with `input_ids`.
     """
 
     def __init__(self, *, peak_tflops: float | None = None, warm_up: int = WARM_UP) -> None:
-        """`peak_tflops` is the GPU's dense peak, for one that the catalogue does not know.
+        """`peak_tflops` is the dense peak of a GPU that the catalogue does not know.
 
-        The optimizer step after `warm_up` ones is looked at for the receipt.
+        The receipt is made from the optimizer step after the first `warm_up` ones.
         """
         self.meter = LoopMeter(peak_tflops=peak_tflops)
         self._observing = Observing(warm_up)
         self._said = 0
         self.receipt: Receipt | None = None
-        """Of the last training."""
+        """Receipt of the last training."""
 
     def on_train_start(self, _trainer: Any, pl_module: Any) -> None:
         """Follow the model."""
@@ -48,7 +48,7 @@ class TrainfitLightningCallback(Callback):
         self.meter.count(batch)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
-        """The time so far was training; every so many steps, say what came of it."""
+        """Count the time of a batch, and log the figures when they are due."""
         self.meter.step_ended()
         step = trainer.global_step  # the same for all batches of an accumulated step
         if step != self._said and step % trainer.log_every_n_steps == 0:
@@ -57,17 +57,17 @@ class TrainfitLightningCallback(Callback):
                 pl_module.log_dict(figures, on_step=True, on_epoch=False)
 
     def on_validation_end(self, *_: Any) -> None:
-        """An evaluation is no training."""
+        """Leave the time of an evaluation out."""
         self.meter.leave_out()
 
     def on_exception(self, _trainer: Any, _module: Any, exception: BaseException) -> None:
-        """Advice beside an error that ends the training."""
+        """Add advice to an error that ends the training."""
         self.meter.detach()
         self._observing.let_go()
         add_advice(exception)
 
     def on_train_end(self, trainer: Any, _module: Any) -> None:
-        """Let the model go, and write the receipt."""
+        """Detach from the model, and write the receipt."""
         self.meter.detach()
         folder = Path(trainer.log_dir or trainer.default_root_dir)
         self.receipt = self._observing.end(folder, write=trainer.is_global_zero)

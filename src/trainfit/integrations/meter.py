@@ -1,12 +1,12 @@
-"""Counts what a loop of somebody else does: tokens, time, operations, memory, dtypes."""
+"""Measure any training loop: tokens, time, operations, memory and dtypes."""
 
 from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,20 +15,68 @@ from torch import Tensor, nn
 
 from trainfit.core.records import Receipt
 from trainfit.hardware.gpus import known_spec
-from trainfit.integrations.flops import ModelWork, work_of
+from trainfit.jobs.flops import AttentionShape, attention_shape
 from trainfit.measuring.observe import Observation, observe
 from trainfit.measuring.timing import GIB, MemoryTracker
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelWork:
+    """Sizes of a model that decide the operations of a step.
+
+    A matrix product with a weight costs two operations a token forward, two more where a gradient
+    passes through it, and two more where the weight is trained. Embedding look-ups, norms and
+    recomputation do not count, as usual for the MFU.
+    """
+
+    weights: int
+    """Weights of the matrices that every token is multiplied by."""
+    passed: int
+    """Weights among them that a gradient passes through."""
+    trained: int
+    """Weights among them that are trained."""
+    attention: AttentionShape
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Operations of forward and backward over sequences of these lengths."""
+        attention = self.attention.flops(lengths)
+        back = 2.0 * attention if self.passed else 0.0  # gradients of queries, keys and values
+        return 2.0 * (self.weights + self.passed + self.trained) * sum(lengths) + attention + back
+
+
+def work_of(model: nn.Module) -> ModelWork:
+    """Read the sizes from the model's layers and its config."""
+    weights = passed = trained = 0
+    reached = False  # True once a layer before this one is trained
+    for name, module in model.named_modules():
+        own = list(module.parameters(recurse=False))
+        matrix = _matrix(module)
+        if matrix is not None and "pooler" not in name.split("."):  # one vector a sequence
+            weights += matrix.numel()
+            passed += matrix.numel() if reached else 0
+            trained += matrix.numel() if matrix.requires_grad else 0
+        reached = reached or any(parameter.requires_grad for parameter in own)
+    configs = (getattr(module, "config", None) for module in model.modules())
+    shapes = (attention_shape(config) for config in configs)
+    attention = next((shape for shape in shapes if shape.width), AttentionShape())
+    return ModelWork(weights=weights, passed=passed, trained=trained, attention=attention)
+
+
+def _matrix(module: nn.Module) -> nn.Parameter | None:
+    weight = getattr(module, "weight", None)
+    is_matrix = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
+    return weight if is_matrix and isinstance(weight, nn.Parameter) else None
+
+
 class LoopMeter:
-    """A window of steps at a time; the device is asked for numbers only at its end."""
+    """Measures windows of steps; numbers are read from the device only at the end of a window."""
 
     def __init__(
         self, *, peak_tflops: float | None = None, clock: Callable[[], float] = time.perf_counter
     ) -> None:
-        """`peak_tflops` is the device's dense peak, where the catalogue does not know it."""
+        """`peak_tflops` is the dense peak of a device that the catalogue does not know."""
         self._peak, self._clock = peak_tflops, clock
         self._work: ModelWork | None = None
         self._handles: list[Any] = []
@@ -38,12 +86,10 @@ class LoopMeter:
         self._mark: float | None = None
         self._memory: MemoryTracker | None = None
         self.product_dtype: torch.dtype | None = None
-        """Of the first product's result in the last forward pass: what was really computed in."""
-
-    # ── what is seen ──
+        """Dtype of the first linear layer's output in the last forward pass."""
 
     def attach(self, model: nn.Module, *, probe: bool = True) -> None:
-        """Follow `model`; `probe` looks at a product inside it, which a compiler would see."""
+        """Follow `model`; `probe` adds a hook to a linear layer, which a compiler would trace."""
         self._work = work_of(model)
         self._memory = MemoryTracker()
         first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
@@ -51,7 +97,7 @@ class LoopMeter:
             self._handles.append(first.register_forward_hook(self._product))
 
     def follow_forward(self, model: nn.Module) -> None:
-        """Count the tokens of every training pass through `model`."""
+        """Count the tokens of every training pass through `model`, by a hook."""
 
         @torch.compiler.disable  # type: ignore[untyped-decorator]
         def count(module: nn.Module, positional: tuple[Any, ...], named: dict[str, Any]) -> None:
@@ -62,13 +108,13 @@ class LoopMeter:
         self._handles.append(model.register_forward_pre_hook(count, with_kwargs=True))
 
     def detach(self) -> None:
-        """Leave the model as it was."""
+        """Remove the hooks from the model."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
     def count(self, batch: Any) -> None:
-        """Take note of a batch: its rows, and the tokens of each that are no padding."""
+        """Count the rows of a batch, and the tokens of each without padding."""
         if not isinstance(batch, Mapping):
             return
         ids, mask = batch.get("input_ids"), batch.get("attention_mask")
@@ -84,27 +130,23 @@ class LoopMeter:
         if module.training and isinstance(output, Tensor):
             self.product_dtype = output.dtype
 
-    # ── the clock ──
-
     def start(self) -> None:
-        """Let the clock run, if it does not."""
+        """Start the clock, unless it runs."""
         if self._mark is None:
             self._mark = self._clock()
 
     def step_ended(self) -> None:
-        """The time up to here went into training."""
+        """Count the time since the last mark as training."""
         if self._mark is not None:
             self._seconds += self._clock() - self._mark
         self._mark = self._clock()
 
     def leave_out(self) -> None:
-        """The time since the last step went into something else: an evaluation, a checkpoint."""
+        """Leave the time since the last step out: an evaluation or a checkpoint."""
         self._mark = self._clock()
 
-    # ── what came of it ──
-
     def window(self) -> dict[str, float]:
-        """The figures since the last call; what is not known is left out."""
+        """Figures since the last call; unknown ones are left out."""
         lengths = [n for batch in self._batches for n in batch.tolist()]  # waits for the device
         if self._mark is not None:
             self.step_ended()
@@ -122,7 +164,7 @@ class LoopMeter:
         return figures
 
     def _mfu(self, lengths: list[int], seconds: float) -> float | None:
-        """The share of the peak; none for an unknown device, and none that cannot be."""
+        """MFU; None for an unknown device, or for a value above 1."""
         peak = self._peak if self._peak is not None else known_peak(self.precision)
         if not peak or self._work is None:
             return None
@@ -131,14 +173,14 @@ class LoopMeter:
 
     @property
     def precision(self) -> str:
-        """What products are computed in: bf16, fp16, tf32 or fp32."""
+        """Precision of matrix products: bf16, fp16, tf32 or fp32."""
         seen = _SHORT.get(self.product_dtype or torch.float32, "fp32")
         exact = torch.get_float32_matmul_precision() == "highest"
         return "tf32" if seen == "fp32" and not exact else seen
 
 
 def known_peak(precision: str) -> float | None:
-    """The catalogue's dense peak of this process's GPU, in TFLOP/s."""
+    """Dense peak of this process's GPU in TFLOP/s, by the catalogue."""
     if not torch.cuda.is_available():
         return None
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
@@ -150,27 +192,27 @@ RECEIPT = "trainfit_receipt.json"
 
 
 class Observing:
-    """Observes one training after another, and keeps the last one's receipt."""
+    """Observes trainings one after another, and keeps the last receipt."""
 
     def __init__(self, warm_up: int) -> None:
-        """Look at the step after `warm_up` ones."""
+        """Observe the step after the first `warm_up` ones."""
         self._warm_up = warm_up
         self._under_way = ExitStack()
         self._seen: Observation | None = None
         weakref.finalize(self, self._under_way.close)
 
     def let_go(self) -> None:
-        """Of what was under way when an error ended it."""
+        """Stop observing after an error."""
         self._under_way.close()
         self._seen = None
 
     def begin(self) -> None:
-        """Observe from now on."""
+        """Start observing."""
         self.let_go()
         self._seen = self._under_way.enter_context(observe(warm_up=self._warm_up))
 
     def end(self, folder: Path, *, write: bool) -> Receipt | None:
-        """The receipt, written to `folder`; None for a training that was too short to look at."""
+        """Stop, and return the receipt; None for a training that was too short."""
         self._under_way.close()
         if self._seen is None or self._seen.receipt is None:
             return None

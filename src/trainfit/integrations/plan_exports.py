@@ -1,7 +1,7 @@
-"""A plan in the words of other tools: transformers, Lightning, accelerate, Hydra, a shell.
+"""Export a plan to transformers, Lightning, accelerate, Hydra or a shell.
 
-Each format is a text that its tool takes as it is, with notes on what the tool has no argument
-for and a person does in their own script.
+Each format is a text that its tool reads, with notes on what the tool has no argument for and the
+user does in their own script.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from trainfit.integrations.plan_words import command_line, overrides
 
 @dataclass(frozen=True, slots=True)
 class EvenBatch:
-    """Batches of one size whose number makes up the effective batch."""
+    """Split of the effective batch into batches of one size."""
 
     size: int
     accumulation: int
@@ -31,10 +31,9 @@ class EvenBatch:
 
 
 def even_batch(plan: Plan) -> EvenBatch:
-    """The largest even split of a rank's effective batch that stays within the planned memory.
+    """Largest even split of a rank's effective batch within the planned memory.
 
-    A padded batch is as wide as its longest sequence, so it may hold no more rows than the
-    planned tokens allow at that width.
+    A padded batch is as wide as its longest sequence, which limits its rows to the planned tokens.
     """
     share = max(1, round(plan.effective_batch_size / plan.ranks))
     longest = min(
@@ -47,7 +46,7 @@ def even_batch(plan: Plan) -> EvenBatch:
     if share * plan.ranks != plan.effective_batch_size:
         notes.append(
             f"an effective batch of {plan.effective_batch_size} does not divide over {plan.ranks} "
-            f"ranks: {share * plan.ranks} is what this comes to"
+            f"ranks: it becomes {share * plan.ranks} here"
         )
     if rows < wanted:
         notes.append(
@@ -111,7 +110,7 @@ def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def trainer_arguments(plan: Plan, config: Config) -> dict[str, Any]:
-    """Keywords of Lightning's Trainer; the loader and the optimizer are the user's own there."""
+    """Keywords of Lightning's Trainer; loader and optimizer are in the user's code."""
     training, batch = config.training, even_batch(plan)
     steps, epochs = training.max_steps, training.num_epochs
     if steps is None and epochs != int(epochs):  # Lightning knows whole epochs only
@@ -139,7 +138,7 @@ def trainer_arguments(plan: Plan, config: Config) -> dict[str, Any]:
 
 
 def launch_config(plan: Plan, config: Config) -> dict[str, Any]:
-    """The file of `accelerate config`, for `accelerate launch --config_file`."""
+    """Content of the file for `accelerate launch --config_file`."""
     cpu = _device(plan, config) == "cpu"
     several = "MULTI_CPU" if cpu else "MULTI_GPU"
     launch: dict[str, Any] = {
@@ -177,7 +176,7 @@ def _device(plan: Plan, config: Config) -> str:
 
 
 def _warmup(config: Config) -> float:
-    """Steps, or below 1 the share of them, which is how transformers reads it."""
+    """Warm-up as transformers reads it: steps, or a share of them below 1."""
     ratio, steps = config.training.warmup_ratio, config.training.warmup_steps
     return min(ratio, math.nextafter(1, 0)) if ratio is not None else steps or 0
 
@@ -189,16 +188,16 @@ def _scheduler(config: Config) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Handover:
-    """A plan for another tool."""
+    """A plan in the format of another tool."""
 
     text: str
-    """What the tool reads; nothing else belongs on standard output."""
+    """Text that the tool reads."""
     notes: tuple[str, ...] = ()
-    """What the text cannot say, a sentence each."""
+    """Sentences on what the text cannot express."""
 
 
 def hf(plan: Plan, composed: Composed) -> Handover:
-    """A JSON object for `TrainingArguments(output_dir=…, **arguments)`."""
+    """JSON object for `TrainingArguments(output_dir=…, **arguments)`."""
     training = composed.config.training
     notes = [*_unfit(plan), *_unsaid(plan)]
     if plan.gradient_checkpointing == "selective":
@@ -218,7 +217,7 @@ def hf(plan: Plan, composed: Composed) -> Handover:
 
 
 def lightning(plan: Plan, composed: Composed) -> Handover:
-    """A JSON object for `Trainer(**arguments)`."""
+    """JSON object for Lightning's `Trainer(**arguments)`."""
     config = composed.config
     notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
     if plan.compile:
@@ -230,7 +229,7 @@ def lightning(plan: Plan, composed: Composed) -> Handover:
 
 
 def accelerate(plan: Plan, composed: Composed) -> Handover:
-    """The YAML file that `accelerate launch --config_file` takes."""
+    """YAML file for `accelerate launch --config_file`."""
     config = composed.config
     notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
     steps = even_batch(plan).accumulation
@@ -243,7 +242,7 @@ def accelerate(plan: Plan, composed: Composed) -> Handover:
 
 
 def hydra(plan: Plan, composed: Composed) -> Handover:
-    """Overrides for trainfit itself, one in a line."""
+    """Overrides for trainfit itself, one per line."""
     return Handover("\n".join(overrides(plan, composed)), _unfit(plan))
 
 
@@ -268,7 +267,7 @@ def _unfit(plan: Plan) -> tuple[str, ...]:
 
 
 def _unsaid(plan: Plan) -> list[str]:
-    """What none of the other tools has an argument for."""
+    """Notes on settings that none of the other tools has an argument for."""
     load = plan.workload
     notes = [*even_batch(plan).notes, f"cut sequences at {load.max_length} tokens"]
     if load.method == "frozen":
@@ -285,7 +284,7 @@ def _unsaid(plan: Plan) -> list[str]:
 
 
 def _in_the_script(plan: Plan, config: Config) -> list[str]:
-    """What is code, not an argument, for tools that leave loader and optimizer to the user."""
+    """Notes on loader, optimizer and schedule, for tools that leave them to the user."""
     loader = {"batch_size": even_batch(plan).size, **exported(plan, config, "loader")}
     training = config.training
     fused = plan.optimizer == "adamw_fused"

@@ -11,12 +11,12 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.settings import chosen_by
 from trainfit.jobs.gpt_plan import stream_is_half
 
-# A word that Hydra reads as the text it is. A number, or true, would be read as something else.
+# A word that Hydra reads as a text, unlike a number or true.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 def overrides(plan: Plan, composed: Composed) -> list[str]:
-    """What composes to the same configuration with every planned setting pinned."""
+    """Overrides that compose to the same configuration with every planned setting pinned."""
     pinned = pins(plan, composed)
     chosen = {
         key: value
@@ -30,7 +30,7 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
 
 
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
-    """The planned settings by their keys in the configuration; None where it cannot say one."""
+    """Planned settings by key; those that a configuration cannot express are left out."""
     method = plan.workload.method
     rows = chosen_by("planner", "tune", "tuned")
     values = {row.key: row.to_configuration(row.of(plan)) for row in rows}
@@ -51,7 +51,7 @@ def _half_stream(plan: Plan) -> bool | None:
 
 
 def command_line(plan: Plan, composed: Composed) -> str:
-    """The variables to export and the command, quoted for a POSIX shell."""
+    """Environment variables and the command, quoted for a POSIX shell."""
     lines = [f"export {name}={shlex.quote(value)}" for name, value in _variables(plan).items()]
     start = ["trainfit"]
     if plan.ranks > 1:
@@ -62,7 +62,7 @@ def command_line(plan: Plan, composed: Composed) -> str:
 
 
 def _variables(plan: Plan) -> dict[str, str]:
-    """What torch and CUDA read once, when they start."""
+    """Environment variables that torch and CUDA read once, when they start."""
     runtime = plan.runtime
     variables = {}
     if runtime.expandable_segments is not None:
@@ -75,7 +75,7 @@ def _variables(plan: Plan) -> dict[str, str]:
 
 
 def _spelled(value: Any) -> str:
-    """A value in Hydra's grammar, quoted where a bare word would mean something else."""
+    """Value in Hydra's grammar, quoted where a bare word would mean something else."""
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if value is None or isinstance(value, bool):

@@ -27,38 +27,59 @@ _ATTENTION_PASSES: dict[Method, float] = {"full": 3.0, "frozen": 1.0, "lora": 3.
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionShape:
+    """Layers of a transformer by the tokens that attention sees in them."""
+
+    full_layers: int = 0
+    windowed_layers: int = 0
+    window: int = 0
+    """Tokens that a token sees in a windowed layer, itself included."""
+    width: int = 0
+    """Heads times their size."""
+
+    def flops(self, lengths: Sequence[int]) -> float:
+        """Operations of a forward pass over sequences of these lengths."""
+        full = sum(length * length for length in lengths)
+        near = sum(length * min(length, self.window) for length in lengths)
+        return 4.0 * self.width * (self.full_layers * full + self.windowed_layers * near)
+
+
+def attention_shape(config: Any) -> AttentionShape:
+    """Attention of a transformers config; without layers for a model that is no transformer."""
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    layers, heads = (getattr(text, f"num_{n}", None) for n in ("hidden_layers", "attention_heads"))
+    if not layers or not heads:
+        return AttentionShape()
+    kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
+    window = getattr(text, "sliding_window", None) or 0
+    windowed = sum(kind == "sliding_attention" for kind in kinds) if window else 0
+    head = getattr(text, "head_dim", None) or text.hidden_size // heads
+    return AttentionShape(
+        full_layers=len(kinds) - windowed,
+        windowed_layers=windowed,
+        window=2 * window - 1 if window else 0,
+        width=heads * head,
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class EncoderWork:
-    """What of an encoder's shape decides its operations."""
+    """Sizes of an encoder that decide the operations of a step."""
 
     weights: int
-    """In matrices that tokens are multiplied by."""
-    full_layers: int
-    windowed_layers: int
-    window: int
-    """Tokens that a token sees in a windowed layer, itself included."""
-    width: int
-    """Heads times their size."""
+    """Weights of the matrices that tokens are multiplied by."""
+    attention: AttentionShape
 
 
 def encoder_work(name: str) -> EncoderWork:
-    """From the model's config, built without memory."""
+    """Read the sizes from the model's config; the model is built without memory."""
     from transformers import AutoModel
 
     config, _ = sources.find(name, "random", {})
     config = config.get_text_config()
     with torch.device("meta"):
         model = AutoModel.from_config(config, trust_remote_code=False)  # type: ignore[no-untyped-call]
-    kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
-    window = getattr(config, "sliding_window", None) or 0
-    head = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    windowed = sum(kind == "sliding_attention" for kind in kinds) if window else 0
-    return EncoderWork(
-        weights=_matrix_weights(model),
-        full_layers=len(kinds) - windowed,
-        windowed_layers=windowed,
-        window=2 * window - 1 if window else 0,
-        width=config.num_attention_heads * head,
-    )
+    return EncoderWork(weights=_matrix_weights(model), attention=attention_shape(config))
 
 
 def _matrix_weights(model: nn.Module) -> int:
@@ -75,10 +96,7 @@ def _matrix_weights(model: nn.Module) -> int:
 def step_flops(work: EncoderWork, lengths: Sequence[int], method: Method) -> float:
     """The operations of an optimizer step of sequences of these lengths."""
     products = 2.0 * work.weights * sum(lengths)
-    full = sum(length * length for length in lengths)
-    near = sum(length * min(length, work.window) for length in lengths)
-    seen = work.full_layers * full + work.windowed_layers * near
-    return _PASSES[method] * products + _ATTENTION_PASSES[method] * 4.0 * work.width * seen
+    return _PASSES[method] * products + _ATTENTION_PASSES[method] * work.attention.flops(lengths)
 
 
 def ideal_seconds(plan: Plan) -> Callable[[Sequence[int]], float] | None:
