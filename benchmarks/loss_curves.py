@@ -18,7 +18,8 @@ from typing import Any
 import numpy as np
 
 from trainfit.core.files import write_whole
-from trainfit.reports.plots import axis_top, picture, text_at, ticks
+from trainfit.reports.html.geometry import linear
+from trainfit.reports.plots import picture, text_at
 
 WHO = ("trainfit", "trainer")
 WINDOW = 10
@@ -75,12 +76,12 @@ def summary(curves: Curves) -> dict[str, Any]:
 def draw(curves: Curves, title: str) -> str:
     """Every seed's smoothed curves, one colour for each contender."""
     lines = [(who, smoothed(seed[who], WINDOW)) for seed in curves for who in WHO]
-    top = axis_top(max(float(losses.max()) for _, losses in lines))
+    axis = linear(0.0, max(float(losses.max()) for _, losses in lines), 5)
     steps = len(lines[0][1])
 
     def place(step: int, loss: float) -> tuple[float, float]:
         across = LEFT + (WIDTH - LEFT - RIGHT) * step / steps
-        return across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * loss / top
+        return across, HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * axis.place(loss)
 
     def path(kind: str, losses: np.ndarray) -> str:
         points = (place(step, float(loss)) for step, loss in enumerate(losses, 1))
@@ -88,11 +89,11 @@ def draw(curves: Curves, title: str) -> str:
         return f'<path class="curve {kind}" d="M{joined}"/>'
 
     def frame() -> Iterator[str]:
-        for value in ticks(top):
+        for value in axis.ticks:
             y = place(0, value)[1]
             yield f'<path class="grid" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>'
             yield text_at(LEFT - 8, y + 4, f"{value:g}", "small end")
-        for step in ticks(axis_top(steps)):
+        for step in linear(0.0, steps, 5).ticks:
             yield text_at(place(int(step), 0)[0], HEIGHT - BOTTOM + 16, f"{step:g}", "small middle")
         yield text_at((LEFT + WIDTH - RIGHT) / 2, HEIGHT - 8, "step", "small middle")
         for at, (who, name) in enumerate(zip(WHO, ("trainfit", "Trainer"), strict=True)):
