@@ -100,7 +100,7 @@ class StepLoader:
 
     def _job(self, step: Sequence[int], cut: Cut) -> StepWork:
         own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
-        if not self._in_step:  # ranks that speak once per step need no filler to wait for others
+        if not self._in_step:  # ranks that synchronise once per step need no empty batches
             own = tuple(batch for batch in own if batch.sequences)
         return own, cut.slots if isinstance(cut, PackedCut) else None
 
@@ -139,7 +139,7 @@ def _build_loader(
     dataset: _Collated, jobs: _WorkOrder, options: LoaderOptions, device: torch.device
 ) -> DataLoader[list[Batch]]:
     workers: dict[str, Any] = {}
-    if options.num_workers:  # without workers torch refuses to be told about them
+    if options.num_workers:  # torch refuses these options without workers
         workers["persistent_workers"] = options.persistent_workers
         if options.prefetch_factor is not None:
             workers["prefetch_factor"] = options.prefetch_factor
@@ -149,7 +149,7 @@ def _build_loader(
         batch_size=None,
         num_workers=options.num_workers,
         pin_memory=options.pin_memory and device.type == "cuda",
-        # Else every new iterator would draw from the state that dropout draws from.
+        # Otherwise every new iterator would change the random state that dropout uses.
         generator=torch.Generator(),
         **workers,
     )

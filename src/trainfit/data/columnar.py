@@ -99,7 +99,7 @@ def _read(
 def _start(request: dict[str, Any]) -> subprocess.Popen[str]:
     # -P: beside the script lie modules with the names of libraries.
     command = [sys.executable, "-P", str(CHILD), str(_memory())]
-    # The system's allocator asks for no more address space than it uses.
+    # The system's allocator reserves no more address space than it uses.
     surroundings = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2"}
     child = subprocess.Popen(
         command,
@@ -110,7 +110,7 @@ def _start(request: dict[str, Any]) -> subprocess.Popen[str]:
         env=surroundings,
     )
     assert child.stdin is not None
-    with suppress(BrokenPipeError):  # it died at once: its answer will be missing
+    with suppress(BrokenPipeError):  # the child died at once; the missing answer tells
         child.stdin.write(json.dumps(request) + "\n")
         child.stdin.flush()
     return child

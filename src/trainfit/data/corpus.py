@@ -102,7 +102,7 @@ def read_pieces(
 
 def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
     """Split a text file at the separators, and at line ends where a piece would get too long."""
-    place: float | None = None  # of a document that is under way
+    place: float | None = None  # of the current document
     for text, last in _cut(path, separator):
         if place is None and last and not text.strip():
             continue
@@ -122,7 +122,7 @@ def _cut(path: Path, separator: str) -> Iterator[tuple[str, bool]]:
         for text in whole:
             yield text, True
         if len(held) > _LONGEST:
-            # Never within what may become a separator.
+            # Never inside a possible separator.
             end = held.rfind("\n", 0, len(held) - len(separator)) + 1 or _LONGEST
             yield held[:end], False
             held = held[end:]

@@ -120,7 +120,7 @@ def _parts(
     kind = StratifiedKFold if own is None else StratifiedGroupKFold
     maker = kind(n_splits=count, shuffle=True, random_state=seed % 2**32)
     with warnings.catch_warnings():
-        # A rare stratum cannot be in every fold. That is no fault, and the counts are shown.
+        # A rare stratum cannot be in every fold, which is no error; the counts are shown.
         warnings.simplefilter("ignore", UserWarning)
         pairs = [
             (items[others], items[own_part])

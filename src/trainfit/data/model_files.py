@@ -103,7 +103,7 @@ def _names(value: Any) -> list[str]:
 def _settings(place: str, file: str) -> dict[str, Any]:
     try:
         path = fetch(place, file)
-        # Plain JSON: transformers writes the largest length as a number of 100 bits.
+        # Plain JSON, because transformers writes integers of 100 bits.
         found = {} if path is None else json.loads(read_text(path))
     except (OSError, ValueError, RecursionError):
         return {}  # transformers cannot read it either

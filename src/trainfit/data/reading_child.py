@@ -147,7 +147,7 @@ def convert(source: Path, target: Path) -> None:
             raise ValueError("more than the file holds")
         storage = tensor.untyped_storage().data_ptr()
         plain = tensor.detach().contiguous()
-        # Of tensors that share memory each is written: a tied model ties them again.
+        # Tensors that share memory are all written; a tied model ties them again.
         tensors[name] = plain.clone() if storage in seen else plain
         seen.add(storage)
     save_file(tensors, target, metadata={"format": "pt"})

@@ -179,7 +179,7 @@ def _spread_evidence(size: Size, random: np.random.Generator) -> NDArray[np.bool
     """Choose the criteria that each post gives evidence of, with exact counts."""
     evidence = np.zeros((size.posts, len(CRITERIA)), dtype=np.bool_)
     some = random.permutation(size.posts)[size.without :]
-    # Dealt round, every one of them gets something before one gets more.
+    # Round robin: every post gets one before any gets more.
     at = 0
     for k in random.permutation(np.repeat(np.arange(len(CRITERIA)), size.positives)):
         while evidence[some[at % some.size], k]:

@@ -85,7 +85,7 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Iterator[R
                 )
             yield number, {name: values[place] for name, place in places.items()}
     except csv.Error as error:
-        # The messages of the csv module are fixed sentences: none quotes the file.
+        # The csv module's messages are fixed sentences that quote no data.
         raise BadInput(
             f"{path}: row {number + 1} cannot be read ({error})",
             "quote fields as CSV does; for longer texts use JSONL or Parquet",
@@ -185,7 +185,7 @@ def check_file(path: Path) -> Path:
     try:
         if path.is_dir():
             return check_saved_dataset(path)
-    except OSError as error:  # a name that is too long, a folder that is closed
+    except OSError as error:  # a name that is too long, or no permission
         raise BadInput(f"cannot read {str(path)!r:.200} ({reason(error)})", _PATHS) from None
     check_regular(path, _PATHS)
     _reader(path)

@@ -63,7 +63,7 @@ def load_tokenizer(place: str) -> Tokenizer:
         except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
             reasons += (str(error).strip().splitlines() or [type(error).__name__])[:1]
             continue
-        # For a folder without its files transformers makes a tokenizer of special tokens alone.
+        # Without a vocabulary file transformers makes a tokenizer of special tokens only.
         if len(tokenizer) - len(set(tokenizer.all_special_ids)) < _FEWEST:
             reasons.append("no file with its vocabulary")
         elif kind not in by_file and _misread(tokenizer, Path(place) / "tokenizer.json"):
@@ -114,7 +114,7 @@ def learn_tokenizer(
 
     special = [*_SPECIAL]
     special.insert(min(pad_id, len(special)), "[PAD]")
-    # With a space before the first word it is the same token there as anywhere else.
+    # A space before the first word gives it the same token as elsewhere.
     backend = _learn(texts, vocabulary, special, least=least, space_first=True)
     backend.post_processor = processors.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -207,7 +207,7 @@ def tokenizer_hash(tokenizer: Tokenizer) -> str:
     digest.update(json.dumps(tokenizer.model_input_names).encode())
     if backend is not None:
         fields = json.loads(backend.to_str())
-        # What the last call asked for stays in there, and is no property of the tokenizer.
+        # Options of the last call are kept in there, but are no property of the tokenizer.
         digest.update(json.dumps({**fields, "truncation": None, "padding": None}).encode())
         return digest.hexdigest()
     with tempfile.TemporaryDirectory() as folder:

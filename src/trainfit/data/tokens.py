@@ -130,7 +130,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) ->
         return_token_type_ids=False,
     )
     ids: list[list[int]] = encoded["input_ids"]
-    # A tokenizer without special tokens makes nothing of an empty text, and packing needs a token.
+    # A tokenizer without special tokens returns no token for an empty text.
     filler = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
     return [one or [filler] for one in ids]
 

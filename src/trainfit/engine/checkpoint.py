@@ -120,7 +120,7 @@ def _telling(run: Path, folder: Path) -> Iterator[None]:
 
 def _begin(folder: Path) -> None:
     _discard(folder)
-    folder.parent.mkdir(exist_ok=True)  # the run's own folder is not made again
+    folder.parent.mkdir(exist_ok=True)  # a run's folder that was deleted is not created again
     folder.mkdir()
 
 
@@ -132,7 +132,7 @@ def _complete(run: Path, folder: Path, state: Mapping[str, Any], sums: Mapping[s
     _write_text(folder / "manifest.json", json.dumps(manifest, indent=2))
     _sync(folder)
     place = folder.with_name(folder.name.removeprefix(_UNFINISHED))
-    _discard(place)  # a damaged one of the same step
+    _discard(place)  # a damaged checkpoint of the same step
     folder.rename(place)
     _sync(place.parent)
     return place
@@ -181,7 +181,7 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
     best = None if best_step is None else _NAME.format(best_step)
     for folder in listed(run)[keep:]:
         if folder.name != best:
-            # Renamed first: one that is half removed must not look like a checkpoint.
+            # Renamed first: a half deleted folder must not look like a checkpoint.
             doomed = folder.with_name(_UNFINISHED + folder.name)
             folder.rename(doomed)
             shutil.rmtree(doomed, ignore_errors=True)

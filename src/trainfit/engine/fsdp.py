@@ -38,7 +38,7 @@ def shard(model: nn.Module, device: torch.device) -> None:
     for module in (*repeated_blocks(model), model):
         sharded = fully_shard(module, mesh=mesh)
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo knows no other
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
 
 
 def reshard(model: nn.Module) -> None:
@@ -71,7 +71,7 @@ def joined_norm(norm: Tensor) -> Tensor:
 
 def local(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a tensor without a copy, or the tensor itself if not sharded."""
-    # Asked by its method: to import the class takes as long as all the rest of the engine.
+    # hasattr, because importing DTensor takes as long as the rest of the engine.
     return cast(Tensor, tensor.to_local()) if hasattr(tensor, "to_local") else tensor
 
 
@@ -161,7 +161,7 @@ def _one_line(what: str) -> Iterator[None]:
 
     try:
         yield
-    except CheckpointException as error:  # no Exception, and of many lines
+    except CheckpointException as error:  # a BaseException with a message of many lines
         rank, (cause, _) = min(error.failures.items(), key=lambda failure: failure[0])
         text = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise RunFailed(

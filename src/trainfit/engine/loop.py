@@ -76,7 +76,7 @@ def train(
         frozen = frozen_checksum(model)
         parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
         stack.enter_context(closing(parts.loader))
-        if world.size > 1:  # the same weights, and then to each rank its own dropout
+        if world.size > 1:  # ranks start with the same weights, then draw different dropout
             stack.enter_context(applied(RuntimeSettings(seed=settings.seed + world.rank)))
         start = setup.place(parts, run, frozen, resume=resume)
         first = world.first

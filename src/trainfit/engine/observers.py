@@ -151,7 +151,7 @@ def make_row(
         step_seconds=seconds / window.steps,
         samples_per_second=window.sequences / seconds,
         tokens_per_second=window.tokens / seconds,
-        mfu=mfu if 0 < mfu <= 1 else None,  # over 1 the peak or the work is wrong
+        mfu=mfu if 0 < mfu <= 1 else None,  # above 1 the peak or the FLOP count is wrong
         memory_gib=progress.peak_memory / GIB,
         wait_share=window.waited / seconds,
         compute_seconds=computing / window.steps,

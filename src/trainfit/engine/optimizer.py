@@ -37,7 +37,7 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
     if settings.kind.endswith("_fused"):
         options["fused"] = True
     elif not settings.options.get("fused"):
-        # Else torch takes foreach, whose temporaries are as large as the model.
+        # torch's default is foreach, whose temporaries are as large as the model.
         options["foreach"] = False
     return adopt(model, _made(kind, groups, options | settings.options))
 
@@ -253,7 +253,7 @@ def _update_whole(optimizer: torch.optim.Optimizer) -> None:
                     "go on with --resume from the newest checkpoint, with a smaller batch or model",
                 ) from None
             for parameter in [p for p in optimizer.state if p not in before]:
-                del optimizer.state[parameter]  # it may have been created half
+                del optimizer.state[parameter]  # it may be incomplete
             raise
 
     retried(work)

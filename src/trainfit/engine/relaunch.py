@@ -174,7 +174,7 @@ def _take(lock: FileLock, run: Path) -> None:
             this_process().save(run / _WRITER)
         else:
             lock.acquire()
-    except NotImplementedError:  # a disk without locks
+    except NotImplementedError:  # a file system without locks
         return
     except OSError as error:
         raise BadInput(
@@ -228,7 +228,7 @@ def _telling(run: Path) -> Iterator[None]:
     """Convert disk errors of a block to RunFailed with a fix."""
     try:
         yield
-    except BrokenPipeError:  # whoever read what is printed has gone
+    except BrokenPipeError:  # the reader of our output has closed it
         raise
     except OSError as error:
         place = error.filename or run

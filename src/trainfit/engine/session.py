@@ -120,7 +120,7 @@ class Session:
 
     def _skipped(self, reading: Reading) -> None:
         settings = self.parts.settings
-        # In fp16 a gradient that overflows is how the scale of the loss is found.
+        # In fp16 overflows are normal: they are how the loss scale is found.
         overflow = self.parts.scale is not None and math.isfinite(reading.loss)
         what = f"loss {reading.loss:g}, gradient norm {reading.grad_norm:g}"
         self.progress.skipped_in_row += 1
@@ -128,7 +128,7 @@ class Session:
         self.tell("overflow" if overflow else "skipped", f"step {reading.step}: {what}; no update")
         in_row = self.progress.skipped_in_row
         if in_row >= settings.nonfinite_limit or (settings.nonfinite == "stop" and not overflow):
-            self.progress.skipped_in_row = 0  # whoever goes on from here means to try again
+            self.progress.skipped_in_row = 0  # a resumed run tries again
             raise CannotGoOn(
                 f"step {reading.step} is not finite ({what}), {in_row} in a row", NONFINITE_FIX
             )
@@ -183,7 +183,7 @@ class Session:
             yield
             return
         self.looked = True
-        self.pause()  # on every rank: all must have read the same numbers
+        self.pause()  # on every rank: all must have read the same readings
         if not self.parts.world.first:
             yield
             return
@@ -191,7 +191,7 @@ class Session:
             self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
         ) as look:
             yield
-        with suppress(OSError):  # a receipt that cannot be written ends no run
+        with suppress(OSError):  # a run does not fail for its receipt
             if look.evidence is not None:
                 look.evidence.save(self.run / EVIDENCE, parents=False)
         self.go_on()
@@ -212,7 +212,7 @@ class Session:
         self.waits.end()
         if self.ideal_seconds is not None:
             window.ideal_seconds += self.ideal_seconds(lengths)
-        # Ranks must agree on when to give up, so there only what all have waited for is read.
+        # Ranks must agree on when to stop, so several ranks read only after waiting together.
         if self.parts.world.size == 1:
             self.read(wait=False)
         for observer in self.observers:
@@ -258,7 +258,7 @@ class Session:
         )
         better = (
             better and nonfinite_loss(metrics) is None
-        )  # its other figures are of a spoiled model
+        )  # with such a loss, other metrics mean nothing
         progress.evaluations_without_better += 1
         if better:
             progress.best_step, progress.best_metrics = progress.step, dict(metrics)

@@ -102,7 +102,7 @@ def build_parts(
             _fits(take_workspaces, "cuBLAS's workspace")
     sharded = settings.sharding == "fsdp" and world.size > 1
     if sharded:
-        spread_weights(world, model)  # on the CPU: no GPU has room for all of it
+        spread_weights(world, model)  # on the CPU: the model may be too large for a GPU
         _fits(lambda: shard(model, device), "this rank's share of the model")
     else:
         _fits(lambda: model.to(device), "the model")

@@ -103,7 +103,7 @@ def accumulate(
 
     `weight` is the weight of the whole step, over all micro-batches and ranks.
     """
-    # Of one dtype, also where there is no micro-batch: ranks sum it.
+    # A fixed dtype, also without micro-batches, because ranks sum it.
     total = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
     for batch in batches:
         with autocast(device_type, precision):

@@ -78,7 +78,7 @@ def _tensorboard(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
 
 
 def _mlflow(module: Any, run: Path, values: dict[str, Any]) -> Tracker:
-    # Through a client, not the active run: a job may have several folds under way in one process.
+    # A client instead of the active run, because a process may train several folds.
     client = module.MlflowClient()
     experiment = client.get_experiment_by_name("trainfit")
     number = experiment.experiment_id if experiment else client.create_experiment("trainfit")

@@ -103,7 +103,7 @@ class Watchdog:
         connection.settimeout(_CONNECT)
         if self._heard(connection, _WORD) == self._word:
             self._keep(connection)
-        else:  # not one of ours
+        else:  # not a rank of this run
             connection.close()
 
     def _heard(self, connection: socket.socket, size: int = 1) -> bytes:
@@ -118,7 +118,7 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
     master = os.environ.get("MASTER_ADDR", "localhost")
     family, _, _, _, place = socket.getaddrinfo(master, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(place)  # nothing is sent: this only picks the way
+        probe.connect(place)  # sends nothing, only chooses the interface
         return family, str(probe.getsockname()[0])
 
 
