@@ -37,7 +37,6 @@ from gpt_contenders import Batch, Contender, Step, make_step
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.hardware.catalogue import lookup
-from trainfit.jobs.gpt_flops import flops_per_token, parameters
 from trainfit.jobs.models.gpt_model import GptShape
 from trainfit.measuring.gpu_sampling import sampled
 from trainfit.runtime import applied
@@ -236,6 +235,10 @@ class Running:
         ]
 
 
+def flops_per_token(shape: GptShape) -> float:
+    return shape.flops.of_step([shape.block_size]) / shape.block_size
+
+
 def figures(one: Running, shape: GptShape, peak: float | None) -> dict[str, Any]:
     seconds = statistics.median(one.seconds)
     tokens = one.who.batch * shape.block_size
@@ -417,7 +420,7 @@ def main() -> None:
             "python": platform.python_version(),
             "peak_tflops": peak,
             "flops_per_token": {key: flops_per_token(one) for key, one in SHAPES.items()},
-            "parameters": {key: parameters(one) for key, one in SHAPES.items()},
+            "parameters": {key: one.flops.weights for key, one in SHAPES.items()},
         },
     )
     batch = options.batch or LADDER_BATCH[options.shape]

@@ -13,7 +13,8 @@ from transformers import BertConfig, BertForSequenceClassification, Trainer, Tra
 from trainfit.conf import SCHEMAS, keys
 from trainfit.core.records import Receipt
 from trainfit.integrations import TrainfitCallback, oom_advice
-from trainfit.integrations.meter import LoopMeter, work_of
+from trainfit.integrations.meter import LoopMeter
+from trainfit.measuring.flops import count_flops
 
 HIDDEN, INNER, LAYERS, VOCABULARY = 32, 64, 2, 50
 LENGTHS = [5, 12, 7, 9, 12, 3, 8, 10] * 4
@@ -74,11 +75,14 @@ def train(folder: Path, callbacks: list[Any], **more: Any) -> Trainer:
     return trainer
 
 
+WEIGHTS = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER + 2 * HIDDEN) + HIDDEN
+"""Matrices and norms that every token meets; the pooler and the head meet one per sequence."""
+
+
 def by_hand(lengths: list[int]) -> float:
-    """6 operations per weight and token, 12·layers·width per squared length; head included."""
-    weights = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER) + 2 * HIDDEN
+    """6 operations per weight and token, 12·layers·width per squared length."""
     squares = sum(length**2 for length in lengths)
-    return 6 * weights * sum(lengths) + 12 * LAYERS * HIDDEN * squares
+    return 6 * WEIGHTS * sum(lengths) + 12 * LAYERS * HIDDEN * squares
 
 
 def test_a_real_run_gets_its_figures(tmp_path: Path):
@@ -136,39 +140,13 @@ def test_the_mfu_is_the_closed_formula(peak: float):
 
 def test_what_is_frozen_costs_less():
     model = bert()
-    full = work_of(model).flops([10, 20])
+    full = count_flops(model).of_step([10, 20])
     assert full == by_hand([10, 20])
     for parameter in model.bert.parameters():
         parameter.requires_grad = False
-    frozen = work_of(model).flops([10, 20])
-    weights = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER)
-    head = 2 * HIDDEN
-    # Forward through everything; the head alone is trained, and nothing passes below it.
-    assert frozen == 2 * weights * 30 + 4 * head * 30 + 4 * LAYERS * HIDDEN * (10**2 + 20**2)
-
-
-def test_a_model_with_sliding_windows_has_one_count_of_operations(tmp_path: Path):
-    """The callback's MFU and that of trainfit's own runs count the same operations."""
-    from transformers import ModernBertConfig, ModernBertModel
-
-    from trainfit.jobs.flops import encoder_work, step_flops
-
-    config = ModernBertConfig(
-        vocab_size=50,
-        pad_token_id=0,
-        hidden_size=64,
-        intermediate_size=64,
-        num_hidden_layers=6,
-        num_attention_heads=4,
-        local_attention=8,
-    )
-    config.save_pretrained(tmp_path)
-    work, lengths = work_of(ModernBertModel(config)), [512, 20, 3]
-    assert work.passed == work.weights  # the embedding below them is trained
-    own = encoder_work(str(tmp_path))
-    assert work.flops(lengths) == step_flops(own, lengths, "full")
-    every = 12.0 * 64 * 6 * sum(length**2 for length in lengths)
-    assert work.flops(lengths) < 6.0 * work.weights * sum(lengths) + every / 2
+    frozen = count_flops(model).of_step([10, 20])
+    # Forward alone: the head is trained, and nothing passes below it.
+    assert frozen == 2 * WEIGHTS * 30 + 4 * LAYERS * HIDDEN * (10**2 + 20**2)
 
 
 def test_adapters_pass_the_gradient_without_training_the_weights():
@@ -176,13 +154,12 @@ def test_adapters_pass_the_gradient_without_training_the_weights():
 
     rank = 4
     model = get_peft_model(bert(), LoraConfig(r=rank, target_modules=["query"]))
-    work = work_of(model)
-    base = LAYERS * (4 * HIDDEN * HIDDEN + 2 * HIDDEN * INNER) + 2 * HIDDEN
+    work = count_flops(model)
     adapters = LAYERS * 2 * rank * HIDDEN
-    assert work.weights == base + adapters
+    assert work.weights == WEIGHTS + adapters
     assert work.trained == adapters
-    # All but the first query, which no trained weight comes before.
-    assert base - HIDDEN * HIDDEN <= work.passed <= base + adapters
+    # All but the first query and the norm below, which no trained weight comes before.
+    assert WEIGHTS - HIDDEN * (HIDDEN + 1) <= work.passed <= WEIGHTS + adapters
 
 
 def test_the_callback_changes_no_number(tmp_path: Path):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tasks_tiny import TINY, tiny
+from jobs_tiny import TINY, tiny
 
 from trainfit.cli.main import run
 from trainfit.core import checksums

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,59 +15,11 @@ from torch import Tensor, nn
 
 from trainfit.core.records import Receipt
 from trainfit.hardware.gpus import known_spec
-from trainfit.jobs.flops import AttentionShape, attention_shape
+from trainfit.measuring.flops import ModelFlops, count_flops
 from trainfit.measuring.observe import Observation, observe
 from trainfit.measuring.timing import GIB, MemoryTracker
 
 _SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelWork:
-    """Sizes of a model that decide the operations of a step.
-
-    A matrix product with a weight costs two operations a token forward, two more where a gradient
-    passes through it, and two more where the weight is trained. Embedding look-ups, norms and
-    recomputation do not count, as usual for the MFU.
-    """
-
-    weights: int
-    """Weights of the matrices that every token is multiplied by."""
-    passed: int
-    """Weights among them that a gradient passes through."""
-    trained: int
-    """Weights among them that are trained."""
-    attention: AttentionShape
-
-    def flops(self, lengths: Sequence[int]) -> float:
-        """Operations of forward and backward over sequences of these lengths."""
-        attention = self.attention.flops(lengths)
-        back = 2.0 * attention if self.passed else 0.0  # gradients of queries, keys and values
-        return 2.0 * (self.weights + self.passed + self.trained) * sum(lengths) + attention + back
-
-
-def work_of(model: nn.Module) -> ModelWork:
-    """Read the sizes from the model's layers and its config."""
-    weights = passed = trained = 0
-    reached = False  # True once a layer before this one is trained
-    for name, module in model.named_modules():
-        own = list(module.parameters(recurse=False))
-        matrix = _matrix(module)
-        if matrix is not None and "pooler" not in name.split("."):  # one vector a sequence
-            weights += matrix.numel()
-            passed += matrix.numel() if reached else 0
-            trained += matrix.numel() if matrix.requires_grad else 0
-        reached = reached or any(parameter.requires_grad for parameter in own)
-    configs = (getattr(module, "config", None) for module in model.modules())
-    shapes = (attention_shape(config) for config in configs)
-    attention = next((shape for shape in shapes if shape.width), AttentionShape())
-    return ModelWork(weights=weights, passed=passed, trained=trained, attention=attention)
-
-
-def _matrix(module: nn.Module) -> nn.Parameter | None:
-    weight = getattr(module, "weight", None)
-    is_matrix = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    return weight if is_matrix and isinstance(weight, nn.Parameter) else None
 
 
 class LoopMeter:
@@ -78,7 +30,7 @@ class LoopMeter:
     ) -> None:
         """`peak_tflops` is the dense peak of a device that the catalogue does not know."""
         self._peak, self._clock = peak_tflops, clock
-        self._work: ModelWork | None = None
+        self._flops: ModelFlops | None = None
         self._handles: list[Any] = []
         self._batches: list[Tensor] = []
         self._rows = 0
@@ -90,7 +42,7 @@ class LoopMeter:
 
     def attach(self, model: nn.Module, *, probe: bool = True) -> None:
         """Follow `model`; `probe` adds a hook to a linear layer, which a compiler would trace."""
-        self._work = work_of(model)
+        self._flops = count_flops(model)
         self._memory = MemoryTracker()
         first = next((m for m in model.modules() if isinstance(m, nn.Linear)), None)
         if probe and first is not None:
@@ -166,9 +118,9 @@ class LoopMeter:
     def _mfu(self, lengths: list[int], seconds: float) -> float | None:
         """MFU; None for an unknown device, or for a value above 1."""
         peak = self._peak if self._peak is not None else known_peak(self.precision)
-        if not peak or self._work is None:
+        if not peak or self._flops is None:
             return None
-        share = self._work.flops(lengths) / (seconds * peak * 1e12)
+        share = self._flops.of_step(lengths) / (seconds * peak * 1e12)
         return share if 0 < share <= 1 else None
 
     @property

@@ -10,10 +10,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trainfit.conf.schema import EncoderModel
+from trainfit.core.plan_records import Plan
 from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.tokens import IntArray, Tokens
 from trainfit.jobs.metrics import class_metrics
-from trainfit.jobs.models.classifier import EncoderClassifier, classification_loss
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier, classification_loss
+from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.measuring import flops
 from trainfit.packing import deal_steps
 from trainfit.runtime import eagerly
 
@@ -99,6 +103,19 @@ class ClassifierTask:
         if self._class_weights is not None and device not in self._on_device:
             self._on_device[device] = torch.tensor(self._class_weights, device=device).float()
         return self._on_device.get(device)
+
+
+def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], float] | None:
+    """Return the time of a step at the GPUs' peak, for the MFU; None where it is not known."""
+    dtype = flops.dtype_in_use(plan.precision, plan.runtime.tf32)
+    peak = flops.peak_of([plan.gpu] * plan.ranks, dtype)
+    if peak is None:
+        return None
+    method = plan.workload.method
+    settings = settings_from(model, method=method, checkpointing="none", weights="random")
+    with torch.device("meta"):
+        encoder = build_classifier(settings).encoder
+    return flops.ideal_seconds(flops.count_flops(encoder), peak)
 
 
 def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:

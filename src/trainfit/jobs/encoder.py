@@ -32,8 +32,8 @@ from trainfit.engine.recovery import Parts
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
-from trainfit.jobs import exports, flops, job_plan, scores, tuned_plans
-from trainfit.jobs.classification import ClassifierTask, Probabilities
+from trainfit.jobs import exports, job_plan, scores, tuned_plans
+from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.frozen import FrozenTask, Head, SharedFeatures
 from trainfit.jobs.models.backbone import Traits, packed_obstacle
@@ -189,7 +189,7 @@ class PreparedEncoder:
         """Return the first lines of the log and the FLOP count."""
         frozen = run.plan.workload.method == "frozen"  # most of its work is done beforehand
         return {
-            "ideal_seconds": None if frozen else flops.ideal_seconds(run.plan),
+            "ideal_seconds": None if frozen else ideal_seconds(self.config.model, run.plan),
             "opening": lambda parts: opening(parts, run.plan),
         }
 

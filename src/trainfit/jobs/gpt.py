@@ -28,13 +28,14 @@ from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
-from trainfit.jobs import exports, gpt_flops, job_plan, tuned_plans
+from trainfit.jobs import exports, gpt_result, job_plan, tuned_plans
 from trainfit.jobs.gpt_plan import stream_is_half
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.placement import birthplace, on_device
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
+from trainfit.measuring import flops
 from trainfit.packing import ladder
 from trainfit.runs.opening import PretrainingSetup, RunSetup
 
@@ -122,7 +123,7 @@ class PreparedGpt:
         peaks = _Peaks.of(run.plan, run.profile, run.world, run.device)
         return {
             "line": iter_line,
-            "ideal_seconds": gpt_flops.ideal_seconds(shape_of(self.config), peaks.datasheet),
+            "ideal_seconds": flops.ideal_seconds(shape_of(self.config).flops, peaks.datasheet),
             "opening": lambda parts: opening(parts, run.plan, self.data),
         }
 
@@ -262,9 +263,9 @@ class _Peaks:
         if place.type == "cuda" and (place.index or 0) < len(profile.gpus):
             own = profile.gpus[place.index or 0].slug
         slugs = [slug or None for slug in gather(world, own or "")]
-        dtype = gpt_flops.dtype_in_use(plan.precision, plan.runtime.tf32)
-        found = gpt_flops.measured_peak(plan.measurements, dtype)
-        datasheet = gpt_flops.peak_of(slugs, dtype)
+        dtype = flops.dtype_in_use(plan.precision, plan.runtime.tf32)
+        found = flops.measured_peak(plan.measurements, dtype)
+        datasheet = flops.peak_of(slugs, dtype)
         return cls(
             datasheet=datasheet,
             measured=None if found is None or datasheet is None else found * world.size,
@@ -283,18 +284,18 @@ def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
     plan, peaks = run.plan, _Peaks.of(run.plan, run.profile, run.world, run.device)
     meter = read_meter(run.folder)
     spec = None if plan.gpu is None else find(plan.gpu)
-    standing: gpt_flops.Standing | None = None
+    standing: gpt_result.Standing | None = None
     steps: tuple[str, ...] = ()
     if meter.mfu is not None and spec is not None:
-        standing = gpt_flops.standing(meter.mfu, spec)
-        now = gpt_flops.Circumstances(
+        standing = gpt_result.standing(meter.mfu, spec)
+        now = gpt_result.Circumstances(
             plan=plan,
             config=prepared.config,
             spec=spec,
             memory_share=(result.peak_memory_gib or 0.0) / spec.memory_gib,
             wait_share=meter.wait_share,
         )
-        steps = tuple(gpt_flops.next_steps(now)) if standing == "poor" else ()
+        steps = tuple(gpt_result.next_steps(now)) if standing == "poor" else ()
     of_measured = None
     if meter.mfu is not None and peaks.measured and peaks.datasheet:
         of_measured = meter.mfu * peaks.datasheet / peaks.measured

@@ -1,4 +1,7 @@
-"""How a pretraining run ended, from its run folder: one that was resumed counts as a whole."""
+"""Result of a pretraining run, read from its run folder, and the tuning guide's advice on its MFU.
+
+A resumed run counts as a whole.
+"""
 
 from __future__ import annotations
 
@@ -9,40 +12,53 @@ from typing import Literal
 
 import numpy as np
 
+from trainfit.conf import GptConfig
+from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Record
 from trainfit.engine.observers import TrainRow
-from trainfit.jobs.gpt_flops import Standing
+from trainfit.hardware.catalogue import GpuSpec
 from trainfit.runs.reader import Columns, read_part
+
+Standing = Literal["poor", "good", "excellent"]
+_GENERAL_GOOD, _GENERAL_EXCELLENT = (15, 25), (30, 100)
+"""The tuning guide's targets for GPUs that its table has no row for."""
+_FULL = 0.80
+"""Share of the memory in use above which the guide does not enlarge the batch."""
+_AIM = 0.85
+_LONG = 1024
+_WAITING = 0.05
+_NEEDED = ("compute_seconds", "compile_seconds", "wait_share", "step_seconds", "tokens_per_second")
+"""Figures of a training row that are summed up."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """Where the seconds went."""
+    """Seconds of a run by what they were spent on."""
 
     computing: float
     waiting: float
-    """In which the device stood still for want of data."""
+    """Waiting for data, with the device idle."""
     compiling: float
     evaluating: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Meter:
-    """The figures of a run, over all its lines of the log."""
+    """Figures of a run over all rows of its log."""
 
     train_loss: float | None
-    """Of the last line."""
+    """Loss of the last row."""
     tokens_per_second: float | None
-    """In training, waits for data included, without compiling, evaluating and saving."""
+    """Training rate with waits for data, without compiling, evaluating and saving."""
     mfu: float | None
-    """Of the time in which the GPUs computed."""
+    """Share of the peak while the GPUs computed."""
     wait_share: float
     spent: Spent
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptResult(Record):
-    """What came of a pretraining job."""
+    """Result of a pretraining job."""
 
     task: str = "gpt"
     run: str
@@ -50,20 +66,20 @@ class GptResult(Record):
     steps: int
     train_loss: float | None
     val_loss: float | None
-    """Of the exported weights, in nats per token."""
+    """Loss of the exported weights, in nats per token."""
     unigram_entropy: float | None
-    """The loss of one who knows only how common each token is."""
+    """Loss of a model that knows only how common each token is."""
     tokens_per_second: float | None
     gpu: str | None
-    """The catalogue's row."""
+    """Name of the GPU in the catalogue."""
     mfu: float | None
-    """Of the dense peak by the datasheet; None where it is not known."""
+    """Share of the datasheet's dense peak; None where the peak is not known."""
     mfu_of_measured: float | None
-    """Of the peak that `check --measure` found here."""
+    """Share of the peak that `check --measure` found here."""
     standing: Standing | None
-    """By the tuning guide's table."""
+    """Rating by the tuning guide's table."""
     next_steps: tuple[str, ...]
-    """Overrides to try where it is poor, the most promising first."""
+    """Overrides to try where the MFU is poor, the most promising first."""
     peak_memory_gib: float | None
     seconds: float
     spent: Spent
@@ -71,30 +87,20 @@ class GptResult(Record):
 
     @property
     def metrics(self) -> dict[str, float]:
-        """The validation loss, by its name."""
+        """Validation loss by its name."""
         return {} if self.val_loss is None else {"val_loss": self.val_loss}
 
 
-_NEEDED = (
-    "compute_seconds",
-    "compile_seconds",
-    "wait_share",
-    "step_seconds",
-    "tokens_per_second",
-)
-"""Figures of a training row that are summed up."""
-
-
 def iter_line(row: TrainRow) -> str:
-    """The tuning guide's line: the time is a step's, without waits for data and compiling."""
+    """Format the tuning guide's line; its time is a step's without waiting and compiling."""
     mfu = "" if row.mfu is None else f", mfu {row.mfu:.1%}"
     return f"iter {row.step}: loss {row.loss:.4f}, time {row.compute_seconds * 1e3:.2f}ms{mfu}"
 
 
 def read_meter(run: Path) -> Meter:
-    """Rates and shares of a run by its metrics, without the first row, the warm-up."""
+    """Read rates and shares of a run from its metrics, without the first row, the warm-up."""
     part = read_part(run)
-    train = _whole(part.train, _NEEDED)
+    train = _complete(part.train, _NEEDED)
     steps = np.diff(train["step"], prepend=0)
     settled = slice(1, None) if len(steps) > 1 else slice(None)
     mfu = train.get("mfu", np.full(len(steps), np.nan))
@@ -114,14 +120,77 @@ def read_meter(run: Path) -> Meter:
             computing=float(computing.sum()),
             waiting=float(waiting.sum()),
             compiling=float(train["compile_seconds"].sum()),
-            evaluating=float(_whole(part.evaluations, ("seconds",))["seconds"].sum()),
+            evaluating=float(_complete(part.evaluations, ("seconds",))["seconds"].sum()),
         ),
     )
 
 
-def _whole(table: Columns, needed: Sequence[str]) -> Columns:
-    """The rows that have all the figures needed; a run that was damaged has lost some."""
+def _complete(table: Columns, needed: Sequence[str]) -> Columns:
+    """Keep the rows that have all needed figures; a damaged run has lost some."""
     if not all(name in table for name in ("step", *needed)):
         return {name: np.empty(0) for name in ("step", *needed)}
-    whole = np.all([np.isfinite(table[name]) for name in needed], axis=0)
-    return {name: values[whole] for name, values in table.items()}
+    complete = np.all([np.isfinite(table[name]) for name in needed], axis=0)
+    return {name: values[complete] for name, values in table.items()}
+
+
+# ── the tuning guide ──────────────────────────────────────────────────────────────────────────
+
+
+def targets(spec: GpuSpec) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the good and the excellent MFU on this GPU, in percent."""
+    return spec.mfu_good or _GENERAL_GOOD, spec.mfu_excellent or _GENERAL_EXCELLENT
+
+
+def standing(mfu: float, spec: GpuSpec) -> Standing:
+    """Rate an MFU by the tuning guide's table."""
+    good, excellent = targets(spec)
+    if 100 * mfu >= excellent[0]:
+        return "excellent"
+    return "good" if 100 * mfu >= good[0] else "poor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Circumstances:
+    """Facts of a run that the advice depends on."""
+
+    plan: Plan
+    config: GptConfig
+    spec: GpuSpec
+    memory_share: float
+    """Share of the GPU's memory in use at the peak."""
+    wait_share: float
+    """Share of the time spent waiting for data."""
+
+
+def next_steps(now: Circumstances) -> list[str]:
+    """List the tuning guide's steps that are not taken yet, in its order, as overrides."""
+    found = [*_batch(now), *_length(now), *_switches(now)]
+    if now.wait_share > _WAITING:
+        found.append(f"training.num_workers={min(8, max(2, 2 * now.plan.num_workers))}")
+    return found
+
+
+def _batch(now: Circumstances) -> list[str]:
+    if now.memory_share >= _FULL:
+        return []
+    batch = now.plan.batch_size
+    larger = max(batch + 1, int(batch * _AIM / max(now.memory_share, 0.01)))
+    # Twice at most: not all of the memory in use grows with the batch.
+    return [f"training.batch_size={min(larger, 2 * batch)}"]
+
+
+def _length(now: Circumstances) -> list[str]:
+    if now.config.data.max_length >= _LONG or now.memory_share >= _FULL:
+        return []
+    return [f"data.max_length={_LONG if now.spec.memory_gb >= 16 else 512}"]
+
+
+def _switches(now: Circumstances) -> list[str]:
+    plan, found = now.plan, []
+    if plan.precision == "fp32":
+        found.append("device.mixed_precision=auto")
+    if not plan.compile:
+        found.append("optimization.compile=true")
+    if now.spec.native_tf32 and not plan.runtime.tf32:
+        found.append("device.tf32=true")
+    return found

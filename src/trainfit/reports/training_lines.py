@@ -23,8 +23,7 @@ from trainfit.core.records import Event, RunResult
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.trackers import check_installed, gpu_trackers, open_trackers
 from trainfit.hardware.catalogue import find
-from trainfit.jobs.gpt_flops import targets
-from trainfit.jobs.gpt_result import GptResult, iter_line
+from trainfit.jobs.gpt_result import GptResult, iter_line, targets
 from trainfit.jobs.metrics import Metrics
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult

@@ -26,6 +26,7 @@ from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import model_obstacle
+from trainfit.measuring.flops import sliding_window
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -100,7 +101,7 @@ def traits_of(model: PreTrainedModel) -> Traits:
         if name.endswith(("position_embeddings", "wpe")) and isinstance(module, nn.Embedding)
     ]
     return Traits(
-        window=_window(model.config),
+        window=sliding_window(model.config),
         first_position=first,
         positions=min(tables, default=None),
         token_types=(getattr(model.config, "type_vocab_size", None) or 0) > 1,
@@ -245,16 +246,6 @@ def _look_both_ways(model: PreTrainedModel) -> None:
     for module in modules:
         if getattr(module, "is_causal", False):
             module.is_causal = False
-
-
-def _window(config: PretrainedConfig) -> int | None:
-    """The distance from which on tokens are out of sight, as plain transformers has it."""
-    size: int | None = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None)
-    if size is None or (kinds and "sliding_attention" not in kinds):
-        return None
-    # A two-way window reaches `size` tokens far; only Gemma 3's flag makes it one fewer.
-    return size + 1 if getattr(config, "is_causal", True) is False else size
 
 
 def _head(config: PretrainedConfig) -> int:

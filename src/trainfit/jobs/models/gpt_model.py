@@ -19,6 +19,7 @@ from trainfit.core.codec import Range, decode
 from trainfit.core.errors import BadInput
 from trainfit.hardware.model_shapes import OWN_GPT, model_shape, model_shapes
 from trainfit.kernels.fused_ops import IGNORED, gelu, loss_and_slopes
+from trainfit.measuring.flops import ModelFlops
 
 _EVALUATED = 8192
 """Tokens at a time where no gradient is wanted: more would only take memory."""
@@ -121,9 +122,21 @@ class GptShape:
 
     @property
     def parameters(self) -> int:
-        """Weights of the matrices and embeddings; the norms add next to nothing."""
-        blocks = 12 * self.n_layer * self.n_embd**2
-        return blocks + (self.vocab_size + self.block_size) * self.n_embd
+        """Number of weights."""
+        blocks = self.n_layer * (12 * self.n_embd**2 + 2 * self.n_embd)
+        return blocks + (self.vocab_size + self.block_size + 1) * self.n_embd
+
+    @property
+    def flops(self) -> ModelFlops:
+        """Operations: a token is multiplied by all weights but the position embeddings."""
+        weights = self.parameters - self.block_size * self.n_embd
+        return ModelFlops(
+            weights=weights,
+            passed=weights,
+            trained=weights,
+            width=self.n_embd,
+            full_layers=self.n_layer,
+        )
 
 
 def gpt_shape(name: str, **overrides: Any) -> GptShape:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_tiny import TINY, tiny
 from safetensors.torch import load_file
-from tasks_tiny import TINY, tiny
 from torch import Tensor
 from transformers import AutoModel, AutoTokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tasks_tiny import CONFIGS, TINY, rows, tiny
+from jobs_tiny import CONFIGS, TINY, rows, tiny
 from transformers import (
     AutoConfig,
     Gemma3Config,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from tasks_tiny import CONFIGS, DECODERS, TINY, rows, rows_of, tiny
+from jobs_tiny import CONFIGS, DECODERS, TINY, rows, rows_of, tiny
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification

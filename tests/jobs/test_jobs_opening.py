@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tasks_tiny import tiny
+from jobs_tiny import tiny
 from torch.utils.data import DataLoader
 
 from trainfit.core.plan_records import RuntimeSettings

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tasks_tiny import TINY, rows, tiny
+from jobs_tiny import TINY, rows, tiny
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional

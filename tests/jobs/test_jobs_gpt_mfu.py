@@ -17,20 +17,25 @@ from trainfit.engine.observers import Progress, TrainRow, Window, make_row
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find, gpus
 from trainfit.jobs import gpt as job
-from trainfit.jobs import gpt_flops, job_plan
+from trainfit.jobs import gpt_result, job_plan
 from trainfit.jobs.gpt_result import iter_line, read_meter
-from trainfit.jobs.models.gpt_model import Gpt, gpt_shape
+from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
+from trainfit.measuring import flops
+
+
+def flops_per_token(shape: GptShape) -> float:
+    return shape.flops.of_step([shape.block_size]) / shape.block_size
 
 
 def test_the_operations_are_those_of_the_hand_calculation():
     # GPT-2 124M: 50,304 × 768 + 12 × (12 × 768² + 2 × 768) + 768 = 123,587,328 weights without
     # positions; 6 N + 12 × 12 layers × 12 heads × 64 × 1024 = 854,770,176 per token.
     shape = gpt_shape("gpt-124m")
-    assert gpt_flops.parameters(shape) == 123_587_328
+    assert shape.flops.weights == 123_587_328
     by_hand = 6 * 123_587_328 + 12 * 12 * 12 * 64 * 1024
-    assert gpt_flops.flops_per_token(shape) == by_hand == 854_770_176
+    assert flops_per_token(shape) == by_hand == 854_770_176
     # 480,000 tokens a second on an H200: 480,000 × 854,770,176 / 989.4e12
-    seconds = gpt_flops.ideal_seconds(shape, gpt_flops.peak_of(["h200"], "bf16"))
+    seconds = flops.ideal_seconds(shape.flops, flops.peak_of(["h200"], "bf16"))
     assert seconds is not None
     peak = find("h200").peak_tflops("bf16")
     assert peak == pytest.approx(989, abs=1)
@@ -43,27 +48,28 @@ def test_the_weights_are_the_models_own(name: str):
     with torch.device("meta"):
         model = Gpt(shape)
     whole = sum(p.numel() for p in model.parameters())
-    assert gpt_flops.parameters(shape) == whole - model.position_embedding.weight.numel()
+    assert shape.parameters == whole
+    assert shape.flops.weights == whole - model.position_embedding.weight.numel()
 
 
 def test_the_peak_is_that_of_the_dtype_on_every_gpu():
-    assert gpt_flops.peak_of(["a30"], "bf16") == find("a30").bf16_tflops
-    assert gpt_flops.peak_of(["a30", "a30"], "bf16") == 2 * find("a30").bf16_tflops
-    assert gpt_flops.peak_of(["a30", "rtx-3090"], "bf16") == pytest.approx(
+    assert flops.peak_of(["a30"], "bf16") == find("a30").bf16_tflops
+    assert flops.peak_of(["a30", "a30"], "bf16") == 2 * find("a30").bf16_tflops
+    assert flops.peak_of(["a30", "rtx-3090"], "bf16") == pytest.approx(
         find("a30").bf16_tflops + find("rtx-3090").bf16_tflops
     )
-    assert gpt_flops.dtype_in_use("fp32", True) == "tf32"
-    assert gpt_flops.dtype_in_use("fp32", False) == "fp32"
-    assert gpt_flops.dtype_in_use("bf16", True) == "bf16"
-    assert gpt_flops.peak_of(["a30"], "tf32") == find("a30").tf32_tflops
+    assert flops.dtype_in_use("fp32", True) == "tf32"
+    assert flops.dtype_in_use("fp32", False) == "fp32"
+    assert flops.dtype_in_use("bf16", True) == "bf16"
+    assert flops.peak_of(["a30"], "tf32") == find("a30").tf32_tflops
 
 
 def test_an_unknown_gpu_has_no_figure():
-    assert gpt_flops.peak_of([None], "bf16") is None
-    assert gpt_flops.peak_of(["a30", None], "bf16") is None
-    assert gpt_flops.peak_of([], "bf16") is None
-    assert gpt_flops.peak_of(["t4"], "bf16") is None  # which it has not
-    assert gpt_flops.ideal_seconds(gpt_shape("gpt-tiny"), None) is None
+    assert flops.peak_of([None], "bf16") is None
+    assert flops.peak_of(["a30", None], "bf16") is None
+    assert flops.peak_of([], "bf16") is None
+    assert flops.peak_of(["t4"], "bf16") is None  # which it has not
+    assert flops.ideal_seconds(gpt_shape("gpt-tiny").flops, None) is None
 
 
 def row(**more: Any) -> TrainRow:
@@ -102,8 +108,8 @@ def test_a_run_measures_itself(tmp_path: Path, monkeypatch: Any):
     be_quick(monkeypatch)
     slow = find("t4")
     peak = 1.0  # TFLOP/s
-    monkeypatch.setattr(gpt_flops, "peak_of", lambda slugs, dtype: peak)
-    monkeypatch.setattr(gpt_flops, "measured_peak", lambda items, dtype: peak / 2)
+    monkeypatch.setattr(flops, "peak_of", lambda slugs, dtype: peak)
+    monkeypatch.setattr(flops, "measured_peak", lambda items, dtype: peak / 2)
     from trainfit.planning import planner
 
     monkeypatch.setattr(
@@ -134,8 +140,8 @@ def test_measured_peaks_are_those_of_the_dtype():
         Measurement(name=f"matmul_{kind}", unit="TFLOP/s", value=value, samples=())
         for kind, value in (("bf16", 780.0), ("fp32", 50.0))
     ]
-    assert gpt_flops.measured_peak(items, "bf16") == 780.0
-    assert gpt_flops.measured_peak(items, "tf32") is None
+    assert flops.measured_peak(items, "bf16") == 780.0
+    assert flops.measured_peak(items, "tf32") is None
 
 
 # ── the guide's table ─────────────────────────────────────────────────────────────────────────
@@ -159,23 +165,23 @@ def test_the_catalogue_has_the_guides_table(slug: str):
     good, excellent = spec.mfu_good, spec.mfu_excellent
     assert good is not None
     assert excellent is not None
-    assert gpt_flops.standing((good[0] - 1) / 100, spec) == "poor"
-    assert gpt_flops.standing(good[0] / 100, spec) == "good"
-    assert gpt_flops.standing(excellent[0] / 100, spec) == "excellent"
+    assert gpt_result.standing((good[0] - 1) / 100, spec) == "poor"
+    assert gpt_result.standing(good[0] / 100, spec) == "good"
+    assert gpt_result.standing(excellent[0] / 100, spec) == "excellent"
 
 
 def test_gpus_without_a_row_are_held_to_the_guides_general_targets():
     spec = find("h200")
     assert spec.mfu_good is None
-    assert [gpt_flops.standing(x, spec) for x in (0.1, 0.2, 0.5)] == ["poor", "good", "excellent"]
-    assert all(gpt_flops.targets(one)[0][0] >= 15 for one in gpus())
+    assert [gpt_result.standing(x, spec) for x in (0.1, 0.2, 0.5)] == ["poor", "good", "excellent"]
+    assert all(gpt_result.targets(one)[0][0] >= 15 for one in gpus())
 
 
-def circumstances(tmp: Path, slug: str, *words: str, **more: Any) -> gpt_flops.Circumstances:
+def circumstances(tmp: Path, slug: str, *words: str, **more: Any) -> gpt_result.Circumstances:
     composed = compose("gpt", [*gpt_words(tmp), *words])
     plan = plan_here(job_plan.question(composed), as_if(find(slug)))
     now = {"memory_share": 0.9, "wait_share": 0.0} | more
-    return gpt_flops.Circumstances(plan=plan, config=composed.config, spec=find(slug), **now)  # type: ignore[arg-type]
+    return gpt_result.Circumstances(plan=plan, config=composed.config, spec=find(slug), **now)  # type: ignore[arg-type]
 
 
 def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
@@ -187,7 +193,7 @@ def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
         memory_share=0.2,
         wait_share=0.3,
     )
-    steps = gpt_flops.next_steps(everything)
+    steps = gpt_result.next_steps(everything)
     assert steps == [
         "training.batch_size=8",
         "data.max_length=1024",
@@ -201,9 +207,9 @@ def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
 
 def test_what_is_done_is_not_advised_again(tmp_path: Path):
     words = ("optimization.compile=true", "data.max_length=1024", "device.mixed_precision=auto")
-    assert gpt_flops.next_steps(circumstances(tmp_path, "a30", *words)) == []
+    assert gpt_result.next_steps(circumstances(tmp_path, "a30", *words)) == []
     old = circumstances(tmp_path, "t4", *words)
-    assert gpt_flops.next_steps(old) == []  # a T4 has no TF32 to turn on
+    assert gpt_result.next_steps(old) == []  # a T4 has no TF32 to turn on
 
 
 def test_a_plan_counts_the_operations_that_a_run_does():
@@ -218,4 +224,4 @@ def test_a_plan_counts_the_operations_that_a_run_does():
     shape = replace(gpt_shape("gpt-small"), n_layer=3, block_size=512)
     per_token = time.mfu * find("h200").peak_tflops("bf16") * 1e12 / time.tokens_per_second
     # The run counts the norms' weights as if they were matrices.
-    assert per_token == pytest.approx(gpt_flops.flops_per_token(shape), rel=1e-3)
+    assert per_token == pytest.approx(flops_per_token(shape), rel=1e-3)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tasks_tiny import TINY, tiny
+from jobs_tiny import TINY, tiny
 from torch import Tensor
 from torch._dynamo.utils import counters
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from jobs_tiny import TINY, rows, tiny
 from peft import PeftModel
 from peft.tuners.lora.dora import DoraLinearLayer
-from tasks_tiny import TINY, rows, tiny
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
