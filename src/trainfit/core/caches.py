@@ -83,7 +83,7 @@ def throw_away(path: Path, why: str) -> None:
     warnings.warn(text, TrainfitWarning, stacklevel=3)
 
 
-@cache  # a plan writes many records: one line is enough
+@cache  # one warning for all records of a folder
 def _warn_unwritten(folder: Path, why: str) -> None:
     text = f"results are not kept in {folder} ({why}); set TRAINFIT_CACHE to a folder of yours"
     warnings.warn(text, TrainfitWarning, stacklevel=3)

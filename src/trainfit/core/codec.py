@@ -296,8 +296,8 @@ def _read_annotated(kind: Any, data: Any, path: str, problems: list[BadInput]) -
 
 
 def _read_union(kind: Any, data: Any, path: str, problems: list[BadInput]) -> Any:
-    # A whole number is also a number: the exact member is tried first, and a name before all, since
-    # every attempt that fails words an error.
+    # Names come first, since each failed attempt builds an error; float comes last, since it would
+    # also take a whole number.
     members = sorted(get_args(kind), key=lambda member: (not _names(member, data), member is float))
     attempts: list[list[BadInput]] = []
     for member in members:

@@ -162,7 +162,7 @@ def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
         yield
     except (TrainfitError, KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
-    except BaseException as error:  # a panic of a library in Rust is no Exception
+    except BaseException as error:  # a panic in a Rust library is not an Exception
         raise refusal(reason(error)) from error
 
 
@@ -173,7 +173,7 @@ def brief(text: str, most: int = 200) -> str:
 
 def nearest(word: str, choices: Iterable[str], count: int = 3) -> list[str]:
     """Return the `choices` most similar to `word`, best first."""
-    folded = word[:200].lower()  # comparing takes the product of both lengths
+    folded = word[:200].lower()  # the time grows with the product of both lengths
     likeness = {
         choice: difflib.SequenceMatcher(None, folded, choice.lower()).ratio()
         for choice in sorted(set(choices))

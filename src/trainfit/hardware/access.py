@@ -12,7 +12,7 @@ from trainfit.hardware.torch_probe import TorchReport
 
 VARIABLE = "CUDA_VISIBLE_DEVICES"
 
-_INDEX = re.compile(r"\+?([0-9]+)")  # CUDA stops at the first other character: 1gpu is 1
+_INDEX = re.compile(r"\+?([0-9]+)")  # as CUDA reads it: 1gpu is 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,7 +164,7 @@ def _nvml_broken(nvml: NvmlReport, error: str) -> Note:
 def _hidden(seen: Access) -> Note:
     some = f"{len(seen.others)} of {len(seen.nvml.gpus)} GPUs"
     what = some if seen.torch.devices else "every GPU"
-    names = f" ({names_of(seen.others)})" if seen.others else ""  # NVML may not have told
+    names = f" ({names_of(seen.others)})" if seen.others else ""
     text = f"{VARIABLE}={seen.visible.value!r} hides {what}{names}."
     return Note(code="hidden_gpus", text=text, fix=f"To use every GPU: `unset {VARIABLE}`.")
 

@@ -54,7 +54,7 @@ def not_joined(joined: Sequence[Joined], known: Sequence[NvmlGpu]) -> tuple[Nvml
     used = [id(pair.gpu) for pair in joined]
     left = [gpu for gpu in known if id(gpu) not in used]
     for pair in joined:
-        if pair.gpu is None:  # one of its name is this one, whichever
+        if pair.gpu is None:  # not matched: assume the first of the same name
             same = [gpu for gpu in left if gpu.name == pair.device.name]
             left = [gpu for gpu in left if not same or gpu is not same[0]]
     return tuple(left)

@@ -72,7 +72,7 @@ def _below(path: str, mounted: str) -> PurePosixPath:
     """Return the group's path below the mount point, which may show a part of the tree only."""
     try:
         return PurePosixPath(path).relative_to(mounted)
-    except ValueError:  # the namespace hides where the process really is: only the top is readable
+    except ValueError:  # hidden by a namespace: only the top is readable
         return PurePosixPath()
 
 

@@ -87,7 +87,7 @@ def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig
         )
     from transformers import AutoConfig
 
-    # A config keeps and edits the lists and dicts it is given: the catalogue's own must not change.
+    # A copy, since a config edits the lists and dicts that it is given.
     config: PretrainedConfig = AutoConfig.for_model(**deepcopy(shape.config) | overrides)
     return config
 

@@ -93,7 +93,7 @@ def _cudnn(torch: Any) -> str | None:
     """Format the version: 91002 is 9.10.2, and 8902 was 8.9.2."""
     try:
         number = torch.backends.cudnn.version()
-    except RuntimeError:  # a cuDNN that does not fit this torch has no version worth showing
+    except RuntimeError:  # cuDNN and torch do not match
         return None
     if number is None:
         return None
@@ -122,7 +122,7 @@ def _cuda_devices(
     torch: Any, vendor: Literal["nvidia", "amd"], errors: list[str]
 ) -> Iterator[TorchDevice]:
     """Yield each device that answers; failures of the others go to `errors`."""
-    # Starting CUDA late, torch wraps what fails into an error of its own kind.
+    # torch has its own error for failures while CUDA starts.
     deferred = getattr(torch.cuda, "DeferredCudaCallError", RuntimeError)
     try:
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -227,7 +227,7 @@ def triton_version(
         return None
     try:
         return version("triton")
-    except importlib.metadata.PackageNotFoundError:  # ROCm and Windows name the package otherwise
+    except importlib.metadata.PackageNotFoundError:  # other names on ROCm and Windows
         packages = providers().get("triton", ())
         return version(packages[0]) if packages else None
 

@@ -58,8 +58,8 @@ class MaskedAttention:
 def masked_attention(layout: Layout, window: int | None) -> MaskedAttention:
     """Build the masks of a batch, once for all layers."""
     full = _visible(layout, None)
-    # A window that no sequence outgrows needs no mask; but where there is one anyway, it always has
-    # one shape, or compiled code would be compiled again and again.
+    # A window longer than every sequence needs no mask. But beside a full mask, the windowed mask
+    # always has the same shape, to avoid recompilation.
     outgrown = window is not None and (full is not None or window < layout.max_seqlen)
     return MaskedAttention(full, _visible(layout, window) if outgrown else full)
 
@@ -80,8 +80,8 @@ def _visible(layout: Layout, window: int | None) -> Tensor | None:
         token = torch.arange(layout.ids.shape[1], device=layout.ids.device)
         distance = (token[:, None] - token[None, :]).abs()[None]
         near = distance < window
-        # Padding out of reach of every real token still sees itself: a softmax of nothing is NaN,
-        # and so is NaN times a gradient of zero.
+        # Padding beyond the window of every real token sees itself: an empty softmax is NaN, and
+        # NaN times a gradient of zero is NaN.
         visible = near if visible is None else (visible & near) | (distance == 0)
     return None if visible is None else visible[:, None]
 
@@ -225,7 +225,7 @@ def _attend(
         value,
         scaling=scaling,
         dropout=dropout,
-        # Families count the window differently; the one number that counts is `choose`'s.
+        # Families count the window differently, so the number given to `choose` is used.
         windowed=sliding_window is not None,
         softcap=softcap,
     )

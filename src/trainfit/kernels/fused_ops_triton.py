@@ -43,7 +43,7 @@ def _normal(x):
     """The distribution and the density of the standard normal at x."""
     size = tl.abs(x)
     under = 1.0 + 0.23164190 * size
-    t = tl.rsqrt(under * under)  # a reciprocal, at the speed of one instruction
+    t = tl.rsqrt(under * under)  # a reciprocal in one instruction
     bell = tl.exp2(x * x * -0.72134752)
     terms = 0.5307027145 * t - 0.7265760135
     terms = terms * t + 0.7107068705
@@ -128,7 +128,7 @@ def _row(logits, targets, slopes, losses, stride, classes, BLOCK: tl.constexpr):
             total += tl.sum(tl.exp2(_scaled(logits, start + place, classes) - most), 0)
     normaliser = most + tl.log2(total)
     counts = target >= 0
-    subtracted = tl.where(counts, normaliser, float("inf"))  # a row that does not count: all 0
+    subtracted = tl.where(counts, normaliser, float("inf"))  # an ignored row has zero slopes
     for start in range(0, classes, BLOCK):
         at = start + place
         slope = tl.exp2(_scaled(logits, at, classes) - subtracted)
@@ -136,6 +136,6 @@ def _row(logits, targets, slopes, losses, stride, classes, BLOCK: tl.constexpr):
     wanted = _scaled(logits, tl.maximum(target, 0), classes)
     loss = tl.where(counts, (normaliser - wanted) * 0.6931471805599453, 0.0)
     tl.store(losses + row, loss)
-    tl.debug_barrier()  # the target's own slope is written over what the loop wrote there
+    tl.debug_barrier()  # the loop's store to the target must be done before the next one
     own = tl.exp2(wanted - normaliser) - 1.0
     tl.store(slopes + target, own.to(slopes.dtype.element_ty), mask=counts)

@@ -94,9 +94,9 @@ def _packed(input_ids: Tensor, cu_seqlens: Tensor, max_seqlen: int | None) -> La
     starts = cu_seqlens.long()
     sequences = starts.shape[0] - 1
     token = torch.arange(width, device=input_ids.device)
-    # All starts, not starts[1:]: Inductor 2.11 cannot look things up in a part of a tensor.
+    # All starts, since Inductor 2.11 cannot bucketize with a slice such as starts[1:].
     ids = torch.bucketize(token, starts, right=True) - 1
-    # Filler stays at position 0: counted on, it could run past a table of learned positions.
+    # Filler stays at position 0, within the table of learned positions.
     positions = torch.where(ids < sequences, token - starts[ids], 0)
     return Layout(
         sequences=sequences,

@@ -132,7 +132,7 @@ def _attend(
         scores = _capped(asked, keys, scale, cap, PRECISION) * (cap * 1.4426950408889634)
         scores = tl.where(_seen(rows, others, count, window), scores, -1e30)
         above = tl.maximum(highest, tl.max(scores, 1))
-        # Where nothing has been seen yet, all are equally out of sight: their share is zero.
+        # A row that has seen no key yet gets shares of zero.
         shares = tl.where(scores > -1e29, tl.math.exp2(scores - above[:, None]), 0.0)
         faded = tl.math.exp2(highest - above)
         total = total * faded + tl.sum(shares, 1)

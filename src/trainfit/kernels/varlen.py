@@ -78,7 +78,7 @@ _OPERATION = "torch_attn::_varlen_attn"
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST = (8, 0)
 _LARGEST_HEAD = 256
-# Where the flag is not known yet, the kernel takes fewer heads of keys and values without it.
+# Older versions without the flag take fewer heads of keys and values as they are.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 )
@@ -118,7 +118,7 @@ class VarlenAttention:
                 "set the attention dropout to 0, or attention to masked",
             )
         reach = self.window - 1 if windowed and self.window is not None else -1
-        # The backward pass would copy an output of any other order, and it has the query's.
+        # The output has the query's strides, and the backward pass copies it unless contiguous.
         queries = query[0].transpose(0, 1).to(self.dtype).contiguous()
         keys, values = (part[0].transpose(0, 1).to(self.dtype) for part in (key, value))
         if softcap is not None:

@@ -32,12 +32,12 @@ class MicroBatch(Record):
     width: int
 
 
-# Steps that may need a micro-batch more than planned, before all are planned with one more.
+# Share of steps that may need one more micro-batch than planned.
 _EXCEPTIONS = 0.02
-# A second shape is a second compilation: it must be needed (97% is promised) and save something.
+# A second shape costs a second compilation: it is used below this fill and from this gain on.
 _GOOD_FILL = 0.972
 _LEAST_GAIN = 0.01
-# Room for the steps of epochs that were not looked at: one token over would cost a micro-batch.
+# Spare room for steps of later epochs: one token too many would cost a micro-batch.
 _MARGIN = 1 / 512
 
 
@@ -69,7 +69,7 @@ class PackedCut(Record):
             return []
         values = lengths[part].tolist()
         check_fits(values[0], self.tokens)
-        # A partial step has fewer tokens, so it gets fewer micro-batches, not emptier ones.
+        # A partial step gets fewer micro-batches, not emptier ones.
         start = divide_up(self.micro_batches * part.size, self.part_size)
         groups = _fewest(values, start, self.tokens, self.slots)
         return [self._pack(group, values, part) for group in groups]
@@ -98,7 +98,7 @@ def fit_packed_parts(
         for part, cut in zip(whole, fewest, strict=True)
         for group in (cut if len(cut) >= count else _split(part, count, cap_tokens))
     ]
-    # The partial steps take what budget the whole ones need, not the other way round.
+    # Whole steps set the budget, and partial steps use it.
     most = max(map(sum, groups))
     roomy = math.ceil(most * (1 + _MARGIN)) if most > longest else longest
     budget = int(round_up(roomy, multiple, cap_tokens))

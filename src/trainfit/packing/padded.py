@@ -17,9 +17,9 @@ from trainfit.packing.steps import (
     round_up,
 )
 
-# What starting a micro-batch costs, in tokens: cutting finer must save more padding than that.
+# Cost of starting a micro-batch, in tokens: a finer cut must save more padding than that.
 _START_COST = 256
-# More than any cut costs, with room to add to it.
+# Cost of an impossible cut, with room for additions.
 _NEVER = 1 << 60
 
 
@@ -108,7 +108,7 @@ def _cut_of(profile: IntArray, widths: tuple[int, ...], rows: tuple[int, ...]) -
 
 def choose_widths(lengths: IntArray, most: int = 8, multiple: int = 32) -> tuple[int, ...]:
     """The widths that pad these lengths little: all multiples, less those that help the least."""
-    # Never over the longest, since a model may have no positions beyond it.
+    # At most the longest, since a model may have no positions beyond it.
     padded = round_up(lengths, multiple, int(lengths.max()))
     sizes, counts = np.unique(padded, return_counts=True)
     while sizes.size > most:

@@ -65,9 +65,9 @@ def round_up(values: IntArray | int, multiple: int, limit: int) -> IntArray:
     return rounded
 
 
-# Dealt in order of length, so that the short sequences level out what the shuffled ones left.
+# Shortest strata, dealt in order of length to level out the tokens of the steps.
 _LEVELLING_STRATA = 2
-# What shapes are fitted to: enough steps that another epoch rarely needs more than any of them.
+# Sample that shapes are fitted to: large enough that other epochs rarely need more.
 _SAMPLE_SEQUENCES = 1 << 16
 _SAMPLE_LEAST_STEPS = 64
 _SAMPLE_EPOCHS = 64
@@ -86,8 +86,8 @@ def deal_steps(
     check_whole("the seed", seed, least=0)
     check_whole("the epoch", epoch, least=0)
     steps, rest = divmod(array.size, effective_batch)
-    # Raw bits and a stable sort: numpy keeps its bit streams from release to release, but not
-    # what its shuffle makes of them.
+    # Raw bits and a stable sort, since numpy keeps its bit streams the same in every release, but
+    # not its shuffle.
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch)))
     keys = bits.random_raw(array.size)
     ordered: IntArray = np.lexsort((keys, -array))

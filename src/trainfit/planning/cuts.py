@@ -49,7 +49,7 @@ class FixedSettings:
     @property
     def key(self) -> tuple[Any, ...]:
         """Key of the step: GPUs with the same key run the same."""
-        wide = self.precision.value == "fp32"  # bf16 and fp16 are of one size
+        wide = self.precision.value == "fp32"  # bf16 and fp16 have the same size
         return wide, self.packed.value, self.attention.value
 
 
@@ -169,7 +169,7 @@ def fitter_for(question: Question, fixed: FixedSettings, targets: tuple[Target, 
     """Build the fitter of a job for these GPUs."""
     cuttings = fixed.cuttings
     if {"batch_size", "micro_batch_tokens"} & question.pins.keys():
-        cuttings = cuttings[:1]  # pinned: the rest of the ladder is for running out of memory
+        cuttings = cuttings[:1]  # the other cuts are fallbacks for out of memory
     held = tuple(with_margin(target, fixed) for target in targets)
     return Fitter(
         question.factory, fixed.arguments, question.layers, cuttings, held, plain=fixed.plain
@@ -186,7 +186,7 @@ def checkpointing_modes(question: Question, fixed: FixedSettings) -> tuple[Check
     """List the ways of checkpointing to choose among."""
     if fixed.checkpointing is not None:
         return (fixed.checkpointing.value,)
-    # Nothing is kept for a backward pass that does not run.
+    # A frozen encoder has no backward pass to keep activations for.
     return ("none",) if question.workload.method == "frozen" else MODES
 
 

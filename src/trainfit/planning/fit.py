@@ -144,7 +144,7 @@ class Fitter:
         self._factory, self._arguments, self._layers = factory, arguments, layers
         self._targets = targets
         self._known: dict[tuple[Checkpointing, int], list[Taken]] = {}
-        # From the second micro-batch on, gradients are there beside activations: another line.
+        # Interpolate separately from the second micro-batch on, which has gradients too.
         second = 1 if cuttings[0].probed == 1 and len(cuttings) > 1 else 0
         self._ends = sorted({0, second, len(cuttings) - 1})
 
@@ -160,7 +160,7 @@ class Fitter:
             for mode in modes
             for rung in range(len(self.cuttings))
         ]
-        if made[0].seconds is None:  # nothing speaks for more padding
+        if made[0].seconds is None:  # coarser cuts pay only where times are known
             plain = self.cuttings[self._plain :]
             made = [candidate for candidate in made if candidate.cutting in plain]
         return sorted(
@@ -209,7 +209,7 @@ class Fitter:
     def _candidate(self, mode: Checkpointing, rung: int, at: int, speed: Speed) -> StepCandidate:
         cutting, plain = self.cuttings[rung], self.cuttings[self._plain]
         taken = self._taken(mode, rung, at)
-        # What a step must do is what it does without checkpointing.
+        # Necessary operations are those without checkpointing.
         done = _flops(self._taken("none", self._plain, at))
         must = done / (plain.probed * plain.rows * plain.width)
         return StepCandidate(

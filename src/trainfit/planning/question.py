@@ -103,7 +103,7 @@ def workers(cores: int, gpu_memory_gb: float | None) -> int:
     """Choose the number of loader processes; two cores are left for training."""
     limits = [cores - 2, MAX_WORKERS]
     if gpu_memory_gb is not None:
-        limits.append(math.ceil(gpu_memory_gb) // GB_PER_WORKER)  # the box says 24, a program 23.5
+        limits.append(math.ceil(gpu_memory_gb) // GB_PER_WORKER)  # a 24 GB card shows 23.5
     return max(0, min(limits))
 
 

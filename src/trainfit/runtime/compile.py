@@ -42,9 +42,8 @@ def compile_model(
     def forward(*args: Any, **kwargs: Any) -> Any:
         return eager(*args, **kwargs)
 
-    # This is nn.Module.compile with a frame of ours in between. Without it the tracer passes over
-    # the call itself, as it does over all of torch.nn: a bare nn.Sequential is not compiled then,
-    # and a hook cuts the graph.
+    # nn.Module.compile with a frame of trainfit in between. The tracer skips frames of torch.nn:
+    # without it a bare nn.Sequential is not compiled, and a hook breaks the graph.
     compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
     model._compiled_call_impl = _guarded(model, eager, compiled)
     return model
@@ -126,8 +125,8 @@ def _guarded(
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch import config
 
-    # Left to itself torch compiles the backward pass in the first backward(), outside the call,
-    # where nothing could fall back any more. Made once: to make it takes longer than to use it.
+    # Compiles the backward pass in the call too: in the first backward(), torch's default, there
+    # would be no fallback. Made once, since making it is slower than using it.
     both_passes = config.patch(force_non_lazy_backward_lowering=True)
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -136,8 +135,8 @@ def _guarded(
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # the base of Inductor's errors too
             cause = _in_one_line(error)
-        # The tracer wraps a mistake in forward as if it were its own. So the eager call decides:
-        # if that raises as well, the error was the model's, and it leaves here as itself.
+        # The tracer also wraps errors of the model's forward. If the eager call raises as well, the
+        # error is the model's, and it is raised unchanged.
         outcome = eager(*args, **kwargs)
         model._compiled_call_impl = None
         warnings.warn(

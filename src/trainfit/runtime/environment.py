@@ -118,7 +118,7 @@ def _reads() -> bool | None:
     if not _has_cuda():
         return None
     if cuda_started():
-        # What is in the environment by now may have come too late.
+        # The variable may have been set after CUDA read it.
         if not has_segments():
             return None
         settings = sys.modules["torch"].cuda.memory._snapshot()["allocator_settings"]

@@ -112,7 +112,7 @@ def attention(kernel: str, restore: ExitStack) -> Change:
     restore.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())
     wanted = [getattr(SDPBackend, _KERNELS[kernel]), *_cur_sdpa_kernel_backends(with_priority=True)]
     restore.enter_context(sdpa_kernel(wanted, set_priority=True))
-    # What torch.compile keeps on disk is found by everything but this preference.
+    # The key of torch.compile's cache on disk leaves out this preference.
     tag = torch.compiler.config.cache_key_tag
     _assign(torch.compiler.config, "cache_key_tag", f"{tag} attention={kernel}", restore)
     after = attention_order()
@@ -209,10 +209,9 @@ def _write_matmul(on: bool, restore: ExitStack) -> None:
     for part, levels in above.items():
         restore.callback(setattr, part, _LEVEL, _own(part, *levels))
     for part in above:
-        part.fp32_precision = "ieee"  # now nothing contradicts the old flag, and it can be read
+        part.fp32_precision = "ieee"  # torch refuses to read the old flag while it contradicts
     restore.callback(torch.set_float32_matmul_precision, torch.get_float32_matmul_precision())
-    # Not by way of set_float32_matmul_precision: its "medium" allows TF32 too, and its "high" would
-    # also lower the CPU's part, which stays exact here.
+    # Not by set_float32_matmul_precision: its "high" would also lower the CPU's precision.
     backends.cuda.matmul.allow_tf32 = on
 
 
@@ -224,12 +223,11 @@ def _write_cudnn(on: bool, restore: ExitStack) -> None:
     value = "tf32" if on else "ieee"
     flag = _cudnn_flag()
     own = {part: _own(part, backends, cudnn) for part in (cudnn.conv, cudnn.rnn)}
-    # The old setter's off is "none" for conv and rnn, which follows this level. Inductor's
-    # convolutions ask it too.
+    # With the old setter off, conv and rnn follow this level; so do Inductor's convolutions.
     restore.callback(setattr, cudnn, _LEVEL, _own(cudnn, backends))
     cudnn.fp32_precision = value
-    # conv and rnn begin with a default that no setter can bring back (TF32, unless a level above
-    # says otherwise), so they are written only where they stand wrong.
+    # No setter can restore the initial default of conv and rnn, so they are written only where
+    # they differ.
     if flag == on and all(part.fp32_precision == value for part in own):
         return
     for part, before in own.items():
@@ -245,7 +243,7 @@ def _cudnn_flag() -> bool:
     cudnn: Any = torch.backends.cudnn
     try:
         return bool(cudnn.allow_tf32)
-    except RuntimeError:  # torch's answer where the flag is not what conv and rnn say
+    except RuntimeError:  # raised where the flag contradicts conv and rnn
         return bool(cudnn.conv.fp32_precision != "tf32")
 
 
@@ -287,7 +285,7 @@ def apply(settings: RuntimeSettings | Plan) -> Applied:
     wanted = settings.runtime if isinstance(settings, Plan) else settings
     with ExitStack() as restore:
         asked = {name: getattr(wanted, name) for name in _SWITCHES}
-        asked["empty_cache"] = asked["empty_cache"] or None  # not to empty it asks for nothing
+        asked["empty_cache"] = asked["empty_cache"] or None  # False asks for nothing
         done = Applied(
             changes=tuple(
                 _SWITCHES[name](value, restore)
