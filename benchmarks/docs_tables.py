@@ -25,8 +25,10 @@ import speed_tables
 from result_files import RESULTS, ROOT
 from trainfit.core.files import write_whole
 from trainfit.reports.plots import ladder_plot
+from troubleshooting import troubleshooting
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
 TABLES = speed_tables.TABLES | settings_tables.TABLES
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)
@@ -68,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--outputs", action="store_true", help="run the commands shown with output")
     outputs = parser.parse_args().outputs
-    for path, drawing in pictures().items():
-        write_whole(path, drawing)
+    for path, text in (pictures() | {TROUBLESHOOTING: troubleshooting()}).items():
+        write_whole(path, text)
     for page in PAGES:
         text = with_tables(page.read_text())
         text = with_outputs(text) if outputs else text

@@ -1,4 +1,4 @@
-"""docs/troubleshooting.md, made from signs.yaml and the checks."""
+"""Text of docs/troubleshooting.md, from the doctor's signs.yaml and checks."""
 
 from __future__ import annotations
 
