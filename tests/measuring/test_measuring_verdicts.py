@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from receipt_steps import items
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Plan, Receipt, RuntimeSettings, TaskSpec, Workload
-from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
+from trainfit.core.plan_records import Plan, RuntimeSettings, TaskSpec, Workload
+from trainfit.core.records import Receipt
+from trainfit.measuring.receipt import make_receipt, read_receipt
 from trainfit.measuring.trace import (
     AttentionSeen,
     BatchesSeen,
@@ -23,6 +24,7 @@ from trainfit.measuring.trace import (
     SwitchesSeen,
     read,
 )
+from trainfit.measuring.verdicts import VERDICTS
 
 
 def planned(**changes: Any) -> Plan:

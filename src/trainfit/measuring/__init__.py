@@ -1,4 +1,4 @@
-"""Honest numbers: what the machine does, what a loader costs, how much memory was used."""
+"""Measurements: rates of the machine, times of loaders, memory use, receipts."""
 
 from trainfit.measuring.loader import LoaderTiming, benchmark_dataloader, time_loader
 from trainfit.measuring.machine_rates import measure, remember, remembered

@@ -29,7 +29,7 @@ _SHOWN_FRAMES = 5
 
 
 def compiler_of(trace: Trace) -> CompilerSeen:
-    """The regions of the step, and the compiler's own counters."""
+    """Read the compiled regions of the step and the compiler's own counters."""
     ran = [found[1] for op in trace.operators if (found := _REGION.match(op.name))]
     launches = trace.calls(*_LAUNCH)
     dynamo = sys.modules.get("torch._dynamo.utils")  # not imported: nothing was compiled
@@ -57,17 +57,17 @@ def _failure(frame: Any) -> str:
 
 
 def _line(text: str) -> str:
-    """The first words of what the compiler tells over many lines."""
+    """First line of the compiler's message."""
     return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
 
 
 _WORKER = "pt_data_worker"
-"""The name that torch's loader processes give themselves."""
+"""Name of torch's loader processes."""
 _FETCH = "enumerate(DataLoader)"
 
 
 def switches() -> SwitchesSeen:
-    """What torch's own switches read."""
+    """Read torch's own switches."""
     import torch
 
     backends: Any = torch.backends
@@ -98,8 +98,8 @@ def _allocator() -> dict[str, Scalar]:
 
 
 def count_workers() -> int:
-    """Loader processes of this one that are alive."""
-    if sys.platform != "linux":  # elsewhere they have no name; the others are seldom daemons
+    """Count the live loader processes of this process."""
+    if sys.platform != "linux":  # elsewhere they have no name, but few others are daemons
         return sum(child.daemon for child in multiprocessing.active_children())
     import psutil
 
@@ -117,7 +117,7 @@ def _name(process: Any) -> str:
 
 
 def batches(given: Iterable[Any], trace: Trace, seconds: float) -> BatchesSeen:
-    """What the loader gave, as it was before it went to the device."""
+    """Describe the loader's batches, as they were before they went to the device."""
     looked = [_look(batch) for batch in given]
     known = [seen for seen in looked if seen.capacity is not None]
     packed = [seen.packed for seen in looked if seen.packed is not None]
@@ -143,7 +143,7 @@ def batches(given: Iterable[Any], trace: Trace, seconds: float) -> BatchesSeen:
 
 
 def _look(batch: Any) -> BatchesSeen:
-    """The tensors of one batch; its tokens where a mask or the ends of its sequences tell."""
+    """Describe one batch; its tokens are counted by a mask or by the ends of its sequences."""
     import torch
 
     named = dict(batch) if isinstance(batch, Mapping) else {}
@@ -207,7 +207,7 @@ _SHOWN = 3
 
 
 def products_of(trace: Trace) -> ProductsSeen:
-    """The share of each dtype in the operations, and the kernels that did them."""
+    """Find the share of each dtype in the operations, and the kernels that did them."""
     work: dict[str, float] = {}
     for operator in trace.operators:
         dtype, operations = _product(operator)
@@ -227,7 +227,7 @@ def products_of(trace: Trace) -> ProductsSeen:
 
 
 def _product(operator: Operator) -> tuple[str | None, float]:
-    """The dtype and the multiplications of a product; None for what is none."""
+    """Dtype and multiplications of a product; None for another operator."""
     if operator.name.startswith(_TEMPLATE) and operator.dtypes:
         return short(operator.dtypes[0]), 1.0
     first = _FIRST_FACTOR.get(operator.name)
@@ -247,12 +247,12 @@ def _is_cast(operator: Operator) -> bool:
 
 
 def work_of(operator: Operator) -> float:
-    """Multiplications of a product; 0 for what is none."""
+    """Multiplications of a product; 0 for another operator."""
     return _product(operator)[1]
 
 
 def short(dtype: str) -> str:
-    """A dtype as people write it."""
+    """Short name of a C++ dtype."""
     return _DTYPES.get(dtype, dtype)
 
 
@@ -269,7 +269,7 @@ _KERNELS = {
     "flash_attn::_flash_attn_varlen_forward": "varlen",
     "flex_attention": "flex",
 }
-"""By operator: also inside compiled graphs, these are called by name."""
+"""Kernel by operator; compiled graphs call these operators too."""
 _FLEX = "triton_tem_fused_flex_attention"
 _ASKED = "aten::scaled_dot_product_attention"
 _MASK = {
@@ -279,12 +279,12 @@ _MASK = {
     "aten::_scaled_dot_product_attention_math": 3,
     "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
 }
-"""Where the mask stands among the inputs."""
+"""Position of the mask among the inputs."""
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 
 
 def attention_of(trace: Trace) -> AttentionSeen:
-    """The forward calls by kernel, and what they were given."""
+    """Count the forward calls by kernel, and describe their inputs."""
     asked = [op for op in trace.operators if _kernel(op) or op.name == _ASKED]
     shown = next((op for op in asked if op.shapes and op.shapes[0]), None)
     return AttentionSeen(
@@ -297,7 +297,7 @@ def attention_of(trace: Trace) -> AttentionSeen:
 
 
 def is_forward_attention(name: str) -> bool:
-    """Whether the operator computes attention, not its gradient."""
+    """True if the operator computes attention, not its gradient."""
     return name in _KERNELS
 
 

@@ -1,4 +1,4 @@
-"""What the GPU did while a block ran: utilisation, power, clocks, and who else was there."""
+"""Samples of the GPU while a block runs: utilisation, power, clocks, other processes."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _HOLDS_BACK = {
     "board_limit": "the board's limit",
 }
 _OTHERS_GIB = 0.5
-"""What another process holds at the least before it is worth a word."""
+"""Memory of other processes from which on a notice is given."""
 
 Look = Callable[[], Sequence[NvmlGpu]]
 
 
 @dataclass(slots=True)
 class GpuSamples:
-    """The samples of one GPU over a block."""
+    """Samples of one GPU over a block."""
 
     gpus: list[NvmlGpu]
 
     def mean(self, figure: str) -> float | None:
-        """The mean of a figure of GpuState, over the samples that have it."""
+        """Mean of a field of GpuState, over the samples that have it."""
         found = [value for gpu in self.gpus if (value := getattr(gpu.state, figure)) is not None]
         return statistics.fmean(found) if found else None
 
@@ -56,7 +56,7 @@ class GpuSamples:
 
 
 def _others(gpu: NvmlGpu) -> float:
-    """GiB of others; nothing where the driver does not tell which part is this process's."""
+    """GiB of other processes; 0 where the driver does not tell them apart."""
     if gpu.own_gib is None or gpu.state.memory_used_gib is None:
         return 0.0
     return gpu.state.memory_used_gib - gpu.own_gib
@@ -66,7 +66,7 @@ def _others(gpu: NvmlGpu) -> float:
 def sampled(
     index: int = 0, *, every: float = EVERY, look: Look | None = None
 ) -> Iterator[GpuSamples]:
-    """Sample GPU `index` of the driver's while the block runs; without NVML there is no sample."""
+    """Sample GPU `index` of the driver while the block runs; without NVML there is no sample."""
     ask = look or (lambda: probe_nvml(load_nvml, os.getpid()).gpus)
     samples = GpuSamples([])
     over = threading.Event()

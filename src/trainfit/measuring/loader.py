@@ -1,4 +1,4 @@
-"""How long a loader takes to give a batch, against copying it and computing on it."""
+"""Time that a loader takes for a batch, against copying it and computing on it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class LoaderTiming:
 
     @property
     def wait_share(self) -> float:
-        """The share of the time in which the device waited for the loader."""
+        """Share of the time in which the device waited for the loader."""
         return self.fetch / self.total if self.total else 0.0
 
 
@@ -47,8 +47,7 @@ def time_loader(
 ) -> LoaderTiming | None:
     """Time `num_batches` after the first one; None for an empty loader.
 
-    A loader that is shorter is timed for what it has: a single batch counts as it is, since there
-    is no later one to tell the workers' start from the fetch.
+    A shorter loader is timed to its end; the time of a single batch includes the workers' start.
     """
     if num_batches < 1:
         raise BadInput(f"num_batches is {num_batches}", "time at least 1 batch")

@@ -1,4 +1,4 @@
-"""What the machine really does, beside what its datasheet says: about ten seconds of measuring."""
+"""Measured rates of the machine, beside its datasheet: about ten seconds."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 ITEM_SECONDS = 0.8
 REST_SECONDS = 0.3
-"""Before each item: a GPU that has just run into its power cap is slow for the next one too."""
+"""Pause before each item: a GPU at its power cap is slow for the next one too."""
 BURST = 20
-"""Samples before the power cap sets in, some 50 ms later on a large GPU."""
+"""Number of samples before the power cap sets in, after some 50 ms on a large GPU."""
 WARM_UP = 3
 MOST_SAMPLES = 400
 MIB = 1024**2
@@ -55,7 +55,7 @@ def measure(
 
 
 def device_name(profile: HardwareProfile) -> str:
-    """What the measurements are kept under: the GPU by its UUID, or the CPU by its name."""
+    """Name of the device for the cache: the GPU with its UUID, or the CPU."""
     if not profile.gpus:
         return profile.cpu.name
     gpu = profile.gpus[0]
@@ -63,14 +63,14 @@ def device_name(profile: HardwareProfile) -> str:
 
 
 def remember(measurements: Measurements) -> Path:
-    """Keep measurements for the planner; returns the file."""
+    """Save measurements for the planner; returns the file."""
     path = _file(measurements.device)
     caches.write(path, measurements)
     return path
 
 
 def remembered(profile: HardwareProfile) -> Measurements | None:
-    """The measurements kept for this device, or None; a damaged file is thrown away."""
+    """Load the measurements of this device, or None; a damaged file is deleted."""
     return caches.read(Measurements, _file(device_name(profile)))
 
 
@@ -108,10 +108,10 @@ def _torch_device(profile: HardwareProfile) -> str:
 
 
 def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:
-    """Square products on random data: zeros would run faster than anything real.
+    """Time square products of random data; zeros would run faster.
 
-    A GPU reaches its rate in a burst and then falls back to what its power cap allows, so there
-    are two figures: the first products, which is what others publish, and the later ones.
+    A GPU falls back to what its power cap allows after a burst, so there are two figures: the first
+    products, as others publish, and the later ones.
     """
     import torch
 
@@ -133,7 +133,7 @@ def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:
 
 
 def _copy(device: str, spec: GpuSpec | None) -> list[Measurement]:
-    """Counts the bytes read and the bytes written, as a datasheet's bandwidth does."""
+    """Time copies, counting bytes read and written as a datasheet does."""
     import torch
 
     size = 256 * MIB if device == "cpu" else _spare_bytes(device)
@@ -145,7 +145,7 @@ def _copy(device: str, spec: GpuSpec | None) -> list[Measurement]:
 
 
 def _spare_bytes(device: str) -> int:
-    """A buffer many times the cache, but never more than an eighth of what is free."""
+    """Size of a buffer many times the cache, at most an eighth of the free memory."""
     import torch
 
     free = torch.cuda.mem_get_info()[0] if device == "cuda" else 2048 * MIB
@@ -164,9 +164,9 @@ def _host_to_device(pinned: bool) -> list[Measurement]:
 
 
 def _launches(operations: int = 2000) -> list[Measurement]:
-    """What the CPU takes to launch a small operation, with a graph and in the backward pass.
+    """Time the CPU's launches of small operations, forward and backward.
 
-    A step of many small kernels takes as long as this, however fast the GPU.
+    They bound a step of many small kernels, however fast the GPU.
     """
     import torch
 
@@ -195,7 +195,7 @@ def _launches(operations: int = 2000) -> list[Measurement]:
 
 
 def _disk(folder: Path, size: int = 256 * MIB) -> list[Measurement]:
-    """Sequential reads of a file that the page cache was told to forget."""
+    """Time sequential reads of a file that the page cache was told to forget."""
     try:
         with tempfile.NamedTemporaryFile(dir=folder, prefix=".trainfit-read-") as file:
             block = os.urandom(MIB)
@@ -221,7 +221,7 @@ def _read_cold(handle: int) -> float:
 
 
 def _time(work: Callable[[], torch.Tensor], device: str) -> list[float]:
-    """Seconds of each repetition, after a warm-up, for as long as an item may take."""
+    """Seconds of each repetition after a warm-up, for ITEM_SECONDS in all."""
     import torch
 
     synchronize: Callable[[], object] = {
@@ -244,7 +244,7 @@ def _time(work: Callable[[], torch.Tensor], device: str) -> list[float]:
 def _measurement(
     name: str, unit: str, amount: float, seconds: list[float], datasheet: float | None
 ) -> Measurement:
-    """A rate: the amount of work over the seconds it took, and the median of those."""
+    """Rates of the samples, and their median."""
     rates = tuple(amount / s for s in seconds)
     return Measurement(
         name=name, unit=unit, value=statistics.median(rates), samples=rates, datasheet=datasheet

@@ -1,8 +1,7 @@
-"""The receipt of a loop that is not trainfit's: `with trainfit.observe() as seen: train()`.
+"""Receipts of loops that are not trainfit's: `with trainfit.observe() as seen: train()`.
 
 torch calls a hook after every optimizer step, whoever wrote the loop: transformers, Lightning,
-Accelerate or nobody. Between two such calls lies a step, and one of them is looked at. Nothing of
-the program is changed, and where there is no step to look at, nothing happens.
+Accelerate or the user. One step between two such calls is profiled. The program is not changed.
 """
 
 from __future__ import annotations
@@ -26,21 +25,21 @@ from trainfit.measuring.timing import GIB
 from trainfit.measuring.trace import UPDATE, Evidence, cuda_in_use
 
 WARM_UP = 5
-"""Optimizer steps before the one that is looked at."""
+"""Optimizer steps before the profiled one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed(Record):
-    """What was seen of a program."""
+    """Observations of a program."""
 
     steps: int
     steps_per_second: float | None = None
-    """After the warm-up, with whatever else the program did in between."""
+    """Rate after the warm-up, including all else that the program did."""
     peak_memory_gib: float | None = None
     receipt: Receipt | None = None
     evidence: Evidence | None = None
     obstacle: str = ""
-    """Why there is no receipt."""
+    """Reason that there is no receipt."""
 
 
 class Observation:
@@ -79,7 +78,7 @@ class Observation:
         return make_receipt(self._name, self.evidence, self.wanted)
 
     def result(self) -> Observed:
-        """All of it, as a record."""
+        """Everything observed, as a record."""
         return Observed(
             steps=self.steps,
             steps_per_second=self._rate(),
@@ -124,7 +123,7 @@ class Observation:
             self._begin_look(optimizer, count)
 
     def stop(self) -> None:
-        """Leave the program alone."""
+        """Remove everything that observes the program."""
         self._marked.close()
         self._ended.close()
         self._look = None
@@ -177,8 +176,7 @@ class Passes:
         self._passes: dict[int, int] = {}
         self._last: dict[int, tuple[Any, int]] = {}
         self.least: int | None = None
-        """Of the steps that ended, the one with the fewest passes: a GAN's real and fake halves
-        are two passes for one optimizer and one for the other."""
+        """Fewest passes of a step: a GAN's real and fake halves are two for one optimizer alone."""
 
     @contextmanager
     def counted(self, optimizers: Sequence[Any]) -> Iterator[None]:
@@ -225,10 +223,9 @@ def _is_first_rank() -> bool:
 
 @contextmanager
 def observe(*, warm_up: int = WARM_UP) -> Iterator[Observation]:
-    """See what is really active in the training that the block does.
+    """Find out which optimizations are really active in the training inside the block.
 
-    After the block, or as soon as `warm_up` optimizer steps and one more were made, `.receipt` of
-    what is given has it; None where there were fewer.
+    The observation has a `.receipt` after `warm_up` optimizer steps and one more, before that None.
     """
     from torch.optim import optimizer as optimizers
 
@@ -243,9 +240,9 @@ def observe(*, warm_up: int = WARM_UP) -> Iterator[Observation]:
 
 
 def observe_process(path: Path, optimizers: Any) -> None:
-    """Observe this process to its end, and keep what was seen in `path`.
+    """Observe this process to its end, and save the observations in `path`.
 
-    `optimizers` is the module torch.optim.optimizer, which may be all of torch that is there yet.
+    `optimizers` is the module torch.optim.optimizer; the rest of torch may not be imported yet.
     """
     import atexit
 
@@ -262,7 +259,7 @@ def observe_process(path: Path, optimizers: Any) -> None:
 
 @contextmanager
 def _watching_loaders(given: list[Any], loaders: list[Any]) -> Iterator[None]:
-    """Keep every batch that a DataLoader gives, as it gives it."""
+    """Collect every batch that a DataLoader returns, and the loader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
     kind: Any = _BaseDataLoaderIter
@@ -295,9 +292,9 @@ _INJECTED = Path(__file__).parent / "injected"
 def run_observed(
     command: Sequence[str], output: IO[str] | int | None = None
 ) -> tuple[int, Observed | None]:
-    """Its exit code, and what was seen; None where no Python of it made an optimizer step.
+    """Run a command; return its exit code and the observations, None without optimizer steps.
 
-    `output` takes its standard output where that is not to be this process's own.
+    `output` replaces this process's standard output.
     """
     with tempfile.TemporaryDirectory(prefix="trainfit-observed-") as folder:
         path = os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")]))
@@ -312,7 +309,7 @@ def run_observed(
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
-    """Its own way to end on Ctrl-C is waited for: the terminal has sent it the signal too."""
+    """Wait for the command, also on Ctrl-C: the terminal has sent it the signal too."""
     while True:
         with suppress(KeyboardInterrupt):
             code = child.wait()
@@ -320,7 +317,7 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 
 def _best(folder: Path) -> Observed | None:
-    """Of several processes, the one that was looked at, or else that made the most steps."""
+    """Choose the process that has a receipt, or else made the most steps."""
     found = []
     for path in sorted(folder.glob("*.json")):
         with suppress(BadInput):

@@ -1,4 +1,4 @@
-"""One step of a run, looked at: profiled, and what it showed kept as evidence."""
+"""Profile of one step of a run, gathered as evidence."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from trainfit.measuring.timing import synchronize
 from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use, optimizer_of
 
 WARM_UP = 10
-"""Steps before the one that is looked at: until then kernels are chosen and shapes compiled."""
+"""Steps before the profiled one, in which kernels are chosen and shapes compiled."""
 
 _UNREADABLE = (RuntimeError, AttributeError, LookupError, TypeError, ValueError, OSError)
 
 
 class Look:
-    """What came of it: the evidence, or why there is none."""
+    """Evidence of a profiled step, or the reason that there is none."""
 
     def __init__(self) -> None:
         self.evidence: Evidence | None = None
@@ -37,9 +37,9 @@ class Look:
 
 
 def is_due(taken: int, total: int, sequences: int, most: int) -> bool:
-    """Whether to look at the step after `taken` of `total`: past the warm-up, and a whole one.
+    """True if the step after `taken` of `total` is past the warm-up and a whole one.
 
-    `sequences` are those of the step, `most` the most of any so far.
+    `sequences` are those of the step, `most` the most of any step so far.
     """
     return taken >= min(WARM_UP, total // 2) and sequences >= most
 
@@ -53,11 +53,10 @@ def looking(
     begins: Callable[[], None] = lambda: None,
     ends: Callable[[], None] = lambda: None,
 ) -> Iterator[Look]:
-    """Profile the block, a step with these batches.
+    """Profile the block, a step with the batches `given`.
 
-    `begins` and `ends` are called right before and after its work: what it takes to start the
-    profiler and to read its events lies outside. Where that cannot be done, the block runs all the
-    same.
+    `begins` and `ends` are called right before and after its work, so that starting the profiler
+    and reading its events are not timed. Without a profiler the block runs all the same.
     """
     look = Look()
     began = time.perf_counter()
@@ -81,7 +80,7 @@ def looking(
         trace = profiling.end()
         seen = gather(trace, step=step, given=given, seconds=worked, sequences=sequences)
         look.evidence = replace(seen, seconds=time.perf_counter() - began - worked)
-    except _UNREADABLE as error:  # a torch that tells otherwise must not end a run
+    except _UNREADABLE as error:  # a torch with other events must not end a run
         look.obstacle = f"{type(error).__name__}: {error}"
 
 
@@ -96,9 +95,9 @@ _FORWARD_ONLY = {
     "aten::scaled_dot_product_attention",
     "CompiledFunction",
 }
-"""What no formula of a gradient calls: inside the backward pass, it is computed again."""
+"""Operators that no gradient uses: in the backward pass they are recomputation."""
 _GRADIENT = 2.3
-"""Products of the backward pass over those of the forward pass: two, and some of small parts."""
+"""Most products of a backward pass, relative to the forward pass: two, and some small ones."""
 _SHOWN = 12
 _LIGER = re.compile(r"_(rms_norm|geglu_tanh|swiglu)_(forward|backward)_kernel")
 
@@ -111,7 +110,7 @@ def gather(
     seconds: float = 0.0,
     sequences: int | None = None,
 ) -> Evidence:
-    """The evidence of the step that `trace` saw and that took so long, with these batches."""
+    """Gather the evidence of a traced step that took `seconds`, with the batches `given`."""
     import torch
 
     cuda = cuda_in_use()
@@ -178,9 +177,9 @@ def _kind_of_update(names: list[str]) -> tuple[str, int]:
 
 
 def _recomputed(trace: Trace) -> int:
-    """Operators of the forward pass inside the backward pass.
+    """Count operators of the forward pass inside the backward pass.
 
-    In a graph that holds both, the products tell: a gradient takes two for each, not three.
+    In a compiled graph of both, the products tell: a gradient takes two for each, not three.
     """
     named = sum(
         op.backward and (op.name in _FORWARD_ONLY or is_forward_attention(op.name))
@@ -202,7 +201,7 @@ def _zeroed(trace: Trace) -> bool | None:
 
 
 def _clipped(trace: Trace) -> bool:
-    """A norm, a factor that is at most one, and a product of all gradients with it."""
+    """True if a norm, a factor of at most one, and a product with all gradients were computed."""
     names = {op.name for op in trace.operators if not op.updating}  # Muon has a norm of its own
     parts = (
         {"aten::_foreach_norm", "aten::linalg_vector_norm"},

@@ -1,7 +1,7 @@
-"""The receipt: what a plan asked for against the evidence of a step.
+"""Receipts: the settings that a plan asks for against the evidence of a step.
 
-RUN/evidence.json    what the profiled step showed, by the engine
-RUN/receipt.json     requested against observed, by the job
+RUN/evidence.json    evidence of the profiled step, written by the engine
+RUN/receipt.json     requested against observed, written by the job
 """
 
 from __future__ import annotations
@@ -17,49 +17,23 @@ from trainfit.core.errors import BadInput, TrainfitWarning, reason
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Receipt, ReceiptItem, Scalar
 from trainfit.core.settings import SETTINGS
-from trainfit.measuring import verdicts
-from trainfit.measuring import verdicts as loading
 from trainfit.measuring.trace import Evidence
+from trainfit.measuring.verdicts import VERDICTS, judge
 
 EVIDENCE = "evidence.json"
 RECEIPT = "receipt.json"
 PLAN = "plan.json"
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
 
-VERDICTS: dict[str, verdicts.Verdict] = {
-    "mixed_precision": verdicts.mixed_precision,
-    "tf32": verdicts.tf32,
-    "fused_optimizer": verdicts.fused_optimizer,
-    "attention": verdicts.attention,
-    "flash_attention": verdicts.flash_attention,
-    "compile": verdicts.compiled,
-    "cuda_graphs": verdicts.cuda_graphs,
-    "liger": verdicts.liger,
-    "gradient_checkpointing": verdicts.checkpointing,
-    "packing": loading.packing,
-    "effective_batch": loading.effective_batch,
-    "gradient_accumulation": loading.accumulation,
-    "gradient_clipping": loading.clipping,
-    "set_to_none": loading.set_to_none,
-    "workers": loading.workers,
-    "pinned_memory": loading.pinned_memory,
-    "cudnn_benchmark": loading.cudnn_benchmark,
-    "channels_last": loading.channels_last,
-    "expandable_segments": loading.expandable_segments,
-    "deterministic": loading.deterministic,
-}
-"""In the order in which they are shown."""
-
 
 def make_receipt(run: str, evidence: Evidence, wanted: Mapping[str, Scalar]) -> Receipt:
-    """Judge everything; what is not in `wanted` is not known to have been asked for."""
-    items = tuple(verdict(wanted.get(name), evidence) for name, verdict in VERDICTS.items())
-    return Receipt(run=run, items=items)
+    """Judge every setting; for those not in `wanted` the request is unknown."""
+    return Receipt(run=run, items=tuple(judge(n, wanted.get(n), evidence) for n in VERDICTS))
 
 
 def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
     """Settings that a plan asks for, by the names of the receipt; clipping is not in a plan."""
-    # Where a plan leaves the kernel open, torch's choice is what was asked for.
+    # Where a plan leaves the kernel open, torch's choice is right.
     flash = plan.runtime.attention == "flash" or plan.attention == "varlen"
     requested = {row.receipt: row.of(plan) for row in SETTINGS if row.receipt}
     return requested | {
@@ -73,9 +47,9 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
 
 
 def save_receipt(run: Path, plan: Plan, *, max_grad_norm: float | None = None) -> Receipt | None:
-    """Write the receipt of a run that was looked at; None where no step was.
+    """Write the receipt of a run; None where no step was profiled.
 
-    Evidence that is damaged, as in a run that is gone on with, spoils no training.
+    Damaged evidence, as of a resumed run, is only warned of.
     """
     path = run / EVIDENCE
     if not path.is_file():
@@ -100,13 +74,13 @@ def read_receipt(run: Path) -> Receipt:
     if (found := _receipt(run)) is not None:
         return found
     raise BadInput(
-        f"{run} has no receipt: no step of it was looked at",
+        f"{run} has no receipt: no step of it was profiled",
         "train with training.profile_step=true for at least two steps",
     )
 
 
 def _receipt(folder: Path) -> Receipt | None:
-    """The receipt of a folder, or its evidence against the plan of the run."""
+    """Load the receipt of a folder, or judge its evidence by the plan of the run."""
     if (folder / RECEIPT).is_file():
         return Receipt.load(folder / RECEIPT)
     if not (folder / EVIDENCE).is_file():
@@ -117,7 +91,7 @@ def _receipt(folder: Path) -> Receipt | None:
 
 
 def _joined(named: Sequence[tuple[str, Receipt]]) -> tuple[ReceiptItem, ...]:
-    """One item of each name: the first that failed, or else the first."""
+    """Take one item of each name: the first that failed, or else the first."""
     chosen: dict[str, tuple[str, ReceiptItem]] = {}
     for fold, receipt in named:
         for item in receipt.items:
@@ -135,7 +109,10 @@ _LIGHTNING = {"bf16": "bf16", "16": "fp16", "32": "off"}
 
 
 def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> dict[str, Scalar]:
-    """By the names of the receipt. To be called from the optimizer's step: it looks who called."""
+    """Settings that a program visibly asks for, by the names of the receipt.
+
+    Must be called from within the optimizer's step, since it looks for a trainer among the callers.
+    """
     wanted: dict[str, Scalar] = {}
     fused = getattr(optimizer, "defaults", {}).get("fused")
     if fused is not None:
@@ -143,7 +120,7 @@ def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> 
     if loaders:
         wanted["workers"] = int(getattr(loaders[-1], "_num_workers", 0))
         wanted["pinned_memory"] = bool(getattr(loaders[-1], "_pin_memory", False))
-    if seen.compiler.attempts:  # somebody called torch.compile
+    if seen.compiler.attempts:  # torch.compile was called
         wanted["compile"] = True
     for caller in _callers():
         if (found := _of_transformers(caller) or _of_lightning(caller)) is not None:
@@ -152,7 +129,7 @@ def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> 
 
 
 def _callers() -> Iterator[Any]:
-    """The objects whose methods are being run, the innermost first."""
+    """Objects whose methods are running, the innermost first."""
     frame = sys._getframe(1)
     while frame is not None:
         owner = frame.f_locals.get("self")

@@ -1,8 +1,7 @@
-"""The process that times a job's step on the CPU in each precision: a request in, its times out.
+"""Child process that times a job's step on the CPU in each precision: a request in, times out.
 
-The step is the job's own, forward, backward and update, cut down to what takes about a tenth of a
-second: fewer layers, then fewer tokens. Both precisions take turns, and the best time of each
-counts, so that other processes disturb the comparison as little as possible.
+The step is cut down to about a tenth of a second: fewer layers, then fewer tokens. Both precisions
+take turns, and the best time of each counts, so that other processes disturb little.
 """
 
 from __future__ import annotations
@@ -26,20 +25,19 @@ Step = Callable[[], object]
 _FLOPS = 1e10
 """Operations of a step to time: about a tenth of a second on two cores."""
 _LEAST_TOKENS = 64
-"""With fewer, matrix products are not what they are in a real step."""
+"""With fewer, matrix products are unlike those of a real step."""
 _SAMPLE_TOKENS = 16
 _SECONDS, _FEWER_SECONDS = 0.4, 0.1
 _MOST_SAMPLES = 30
 _SHORT = 0.05
-"""Seconds of a step from which on it has enough to do for every thread."""
+"""Seconds from which on a step has work for every thread."""
 _IDLE = 0.5
-"""The load per core up to which threads are timed together.
+"""Load per core up to which several threads are timed.
 
-On a busier machine they wait for one another, and nothing that is seen then holds later: one
-thread is timed there, by the seconds that it computed.
+On a busier machine they wait for one another, so one thread is timed, by its CPU seconds.
 """
 _COPIES = 12
-"""Weights, gradients and two moments, in each precision; and half as much for what a step keeps."""
+"""Weights, gradients and two moments in each precision, and half as much for activations."""
 _DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
@@ -51,7 +49,7 @@ def main() -> None:
 
 
 def time_steps(request: StepRequest) -> StepTimes:
-    """The best time in each precision, with fewer threads too where they might be faster."""
+    """Find the best time in each precision, also with fewer threads for a short step."""
     if not _has_room(request):
         return StepTimes(error="a layer is too large for the memory that is free")
     usual, *fewer = request.threads
@@ -81,7 +79,7 @@ def _is_idle(cores: int) -> bool:
 
 
 def _cut_down(request: StepRequest) -> tuple[int, int, int]:
-    """Layers, rows and width that take about as many operations as a step may."""
+    """Choose layers, rows and width for about _FLOPS operations."""
     sample = min(_SAMPLE_TOKENS, request.width)
     with FlopCounterMode(display=False) as counter:
         _build(request, "fp32", 1, 1, sample)()
@@ -105,7 +103,7 @@ def _build(request: StepRequest, precision: Precision, depth: int, rows: int, wi
 def _model(
     request: StepRequest, precision: Precision, depth: int, rows: int, width: int
 ) -> tuple[torch.nn.Module, Callable[[torch.nn.Module], Step]]:
-    """The probe's model and how its step is made."""
+    """Build the model, and the function that makes its step."""
     arguments: dict[str, Any] = request.arguments | {
         "precision": precision,
         "depth": depth,

@@ -1,7 +1,6 @@
-"""Honest times: warmed up, synchronised, repeated, with every sample kept and an interval.
+"""Times with a warm-up, synchronisation, all samples and bootstrap intervals; memory use.
 
-The median and its bootstrap interval are used since times have outliers on one side; those are not
-thrown away, they widen the interval.
+Medians are used since times have outliers on one side, which widen the interval.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ GIB = 1024**3
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """Bytes in use now, at most since the last reset, and in all."""
+    """Bytes in use now, at the peak since the last reset, and in all."""
 
     device: str
     current: int
@@ -31,15 +30,14 @@ class MemoryUse:
 
     @property
     def utilization(self) -> float:
-        """The peak as a share of the total."""
+        """Peak as a share of the total."""
         return self.peak / self.total if self.total else 0.0
 
 
 class MemoryTracker:
-    """Follows the GPU's memory, or the process's own where there is no GPU.
+    """Peak memory of the GPU, or of the process where there is no GPU.
 
-    The GPU's allocator keeps the peak itself, so nothing is missed between two updates; a
-    process's peak is the largest of the moments at which `update` was called.
+    The GPU's peak is exact; the process's is the largest of the calls of `update`.
     """
 
     def __init__(self, device: int | None = None) -> None:
@@ -61,13 +59,13 @@ class MemoryTracker:
         self.update()
 
     def update(self) -> MemoryUse:
-        """Look again; returns what is in use."""
+        """Measure again and return the memory in use."""
         use = self._look()
         self._peak = max(self._peak, use.peak)
         return MemoryUse(use.device, use.current, self._peak, use.total)
 
     def report(self) -> MemoryUse:
-        """Print current, peak and total memory, and the share that the peak was."""
+        """Print current, peak and total memory, and the peak's share."""
         use = self.update()
         print(f"{use.device} Memory Usage:")
         print(f"  Current: {use.current / GIB:.2f} GB")
@@ -98,7 +96,7 @@ _TAIL = 2.5  # percent on either side: an interval of 95%
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval(Record):
-    """A median and where it lies with 95% confidence."""
+    """Median with its 95% interval."""
 
     value: float
     low: float
@@ -107,17 +105,17 @@ class Interval(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timing(Record):
-    """Seconds of each repetition, in their order, and the memory that they took at most."""
+    """Seconds of each repetition, and their peak memory."""
 
     seconds: tuple[float, ...]
     median: Interval
     peak_allocated_gib: float | None = None
-    """Of the GPU; None without one. So is the next."""
+    """Peaks of the GPU, or None without one."""
     peak_reserved_gib: float | None = None
 
 
 def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
-    """The median with its 95% interval, by resampling; one sample has an interval of no width."""
+    """Median with its 95% bootstrap interval, which has no width for one sample."""
     if not len(samples):
         raise BadInput("there is no sample", "measure at least once")
     values = np.asarray(samples, dtype=np.float64)
@@ -127,14 +125,14 @@ def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
 
 
 Rounds = Sequence[Sequence[float]]
-"""Samples that were taken together, round by round."""
+"""Samples by round; those of a round were taken together."""
 
 
 def rounds_interval(rounds: Rounds, *, seed: int = 0) -> Interval:
-    """The median over all rounds with its 95% interval.
+    """Median over all rounds with its 95% bootstrap interval.
 
-    What disturbs a machine lasts longer than a step, so the samples of a round are alike. Rounds
-    are resampled first, then the samples in each: rounds that disagree make the interval wide.
+    Disturbances last longer than a step, so the samples of a round are alike. Rounds are resampled
+    first, then the samples in each: rounds that disagree widen the interval.
     """
     drawn = _medians(rounds, np.random.default_rng(seed))
     low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
@@ -142,7 +140,7 @@ def rounds_interval(rounds: Rounds, *, seed: int = 0) -> Interval:
 
 
 def ratio_interval(rounds: Rounds, others: Rounds, *, seed: int = 0) -> Interval:
-    """The ratio of two such medians, with its 95% interval."""
+    """Ratio of two such medians with its 95% bootstrap interval."""
     draws = np.random.default_rng(seed)
     drawn = _medians(rounds, draws) / _medians(others, draws)
     low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
@@ -154,7 +152,7 @@ def _median(rounds: Rounds) -> float:
 
 
 def _medians(rounds: Rounds, draws: np.random.Generator) -> NDArray[np.float64]:
-    """Of resampled rounds of resampled samples."""
+    """Medians of resampled rounds of resampled samples."""
     if not rounds or not all(len(each) for each in rounds):
         raise BadInput("there is no sample", "measure at least once")
     sizes = np.array([len(each) for each in rounds])
@@ -174,9 +172,9 @@ def time_work(
     most_seconds: float | None = None,
     clock: Callable[[], float] = perf_counter,
 ) -> Timing:
-    """Call `work` again and again, waiting for the GPU before each reading of the clock.
+    """Time repeated calls of `work`, waiting for the GPU before each reading of the clock.
 
-    With `most_seconds` it ends early, after three repetitions at the least.
+    `most_seconds` ends it early, after at least three repetitions.
     """
     if repeats < 1 or warm_up < 0:
         raise BadInput(f"repeats is {repeats}, warm_up {warm_up}", "give 1 or more, 0 or more")
@@ -204,7 +202,7 @@ def time_work(
 
 
 def synchronize() -> None:
-    """Wait until the GPU has done what it was given; nothing without one."""
+    """Wait for the GPU, if there is one in use."""
     if cuda_in_use():
         import torch
 

@@ -1,7 +1,7 @@
-"""What a stretch of work called and launched, by torch's own profiler.
+"""Operators and kernels of a block by torch's profiler, and the records of evidence.
 
-The profiler sees operators under autocast, in compiled graphs and in the backward pass alike, and
-changes none of them. On a GPU it sees the kernels too.
+The profiler sees operators under autocast, in compiled graphs and in the backward pass, and on a
+GPU the kernels too.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ class Operator(NamedTuple):
 
     name: str
     dtypes: tuple[str, ...] = ()
-    """Of its inputs, as C++ spells them; empty for what is no tensor."""
+    """C++ names of its inputs' dtypes; empty for an input that is no tensor."""
     shapes: tuple[tuple[int, ...], ...] = ()
     backward: bool = False
-    """Whether it ran inside the backward pass."""
+    """True inside the backward pass."""
     within: str = ""
     """Innermost range of an optimizer around it, without the loss of a closure."""
     seconds: float = 0.0
@@ -57,26 +57,26 @@ class Kernel(NamedTuple):
     launches: int
     seconds: float
     copied: int = 0
-    """Bytes."""
+    """Bytes of the copies."""
 
 
 @dataclass(slots=True)
 class Trace:
-    """Everything that was seen, filled in when the block ends."""
+    """Operators and kernels, filled in when the block ends."""
 
     operators: list[Operator] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
 
     def calls(self, *names: str) -> int:
-        """How often operators of these names were called."""
+        """Count the calls of operators of these names."""
         return sum(op.name in names for op in self.operators)
 
 
 class Profiling:
-    """The profiler between its start and its end."""
+    """Running profiler."""
 
     def __init__(self) -> None:
-        """Start it; raises RuntimeError where another one is at work."""
+        """Start it; raises RuntimeError if another profiler runs."""
         from torch._C import _autograd
         from torch.autograd.profiler import profile
 
@@ -91,7 +91,7 @@ class Profiling:
             self._profile.__enter__()
 
     def end(self) -> Trace:
-        """Wait for the device, stop, and say what was seen."""
+        """Wait for the device, stop, and return the trace."""
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         return read(results.events()) if results is not None else Trace()
@@ -99,7 +99,7 @@ class Profiling:
 
 @contextmanager
 def traced() -> Iterator[Trace]:
-    """See all that the block does; the trace is complete when it has ended without an error."""
+    """Trace the block; the trace is complete when the block has ended."""
     trace = Trace()
     profiling = Profiling()
     try:
@@ -110,7 +110,7 @@ def traced() -> Iterator[Trace]:
 
 
 def cuda_in_use() -> bool:
-    """Whether this process has started CUDA; it is not started to find out."""
+    """True if this process has started CUDA; asking does not start it."""
     import torch
 
     cuda: Any = torch.cuda
@@ -118,7 +118,7 @@ def cuda_in_use() -> bool:
 
 
 def read(events: Iterable[Any]) -> Trace:
-    """A trace from the profiler's events."""
+    """Read a trace from the profiler's events."""
     on_cpu: list[Any] = []
     on_gpu: list[Any] = []
     for event in events:
@@ -127,7 +127,7 @@ def read(events: Iterable[Any]) -> Trace:
 
 
 def _operators(events: list[Any]) -> list[Operator]:
-    """The calls in their order, each with the ranges around it, thread by thread."""
+    """Calls in their order, each with the ranges of its thread around it."""
     backward_until: dict[int, int] = {}
     ranges: dict[int, list[tuple[int, str]]] = {}
     found: list[tuple[Operator, int, int]] = []
@@ -171,7 +171,7 @@ def _without_closures(found: list[tuple[Operator, int, int]]) -> list[Operator]:
 
 
 def _kernels(events: list[Any]) -> list[Kernel]:
-    """The kernels by name, those that took longest first."""
+    """Kernels by name, the longest first."""
     totals: dict[str, list[float]] = {}
     for event in events:
         total = totals.setdefault(event.name(), [0, 0.0, 0])
@@ -183,7 +183,7 @@ def _kernels(events: list[Any]) -> list[Kernel]:
 
 
 def _copied(event: Any) -> int:
-    """Bytes of a copy; 0 for what is none, or where this torch does not tell."""
+    """Bytes of a copy; 0 for another event, or where torch does not tell."""
     if not event.name().startswith("Memcpy"):
         return 0
     told = getattr(event, "metadata_json", "")
@@ -193,68 +193,68 @@ def _copied(event: Any) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProductsSeen(Record):
-    """The matrix products of the step."""
+    """Matrix products of the step."""
 
     shares: dict[str, float] = field(default_factory=dict)
-    """Of their operations, by the dtype of what was multiplied: bf16, fp16, fp32, …"""
+    """Shares of their operations by dtype: bf16, fp16, fp32, …"""
     casts: int = 0
     """Copies to or from half precision, as autocast makes them."""
     kernels: tuple[str, ...] = ()
-    """Those that took longest on the GPU."""
+    """Names of the longest ones on the GPU."""
     tf32_kernels: int = 0
     exact_kernels: int = 0
-    """Kernels whose name says that they multiply fp32 as it is."""
+    """Kernels whose name says that they multiply fp32 exactly."""
 
     @property
     def dtype(self) -> str | None:
-        """What most operations were computed in."""
+        """Dtype of most operations."""
         return max(self.shares, key=lambda name: self.shares[name]) if self.shares else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSeen(Record):
-    """How attention was computed."""
+    """Attention kernels of the step."""
 
     calls: dict[str, int] = field(default_factory=dict)
     """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and two of
     trainfit's own, disentangled and softcapped."""
     masked: bool = False
-    """Whether scaled_dot_product_attention was given a mask."""
+    """True if scaled_dot_product_attention was given a mask."""
     dtype: str | None = None
     head: int | None = None
     """The size of a head."""
     softmaxes: int = 0
-    """Calls of softmax, which attention without a kernel of its own makes."""
+    """Calls of softmax, as in attention without a kernel of its own."""
 
     @property
     def kernel(self) -> str | None:
-        """The one that was called most."""
+        """Kernel that was called most."""
         return max(self.calls, key=lambda name: self.calls[name]) if self.calls else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompilerSeen(Record):
-    """What torch.compile had made, and what of it ran."""
+    """Work of torch.compile, and the compiled code that ran."""
 
     regions: int = 0
     """Compiled pieces that ran in the step."""
     resumed: int = 0
-    """Of those, pieces that go on after a graph break."""
+    """Number of those that go on after a graph break."""
     graphs: int = 0
     breaks: tuple[str, ...] = ()
-    """The reasons of graph breaks, in one line each."""
+    """Reasons of graph breaks, in one line each."""
     recompiles: int = 0
     failures: tuple[str, ...] = ()
-    """What the compiler failed with."""
+    """Errors of the compiler."""
     attempts: int = 0
-    """Frames that the compiler was given."""
+    """Frames that the compiler tried."""
     graph_launches: int = 0
     """CUDA graphs that were launched in the step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BatchesSeen(Record):
-    """What the loader gave for the step."""
+    """Batches of the loader for the step."""
 
     tensors: int = 0
     pinned: int = 0
@@ -269,14 +269,14 @@ class BatchesSeen(Record):
     workers: int = 0
     """Loader processes that were alive."""
     waited_share: float | None = None
-    """Of the step's time, spent waiting for the loader."""
+    """Share of the step's time spent waiting for the loader."""
     pinned_bytes: int = 0
     pageable_bytes: int = 0
-    """Copied to the GPU from either kind of memory."""
+    """Bytes copied to the GPU from either kind of memory."""
 
     @property
     def padding_share(self) -> float | None:
-        """Of what the model computed."""
+        """Share of padding in what the model computed."""
         if self.tokens is None or not self.capacity:
             return None
         return 1.0 - self.tokens / self.capacity
@@ -284,11 +284,11 @@ class BatchesSeen(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SwitchesSeen(Record):
-    """What torch says of itself at the moment of the step."""
+    """Torch's switches at the time of the step."""
 
     tf32: bool | None = None
     flash: bool | None = None
-    """Whether scaled_dot_product_attention may take its flash kernel."""
+    """True if scaled_dot_product_attention may take its flash kernel."""
     cudnn_benchmark: bool = False
     deterministic: bool = False
     allocator: dict[str, Scalar] = field(default_factory=dict)
@@ -297,7 +297,7 @@ class SwitchesSeen(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence(Record):
-    """All that one step showed."""
+    """Evidence of one step."""
 
     step: int
     device: str
@@ -316,15 +316,15 @@ class Evidence(Record):
     recomputed: int = 0
     """Operators of the forward pass that ran inside the backward pass."""
     zeroed: bool | None = None
-    """Whether gradients were filled with zeros instead of let go; None: nobody cleared them."""
+    """True if gradients were filled with zeros, False if freed, None if not cleared."""
     clipped: bool = False
-    """Whether the gradients were multiplied by a factor bounded by their norm."""
+    """True if the gradients were multiplied by a factor bounded by their norm."""
     gradients: int = 0
     """Gradients that the backward passes added to a weight's."""
     convolutions: int = 0
     liger: int = 0
     """Launches of Liger's kernels."""
     kernels: dict[str, float] = field(default_factory=dict)
-    """Milliseconds of the kernels that took longest."""
+    """Milliseconds of the longest kernels."""
     seconds: float = 0.0
-    """What it took to look."""
+    """Time that the profiling took."""

@@ -1,16 +1,17 @@
-"""Requested against observed, one function for each optimization: what the receipt says of it.
+"""Verdicts of the receipt: requested against observed, one function for each optimization.
 
-A verdict takes what was asked for (None where that is not known) and the evidence of a step.
+A verdict takes the requested value (None where it is unknown) and the evidence of a step. It
+returns its finding, or the reason why the optimization cannot apply to the run.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from trainfit.core.records import ReceiptItem, Scalar
 from trainfit.measuring.trace import AttentionSeen, Evidence
 
-Verdict = Callable[[Scalar, Evidence], ReceiptItem]
 _HALF = ("bf16", "fp16")
 _OFF = (None, False, "off", "none", "fp32", 0)
 _FP32_SHARE = 0.01
@@ -20,58 +21,75 @@ _HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Optimizers of torch with a fused kernel."""
 
 
-def judged(
-    name: str,
-    requested: Scalar,
-    observed: Scalar,
-    evidence: str,
-    *,
-    right: bool | None = None,
-    mend: str = "",
-) -> ReceiptItem:
-    """An item: not active where something was asked for and what was seen is not `right`."""
-    on = observed not in _OFF
-    kept = (requested == observed) if right is None else right
-    status = "not_active" if requested not in _OFF and not kept else "active" if on else "off"
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Observed value of a setting, with its evidence and the fix where it is not as requested."""
+
+    observed: Scalar
+    evidence: str
+    fix: str = ""
+    right: bool | None = None
+    """False if the observation is not as requested; None: compare the values."""
+    on: bool | None = None
+    """True if the optimization is on; None: the observed value says so."""
+
+
+Verdict = Callable[[Scalar, Evidence], Finding | str]
+
+
+def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """Make the receipt's item: not active where something was requested and is not so."""
+    elsewhere = _GPU_ONLY.get(name) if seen.device != "cuda" else None
+    found = elsewhere or VERDICTS[name](requested, seen)
+    if isinstance(found, str):
+        return ReceiptItem(
+            name=name, requested=requested, observed=None, status="not_applicable", evidence=found
+        )
+    right = requested == found.observed if found.right is None else found.right
+    failed = requested not in _OFF and not right
+    on = found.observed not in _OFF if found.on is None else found.on
     return ReceiptItem(
         name=name,
         requested=requested,
-        observed=observed,
-        status=status,  # type: ignore[arg-type]
-        evidence=evidence,
-        mend=mend if status == "not_active" else "",
+        observed=found.observed,
+        status="not_active" if failed else "active" if on else "off",
+        evidence=found.evidence,
+        mend=found.fix if failed else "",
     )
 
 
-def inapplicable(name: str, requested: Scalar, why: str) -> ReceiptItem:
-    """An item that has no place in this run."""
-    return ReceiptItem(
-        name=name, requested=requested, observed=None, status="not_applicable", evidence=why
-    )
+_GPU_ONLY = {
+    "tf32": "it is a mode of NVIDIA GPUs",
+    "flash_attention": "its kernel is for GPUs",
+    "liger": "its kernels are for GPUs",
+    "cuda_graphs": "they belong to GPUs",
+    "pinned_memory": "nothing is copied to a GPU",
+    "cudnn_benchmark": "cuDNN is for GPUs",
+}
+"""Reasons why an optimization does not apply without a GPU."""
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────
 
 
-def mixed_precision(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the dtype of the matrix products."""
+def mixed_precision(requested: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the dtype of the matrix products."""
     products = seen.products
     if products.dtype is None:
-        return inapplicable("mixed_precision", requested, "no matrix product was seen in the step")
+        return "no matrix product was seen in the step"
     shares = ", ".join(f"{share:.0%} {name}" for name, share in _by_share(products.shares))
     kernel = f"; longest kernel {products.kernels[0]}" if products.kernels else ""
     evidence = f"matrix products by operations: {shares}{kernel}"
     observed = products.dtype if products.dtype in _HALF else "off"
     right = requested == observed or (requested is True and observed != "off")
     if right or requested in _OFF:
-        return judged("mixed_precision", requested, observed, evidence, right=right)
-    cause, mend = _no_half(requested, seen)
-    evidence = f"{evidence}; {cause}"
-    return judged("mixed_precision", requested, observed, evidence, right=False, mend=mend)
+        return Finding(observed, evidence, right=right)
+    cause, fix = _no_half(requested, seen)
+    return Finding(observed, f"{evidence}; {cause}", fix)
 
 
 def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
-    """Why the products were not in the dtype that was asked for, and what to do."""
+    """Reason that the products were not in the requested dtype, and the fix."""
     if seen.products.dtype in _HALF:
         return f"that is not {requested}", f"give autocast the dtype of {requested}"
     if seen.products.casts:
@@ -89,10 +107,8 @@ def _by_share(shares: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(shares.items(), key=lambda pair: -pair[1])
 
 
-def tf32(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the names of the kernels; by torch's switch where no kernel tells."""
-    if seen.device != "cuda":
-        return inapplicable("tf32", requested, "it is a mode of NVIDIA GPUs")
+def tf32(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the names of the kernels; by torch's switch where no kernel tells."""
     products, switch = seen.products, seen.switches.tf32
     share = products.shares.get("fp32", 0.0)
     # cuBLAS multiplies small matrices exactly, such as those of a classifier's head.
@@ -105,14 +121,14 @@ def tf32(requested: Scalar, seen: Evidence) -> ReceiptItem:
     else:
         observed = bool(switch)
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
-    mend = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
-    return judged("tf32", requested, observed, evidence, mend=mend)
+    fix = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
+    return Finding(observed, evidence, fix)
 
 
-def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
+def fused_optimizer(_: Scalar, seen: Evidence) -> Finding | str:
     """Judge by the operators that updated the weights."""
     if not seen.updates:
-        return inapplicable("fused_optimizer", requested, "no optimizer step was seen")
+        return "no optimizer step was seen"
     calls = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
     names = ", ".join(f"{name} ({kind})" for name, kind in seen.optimizers.items())
     evidence = f"calls that updated the weights: {calls}" + (f", by {names}" if names else "")
@@ -124,7 +140,7 @@ def fused_optimizer(requested: Scalar, seen: Evidence) -> ReceiptItem:
         "build AdamW with fused=True; it takes floating-point weights of one device, "
         "so look for a fallback that was taken silently"
     )
-    return judged("fused_optimizer", requested, observed, evidence, mend=fix)
+    return Finding(observed, evidence, fix)
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────
@@ -137,11 +153,11 @@ _OWN = {
 _LARGEST_HEAD = 256
 
 
-def attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the kernel that was called most."""
+def attention(requested: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the kernel that was called most."""
     found = seen.attention
     if found.kernel is None and not found.softmaxes:
-        return inapplicable("attention", requested, "no attention was computed in the step")
+        return "no attention was computed in the step"
     observed = found.kernel or "eager"
     calls = ", ".join(f"{count} {kernel}" for kernel, count in found.calls.items())
     evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
@@ -150,11 +166,11 @@ def attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
     right = {"sdpa": observed in _SDPA, "own": True, "flash": _is_flash(found)}.get(
         str(requested), requested == observed
     )
-    mend = "see flash_attention" if requested == "flash" else _path_mend(str(requested))
-    return judged("attention", requested, observed, evidence, right=right, mend=mend)
+    fix = "see flash_attention" if requested == "flash" else _attention_fix(str(requested))
+    return Finding(observed, evidence, fix, right)
 
 
-def _path_mend(requested: str) -> str:
+def _attention_fix(requested: str) -> str:
     return {
         "sdpa": "build the model with attn_implementation='sdpa'",
         "varlen": "packed rows in half precision on compute capability 8.0 or newer, no dropout",
@@ -163,22 +179,19 @@ def _path_mend(requested: str) -> str:
     }.get(requested, f"build the model with attn_implementation={requested!r}")
 
 
-def flash_attention(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the kernel, and what kept it from running."""
+def flash_attention(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the kernel, and what kept it from running."""
     found = seen.attention
-    if seen.device != "cuda":
-        return inapplicable("flash_attention", requested, "its kernel is for GPUs")
     if found.kernel is None or found.kernel in _OWN:
-        why = _OWN.get(found.kernel or "", "no attention kernel ran")
-        return inapplicable("flash_attention", requested, why)
+        return _OWN.get(found.kernel or "", "no attention kernel ran")
     observed = _is_flash(found)
-    cause, mend = _no_flash(seen)
+    cause, fix = _no_flash(seen)
     evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
-    return judged("flash_attention", requested, observed, evidence, mend=mend)
+    return Finding(observed, evidence, fix)
 
 
 def _is_flash(found: AttentionSeen) -> bool:
-    """Or cuDNN's, which torch prefers on newer GPUs: with a mask, that one reads it all."""
+    """True for a flash kernel, or cuDNN's without a mask, which newer GPUs prefer."""
     return found.kernel in ("flash", "varlen") or (found.kernel == "cudnn" and not found.masked)
 
 
@@ -200,130 +213,113 @@ def _no_flash(seen: Evidence) -> tuple[str, str]:
 # ── the compiler ──────────────────────────────────────────────────────────────────────────────
 
 
-def compiled(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the compiled pieces that ran, and whether they were pieces of what was asked."""
+def compiled(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the compiled pieces that ran, and whether they were pieces of what was asked."""
     found = seen.compiler
     evidence = (
         f"{found.regions} compiled regions ran in the step; "
         f"{found.graphs} graphs, {found.recompiles} recompiles"
     )
-    mend = ""
+    fix = ""
     if not found.regions:
         cause = found.failures[0] if found.failures else None
         evidence += f"; the compiler failed ({cause})" if cause else "; nothing compiled was called"
-        mend = (
-            "trainfit doctor says what the compiler lacks; else compile the module that is called"
-        )
+        fix = "trainfit doctor says what the compiler lacks; else compile the module that is called"
     elif found.resumed:
         reason = found.breaks[0] if found.breaks else "no reason was kept"
         evidence += f"; {found.resumed} of them go on after a graph break: {reason}"
-        mend = "TORCH_LOGS=graph_breaks shows where; take what breaks the graph out of the model"
+        fix = "TORCH_LOGS=graph_breaks shows where; take what breaks the graph out of the model"
     whole = bool(found.regions) and not found.resumed
     observed: Scalar = "in pieces" if found.resumed else bool(found.regions)
-    return judged("compile", requested, observed, evidence, right=whole, mend=mend)
+    return Finding(observed, evidence, fix, whole)
 
 
-def liger(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By its kernels."""
-    if seen.device != "cuda":
-        return inapplicable("liger", requested, "its kernels are for GPUs")
+def liger(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by its kernels."""
     evidence = f"{seen.liger} launches of its kernels in the step"
-    mend = "pip install liger-kernel; it has layers for the Gemma, Llama, Mistral and Qwen families"
-    return judged("liger", requested, seen.liger > 0, evidence, mend=mend)
+    fix = "pip install liger-kernel; it has layers for the Gemma, Llama, Mistral and Qwen families"
+    return Finding(seen.liger > 0, evidence, fix)
 
 
-def cuda_graphs(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By their launches."""
-    if seen.device != "cuda":
-        return inapplicable("cuda_graphs", requested, "they belong to GPUs")
+def cuda_graphs(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by their launches."""
     launches = seen.compiler.graph_launches
-    mend = "keep shapes fixed and inputs on the GPU; TORCH_LOGS=cudagraphs says what stands against"
-    return judged(
-        "cuda_graphs", requested, launches > 0, f"{launches} launches in the step", mend=mend
-    )
+    fix = "keep shapes fixed and inputs on the GPU; TORCH_LOGS=cudagraphs says what stands against"
+    return Finding(launches > 0, f"{launches} launches in the step", fix)
 
 
-def checkpointing(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By what of the forward pass ran again in the backward pass."""
+def checkpointing(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by what of the forward pass ran again in the backward pass."""
     again = seen.recomputed
     evidence = f"{again} operators of the forward pass ran in the backward pass"
-    mend = "model.gradient_checkpointing_enable(), with the model in training mode"
-    return judged(
-        "gradient_checkpointing", requested, again > 0, evidence, right=again > 0, mend=mend
-    )
+    fix = "model.gradient_checkpointing_enable(), with the model in training mode"
+    return Finding(again > 0, evidence, fix, again > 0)
 
 
-def packing(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the batches themselves."""
+def packing(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the batches themselves."""
     batches = seen.batches
     if batches.packed is None:
-        return inapplicable("packing", requested, "the batches have no padding to do without")
+        return "the batches have no padding to do without"
     evidence = "rows end to end" if batches.packed else "a row for each sequence"
     if batches.padding_share is not None:
         evidence += f", {batches.padding_share:.1%} of the tokens are padding"
-    mend = "give the model packed rows with cu_seqlens"
-    return judged("packing", requested, batches.packed, evidence, mend=mend)
+    fix = "give the model packed rows with cu_seqlens"
+    return Finding(batches.packed, evidence, fix)
 
 
-def effective_batch(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the sequences of the step."""
+def effective_batch(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the sequences of the step."""
     count = seen.batches.sequences
     if count is None:
-        return inapplicable("effective_batch", requested, "the batches do not say how many")
-    mend = "accumulate until all sequences of a step are in, uneven cuts too"
-    return judged("effective_batch", requested, count, f"{count} sequences in the step", mend=mend)
+        return "the batches do not say how many"
+    fix = "accumulate until all sequences of a step are in, uneven cuts too"
+    return Finding(count, f"{count} sequences in the step", fix)
 
 
-def accumulation(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the micro-batches of the step: how many are needed is not a matter of wishes."""
+def accumulation(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the micro-batches of the step: their number follows from memory and cannot fail."""
     count = seen.batches.micro_batches
     if count is None:
-        return inapplicable("gradient_accumulation", requested, "no batch was seen")
+        return "no batch was seen"
     on = count > 1
-    return ReceiptItem(
-        name="gradient_accumulation",
-        requested=requested,
-        observed=count,
-        status="active" if on else "off",
-        evidence=f"{count} micro-batches in the step" if on else "the step was taken in one piece",
-    )
+    evidence = f"{count} micro-batches in the step" if on else "the step was taken in one piece"
+    return Finding(count, evidence, right=True, on=on)
 
 
-def clipping(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By its arithmetic."""
+def clipping(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by its arithmetic."""
     evidence = "gradients were multiplied by a factor bounded by their norm"
     if not seen.clipped:
         evidence = "no norm was followed by a product with all gradients"
-    mend = "torch.nn.utils.clip_grad_norm_ before optimizer.step()"
-    return judged("gradient_clipping", requested, seen.clipped, evidence, mend=mend)
+    fix = "torch.nn.utils.clip_grad_norm_ before optimizer.step()"
+    return Finding(seen.clipped, evidence, fix)
 
 
-def set_to_none(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By what zero_grad did."""
+def set_to_none(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by what zero_grad did."""
     if seen.zeroed is None:
-        return inapplicable("set_to_none", requested, "zero_grad was not called in the step")
+        return "zero_grad was not called in the step"
     evidence = "zero_grad filled gradients with zeros" if seen.zeroed else "zero_grad let them go"
-    mend = "optimizer.zero_grad(set_to_none=True)"
-    return judged("set_to_none", requested, not seen.zeroed, evidence, mend=mend)
+    fix = "optimizer.zero_grad(set_to_none=True)"
+    return Finding(not seen.zeroed, evidence, fix)
 
 
-def workers(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the processes that are alive, and whether anybody waited for them."""
+def workers(requested: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the processes that are alive, and whether anybody waited for them."""
     batches = seen.batches
     evidence = f"{batches.workers} loader processes alive"
     if batches.waited_share is not None:
         evidence += f", {batches.waited_share:.1%} of the time spent waiting for data"
     cause = "; batches are made in the training process" if not batches.workers else ""
-    mend = "DataLoader(num_workers=…), training.num_workers here; see that none has died"
+    fix = "DataLoader(num_workers=…), training.num_workers here; see that none has died"
     right = not isinstance(requested, int) or batches.workers >= requested
-    return judged("workers", requested, batches.workers, evidence + cause, right=right, mend=mend)
+    return Finding(batches.workers, evidence + cause, fix, right)
 
 
-def pinned_memory(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By the tensors, and by the kind of copy that the GPU made."""
+def pinned_memory(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by the tensors, and by the kind of copy that the GPU made."""
     batches = seen.batches
-    if seen.device != "cuda":
-        return inapplicable("pinned_memory", requested, "nothing is copied to a GPU")
     if batches.tensors:
         observed = batches.pinned == batches.tensors
         evidence = f"{batches.pinned} of {batches.tensors} tensors of the batches are pinned"
@@ -331,51 +327,68 @@ def pinned_memory(requested: Scalar, seen: Evidence) -> ReceiptItem:
         observed = batches.pinned_bytes >= batches.pageable_bytes
         evidence = "no batch was seen"
     else:
-        return inapplicable("pinned_memory", requested, "no batch came from the host")
+        return "no batch came from the host"
     evidence += (
         f"; copied to the GPU: {batches.pinned_bytes:,} bytes from pinned memory, "
         f"{batches.pageable_bytes:,} from pageable"
     )
-    mend = (
-        "DataLoader(pin_memory=True), and copy the tensors that it gives, not others made of them"
-    )
-    return judged("pinned_memory", requested, observed, evidence, mend=mend)
+    fix = "DataLoader(pin_memory=True), and copy the tensors that it gives, not others made of them"
+    return Finding(observed, evidence, fix)
 
 
-def cudnn_benchmark(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By torch's switch, where a convolution gives it something to choose."""
-    if seen.device != "cuda":
-        return inapplicable("cudnn_benchmark", requested, "cuDNN is for GPUs")
+def cudnn_benchmark(requested: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by torch's switch, where a convolution gives it something to choose."""
     on = seen.switches.cudnn_benchmark
     if not seen.convolutions and (on or not requested):
-        return inapplicable(
-            "cudnn_benchmark", requested, f"no convolution ran; torch's switch reads {on}"
-        )
+        return f"no convolution ran; torch's switch reads {on}"
     evidence = f"torch's switch reads {on}; {seen.convolutions} convolutions ran"
-    mend = "torch.backends.cudnn.benchmark = True; deterministic algorithms turn it off"
-    return judged("cudnn_benchmark", requested, on, evidence, mend=mend)
+    fix = "torch.backends.cudnn.benchmark = True; deterministic algorithms turn it off"
+    return Finding(on, evidence, fix)
 
 
-def channels_last(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """For convolutions alone."""
+def channels_last(_: Scalar, seen: Evidence) -> Finding | str:
+    """Say whether there were convolutions; their layout is not observed."""
     if not seen.convolutions:
-        why = "no convolution ran: it is a layout of images, not of text"
-        return inapplicable("channels_last", requested, why)
-    return inapplicable("channels_last", requested, "the layout of images is not looked at")
+        return "no convolution ran: it is a layout of images, not of text"
+    return "the layout of images is not looked at"
 
 
-def expandable_segments(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By what the allocator says of itself."""
-    if seen.device != "cuda" or "expandable_segments" not in seen.switches.allocator:
-        why = "this process has no caching allocator of CUDA that tells"
-        return inapplicable("expandable_segments", requested, why)
+def expandable_segments(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by what the allocator says of itself."""
+    if "expandable_segments" not in seen.switches.allocator:
+        return "this process has no caching allocator of CUDA that tells"
     on = bool(seen.switches.allocator["expandable_segments"])
-    mend = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts"
-    return judged("expandable_segments", requested, on, f"the allocator says {on}", mend=mend)
+    fix = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts"
+    return Finding(on, f"the allocator says {on}", fix)
 
 
-def deterministic(requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """By torch's switch."""
+def deterministic(_: Scalar, seen: Evidence) -> Finding | str:
+    """Judge by torch's switch."""
     on = seen.switches.deterministic
-    mend = "torch.use_deterministic_algorithms(True)"
-    return judged("deterministic", requested, on, f"torch's switch reads {on}", mend=mend)
+    fix = "torch.use_deterministic_algorithms(True)"
+    return Finding(on, f"torch's switch reads {on}", fix)
+
+
+VERDICTS: dict[str, Verdict] = {
+    "mixed_precision": mixed_precision,
+    "tf32": tf32,
+    "fused_optimizer": fused_optimizer,
+    "attention": attention,
+    "flash_attention": flash_attention,
+    "compile": compiled,
+    "cuda_graphs": cuda_graphs,
+    "liger": liger,
+    "gradient_checkpointing": checkpointing,
+    "packing": packing,
+    "effective_batch": effective_batch,
+    "gradient_accumulation": accumulation,
+    "gradient_clipping": clipping,
+    "set_to_none": set_to_none,
+    "workers": workers,
+    "pinned_memory": pinned_memory,
+    "cudnn_benchmark": cudnn_benchmark,
+    "channels_last": channels_last,
+    "expandable_segments": expandable_segments,
+    "deterministic": deterministic,
+}
+"""Verdicts in the order in which they are shown."""

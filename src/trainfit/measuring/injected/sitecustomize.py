@@ -18,7 +18,7 @@ _OPTIMIZERS = "torch.optim.optimizer"
 
 
 class _Waiting:
-    """Finds the module as Python would, and has it observed once it is there."""
+    """Import hook that observes torch's optimizers once they are imported."""
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         if name != _OPTIMIZERS:
@@ -46,7 +46,7 @@ def _observe(module: Any) -> None:
 
 
 def _run_hidden() -> None:
-    """What Python would have run instead of this file."""
+    """Run the sitecustomize that this file hides."""
     here = Path(__file__).resolve().parent
     sys.path[:] = [entry for entry in sys.path if not entry or Path(entry).resolve() != here]
     spec = PathFinder.find_spec("sitecustomize", sys.path)

@@ -118,7 +118,7 @@ class CachingAllocator:
         return start, found
 
     def free(self, block: Block) -> None:
-        """Take back a block that `malloc` gave."""
+        """Free a block that `malloc` returned."""
         start, size = block
         if size == 0:
             return
@@ -128,7 +128,7 @@ class CachingAllocator:
         pool.free(start, size)
 
     def release_cache(self) -> None:
-        """Give back to the device what no live block needs, as torch.cuda.empty_cache does."""
+        """Return free segments to the device, as torch.cuda.empty_cache does."""
         self.reserved -= self.large.release() + self.small.release()
 
     def _take_new(self, pool: _Pool, size: int) -> Block | None:
@@ -147,19 +147,19 @@ class CachingAllocator:
 
 
 def segment_size(size: int) -> int:
-    """The size of the segment that is made for a block of `size`."""
+    """Size of the segment that a block of `size` gets."""
     if size <= SMALL_REQUEST:
         return SMALL_SEGMENT
     return LARGE_SEGMENT if size < OWN_SEGMENT else _up(size, SEGMENT_ROUND)
 
 
 def _up(value: int, unit: int) -> int:
-    """The least multiple of `unit` that is not under `value`."""
+    """Round up to a multiple of `unit`."""
     return -(-value // unit) * unit
 
 
 class _Pool:
-    """The free blocks of a pool, and the segments that they were cut from."""
+    """Free blocks of a pool, and the segments that they were cut from."""
 
     def __init__(self, origin: int, least_rest: int, addresses: Iterator[int]) -> None:
         self.top = origin

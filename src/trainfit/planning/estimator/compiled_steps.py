@@ -1,7 +1,7 @@
-"""A compiled block on fake tensors: what torch.compile would keep, allocate and run.
+"""Compiled code on fake tensors: the allocations and kernels that torch.compile would make.
 
-AOTAutograd traces the block for real, here on fakes, and its partitioner decides what is kept for
-the backward pass. What Inductor then does with the two graphs is modelled by `buffers`.
+AOTAutograd traces a block on fakes, and its partitioner decides what is kept for the backward pass.
+Inductor's treatment of the two graphs is modelled by inductor_buffers.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None:
-    """Have the blocks run as compiled ones do; those that are alike are traced once.
+    """Make blocks run as compiled ones; those that are alike are traced once.
 
     `carriers` are dataclasses that bring tensors to a block among its arguments.
     """
@@ -111,10 +111,10 @@ def _register(kind: type) -> None:
 
 
 def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
-    """The block as compiled code would run; `traced` has the blocks of this model before it.
+    """Return the call of a compiled block; `traced` is shared by the blocks of one model.
 
-    Blocks of one model differ by their weights alone. Those of another may differ by how they
-    were made, in dropout or checkpointing, which no tensor shows.
+    They differ by their weights alone. Blocks of another model may differ in dropout or
+    checkpointing, which no tensor shows.
     """
     parameters = dict(block.named_parameters())
     names, weights = list(parameters), list(parameters.values())
@@ -142,8 +142,8 @@ def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[.
 def _trace_now(
     function: Callable[..., Any], weights: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]
 ) -> None:
-    """Call it once, unseen: the first call traces it, and keeps what it was called with."""
-    # Checkpointing counts what is kept, so what this call keeps must not reach it.
+    """Call it once outside of the recording: the first call traces, and keeps its inputs."""
+    # Checkpointing counts saved tensors, so it must not see those of this call.
     kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
     with _disable_current_modes(), detect_fake_mode([*weights, *tensors]) or nullcontext(), kept:
         function(weights, [_like(one).requires_grad_(one.requires_grad) for one in tensors])
@@ -179,10 +179,10 @@ def _trace(
 
 @contextmanager
 def _marking_checkpoints() -> Iterator[None]:
-    """Mark what is checkpointed inside a block for the partitioner, as torch.compile does.
+    """Mark checkpointed operations inside a block for the partitioner, as torch.compile does.
 
-    Traced as it is, a checkpoint would compute everything twice in one graph, and what is there
-    twice is taken for one.
+    Traced plainly, a checkpoint would compute everything twice in one graph, and duplicates are
+    merged.
     """
     numbers = count()
 
@@ -197,13 +197,13 @@ def _marking_checkpoints() -> Iterator[None]:
 
 
 def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
-    """The two graphs, by torch's own partitioner."""
+    """Split into forward and backward graph with torch's partitioner."""
     from torch._functorch import partitioners
 
     def unchanged(_joint: Any, forward: Any, backward: Any, *_rest: Any) -> tuple[Any, Any]:
         return forward, backward
 
-    # On a GPU the random state of what is computed again is a generator's, and no tensor.
+    # On a GPU the random state of recomputed operations is in a generator, not in a tensor.
     with _exchanged(partitioners, "functionalize_rng_ops", unchanged):
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
 
@@ -219,9 +219,9 @@ def _exchanged(module: Any, name: str, other: Any) -> Iterator[None]:
 
 
 class _Fused:
-    """One of the two graphs, run node by node; only buffers are made, and seen by the recorder.
+    """One of the two graphs, run node by node: only buffers are allocated and recorded.
 
-    What is fused away has no value: nobody reads it but what is fused as well.
+    Fused nodes have no value, since only fused nodes read them.
     """
 
     _boxed_call = True  # the caller gives its arguments away, so that they can be freed
@@ -276,7 +276,7 @@ class _Fused:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """In the fakes' own mode, which is not that of the step that the graph was traced for."""
+        """Leave the recording; fakes stay in the mode of the current step."""
         modes = _get_current_dispatch_mode_stack()
         fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
         with _disable_current_modes(), fakes or nullcontext():
@@ -308,6 +308,6 @@ def _like(value: torch.Tensor) -> torch.Tensor:
 
 
 def _recorder() -> Recorder | None:
-    """The one that is at work, if any."""
+    """Recorder among the active modes, or None."""
     modes = _get_current_dispatch_mode_stack()
     return next((mode for mode in modes if isinstance(mode, Recorder)), None)

@@ -1,8 +1,8 @@
-"""A torch without CUDA that takes CUDA's decisions, for steps that run on fake CPU tensors.
+"""CUDA's decisions for steps that run on fake CPU tensors.
 
-What a step keeps in memory depends on choices that torch makes by device: autocast's lists, the
-attention kernel, the form of a dropout mask. `install` makes the CPU choose as CUDA would. It
-changes torch for the whole process and cannot be taken back, so only a child process does it.
+The memory of a step depends on choices that torch makes by device: autocast's lists, the attention
+kernel, the form of a dropout mask, foreach. `install` makes the CPU choose as CUDA would. It
+changes torch for the whole process and cannot be undone, so only a child process calls it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from trainfit.core.errors import BadInput
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
 _MAX_HEAD = 256
-"""The largest head that the flash kernel takes."""
+"""Largest head size of the flash kernel."""
 
-# CUDA's autocast computes these in fp32 (torch/csrc: autocast_mode.h), whatever they are given.
+# Operations that CUDA's autocast computes in fp32 (autocast_mode.h of torch).
 _FP32 = [
     "acos",
     "asin",
@@ -63,7 +63,7 @@ _FP32 = [
     "renorm",
     "dist",
 ]
-# And these unless the caller asks for a dtype.
+# Operations that it computes in fp32 unless the caller asks for a dtype.
 _FP32_BY_DEFAULT = [
     "prod",
     "prod.dim_int",
@@ -78,13 +78,13 @@ _FP32_BY_DEFAULT = [
 
 
 class _Registry:
-    """Keeps the library alive: torch drops the overrides with it."""
+    """Owner of the library, with which torch drops the overrides."""
 
     library: Any = None
 
 
 def install() -> None:
-    """Take CUDA's decisions from now on, in this process."""
+    """Replace torch's choices for the CPU by CUDA's in this process."""
     if _Registry.library is not None:
         return
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
@@ -97,7 +97,7 @@ def install() -> None:
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
     _Registry.library = library
-    # Fakes need no kernel, but whoever asks whether the device has one must hear that it does.
+    # Fakes need no kernel, but callers check that the device has one.
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
     _mask_code_sees_no_tracing()
     _convert_in_place()
@@ -226,7 +226,7 @@ def _fp32_by_default(op: Any) -> Callable[..., Any]:
 
 
 def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
-    """CUDA's dropout keeps a mask of one byte per element; the CPU's keeps a tensor like x."""
+    """Drop out as on CUDA, with a mask of one byte per element."""
     if not train or p == 0:
         return x
     dropped: torch.Tensor = aten.native_dropout(x, p, True)[0]
@@ -244,7 +244,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
-    """The kernel that CUDA would choose: flash without a mask in half precision, else efficient."""
+    """Call the kernel that CUDA would: flash for half precision without a mask, else efficient."""
     head = query.shape[-1]
     scale = head**-0.5 if scale is None else scale
     if attn_mask is None and query.dtype in _HALF and head <= _MAX_HEAD:
@@ -275,13 +275,13 @@ def _only_fakes(*_args: Any, **_kwargs: Any) -> Any:
 
 
 def _padded_head(t: torch.Tensor) -> torch.Tensor:
-    """The flash kernel wants heads of a multiple of 8."""
+    """Pad heads to a multiple of 8 for the flash kernel."""
     short = -t.shape[-1] % 8
     return torch.nn.functional.pad(t, (0, short)) if short else t
 
 
 def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """What the efficient kernel is given: an additive mask in its dtype, rows of 16 bytes."""
+    """Convert a mask to the efficient kernel's: additive, in its dtype, rows padded to 16."""
     if mask.dtype == torch.bool:
         mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill_(
             mask.logical_not(), -torch.inf
@@ -294,7 +294,7 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
 
 
 def _mask_code_sees_no_tracing() -> None:
-    """For a fake tensor, transformers builds masks that a real step does without."""
+    """Keep transformers from building masks for fake tensors that a real step does without."""
     from transformers.utils import import_utils
 
     setattr(import_utils, "is_fake_tensor", lambda _tensor: False)  # noqa: B010

@@ -32,7 +32,7 @@ _REDUCTIONS = frozenset(
         aten.sort,
     }
 )
-"""What ends a fused kernel, or is one of its own: its result has a buffer."""
+"""Operations that end a fused kernel, so that their result gets a buffer."""
 _VIEWS = frozenset({aten.reshape, aten._unsafe_view, aten.alias, aten.lift_fresh, aten.detach})
 _MOST_READS = 4
 """Inductor gives a shared value a buffer rather than read so many others over again."""
@@ -43,7 +43,7 @@ def _packet(node: fx.Node) -> Any:
 
 
 def is_view(node: fx.Node) -> bool:
-    """Whether a result has no memory of its own."""
+    """True if the result shares the memory of an input."""
     target = node.target
     return (
         target is operator.getitem
@@ -53,7 +53,7 @@ def is_view(node: fx.Node) -> bool:
 
 
 def is_library(node: fx.Node) -> bool:
-    """Whether Inductor calls a kernel that it did not make."""
+    """True if Inductor calls a library's kernel for the node."""
     if node.op != "call_function" or is_view(node):
         return False
     namespace = getattr(node.target, "namespace", "aten")
@@ -67,7 +67,7 @@ def _base(node: fx.Node) -> fx.Node:
 
 
 def find_buffers(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The nodes whose results are in memory."""
+    """Find the nodes whose results Inductor puts into memory."""
     buffers: set[fx.Node] = set()
     for node in nodes:
         if is_library(node):
@@ -84,7 +84,7 @@ def find_buffers(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def views_in_use(nodes: list[fx.Node]) -> set[fx.Node]:
-    """The views that a library's kernel reads or that leave the graph; the others are fused."""
+    """Find the views that a library's kernel reads or that leave the graph; others are fused."""
     found: set[fx.Node] = set()
     for node in reversed(nodes):
         read = any(user.op == "output" or user in found or is_library(user) for user in node.users)
@@ -94,7 +94,7 @@ def views_in_use(nodes: list[fx.Node]) -> set[fx.Node]:
 
 
 def _leaves(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
-    """What is read from memory to compute a node."""
+    """Find the buffers and inputs that are read to compute a node."""
     found: set[fx.Node] = set()
     left = list(node.all_input_nodes)
     seen: set[fx.Node] = set()
@@ -111,7 +111,7 @@ def _leaves(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
 
 
 def last_uses(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[int, list[fx.Node]]:
-    """Where each value is needed for the last time; a fused one is needed where it is read."""
+    """Group values by the place of their last use; a fused value is used where it is read."""
     place = {node: at for at, node in enumerate(nodes)}
     last: dict[fx.Node, int] = {}
     for node in reversed(nodes):
@@ -127,7 +127,7 @@ def last_uses(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[int, list[fx.
 
 
 def kernel_reads(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
-    """What a fused kernel has to read: what it has not just computed itself."""
+    """Buffers that each fused kernel reads, without those that it computes itself."""
     phase = 0
     phases: dict[fx.Node, int] = {}
     reads: dict[fx.Node, list[fx.Node]] = {}
@@ -143,10 +143,10 @@ def kernel_reads(nodes: list[fx.Node], buffers: set[fx.Node]) -> dict[fx.Node, l
 def overwritten(
     nodes: list[fx.Node], buffers: set[fx.Node], ends: dict[int, list[fx.Node]]
 ) -> dict[fx.Node, fx.Node]:
-    """The buffers that take the memory of one that they are the last to read.
+    """Map buffers to the ones whose memory they reuse, as their last reader.
 
-    Inductor has a kernel write where it reads if every element comes from its own place. What was
-    given to the graph stays as it is: the caller has it still, or may have.
+    Inductor writes in place if every element is computed from its own place. Inputs of the graph
+    are never reused: the caller may still hold them.
     """
     found: dict[fx.Node, fx.Node] = {}
     for at, node in enumerate(nodes):
@@ -169,7 +169,7 @@ def _same_type(one: fx.Node, other: fx.Node) -> bool:
 
 
 def _read_in_place(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
-    """The buffers of which a node reads, by whatever way, the elements at the places it writes."""
+    """Find the buffers of which a node reads only the elements at the places that it writes."""
     found: dict[fx.Node, bool] = {}
     left = [(node, True)]
     seen: set[tuple[fx.Node, bool]] = set()
@@ -186,7 +186,7 @@ def _read_in_place(node: fx.Node, buffers: set[fx.Node]) -> set[fx.Node]:
 
 
 def _keeps_places(given: fx.Node, reader: fx.Node) -> bool:
-    """Whether each element of a result would lie where that lies which it is computed from."""
+    """True if each element of the result lies where the element it is computed from lies."""
     read, made = given.meta.get("val"), reader.meta.get("val")
     if not isinstance(read, torch.Tensor) or not isinstance(made, torch.Tensor):
         return False

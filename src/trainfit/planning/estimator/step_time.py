@@ -1,9 +1,9 @@
-"""How long a step takes on a GPU that need not be here: a roofline over the step's operations.
+"""Time of a step on a GPU that need not be here: a roofline over the step's operations.
 
-Each operation takes as long as its arithmetic or its memory traffic, whichever is longer, at
-efficiencies that were fitted to steps recorded on a GPU (calibration.json). A step takes as long
-as its kernels, or as the CPU needs to launch them. On other GPUs the same shares of their dense
-peak and bandwidth are assumed; how wrong that is was not measured, so no error is given there.
+Each operation takes the longer of its arithmetic and its memory traffic, at efficiencies fitted to
+steps recorded on a GPU (calibration.json). A step takes the longer of its kernels and their
+launches. On other GPUs the same shares of their dense peak and bandwidth are assumed; that error
+was not measured, so none is given.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ from trainfit.hardware.catalogue import GpuSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Work(Record):
-    """The least that one kernel has to do."""
+    """Least work of one kernel: operations and bytes."""
 
     kind: Literal["product", "attention", "own_attention", "slow", "copy", "call"]
-    """A call is no kernel: compiled code is entered, which takes the CPU a while."""
+    """A call is no kernel but the entry into compiled code, which takes CPU time."""
     flops: int
     skipped: int
-    """Of the operations, those that the kernel leaves out because they are masked."""
+    """Floating-point operations that the kernel leaves out because they are masked."""
     again: int = 0
-    """Of the operations, those that were done before: a backward pass makes its scores anew."""
+    """Floating-point operations done before: a backward pass computes its scores again."""
     nbytes: int
     half: bool
-    """Whether its products run on the half-precision matrix units."""
+    """True if its products run on the half-precision matrix units."""
     aligned: bool
-    """Whether every dimension suits the matrix units; a vocabulary of 50,257 does not."""
+    """True if every dimension suits the matrix units; a vocabulary of 50,257 does not."""
     backward: bool
     update: bool
-    """Whether it belongs to the optimizer's update, which a step does once."""
+    """True in the optimizer's update, which a step does once."""
     compiled: bool = False
-    """Whether compiled code launches it, which takes the CPU much less."""
+    """True if compiled code launches it, which takes the CPU less time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Done(Record):
-    """How often a step does some work."""
+    """Work, and how many times a step does it."""
 
     work: Work
     times: int
@@ -58,39 +58,39 @@ class Calibration(Record):
 
     product_half: float
     product_full: float
-    """Of large matrix products, in half precision and in fp32 or TF32."""
+    """Shares of large matrix products, in half precision and in fp32 or TF32."""
     product_scale: float
     """Floating-point operations at which a half-precision product reaches half of that share."""
     full_scale: float
     """The same in fp32."""
     unaligned: float
-    """What is left of a half-precision product's share when a dimension is no multiple of 8."""
+    """Factor on that share when a dimension is no multiple of 8."""
     attention: float
     own_attention: float
-    """Of trainfit's own kernels, which add a DeBERTa's positions or cap the scores."""
+    """Share of trainfit's own kernels, which add a DeBERTa's positions or cap the scores."""
     copy: float
     slow: float
     cached: float
-    """How much faster memory traffic is when it stays within the GPU's cache."""
+    """Speed-up of memory traffic that stays within the GPU's cache."""
     cache_bytes: float
     kernel_seconds: float
     forward_launch_seconds: float
     backward_launch_seconds: float
-    """What the CPU takes per operation."""
+    """CPU time per operation."""
     compiled_launch_seconds: float
     """The same in compiled code."""
     compiled_call_seconds: float
-    """What the CPU takes to enter compiled code: its guards are checked, its inputs sorted."""
+    """CPU time to enter compiled code: guards are checked, inputs sorted."""
 
 
 @cache
 def calibration() -> Calibration:
-    """What was fitted to the recorded steps."""
+    """Calibration fitted to the recorded steps."""
     return codec.decode(Calibration, _file("calibration.json")["calibration"], "calibration.json")
 
 
 def _reference() -> dict[str, float]:
-    """What `check --measure` found where the steps were recorded, as shares of the datasheet."""
+    """Measurements of the machine that recorded the steps, as shares of the datasheet."""
     found: dict[str, float] = _file("calibration.json")["reference"]
     return found
 
@@ -104,7 +104,7 @@ def _file(name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """Time on the GPU and time to launch it, of what a micro-batch does and of the update."""
+    """Time of kernels and of their launches, for a micro-batch and for the update."""
 
     kernels: float = 0.0
     launches: float = 0.0
@@ -112,7 +112,7 @@ class Seconds:
     update_launches: float = 0.0
 
     def plus(self, other: Seconds, share: float = 1.0) -> Seconds:
-        """The sum, with only a share of the other."""
+        """Add a share of the other."""
         return Seconds(
             self.kernels + share * other.kernels,
             self.launches + share * other.launches,
@@ -121,9 +121,9 @@ class Seconds:
         )
 
     def step(self, computed: float = 1.0, started: float = 1.0) -> float:
-        """The time of a step that computes and starts so many times what was counted.
+        """Time of a step with `computed` times the work and `started` times the launches.
 
-        Kernels and launches overlap: the longer one decides, blurred where they are alike.
+        Kernels and launches overlap: the longer one decides, smoothly where they are alike.
         """
         kernels = computed * self.kernels + self.update_kernels
         launches = started * self.launches + self.update_launches
@@ -132,7 +132,7 @@ class Seconds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """How fast a GPU and its host are, beside the ones that the calibration was fitted on."""
+    """Rates of a GPU, and of its host relative to the one of the calibration."""
 
     half: float | None
     full: float
@@ -141,16 +141,16 @@ class Rates:
     """Bytes per second."""
     forward_launch: float = 1.0
     backward_launch: float = 1.0
-    """How much longer a launch takes here."""
+    """Time of a launch relative to the calibration's host."""
 
 
 def rates(
     gpu: GpuSpec, precision: Precision, tf32: bool = False, measured: Measurements | None = None
 ) -> Rates | None:
-    """The datasheet's rates, corrected by what was measured; None without a peak.
+    """Rates of the datasheet, corrected by measurements; None without a peak.
 
-    The fitted shares are of the datasheet's peaks, as that GPU reached them. A machine that
-    reaches a smaller or larger share of its own is slower or faster by as much.
+    A machine that reaches a smaller share of its datasheet than the calibration's did is slower by
+    as much.
     """
     half = None if precision == "fp32" else gpu.peak_tflops(precision)
     if precision != "fp32" and half is None:
@@ -177,7 +177,7 @@ def rates(
 
 
 def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = None) -> Seconds:
-    """The time of what was done."""
+    """Add up the time of operations."""
     fitted = fitted or calibration()
     total = Seconds()
     for item in done:
@@ -223,10 +223,7 @@ def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:
 
 
 def count_flops(done: Iterable[Done]) -> int:
-    """The floating-point operations of matrix products and attention, each counted once.
-
-    Those of a step without checkpointing are the ones that it must do.
-    """
+    """Count the floating-point operations of products and attention, without repeated ones."""
     return sum((item.work.flops - item.work.again) * item.times for item in done)
 
 

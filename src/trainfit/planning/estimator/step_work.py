@@ -1,7 +1,4 @@
-"""What an operation has to do at the least: floating-point operations, and bytes through memory.
-
-A step is thousands of operations but only dozens of different ones, so they are counted by kind.
-"""
+"""Fake tensors with known values, and the least work of an operation: operations and bytes."""
 
 from __future__ import annotations
 
@@ -17,10 +14,10 @@ from trainfit.planning.estimator.step_time import Work
 
 
 def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
-    """Give every tensor of a meta model a fake one on the default device; shared ones stay so.
+    """Replace every tensor of a meta model by a fake one; shared ones stay shared.
 
-    Models are not built under the fake mode itself: a truncated normal looks at what it drew, and
-    peft moves modules in a way that fake tensors do not take. The meta device does both.
+    Models are built on the meta device, not under the fake mode: a truncated normal reads what it
+    drew, and peft moves modules in a way that fake tensors do not support.
     """
     made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
@@ -42,14 +39,14 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
 
 aten = torch.ops.aten
 _MAX_VALUES = 1 << 22
-"""The largest tensor whose values are worth computing beside its fake."""
+"""Largest tensor whose values are computed beside its fake."""
 _VALUES, _STALE = "_trainfit_values", "_trainfit_stale"
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
-    """Compute the operation for real where it is about small integers whose values are known."""
+    """Compute an operation on small integers whose values are known; the flag says so."""
     if args and isinstance(args[0], FakeTensor) and known(args[0]) is None:
-        return False, None  # most operations, told at a glance
+        return False, None  # most operations end here
     tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     if not _about_integers(func, tensors, kwargs) or any(known(t) is None for t in tensors):
         return False, None
@@ -59,7 +56,7 @@ def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
 
 
 def _about_integers(func: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool:
-    """Whether to compute it: tensors stay integers, and what is made from nothing is one."""
+    """True if the result is integers: of integer inputs, or made as such."""
     dtype = kwargs.get("dtype")
     if tensors:
         return dtype is None or not dtype.is_floating_point
@@ -68,7 +65,7 @@ def _about_integers(func: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool
 
 
 def known(item: Any) -> Any:
-    """The values beside a fake tensor, or None; whatever else, a literal too, is its own value."""
+    """Values beside a fake tensor, or None; anything else is its own value."""
     if not isinstance(item, FakeTensor):
         return item
     values = getattr(item, _VALUES, None)
@@ -78,7 +75,7 @@ def known(item: Any) -> Any:
 
 
 def attach(out: Any, values: Any) -> None:
-    """Leave the values on the fakes they belong to."""
+    """Attach values to the fakes they belong to."""
     fakes = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)]
     reals: list[Any] = [t for t in tree_iter(values) if isinstance(t, torch.Tensor)]
     if len(fakes) != len(reals):
@@ -90,7 +87,6 @@ def attach(out: Any, values: Any) -> None:
             setattr(getattr(fake, _VALUES).untyped_storage(), _STALE, True)
 
 
-aten = torch.ops.aten
 _FREE = frozenset(
     {
         aten.empty,
@@ -102,7 +98,7 @@ _FREE = frozenset(
         aten._unsafe_view,
     }
 )
-"""No kernel runs for these; views are free as well."""
+"""Operations without a kernel, as views are."""
 _PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 _PRODUCTS_OF = {
     # A DeBERTa also multiplies both sides by positions, and in the backward pass does it again.
@@ -111,9 +107,9 @@ _PRODUCTS_OF = {
     # Without atomic additions the scores are computed for queries and again for keys.
     "softcapped_attention_backward": 7,
 }
-"""Matrix products of a tile of scores, where they are not two, and five in the backward pass."""
+"""Matrix products per tile of scores, where not two, or five in the backward pass."""
 _BACKWARD = 5
-"""Two for each of the forward pass's, and the scores once more."""
+"""Two for each product of the forward pass, and the scores again."""
 _SLOW = frozenset(
     {
         aten.sum,
@@ -130,11 +126,11 @@ _SLOW = frozenset(
 """Reductions over long strides and scattered reads: well below the bandwidth of a plain copy."""
 
 _UPDATES = ("_foreach_", "_fused_")
-"""What an update runs, once per step whatever the number of micro-batches."""
+"""Operations of the optimizer's update."""
 
 
 def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
-    """The work of one operation, or None where no kernel runs."""
+    """Work of one operation, or None where no kernel runs."""
     packet = func._overloadpacket
     if func.is_view or packet in _FREE:
         return None
@@ -166,7 +162,7 @@ def _kind(func: Any, flops: int) -> Any:
 
 
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, int]:
-    """Operations by the formula; those a kernel skips since they are masked; those it repeats."""
+    """Floating-point operations in all, those skipped as masked, and those repeated."""
     packet = func._overloadpacket
     if func.namespace in ("torch_attn", "trainfit"):
         return _packed_flops(func, args, kwargs)
@@ -180,7 +176,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, int]:
 
 
 def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
-    """By the sum of squared lengths; a window shortens what each token sees."""
+    """The same for packed rows, by the sum of squared lengths within the window."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if "query" not in given:
@@ -190,7 +186,7 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
     if starts is None:
         return 0, 0, 0
     reach = given["window"] - 1 if "window" in given else (given.get("window_size") or [-1])[0]
-    with _disable_current_modes():  # these are values, and no mode is to make fakes of them
+    with _disable_current_modes():  # values, which must not become fakes
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
@@ -206,14 +202,14 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
 
 
 def _written(func: Any, args: Any) -> list[torch.Tensor]:
-    """The tensors that an operation without a result, such as a fused optimizer, writes to."""
+    """Tensors that an operation without a result, such as a fused update, writes to."""
     arguments = zip(func._schema.arguments, args, strict=False)
     changed = [value for argument, value in arguments if argument.alias_info is not None]
     return [t for t in tree_iter(changed) if isinstance(t, torch.Tensor)]
 
 
 def tensor_bytes(tensor: torch.Tensor) -> int:
-    """What has to be read or written of it: an expanded dimension is one row."""
+    """Bytes to read or write a tensor; an expanded dimension is one row."""
     distinct = 1
     for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
         distinct *= size if stride else 1
