@@ -33,6 +33,11 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
+class Rateless(torch.optim.Optimizer):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Keep the weights."""
+
+
 class Crash(Exception):
     """Not one of ours: nothing may catch it."""
 
@@ -153,6 +158,8 @@ def test_a_run_does_not_go_on_with_another_optimizer(tmp_path: Path) -> None:
             "holds 1 weights that the model does not train",
         ),
         (lambda _: "adamw", "the optimizer is a str"),
+        (lambda model: torch.optim.LBFGS(model.parameters()), "needs a closure"),
+        (lambda model: Rateless(model.parameters(), {}), "has no lr"),
     ],
 )
 def test_an_optimizer_must_hold_the_trained_weights(

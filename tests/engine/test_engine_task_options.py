@@ -135,6 +135,17 @@ def test_a_state_that_does_not_fit_is_one_line(tmp_path: Path) -> None:
         train(Averaged(), settings(task), tmp_path / "run", resume=True)
 
 
+def test_a_state_that_cannot_be_saved_is_refused_before_the_first_step(tmp_path: Path) -> None:
+    class Odd(Averaged):
+        def state_dict(self) -> dict[str, Any]:
+            return {"seen": {1, 2}}
+
+    task = Odd()
+    with pytest.raises(BadInput, match="holds a set"):
+        train(task, settings(task), tmp_path / "run")
+    assert not task.steps_seen
+
+
 def test_memory_that_runs_out_in_the_hook_is_one_line(tmp_path: Path) -> None:
     class Greedy(ToyTask):
         def after_step(self, model: nn.Module, step: int) -> None:

@@ -181,5 +181,5 @@ def plain_line(row: TrainRow) -> str:
 
 def as_scalars(row: Record) -> dict[str, Any]:
     """Convert a row to the numbers that trackers take."""
-    names = row.__dataclass_fields__
-    return {name: getattr(row, name) for name in names if getattr(row, name) is not None}
+    values = {name: getattr(row, name) for name in row.__dataclass_fields__}
+    return {name: value for name, value in values.items() if value is not None}

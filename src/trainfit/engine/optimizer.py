@@ -6,6 +6,7 @@ update survives running out of memory. Any other optimizer is asked for its own 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -47,6 +48,7 @@ def adopt(model: nn.Module, optimizer: object) -> torch.optim.Optimizer:
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"the optimizer is a {type(optimizer).__name__}"
         raise BadInput(what, "return a torch.optim.Optimizer")
+    _check_usable(optimizer)
     held = {id(parameter) for parameter in trained_parameters(optimizer)}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if left_out := [name for key, name in trained.items() if key not in held]:
@@ -62,6 +64,17 @@ def adopt(model: nn.Module, optimizer: object) -> torch.optim.Optimizer:
     if is_plain_adamw(optimizer):
         create_state(optimizer)
     return optimizer
+
+
+def _check_usable(optimizer: torch.optim.Optimizer) -> None:
+    """Raise BadInput where the loop cannot call step() or set the learning rate."""
+    needed = inspect.signature(optimizer.step).parameters.values()
+    if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
+        what = f"{type(optimizer).__name__}.step() needs a closure"
+        raise BadInput(what, "use an optimizer that computes the loss once per step")
+    if any("lr" not in group for group in optimizer.param_groups):
+        what = f"a parameter group of {type(optimizer).__name__} has no lr"
+        raise BadInput(what, "give each group one: the schedule scales it")
 
 
 def is_plain_adamw(optimizer: torch.optim.Optimizer) -> bool:

@@ -8,7 +8,7 @@ replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,13 +159,7 @@ def take_step(
             tell("memory ran out: the cache was given back and the step is taken again", {})
         again = not again
     sum_gradients(parts.world, parameters, agreed.used, loss)
-    numbers = finish(
-        parts.optimizer,
-        loss,
-        max_grad_norm=parts.settings.optimizer.max_grad_norm,
-        scale=parts.scale,
-    )
-    return StepOutcome(numbers, rung, agreed.stop)
+    return StepOutcome(_finish(parts, loss), rung, agreed.stop)
 
 
 def _try(
@@ -177,15 +171,8 @@ def _try(
     """
     there = to_device(batches, parts.device)
     try:
-        loss = accumulate(
-            parts.model,
-            parts.task.loss,
-            out_of_graphs(parts.model, there) if parts.settings.graphs else there,
-            weight,
-            device_type=parts.device.type,
-            precision=parts.settings.precision,
-            scale=parts.scale,
-        )
+        there = out_of_graphs(parts.model, there) if parts.settings.graphs else there
+        loss = _accumulate(parts, there, weight)
         used = fill_gradients(parts.world, parameters)
     except Exception as error:
         if not is_out_of_memory(error):
@@ -195,6 +182,25 @@ def _try(
         return loss, Verdict(stop=stop, used=used)
     nothing = Verdict(out_of_memory=True, stop=stop, used=(False,) * len(parameters))
     return torch.zeros(()), nothing
+
+
+def _accumulate(parts: Parts, batches: Iterable[Batch], weight: float) -> Tensor:
+    return accumulate(
+        parts.model,
+        parts.task.loss,
+        batches,
+        weight,
+        device_type=parts.device.type,
+        precision=parts.settings.precision,
+        scale=parts.scale,
+    )
+
+
+def _finish(
+    parts: Parts, loss: Tensor, join: Callable[[Tensor], Tensor] | None = None
+) -> StepNumbers:
+    most = parts.settings.optimizer.max_grad_norm
+    return finish(parts.optimizer, loss, max_grad_norm=most, scale=parts.scale, join=join)
 
 
 def _next_rung(parts: Parts, rung: int) -> int:
@@ -228,15 +234,8 @@ def take_sharded_step(
     """
     batches = to_device(loaded.batches, parts.device)
     try:
-        loss = accumulate(
-            parts.model,
-            parts.task.loss,
-            synchronised(parts.model, batches, len(loaded.batches), once=rung == 0),
-            weight,
-            device_type=parts.device.type,
-            precision=parts.settings.precision,
-            scale=parts.scale,
-        )
+        batches = synchronised(parts.model, batches, len(loaded.batches), once=rung == 0)
+        loss = _accumulate(parts, batches, weight)
     except Exception as error:
         if is_out_of_memory(error):
             raise _out_of_memory(parts, rung) from None
@@ -245,14 +244,7 @@ def take_sharded_step(
         raise
     agreed = vote(parts.world, Verdict(stop=stop))
     sum_over_ranks(parts.world, [loss])
-    numbers = finish(
-        parts.optimizer,
-        loss,
-        max_grad_norm=parts.settings.optimizer.max_grad_norm,
-        scale=parts.scale,
-        join=joined_norm,
-    )
-    return StepOutcome(numbers, rung, agreed.stop)
+    return StepOutcome(_finish(parts, loss, joined_norm), rung, agreed.stop)
 
 
 def _out_of_memory(parts: Parts, rung: int) -> OutOfMemory:

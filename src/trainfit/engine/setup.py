@@ -117,6 +117,7 @@ def build_parts(
     if sharded and not is_plain_adamw(optimizer):
         kind = type(optimizer).__name__
         raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    saved_state.task_state(task)  # raises where it holds what a checkpoint cannot keep
     if sharded and saved_state.has_state(task):
         raise BadInput("the task has a state_dict, which FSDP does not save", "do not shard")
     if settings.compile:
