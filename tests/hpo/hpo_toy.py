@@ -17,7 +17,7 @@ from optuna.trial import TrialState
 from trainfit.conf.search_space_files import Dimension, compose_study
 from trainfit.hpo.fleet import work
 from trainfit.hpo.storage import open_database
-from trainfit.hpo.trial_queue import FINISHED, Claim, Desk, Outcome, quiet
+from trainfit.hpo.trial_queue import FINISHED, Claim, Outcome, TrialQueue, quiet
 
 SPACE = {
     "x": Dimension(kind="uniform", low=-1.0, high=1.0),
@@ -27,7 +27,7 @@ SPACE = {
 }
 
 
-def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> Desk:
+def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> TrialQueue:
     """The desk of a study that is made where it is not there."""
     hpo = compose_study("nli", []).hpo
     hpo = replace(hpo, **{"trials": 8, "heartbeat": 1, "grace": 60, **settings})
@@ -36,7 +36,7 @@ def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> 
         study = optuna.create_study(
             storage=database.storage, study_name=name, direction="maximize", load_if_exists=True
         )
-    return Desk(
+    return TrialQueue(
         study=study,
         database=database,
         hpo=hpo,
@@ -63,7 +63,7 @@ def slowly(seconds: float) -> Callable[[Claim], Outcome]:
     return run
 
 
-def chains(desk: Desk) -> list[list[Any]]:
+def chains(desk: TrialQueue) -> list[list[Any]]:
     """Trials with their retries."""
     trials = desk.study.get_trials(deepcopy=False)
     found: dict[int, list[Any]] = {}
@@ -75,11 +75,11 @@ def chains(desk: Desk) -> list[list[Any]]:
     return list(found.values())
 
 
-def finished(desk: Desk) -> list[Any]:
+def finished(desk: TrialQueue) -> list[Any]:
     return [t for t in desk.study.get_trials(deepcopy=False) if t.state in FINISHED]
 
 
-def running(desk: Desk) -> list[Any]:
+def running(desk: TrialQueue) -> list[Any]:
     return desk.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 

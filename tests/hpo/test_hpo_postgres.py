@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from hpo_toy import finished, run_toy, toy_desk
-from test_hpo_desk import check_crowd, crowd
+from test_hpo_trial_queue import check_crowd, crowd
 
 from trainfit.hpo.fleet import work
 

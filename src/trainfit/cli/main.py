@@ -23,7 +23,7 @@ COMMANDS = {
     "tune": "Measure what is fastest on this machine, and keep it for train.",
     "train": "Train a job, judge it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
-    "verify": "What was really active, by evidence: requested against observed.",
+    "verify": "Show which settings were really active, by evidence of a step.",
     "predict": "Probabilities from a trained model, for a text or a file.",
     "report": "Runs as one HTML page: scores, curves, plan, events.",
     "watch": "A running job in the terminal, from another terminal.",
@@ -31,7 +31,7 @@ COMMANDS = {
     "sample": "Text from a trained GPT.",
     "config": "The composed configuration, and where each value came from.",
     "init": "Write a commented configuration to start from.",
-    "doctor": "What is wrong here, in a log or in a run, and how to mend it.",
+    "doctor": "Find faults here, in a log or in a run, and how to fix them.",
     "completion": "The script that lets a shell complete trainfit's words.",
 }
 INTERRUPTED = 130

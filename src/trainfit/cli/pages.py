@@ -1,4 +1,4 @@
-"""What `trainfit tune` prints: a bar while it measures, then the trials, the best and its gain."""
+"""Terminal pages of `trainfit tune` and `trainfit hpo`."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _STYLES = {"skipped": "dim"}
 
 @contextmanager
 def watched(what: str, seconds: float, *, quiet: bool) -> Iterator[Callable[[str], None]]:
-    """What lines about trials are said to: above a bar of the time in a terminal, else plainly."""
+    """Yield a function that prints lines: above a time bar in a terminal, else plainly."""
     console = terminal.console(stderr=True)
     if quiet:
         yield lambda _line: None
@@ -73,7 +73,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def describe(settings: dict[str, Scalar]) -> str:
-    """What a candidate changes, in words."""
+    """Changed settings in words."""
     if not settings:
         return "as planned"
     return ", ".join(f"{name}={_value(value)}" for name, value in settings.items())
@@ -159,7 +159,7 @@ def result_data(result: TuneResult) -> dict[str, Any]:
 
 
 class Board:
-    """Says each finished trial once, and where the study stands, on standard error."""
+    """Prints each finished trial once, and the study's progress."""
 
     def __init__(self, console: Console) -> None:
         """Print on `console`."""
@@ -167,11 +167,11 @@ class Board:
         self._seen: set[int] = set()
 
     def forget(self, status: StudyStatus) -> None:
-        """What was finished before this command is not news."""
+        """Mark trials that finished before this command as shown."""
         self._seen = {row.number for row in status.trials if row.state in _ENDED}
 
     def show(self, status: StudyStatus) -> None:
-        """Print what has ended since the last look."""
+        """Print the trials that ended since the last call."""
         news = [r for r in status.trials if r.state in _ENDED and r.number not in self._seen]
         for row in news:
             self._seen.add(row.number)

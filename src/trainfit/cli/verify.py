@@ -44,7 +44,7 @@ def command(
     output: Path | None,
     words: list[str] | None,
 ) -> int:
-    """What was really active, by evidence: requested against observed.
+    """Show which settings were really active, by evidence of a step.
 
     RUN is the folder of a run, or its name under runs/. Or give a training command of your own:
     trainfit verify -- python train.py …; it runs as it is, and its exit code is kept. With --json

@@ -237,7 +237,7 @@ def _advice(title: str, advice: list[tuple[str, str]]) -> Iterator[str]:
 
 
 def _medium(verified: Verified) -> Iterator[tuple[str, str]]:
-    """What costs time here, by the figures of this very run."""
+    """Advice on what costs time, by the figures of this run."""
     evidence, off = verified.evidence, _off(verified.receipt)
     padding = evidence.batches.padding_share if evidence else None
     if "packing" in off and padding is not None and padding > _MUCH_PADDING:

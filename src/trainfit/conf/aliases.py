@@ -1,4 +1,4 @@
-"""The spellings that the documents use for one knob, and the one that trainfit keeps."""
+"""Other spellings of keys and values, and their canonical form."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Assignment:
     key: str
     value: Any
     word: str
-    """The whole of it, as it was written."""
+    """The whole word, as it was written."""
 
 
 def canonical_key(written: str, keys: Iterable[str]) -> str | None:
-    """The key of the schema that `written` means; a last part alone will do if only one fits."""
+    """Canonical key of a spelling; the last part alone is enough where one key ends so."""
     valid = set(keys)
     folded = written.strip().lower()
     if folded in valid:
@@ -47,7 +47,7 @@ def canonical_key(written: str, keys: Iterable[str]) -> str | None:
 
 
 def canonical_value(written: str, key: str, value: Any) -> Any:
-    """The value in the spelling of the canonical key."""
+    """Value in the spelling of the canonical key."""
     flag = _FLAGS.get(_last_part(written))
     if flag is not None:
         if not isinstance(value, bool):
@@ -80,9 +80,9 @@ def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], li
 
 
 def _weighed(items: list[Assignment]) -> list[Assignment]:
-    """The items that count: mixed precision is said by up to three switches together.
+    """Assignments that count: mixed precision may be set by up to three switches together.
 
-    enable_amp says whether and amp_dtype which; fp16 and bf16 that are false leave it to the other.
+    enable_amp turns it on and amp_dtype names the dtype; fp16=false leaves bf16 open, and so on.
     """
     named = {_last_part(item.written): item for item in items}
     if {"enable_amp", "amp_dtype"} <= named.keys() and named["enable_amp"].value == "off":

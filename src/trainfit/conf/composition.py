@@ -52,7 +52,7 @@ def flat_values(config: Config) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _OwnTask:
-    """What the class of a job of the user's own says about its configuration."""
+    """Configuration that the class of a user's own job declares."""
 
     defaults: Mapping[str, Any]
     """By dotted key; `job` holds the fields of its Config."""

@@ -16,19 +16,19 @@ Steps = Annotated[int, Range(1, 10**9)]
 """Number of anything that is counted while a run goes on."""
 MOST_SEQUENCES = 8192
 Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
-"""In a step: finding the cut that pads least takes time by the square of them."""
+"""Sequences in a step; the search for the best cut takes time by their square."""
 Tokens = Annotated[int, Range(1, 2**20)]
-"""In a sequence."""
+"""Tokens in a sequence."""
 Workers = Annotated[int, Range(0, 1024)]
 Small = Annotated[int, Range(1, 1024)]
-"""A count of things that each take a process, a thread or a file."""
+"""Number of processes, threads or files."""
 Layers = Annotated[int, Range(1, 512)]
 Width = Annotated[int, Range(1, 65_536)]
 Vocabulary = Annotated[int, Range(1, 2**24)]
 Seed = Annotated[int, Range(0, 2**32 - 1)]
 Share = Annotated[float, Range(0, 1)]
 Rate = Annotated[float, Range(0, 10)]
-"""Rate of learning or decay: above 1 nothing is learned, and above 10 nothing is meant."""
+"""Learning rate or weight decay."""
 Amount = Annotated[float, Range(0, 10**6)]
 HeldOut = Annotated[float, Range(0.01, 0.5)]
 Place = Annotated[str, PathName()]
@@ -37,7 +37,7 @@ Name = Annotated[str, Length(1, 500)]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceConfig:
-    """What the processor is asked to do."""
+    """Device and its arithmetic."""
 
     use_cuda: Switch
     """Train on the GPU; auto means if there is one."""
@@ -50,7 +50,7 @@ class DeviceConfig:
     deterministic: bool
     """Same seed, same bits; slower."""
     num_threads: Small | Auto
-    """Of the CPU, in this process. A small model on a busy machine is fastest with one."""
+    """CPU threads of this process. A small model on a busy machine is fastest with one."""
     expandable_segments: bool | None
     """The allocator's segments grow, which leaves fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF
     says."""
@@ -83,7 +83,7 @@ class Training:
     """Sequences per optimizer step, over all ranks. auto: batch_size × accumulation × ranks."""
     num_epochs: Amount
     max_steps: Steps | None
-    """Stop after so many optimizer steps; null: after num_epochs."""
+    """Optimizer steps of the run; null: as num_epochs says."""
     learning_rate: Rate
     weight_decay: Rate
     warmup_ratio: Share | None
@@ -93,18 +93,18 @@ class Training:
     max_grad_norm: Annotated[float, Range(0, 10**9)] | None
     """Clip the gradient's norm; null: do not."""
     eval_steps: Steps | None
-    """Evaluate every so many steps, never at step 0; null: after each epoch."""
+    """Steps between evaluations, the first not at step 0; null: after each epoch."""
     eval_iters: Steps | None
     """Batches per evaluation; null: all of the validation data."""
     logging_steps: Steps
     early_stopping_patience: Steps | None
     """Evaluations without a better score before the run stops; null: never."""
     checkpoint_steps: Steps | None
-    """Save every so many steps; null: after each evaluation."""
+    """Steps between checkpoints; null: after each evaluation."""
     keep_checkpoints: Steps
-    """The newest so many are kept, and the best."""
+    """Number of newest checkpoints to keep, besides the best."""
     nonfinite: Literal["skip", "stop"]
-    """What a loss or gradient that is not finite does: skip the step, or stop the run."""
+    """Reaction to a loss or gradient that is not finite: skip the step, or stop the run."""
     profile_step: bool
     """Profile one step after the warm-up, for `trainfit verify`; it costs about that step again."""
     num_workers: Workers | Auto
@@ -133,7 +133,7 @@ class EncoderModel:
     name: Place
     """A name of the catalogue or the hub, or a local folder."""
     weights: Literal["auto", "random", "pretrained"]
-    """auto: pretrained, but random for made-up data, whose words no model has read."""
+    """auto: pretrained, but random for synthetic data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
     freeze_encoder: Switch
     """Train the head alone. auto: where memory holds the model in no other way; not where method
@@ -175,12 +175,12 @@ class GptModel:
     use_gradient_checkpointing: Switch | Literal["selective"]
     use_flash_attention: bool
     loss_chunk: Steps | Auto | None
-    """Compute the loss so many tokens at a time, with its gradients; null: all logits at once.
+    """Tokens whose loss and gradients are computed at a time; null: all logits at once.
 
     auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks.
     """
     half_stream: Switch
-    """Whether blocks hand on what they computed in half precision; auto: with bf16."""
+    """Pass half precision from block to block; auto: with bf16."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -190,9 +190,9 @@ class NliData:
     data_dir: Place | None
     """A folder with the ReDSM5 files; null: data of the same shape, made from the seed."""
     scale: Literal["small", "full"]
-    """Of made-up data. small: 1,000 posts of a few words. full: as many and as long as ReDSM5's."""
+    """Size of synthetic data. small: 1,000 short posts. full: number and lengths of ReDSM5."""
     criteria: Literal["short", "full"]
-    """What the model reads of a criterion: a few words, or a whole sentence."""
+    """Text of a criterion: a few words, or a whole sentence."""
     max_length: Tokens
     """Tokens per pair. A longer one loses the end of its post, never of the criterion."""
     negative_ratio: Amount | None
@@ -200,9 +200,9 @@ class NliData:
     class_weights: bool
     """Weigh each class in the loss against its share of the data."""
     test_share: HeldOut
-    """Of the posts, held out from training and from the choice of a model."""
+    """Share of the posts held out from training and from the choice of a model."""
     validation_share: HeldOut
-    """Of the other posts, where there are no folds."""
+    """Share of the other posts, where there are no folds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -210,17 +210,17 @@ class TextclassData:
     """Texts with a label."""
 
     train: Place | None
-    """A CSV, JSONL or Parquet file, or a folder that datasets' save_to_disk wrote; null: made-up
-    texts."""
+    """A CSV, JSONL or Parquet file, or a folder that datasets' save_to_disk wrote; null:
+    synthetic texts."""
     validation: Place | None
     """null: a share of the training file, as for the test."""
     test: Place | None
     text_column: Name
     label_column: Name
     group_column: Name | None
-    """What must be on one side of a split, such as the author; null: every row is its own."""
+    """Rows of one group, such as an author, stay on one side of a split; null: no groups."""
     scale: Literal["small", "full"]
-    """Of made-up texts. small: 1,200 short ones. full: 20,000 of up to 160 words."""
+    """Size of synthetic data. small: 1,200 short texts. full: 20,000 of up to 160 words."""
     max_length: Tokens
     class_weights: bool
     """Weigh each class in the loss against its share of the data."""
@@ -238,7 +238,7 @@ class TextData:
     max_length: Tokens
     """Tokens per sequence: the block size."""
     vocab_size: Annotated[int, Range(257, 2**24)]
-    """Of the tokenizer that is learned where data_dir is null."""
+    """Vocabulary of the tokenizer that is learned where data_dir is null."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -250,10 +250,10 @@ class CrossValidation:
 
 
 Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
-"""Where numbers are sent besides the run folder; never a text."""
+"""Service that numbers are sent to besides the run folder; never a text."""
 Tuning = Literal["auto", "off", "force"]
-"""Whose word counts on speed. auto: what `trainfit tune` found for the same job here, if it was
-asked. force: tune first, for three minutes. off: the planner's alone."""
+"""Use of tuned settings. auto: those that `trainfit tune` found for the same job here, if any.
+force: tune first, for three minutes. off: the planner's settings alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

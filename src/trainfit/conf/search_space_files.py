@@ -38,7 +38,7 @@ Kind = Literal["log", "uniform", "int", "categorical"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """What a searched key may take."""
+    """Values that a searched key may take."""
 
     kind: Kind
     """log: a number, evenly over its magnitudes; uniform: evenly; int; categorical: a choice."""
@@ -58,11 +58,11 @@ class HpoConfig:
     storage: Annotated[str, Length(1, 4096)] | None
     """sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
     trials: Annotated[int, Range(1, 10**6)]
-    """Of the whole study, over all workers and restarts."""
+    """Trials of the whole study, over all workers and restarts."""
     hours: Annotated[float, Range(0, 10**5)] | None
     """No trial begins after so many hours of this command; null: no limit."""
     metric: Name
-    """On the validation part; the mean over folds is the trial's value."""
+    """Metric on the validation data; its mean over folds is the trial's value."""
     sampler_startup: Count
     """Trials at random before the sampler (TPE) learns from them."""
     pruner: Literal["median", "hyperband", "wilcoxon", "none"]
@@ -94,7 +94,7 @@ class HpoConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyWords:
-    """The words of a command, read."""
+    """Words of a command, sorted into those of the study and those of the job."""
 
     hpo: HpoConfig
     job: tuple[str, ...]
@@ -196,7 +196,7 @@ def _swept(sweep: Any, word: str) -> Dimension:
 
 
 def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
-    """What makes a dimension impossible to search."""
+    """Fault that makes a dimension impossible to search, or None."""
     if name not in keys(task):
         fix = did_you_mean(name, keys(task), f"`trainfit config {task}` shows the keys")
         return BadInput(f"unknown parameter {name} in the search space", fix)

@@ -1,8 +1,8 @@
-"""The end of a study: the best configuration written down, trained, and shown the test once.
+"""End of a study: write the best configuration, train it, and score it on the test set once.
 
-The held-out test is in no trial. The command that sees the last trial end trains the best
-configuration on everything else and scores it there; what it found is kept in the study, so that
-the next command reads it instead of looking at the test again.
+No trial sees the held-out test set. The command that sees the last trial end trains the best
+configuration on all other data and scores it there. The scores are stored in the study, so that
+the next command reads them instead of using the test set again.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FINAL, _CLAIM = "final", "final_claim"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Best(Record):
-    """The best trial, and its model on the held-out test."""
+    """Best trial of a study, and its model's scores on the held-out test set."""
 
     trial: int
     params: dict[str, Any]
@@ -47,11 +47,11 @@ class Best(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyResult(Record):
-    """What came of a study."""
+    """Result of a study."""
 
     study: str
     best: Best | None
-    """None where the command was stopped before the end."""
+    """Best trial; None where the command was stopped before the end."""
     trials: dict[str, int]
     seconds: float
 
@@ -79,10 +79,10 @@ def search(task: str | type, *words: str) -> StudyResult:
 def finish(
     open_study: OpenStudy, objective: Callable[[], Objective], words: Sequence[str] = ()
 ) -> Best | None:
-    """The best configuration with its final model, trained now unless the study has it.
+    """Best configuration with its final model, trained now unless the study has it.
 
-    `words` change that configuration, for a model that is trained anew and kept out of the study.
-    None where someone stopped the training.
+    `words` change that configuration; such a model is not stored in the study. None where the
+    training was stopped.
     """
     best = find_best(open_study)
     composed = best_config(open_study, best, words)
@@ -104,7 +104,7 @@ def finish(
 
 
 def find_best(open_study: OpenStudy) -> FrozenTrial:
-    """The best complete trial."""
+    """Best complete trial, or RunFailed."""
     trials = open_study.study.get_trials(deepcopy=False)
     best = best_of(open_study.study, trials)
     if best is None:
@@ -118,13 +118,13 @@ def find_best(open_study: OpenStudy) -> FrozenTrial:
 
 
 def best_config(open_study: OpenStudy, best: FrozenTrial, words: Sequence[str]) -> Composed:
-    """The job's configuration with the best parameters, and then with `words`."""
+    """Configuration of the job with the best parameters and then `words`."""
     setting = open_study.setting
     return configure(setting.task, [*setting.job_words, *as_words(best.params), *words])
 
 
 def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -> Path:
-    """best.yaml, a Hydra experiment, with the command that trains it."""
+    """Write best.yaml: a Hydra experiment, with the command that trains it."""
     setting = open_study.setting
     command = ["trainfit", "train", setting.task, *setting.job_words, *as_words(best.params)]
     head = f"# @package _global_\n# Trial {best.number} of {setting.name}: {best.value}\n"
@@ -136,7 +136,7 @@ def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -
 
 
 def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> StudyResult:
-    """The result of a command; with the plots' data it is written into the study's folder too."""
+    """Result of a command; also written to the study's folder, with the data of its plots."""
     result = StudyResult(
         study=open_study.setting.name,
         best=best,
@@ -161,7 +161,7 @@ def _train(best: FrozenTrial, composed: Composed, objective: Objective) -> Best 
 
 
 def _claimed(open_study: OpenStudy, best: FrozenTrial) -> Best | bool | None:
-    """What the study has; True where it is this process's to train; None: another is at it."""
+    """Stored result; True where this process has to train it; None while another does."""
     study, grace = open_study.study, open_study.setting.hpo.grace
     with open_study.database.locked(study.study_name):
         kept = study.user_attrs

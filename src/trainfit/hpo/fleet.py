@@ -1,7 +1,6 @@
 """Several workers on this machine: a process each, on a GPU of its own or sharing one.
 
-A worker runs the same command line, so that nothing it was told is lost on the way. It writes to a
-file and not into a pipe that someone would have to read, and what it does is seen in the study.
+A worker runs the same command line and writes to a log file; its progress is read from the study.
 """
 
 from __future__ import annotations
@@ -22,27 +21,27 @@ from trainfit.hardware.host import allowed_by_affinity
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import STORAGE, StudySettings
-from trainfit.hpo.trial_queue import Claim, Desk, Outcome, beating
+from trainfit.hpo.trial_queue import Claim, Outcome, TrialQueue, beating
 
 COMMAND = (sys.executable, "-m", "trainfit")
 _POLL = 0.5
 _STOPPED = 130
 _PATIENCE = 60.0
-"""Seconds that workers have to finish their step when someone asks them to stop."""
+"""Seconds that workers get to finish their step when they are asked to stop."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seat:
-    """Where a worker sits."""
+    """GPU, or cores, of a worker."""
 
     number: int
     share: float
-    """Of its GPU's memory."""
+    """Share of its GPU's memory."""
     variables: Mapping[str, str]
 
 
 def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
-    """A place for each worker: GPUs in turn, or a share of the cores."""
+    """Seats for the workers: GPUs in turn, or an equal share of the cores."""
     if not gpus:
         threads = str(max(1, allowed_by_affinity() // count))
         own = {} if "OMP_NUM_THREADS" in environment else {"OMP_NUM_THREADS": threads}
@@ -63,7 +62,7 @@ def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
 def check_room(
     open_study: OpenStudy, objective: Callable[[float], Objective], taken: Sequence[Seat]
 ) -> None:
-    """Refuse more workers on a GPU than the plan of the configured values has room for."""
+    """Raise BadInput where the plan of the configured values does not fit a worker's share."""
     share = min(seat.share for seat in taken)
     if share == 1.0:
         return
@@ -79,10 +78,10 @@ def check_room(
 def run_fleet(
     setting: StudySettings, taken: Sequence[Seat], look: Callable[[], None]
 ) -> Literal["done", "stopped"]:
-    """Start the workers and wait for them; `look` is called every now and then.
+    """Start the workers and wait for them; `look` is called while waiting.
 
-    They are told the database by the environment: anyone on the machine can read a process's words.
-    A worker that dies leaves its trial to the others.
+    The database URL is passed in the environment, since any user of the machine can read command
+    lines. Other workers take over the trial of a worker that dies.
     """
     logs = setting.folder / "workers"
     logs.mkdir(parents=True, exist_ok=True)
@@ -144,17 +143,17 @@ def _last_line(path: Path) -> str:
 
 
 _TRIAL_POLL = 1.0
-"""Seconds between two looks for a trial that a dead worker left."""
+"""Seconds between two checks for a trial that a dead worker left."""
 
 Run = Callable[[Claim], Outcome]
 Tell = Callable[[int, dict[str, Any], Outcome], None]
-"""Told of each trial that ended: its number, its parameters, and how."""
+"""Called with number, parameters and outcome of each trial that ended."""
 
 
 def work(
-    desk: Desk, run: Run, *, parent: int | None = None, tell: Tell | None = None
+    desk: TrialQueue, run: Run, *, parent: int | None = None, tell: Tell | None = None
 ) -> Literal["done", "stopped"]:
-    """Run trials until none is left; `parent` is the process without which there is no point."""
+    """Run trials until none is left, or until the process `parent` is gone."""
     with stop_on_signals() as request:
         while request.name is None:
             claim = desk.claim()
@@ -175,12 +174,12 @@ def _wait(request: StopRequest, parent: int | None) -> None:
 
 
 def _is_asked(request: StopRequest) -> bool:
-    """Whether a signal has come, which it does behind the back of whoever reads the code."""
+    """Tell if a signal has arrived; a function, since the type checker cannot know."""
     return request.name is not None
 
 
 def _work_on(
-    desk: Desk,
+    desk: TrialQueue,
     claim: Claim,
     run: Run,
     request: StopRequest,

@@ -1,8 +1,7 @@
-"""One trial: composed as a run of its own, planned, trained fold by fold, and cleaned up after.
+"""Run one trial: compose its configuration, plan it, and train its folds.
 
-Whatever its parameters do to memory ends this trial and not the study: what does not fit is
-rejected before it starts, and what runs out of memory all the same ends as pruned, with the memory
-given back.
+A trial that does not fit is rejected before it starts; one that runs out of memory all the same
+ends as pruned, and its memory is freed. The study goes on.
 """
 
 from __future__ import annotations
@@ -27,14 +26,14 @@ from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.trial_queue import FOLDS, Claim, Outcome
 
 Watch = Callable[[int, int], Sequence[Observer]]
-"""Observers of a trial's fold, by their numbers."""
+"""Observers of a fold, given the numbers of trial and fold."""
 _ATTENTION_DROPOUT = "model.attention_dropout"
 
 
 def run_trial(
     open_study: OpenStudy, objective: Objective, claim: Claim, watch: Watch | None = None
 ) -> Outcome:
-    """Train a trial's folds; how it ended is returned, and only bugs and full disks raise."""
+    """Train the folds of a trial and return its outcome; only bugs and full disks raise."""
     facts: dict[str, Any] = {}
     try:
         return _run(open_study, objective, claim, watch or (lambda _t, _f: ()), facts)
@@ -51,7 +50,7 @@ def run_trial(
             raise
         return Outcome(kind="pruned", reason=reason, facts=facts)
     finally:
-        # The error, and with it the frames that hold the model, is gone when this is left.
+        # The error is gone here, and with it the frames that hold the model.
         give_back_memory()
 
 
@@ -97,7 +96,7 @@ def _run(
 
 
 def _plan(objective: Objective, composed: Composed, params: Mapping[str, Any]) -> Plan | str:
-    """The plan, or why the trial cannot be run by one."""
+    """Plan of the trial, or the reason why it cannot run."""
     try:
         plan = objective.plan(composed)
     except BadInput as error:
@@ -116,7 +115,7 @@ def _in_short(plan: Plan) -> dict[str, Any]:
 
 
 def trial_folder(study: Path, number: int) -> Path:
-    """Where a trial's logs are."""
+    """Folder of a trial's logs."""
     return study / "trials" / f"{number:04d}"
 
 

@@ -1,4 +1,4 @@
-"""The search space of a study, fitted to the job: what is sampled, and where trial 0 stands."""
+"""Search space of a study, fitted to the job; sampling, pruning and trial 0."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def fit_space(
     sequences: int,
     least_steps: int,
 ) -> tuple[Space, list[str]]:
-    """The space with the configured `values` inside it, without batches too large for the data.
+    """Fit a space to the configured `values` and the data; also return notes on the changes.
 
-    Also what was changed, in words. A default outside the range would be a trial that the sampler
-    cannot place, so the range is widened to it.
+    A range is widened to include the configured value, which the sampler could not place otherwise.
+    Batches too large for the data are left out.
     """
     fitted: Space = {}
     notes = []
@@ -80,12 +80,12 @@ def _including(name: str, one: Dimension, value: Any) -> tuple[Dimension, list[s
 
 
 def _same(one: Any, other: Any) -> bool:
-    """Equal, where true is not 1."""
+    """Tell if two values are equal and of one type, so that true is not 1."""
     return isinstance(one, bool) == isinstance(other, bool) and bool(one == other)
 
 
 def applies(one: Dimension, values: Mapping[str, Any]) -> bool:
-    """Whether a dimension is searched where the other keys have these values."""
+    """Tell if a dimension is searched where the other keys have these values."""
     return all(
         any(_same(values.get(key), option) for option in options)
         for key, options in one.when.items()
@@ -93,7 +93,7 @@ def applies(one: Dimension, values: Mapping[str, Any]) -> bool:
 
 
 def suggest(trial: Trial, space: Space, values: Mapping[str, Any]) -> dict[str, Any]:
-    """A value for every key that is searched; those with a condition come last."""
+    """Sample a value for every searched key; those with a condition come last."""
     chosen: dict[str, Any] = {}
     for name in sorted(space, key=lambda name: bool(space[name].when)):
         if applies(space[name], {**values, **chosen}):
@@ -112,7 +112,7 @@ def _suggest(trial: Trial, name: str, one: Dimension) -> Any:
 
 
 def defaults(space: Space, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Trial 0: the searched keys as they are configured."""
+    """Parameters of trial 0: the searched keys as they are configured."""
     return {name: values[name] for name, one in space.items() if applies(one, values)}
 
 
@@ -122,18 +122,18 @@ def as_words(params: Mapping[str, Any]) -> list[str]:
 
 
 _POINTS = 10
-"""Steps of a fold where the epochs are too few or too many to be them."""
+"""Reports per fold where the epochs are too few or too many to report each."""
 
 
 def steps_per_fold(hpo: HpoConfig, epochs: float) -> int:
-    """Values that a fold reports."""
+    """Number of values that a fold reports to the pruner."""
     if hpo.pruner == "wilcoxon":
         return 1
     return math.ceil(epochs) if 3 <= epochs <= 100 else _POINTS
 
 
 def make_pruner(hpo: HpoConfig, folds: int, steps: int) -> BasePruner:
-    """The pruner that the configuration names; `steps` as of steps_per_fold."""
+    """Make the configured pruner; `steps` is the result of steps_per_fold."""
     match hpo.pruner:
         case "median":
             return MedianPruner(hpo.pruner_startup, hpo.pruner_warmup)
@@ -145,7 +145,7 @@ def make_pruner(hpo: HpoConfig, folds: int, steps: int) -> BasePruner:
 
 
 def note_on(hpo: HpoConfig, folds: int) -> str | None:
-    """What a person should know of the pruner with so many folds."""
+    """Warning about a pruner that cannot prune with this number of folds, or None."""
     least = 0.5**folds
     if hpo.pruner == "wilcoxon" and least >= hpo.pruner_threshold:
         return (
@@ -156,12 +156,12 @@ def note_on(hpo: HpoConfig, folds: int) -> str | None:
 
 
 class Reporter(Observer):
-    """Tells the study how a trial is doing, and ends it where the pruner says so."""
+    """Reports a trial's scores to the study, and ends it where the pruner decides so."""
 
     def __init__(
         self, trial: Trial, metric: str, *, greater: bool, by_fold: bool, folds: int, steps: int
     ) -> None:
-        """`steps` are those of a fold; `by_fold` reports nothing in between."""
+        """`steps` is the number of reports per fold; with `by_fold` only its end is reported."""
         self._trial, self._metric, self._greater = trial, metric, greater
         self._by_fold, self._steps, self._end = by_fold, steps, folds * steps - 1
         self._folds: list[float] = []
@@ -170,12 +170,12 @@ class Reporter(Observer):
         self._last = -1
 
     def begin(self, done: list[float]) -> None:
-        """A fold begins, after those with these values."""
+        """Begin a fold, after finished ones with these values."""
         self._folds, self._best = list(done), None
         self._last = len(done) * self._steps - 1
 
     def on_start(self, _step: int, total_steps: int) -> None:
-        """How long the fold will be."""
+        """Take in the length of the fold."""
         self._total = total_steps
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -189,7 +189,7 @@ class Reporter(Observer):
             self._report(self._estimate(), len(self._folds) * self._steps + place)
 
     def ended(self, value: float) -> None:
-        """A fold ended with this value."""
+        """Report the value of a finished fold."""
         self._best = value
         estimate = value if self._by_fold else self._estimate()
         self._report(estimate, (len(self._folds) + 1) * self._steps - 1)
@@ -208,5 +208,5 @@ class Reporter(Observer):
 
 
 def mean(values: list[float]) -> float:
-    """Of one or more values."""
+    """Mean of one or more values."""
     return math.fsum(values) / len(values)

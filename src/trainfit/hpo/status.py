@@ -1,4 +1,4 @@
-"""Where a study stands, as plain data: its trials, the best so far, and how long it will take."""
+"""Status of a study as plain data: its trials, the best so far, and the time left."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from trainfit.hpo.trial_queue import FINISHED, FOLDS, REASON
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialRow(Record):
-    """A trial."""
+    """A trial as plain data."""
 
     number: int
     state: str
     value: float | None
-    """Of a trial that was pruned: its last estimate."""
+    """Value of a complete trial, or the last estimate of a pruned one."""
     folds: tuple[float, ...]
     seconds: float | None
     reason: str
@@ -37,7 +37,7 @@ class TrialRow(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StudyStatus(Record):
-    """A study."""
+    """A study as plain data."""
 
     study: str
     task: str
@@ -45,20 +45,20 @@ class StudyStatus(Record):
     direction: str
     wanted: int
     counts: dict[str, int]
-    """By state. A trial that failed was begun again as another, unless it failed too often."""
+    """Number of trials by state; a failed trial was queued again, unless it failed too often."""
     best: TrialRow | None
     eta_seconds: float | None
-    """With the workers there are now; None where nothing runs or has finished."""
+    """Time left with the present workers; None where nothing runs or has finished."""
     trials: tuple[TrialRow, ...]
 
     @property
     def finished(self) -> int:
-        """Trials that count."""
+        """Number of complete or pruned trials."""
         return self.counts.get("complete", 0) + self.counts.get("pruned", 0)
 
 
 def status_of(open_study: OpenStudy) -> StudyStatus:
-    """The study as it is now."""
+    """Read the status of a study."""
     setting, study = open_study.setting, open_study.study
     trials = study.get_trials(deepcopy=False)
     best = best_of(study, trials)
@@ -76,20 +76,20 @@ def status_of(open_study: OpenStudy) -> StudyStatus:
 
 
 def count_states(trials: Sequence[FrozenTrial]) -> dict[str, int]:
-    """How many trials are in each state that there is."""
+    """Number of trials by state."""
     names = [trial.state.name.lower() for trial in trials]
     return {name: names.count(name) for name in dict.fromkeys(sorted(names))}
 
 
 def best_of(study: Study, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
-    """The complete trial with the best value; the earlier of two alike."""
+    """Complete trial with the best value; of two equal ones, the earlier."""
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     sign = 1 if study.direction.name == "MAXIMIZE" else -1
     return max(complete, key=lambda t: (sign * (t.value or 0.0), -t.number), default=None)
 
 
 def row_of(trial: FrozenTrial) -> TrialRow:
-    """A trial as plain data."""
+    """Convert a trial to plain data."""
     last = trial.last_step
     estimate = None if last is None else trial.intermediate_values[last]
     return TrialRow(
@@ -113,38 +113,38 @@ def _eta(trials: Sequence[FrozenTrial], wanted: int) -> float | None:
 
 
 _LEAST = 4
-"""Complete trials below which an importance is noise."""
+"""Least number of complete trials for parameter importances."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A trial in the history."""
+    """A trial in the history plot."""
 
     number: int
     state: str
     value: float | None
     best: float | None
-    """Of the trials up to this one."""
+    """Best value of the trials up to this one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Figures:
-    """The data of a study's plots."""
+    """Data of a study's plots."""
 
     study: str
     metric: str
     direction: str
     history: tuple[Point, ...]
     importance: dict[str, float]
-    """How much of the value each parameter explains; empty where trials are too few."""
+    """Importance of each parameter; empty where trials are too few."""
     parallel: tuple[dict[str, Any], ...]
     """A row for each complete trial: number, value, and its parameters."""
     curves: dict[int, dict[int, float]]
-    """By trial and step: what it reported on the way."""
+    """Reported values by trial and step."""
 
 
 def figures_of(study: Study, metric: str) -> Figures:
-    """The plots' data of a study as it is now."""
+    """Read the data of a study's plots."""
     trials = study.get_trials(deepcopy=False)
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]
     return Figures(
@@ -159,7 +159,7 @@ def figures_of(study: Study, metric: str) -> Figures:
 
 
 def write_figures(folder: Path, figures: Figures) -> None:
-    """As figures.json."""
+    """Write figures.json."""
     write_whole(folder / "figures.json", json.dumps(codec.encode(figures), indent=2) + "\n")
 
 

@@ -1,8 +1,7 @@
-"""The database of a study, and the lock under which trials are handed out.
+"""Database of a study, and the lock under which trials are handed out.
 
-Optuna's storage makes single changes atomic. To hand out a trial takes several: find the dead,
-requeue what they left, count, and create. So they are done under a lock that belongs to the
-database and that a dying process lets go of: a file lock beside SQLite, an advisory lock in
+Optuna's storage makes single changes atomic, but handing out a trial takes several. They are made
+under a lock that a dying process releases: a file lock beside SQLite, an advisory lock in
 PostgreSQL.
 """
 
@@ -34,26 +33,26 @@ from trainfit.core.errors import MALFORMED, BadInput, RunFailed, reason, redact_
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120
-"""Seconds to wait for a lock. Whoever holds it does so for milliseconds."""
+"""Seconds to wait for a lock, which is usually held for milliseconds."""
 _TRIES = 10
-"""To find the tables whole that others are making."""
+"""Attempts to open tables that other processes are making."""
 
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An open storage."""
+    """An open database."""
 
     storage: RDBStorage
     url: URL
 
     @property
     def shown(self) -> str:
-        """The URL without its credentials."""
+        """URL without its credentials."""
         return redact_word(self.url.render_as_string(hide_password=False))
 
     @contextmanager
     def locked(self, study: str) -> Iterator[None]:
-        """A block that no two processes are in at once, for the same study."""
+        """Hold the lock of a study during the block."""
         if self.url.get_backend_name() == "sqlite":
             lock = FileLock(f"{self.url.database}.lock", timeout=_PATIENCE)
             try:
@@ -78,7 +77,7 @@ class Database:
 
 @contextmanager
 def using_database() -> Iterator[None]:
-    """A block that works on a study: a database or a disk that fails is one line."""
+    """Turn errors of the database or the disk into one line."""
     try:
         yield
     except BrokenPipeError:  # whoever read what is printed has gone
@@ -104,7 +103,7 @@ def using_database() -> Iterator[None]:
 
 @contextmanager
 def reading_study() -> Iterator[None]:
-    """A block that does nothing but read a study: what has another form was damaged."""
+    """Also report data of an unexpected form as a damaged database, while reading a study."""
     with using_database():
         try:
             yield
@@ -123,7 +122,7 @@ def _stuck(study: str) -> RunFailed:
 
 
 def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database:
-    """Connect, and make Optuna's tables where there are none."""
+    """Connect, and make Optuna's tables if needed."""
     parsed = _parsed(url)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     shown = redact_word(parsed.render_as_string(hide_password=False))
@@ -153,7 +152,7 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
 
 
 def _connected(url: str, **options: Any) -> RDBStorage:
-    """Optuna's storage; where another process makes the tables at the same time, theirs."""
+    """Open Optuna's storage, again if another process makes the tables at the same time."""
     for _ in range(_TRIES - 1):
         try:
             return RDBStorage(url, **options)

@@ -1,4 +1,4 @@
-"""Open a study or make it: its trials belong together, or it is refused."""
+"""Open or make a study; refuse trials that do not belong together."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ from trainfit.hpo.search_space import (
 )
 from trainfit.hpo.storage import Database, open_database
 from trainfit.hpo.study_settings import StudySettings, read_setting
-from trainfit.hpo.trial_queue import Desk, quiet
+from trainfit.hpo.trial_queue import TrialQueue, quiet
 
 ABOUT = "trainfit"
-"""The study's attribute that says what its trials are of."""
+"""Name of the study's attribute that describes its job."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OpenStudy:
-    """A study that this process works on."""
+    """A study that is open in this process."""
 
     setting: StudySettings
     database: Database
@@ -42,12 +42,12 @@ class OpenStudy:
     space: Space
     folds: int
     steps: int
-    """Values that a fold reports."""
+    """Number of values that a fold reports."""
     notes: tuple[str, ...]
 
-    def desk(self) -> Desk:
-        """Where its trials are handed out."""
-        return Desk(
+    def desk(self) -> TrialQueue:
+        """Queue of its trials."""
+        return TrialQueue(
             study=self.study,
             database=self.database,
             hpo=self.setting.hpo,
@@ -59,7 +59,7 @@ class OpenStudy:
 
 
 def open_study(setting: StudySettings, objective: Callable[[], Objective]) -> OpenStudy:
-    """Join the study of that name, or make it, with the configured values as its trial 0."""
+    """Open the study of that name, or make it with the configured values as trial 0."""
     opened = _opened(setting, objective)
     about = opened.study.user_attrs[ABOUT]
     shown = {"study": setting.name, "storage": opened.database.shown, **about}
@@ -94,7 +94,7 @@ def _opened(setting: StudySettings, objective: Callable[[], Objective]) -> OpenS
 
 
 def find_study(name: str, url: str) -> OpenStudy:
-    """A study that is there already, by its name."""
+    """Open an existing study by its name."""
     database = open_database(url)
     about = _about(database, name)
     if about is None:
@@ -109,7 +109,7 @@ def find_study(name: str, url: str) -> OpenStudy:
 
 
 def list_studies(url: str) -> list[str]:
-    """The names of trainfit's studies in a database."""
+    """Names of trainfit's studies in a database."""
     found = open_database(url).storage.get_all_studies()
     return [study.study_name for study in found if ABOUT in study.user_attrs]
 
@@ -135,7 +135,7 @@ def _about(database: Database, name: str) -> dict[str, Any] | None:
 
 
 def _check_about(about: Any, name: str) -> None:
-    """Refuse a study whose description was damaged, or written by another program."""
+    """Raise BadInput for a study whose description is damaged or of another program."""
     kinds: dict[str, type] = {
         "task": str,
         "words": list,
@@ -174,14 +174,14 @@ def _make(database: Database, setting: StudySettings, objective: Objective) -> d
         direction="maximize" if is_greater_better(hpo.metric, setting.task) else "minimize",
         load_if_exists=True,
     )
-    if not study.get_trials(deepcopy=False):  # else someone died between this line and the next
+    if not study.get_trials(deepcopy=False):  # else a process died between these two lines
         study.enqueue_trial(defaults(space, values), user_attrs={"defaults": True})
     study.set_user_attr(ABOUT, about)
     return about
 
 
 def _check_same(setting: StudySettings, about: dict[str, Any]) -> None:
-    """Refuse to add trials to a study that is about something else."""
+    """Raise BadInput where the study was made with other settings."""
     new = "give the study another name (hpo.study)"
     if about["task"] != setting.task:
         raise BadInput(f"the study {setting.name} is of {about['task']}, not {setting.task}", new)

@@ -1,4 +1,4 @@
-"""What a command asks of a study: the job to vary, the space, the name and the place."""
+"""Settings of a study from a command: the job, the space, the name and the storage."""
 
 from __future__ import annotations
 
@@ -39,16 +39,16 @@ class StudySettings:
 
     task: str
     words: tuple[str, ...]
-    """As they were typed, but for the storage: they are written down, and it may hold a secret."""
+    """Words of the command, without the storage, whose URL may hold a password."""
     job_words: tuple[str, ...]
     hpo: HpoConfig
     composed: Composed
-    """The configuration that trials vary: trial 0."""
+    """Configuration of trial 0, which the other trials vary."""
     notes: tuple[str, ...]
 
     @property
     def values(self) -> dict[str, Any]:
-        """The configured values by key, with the effective batch as a number."""
+        """Configured values by key, with the effective batch as a number."""
         from trainfit.jobs import job_plan
 
         batch = job_plan.effective_batch(self.composed)
@@ -56,7 +56,7 @@ class StudySettings:
 
     @property
     def identity(self) -> dict[str, Any]:
-        """What makes the trials of two commands comparable."""
+        """Values that must be equal for the trials of two commands to be comparable."""
         new = schema_defaults(type(self.composed.config))  # a key that came later renames no study
         values = {
             key: value
@@ -67,7 +67,7 @@ class StudySettings:
 
     @property
     def name(self) -> str:
-        """Of the study: the one given, or one that follows from its settings."""
+        """Name of the study: the one given, or a hash of its settings."""
         if self.hpo.study is not None:
             return self.hpo.study
         text = json.dumps(codec.encode(self.identity), sort_keys=True)
@@ -75,16 +75,16 @@ class StudySettings:
 
     @property
     def storage(self) -> str:
-        """The URL of the database."""
+        """URL of the database."""
         return self.hpo.storage or default_storage(Path(self.values["runs_dir"]))
 
     @property
     def folder(self) -> Path:
-        """Where the study's files are; made when it is opened."""
+        """Folder of the study's files."""
         return Path(self.values["runs_dir"]) / f"hpo-{self.name}"
 
     def compose(self, params: Mapping[str, Any]) -> Composed:
-        """The configuration of a trial, by the way that `trainfit train` takes."""
+        """Compose the configuration of a trial, as `trainfit train` does."""
         return configure(self.task, [*self.job_words, *as_words(params)])
 
 
@@ -94,7 +94,7 @@ def default_storage(runs: Path) -> str:
 
 
 def read_setting(task: str, words: Sequence[str]) -> StudySettings:
-    """What the words of a command ask for, or one error with every mistake in them."""
+    """Read the words of a command, or raise one error with every mistake in them."""
     asked = compose_study(task, words)
     composed = configure(task, asked.job)
     if composed.origins.get("model.name") == f"experiment {task}_embedded":
@@ -112,7 +112,7 @@ def read_setting(task: str, words: Sequence[str]) -> StudySettings:
 
 
 def configure(task: str, words: Sequence[str]) -> Composed:
-    """A job's configuration as `trainfit train` composes it."""
+    """Compose a job's configuration, as `trainfit train` does."""
     from trainfit.jobs import configuration
 
     return configuration.configure(task, words)

@@ -1,9 +1,9 @@
-"""Where workers get their trials: each is handed out once, and finished once.
+"""Queue of a study's trials: each is handed out once and finished once.
 
-A study of N trials ends with exactly N that are complete or pruned. Under the lock of the study a
-worker first fails the trials of the dead and queues each again with its parameters, then counts
-what is finished and under way, and takes a new one only while there are fewer than N. What a
-worker tells counts only if its trial was not given to another meanwhile.
+A study of N trials ends with exactly N that are complete or pruned. Under the study's lock a worker
+first fails the trials of dead workers and queues them again with their parameters, then counts the
+finished and running ones, and takes a new one only while there are fewer than N. A worker's result
+counts only if its trial was not given to another meanwhile.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Worker = dict[str, Any]
 
 
 def this_worker() -> Worker:
-    """What tells this process from all others, on any machine."""
+    """Identity of this process among those of all machines."""
     return {
         "machine": _machine(),
         "pid": os.getpid(),
@@ -45,7 +45,7 @@ def this_worker() -> Worker:
 
 
 def is_gone(worker: Worker) -> bool:
-    """Whether the process has certainly ended; on another machine nobody can tell from here."""
+    """Tell if the process has certainly ended; False for one on another machine."""
     if worker["machine"] != _machine():
         return False
     try:
@@ -59,7 +59,7 @@ def is_gone(worker: Worker) -> bool:
 
 
 def _machine() -> str:
-    """The host since it started, and the name space of its process numbers: containers differ."""
+    """Identity of the host since it started, and of its process namespace."""
     parts = [platform.node(), str(psutil.boot_time())]
     try:
         parts[1] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -71,10 +71,9 @@ def _machine() -> str:
 
 @contextmanager
 def beating(beat: Callable[[], None], seconds: float, parent: int | None) -> Iterator[None]:
-    """Call `beat` every so many seconds in a thread, for the length of a block.
+    """Call `beat` every `seconds` in a thread while the block runs.
 
-    Where the process `parent` started this one and has gone, nobody waits for the work: the
-    process asks itself to stop.
+    Where the process `parent` has gone, this process stops itself, since nobody needs its work.
     """
     over = threading.Event()
 
@@ -95,16 +94,16 @@ def beating(beat: Callable[[], None], seconds: float, parent: int | None) -> Ite
 
 FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 WORKER, REASON, FOLDS = "worker", "reason", "folds"
-"""User attributes: who runs a trial, why it ended, and the values of its folds."""
+"""User attributes of a trial: its worker, why it ended, and the values of its folds."""
 _RETRY_OF, _DEATHS, _STOPPED = "retry_of", "deaths", "stopped"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """How a trial ended in this process."""
+    """Outcome of a trial in this process."""
 
     kind: Literal["complete", "pruned", "stopped", "failed", "lost"]
-    """stopped: someone asked for it, and another goes on; lost: another has it already."""
+    """stopped: by a signal, another worker goes on; lost: another worker has it already."""
     value: float | None = None
     reason: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -119,8 +118,8 @@ class Claim:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Desk:
-    """The trials of one study."""
+class TrialQueue:
+    """Queue of the trials of one study."""
 
     study: Study
     database: Database
@@ -128,13 +127,13 @@ class Desk:
     seed: int
     space: Space
     values: Mapping[str, Any]
-    """The configured ones, which conditions of the space are about."""
+    """Configured values, for the conditions of the space."""
     steps_per_fold: int
-    """Values that a whole fold reports."""
+    """Number of values that a fold reports."""
     begun: float = field(default_factory=time.monotonic)
 
     def claim(self) -> Claim | Literal["wait", "done"]:
-        """A trial; or wait, since others' trials may come back; or done."""
+        """Take a trial; or wait, since others' trials may come back; or done."""
         with self.database.locked(self.study.study_name), quiet():
             self._fail_the_dead()
             self._queue_again()
@@ -154,7 +153,7 @@ class Desk:
             return Claim(trial=trial, params=params)
 
     def tell(self, trial: Trial, outcome: Outcome) -> bool:
-        """Record how a trial ended; False where it was given to another meanwhile."""
+        """Record the outcome of a trial; False where another worker has it meanwhile."""
         with self.database.locked(self.study.study_name), quiet():
             state = self.database.storage.get_trial(trial._trial_id).state
             if state != TrialState.RUNNING or outcome.kind == "lost":
@@ -174,13 +173,13 @@ class Desk:
             return True
 
     def beat(self, trial: Trial) -> None:
-        """A sign of life; a database that is away for a moment is no reason to die."""
+        """Record a heartbeat; a database that cannot be reached for a moment is ignored."""
         with suppress(optuna.exceptions.StorageInternalError):
             self.database.storage.record_heartbeat(trial._trial_id)
             self.database.storage.remove_session()
 
     def counts(self) -> Counter[TrialState]:
-        """How many trials are in each state."""
+        """Number of trials in each state."""
         return Counter(trial.state for trial in self.study.get_trials(deepcopy=False))
 
     def _is_late(self) -> bool:
@@ -188,10 +187,9 @@ class Desk:
         return hours is not None and time.monotonic() - self.begun >= 3600 * hours
 
     def _sampler(self) -> TPESampler:
-        """Seeded by the trial's place among those that are no retries.
+        """Sampler seeded by the trial's place among those that are no retries.
 
-        So what a trial samples follows from the seed and the trials before it, also in a process
-        that was started again.
+        A trial's sample follows from the seed and the trials before it, also after a restart.
         """
         trials = self.study.get_trials(deepcopy=False)
         place = sum(_RETRY_OF not in trial.user_attrs for trial in trials)
@@ -235,7 +233,7 @@ class Desk:
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Optuna warns that heartbeats are experimental, and that its own loop is not used."""
+    """Silence Optuna's warnings on heartbeats."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         warnings.filterwarnings("ignore", "Heartbeat of storage")

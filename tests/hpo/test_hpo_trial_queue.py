@@ -18,7 +18,7 @@ from hpo_toy import chains, finished, run_toy, running, slowly, toy_desk, value_
 from optuna.trial import TrialState
 
 from trainfit.hpo.fleet import work
-from trainfit.hpo.trial_queue import WORKER, Claim, Desk, Outcome, is_gone, quiet, this_worker
+from trainfit.hpo.trial_queue import WORKER, Claim, Outcome, TrialQueue, is_gone, quiet, this_worker
 
 TOY = Path(__file__).parent / "hpo_toy.py"
 ELSEWHERE = {"machine": "another machine", "pid": 1, "born": 0.0}
@@ -29,11 +29,11 @@ def url(tmp_path: Path) -> str:
     return f"sqlite:///{tmp_path / 'hpo.db'}"
 
 
-def params(desk: Desk) -> list[dict[str, Any]]:
+def params(desk: TrialQueue) -> list[dict[str, Any]]:
     return [trial.params for trial in finished(desk)]
 
 
-def claim(desk: Desk) -> Claim:
+def claim(desk: TrialQueue) -> Claim:
     taken = desk.claim()
     assert isinstance(taken, Claim)
     return taken
@@ -252,7 +252,7 @@ def test_whether_a_process_lives(tmp_path: Path):
     assert is_gone(worker)
 
 
-def killed_in_a_trial(worker: subprocess.Popen[bytes], desk: Desk) -> bool:
+def killed_in_a_trial(worker: subprocess.Popen[bytes], desk: TrialQueue) -> bool:
     """Hold a worker that has a trial, and kill it if it has one still; else let it go on."""
 
     def is_busy() -> bool:
@@ -266,7 +266,7 @@ def killed_in_a_trial(worker: subprocess.Popen[bytes], desk: Desk) -> bool:
     return busy
 
 
-def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0.15) -> Desk:
+def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0.15) -> TrialQueue:
     """Workers as processes, of which some are killed in the middle."""
     desk = toy_desk(url, trials=trials)
     words = [url, "toy", str(trials), str(seconds)]
@@ -294,7 +294,7 @@ def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0
     return desk
 
 
-def check_crowd(desk: Desk, trials: int, kills: int) -> None:
+def check_crowd(desk: TrialQueue, trials: int, kills: int) -> None:
     found = chains(desk)
     assert len(finished(desk)) == trials
     assert len(found) == trials
