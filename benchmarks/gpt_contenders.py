@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import plain_step
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, parameter_groups
 from trainfit.runtime import compile_blocks, compile_model

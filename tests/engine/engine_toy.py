@@ -16,7 +16,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.engine.checkpoint import latest_good
-from trainfit.engine.settings import LoopSettings, OptimizerSettings, ScheduleSettings
+from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings, ScheduleSettings
+from trainfit.engine.observers import Observer
 from trainfit.packing import Cut, deal_steps
 from trainfit.packing.packed import fit_packed_parts
 from trainfit.packing.padded import choose_widths, fit_padded_parts
@@ -187,3 +188,18 @@ def final_weights(run: Path) -> dict[str, Tensor]:
     folder, _ = latest_good(run)
     assert folder is not None
     return safetensors.torch.load_file(folder / "model.safetensors")
+
+
+class Crash(Exception):
+    """Not one of ours: nothing may catch it."""
+
+
+class CrashAt(Observer):
+    """Crashes after a step."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+
+    def on_step(self, step: int) -> None:
+        if step == self.step:
+            raise Crash

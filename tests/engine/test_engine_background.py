@@ -77,7 +77,7 @@ def test_without_room_for_a_copy_it_is_written_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(checkpoint, "_ROOM", 1e15)
-    monkeypatch.setattr(checkpoint.Writer, "start", lambda *_: pytest.fail("no room"))
+    monkeypatch.setattr(checkpoint.CheckpointWriter, "start", lambda *_: pytest.fail("no room"))
     task = ToyTask()
     train(task, settings(task, **EVERY_3), tmp_path / "run")
     assert listed(tmp_path / "run")

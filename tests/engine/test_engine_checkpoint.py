@@ -20,6 +20,7 @@ from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.engine import checkpoint
 from trainfit.engine.checkpoint import latest_good, listed, load_weights
 from trainfit.engine.loop import train
+from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.saved_state import (
     frozen_checksum,
@@ -28,7 +29,6 @@ from trainfit.engine.saved_state import (
     optimizer_tensors,
     plain_name,
 )
-from trainfit.engine.settings import OptimizerSettings
 
 EVERY_5 = {"checkpoint_steps": 5, "eval_steps": 100, "metric": None}
 

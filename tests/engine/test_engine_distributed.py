@@ -60,8 +60,8 @@ def test_a_step_dealt_over_two_ranks_is_the_same_step(
 def gradients_of_rank(rank: int, folder: Path) -> None:
     from trainfit.data.batches import StepLoader
     from trainfit.engine.distributed import fill_gradients, sum_gradients
+    from trainfit.engine.loop_settings import LoaderSettings
     from trainfit.engine.optimizer import build_optimizer
-    from trainfit.engine.settings import LoaderSettings
     from trainfit.engine.step import accumulate
 
     with joined("cpu") as (world, device):
@@ -222,7 +222,7 @@ def test_ranks_share_the_steps_of_one_in_the_same_order() -> None:
 def _seen(task: ToyTask, ranks: int, epoch: int, cut: Any, in_step: bool) -> list[list[int]]:
     """The sequences of each step, over all ranks, by what is handed to collate."""
     from trainfit.data.batches import StepLoader
-    from trainfit.engine.settings import LoaderSettings
+    from trainfit.engine.loop_settings import LoaderSettings
 
     seen: list[list[int]] = [[] for _ in task.steps(epoch)]
     counts: list[set[int]] = [set() for _ in seen]

@@ -12,7 +12,7 @@ from engine_toy import ToyTask, cuts
 
 from trainfit.core.errors import RunFailed
 from trainfit.data.batches import StepLoader, to_device
-from trainfit.engine.settings import LoaderSettings
+from trainfit.engine.loop_settings import LoaderSettings
 from trainfit.measuring.evidence import count_workers
 
 CPU = torch.device("cpu")

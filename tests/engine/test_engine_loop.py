@@ -20,8 +20,8 @@ from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.records import Event, RunResult
 from trainfit.engine import checkpoint
 from trainfit.engine.loop import train
+from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, ScheduleSettings
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.engine.settings import LoaderSettings, LoopSettings, ScheduleSettings
 from trainfit.runs import run_folder
 
 

@@ -8,15 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_toy import ToyTask, final_bits, final_weights, settings
+from engine_toy import Crash, CrashAt, ToyTask, final_bits, final_weights, settings
 from torch import Tensor, nn
 
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.loop import train
-from trainfit.engine.observers import Observer
+from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.engine.step import Readings, loss_scale, plain_step
 from trainfit.packing import ladder
 from trainfit.runtime import applied
@@ -109,16 +108,6 @@ def test_a_run_far_too_large_for_its_gpu_finishes_by_itself(tmp_path: Path) -> N
         assert final_bits(tmp_path / "run") == final_bits(tmp_path / "again")
 
 
-class Crash(Exception):
-    pass
-
-
-class CrashAt(Observer):
-    def on_step(self, step: int) -> None:
-        if step == 7:
-            raise Crash
-
-
 RESUMED = [("fp32", "adamw_fused"), ("bf16", "adamw_fused"), ("fp16", "adamw_fused")]
 OTHERS = [("bf16", "muon"), ("fp16", "sgd"), ("fp32", "adafactor"), ("bf16", "nadam")]
 
@@ -139,7 +128,7 @@ def test_a_resumed_run_drops_out_the_same(tmp_path: Path, precision: str, kind: 
     with applied(RuntimeSettings(deterministic=True)):
         train(task, chosen, tmp_path / "whole")
         with pytest.raises(Crash):
-            train(task, chosen, tmp_path / "run", observers=[CrashAt()])
+            train(task, chosen, tmp_path / "run", observers=[CrashAt(7)])
         train(task, chosen, tmp_path / "run", resume=True)
     assert final_bits(tmp_path / "run") == final_bits(tmp_path / "whole")
 

@@ -8,16 +8,15 @@ from typing import Any
 import pytest
 import torch
 from engine_faults import Faults, plant
-from engine_toy import ToyTask, final_bits, final_weights, settings
+from engine_toy import Crash, CrashAt, ToyTask, final_bits, final_weights, settings
 from torch import nn
 
 from trainfit.core.errors import BadInput, OutOfMemory
 from trainfit.engine import saved_state
 from trainfit.engine.checkpoint import latest_good, read_state
 from trainfit.engine.loop import train
-from trainfit.engine.observers import Observer
+from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings, ScheduleSettings
 from trainfit.engine.optimizer import Combined
-from trainfit.engine.settings import LoopSettings, OptimizerSettings, ScheduleSettings
 
 KINDS: dict[str, dict[str, Any]] = {
     "sgd": {"momentum": 0.9, "nesterov": True},
@@ -36,19 +35,6 @@ KINDS: dict[str, dict[str, Any]] = {
 class Rateless(torch.optim.Optimizer):
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         """Keep the weights."""
-
-
-class Crash(Exception):
-    """Not one of ours: nothing may catch it."""
-
-
-class CrashAt(Observer):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, step: int) -> None:
-        if step == self.step:
-            raise Crash
 
 
 def chosen(task: ToyTask, kind: str, **changes: Any) -> LoopSettings:

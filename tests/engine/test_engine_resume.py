@@ -15,26 +15,13 @@ from typing import Any
 import pytest
 import torch
 from engine_children import context, train_in_child
-from engine_toy import ToyTask, final_bits, settings
+from engine_toy import Crash, CrashAt, ToyTask, final_bits, settings
 
 from trainfit.core.records import Event
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 
 LONG = {"epochs": 8.0, "checkpoint_steps": 2, "eval_steps": 7}
-
-
-class Crash(Exception):
-    """Not one of ours: nothing may catch it."""
-
-
-class CrashAt(Observer):
-    def __init__(self, step: int) -> None:
-        self.step = step
-
-    def on_step(self, step: int) -> None:
-        if step == self.step:
-            raise Crash
 
 
 def rows(run: Path) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from trainfit.core.errors import BadInput
-from trainfit.engine.settings import ScheduleSettings, rate_factor, warmup_steps
+from trainfit.engine.loop_settings import ScheduleSettings, rate_factor, warmup_steps
 
 
 def factors(total: int, **settings: object) -> list[float]:

@@ -17,7 +17,7 @@ from trainfit.core.errors import BadInput
 from trainfit.engine import checkpoint
 from trainfit.engine.checkpoint import latest_good, listed, load_weights
 from trainfit.engine.distributed import joined
-from trainfit.engine.settings import ScheduleSettings
+from trainfit.engine.loop_settings import ScheduleSettings
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0, "sequences": 33}
 FSDP: dict[str, Any] = {"sharding": "fsdp"}
@@ -58,7 +58,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def gradients_of_rank(rank: int, folder: Path, micro_batches: int, once: bool) -> None:
     from trainfit.data.batches import StepLoader
     from trainfit.engine.fsdp import shard, synchronised
-    from trainfit.engine.settings import LoaderSettings
+    from trainfit.engine.loop_settings import LoaderSettings
     from trainfit.engine.step import accumulate
 
     with joined("cpu") as (_, device):

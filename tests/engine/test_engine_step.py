@@ -16,8 +16,8 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import TaskSpec
 from trainfit.data.batches import StepLoader
+from trainfit.engine.loop_settings import LoaderSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
-from trainfit.engine.settings import LoaderSettings, OptimizerSettings
 from trainfit.engine.step import LossScale, accumulate, autocast, finish, loss_scale, plain_step
 from trainfit.packing.packed import fit_packed_parts
 from trainfit.packing.padded import choose_widths, fit_padded_parts

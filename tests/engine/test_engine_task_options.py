@@ -8,24 +8,17 @@ from typing import Any
 import pytest
 import torch
 from engine_faults import Faults, plant
-from engine_toy import ToyTask, cuts, final_bits, settings
+from engine_toy import Crash, CrashAt, ToyTask, cuts, final_bits, settings
 from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.engine import recovery
 from trainfit.engine.checkpoint import load_weights
 from trainfit.engine.loop import train
-from trainfit.engine.observers import Observer
 
 
 class Whole(ToyTask):
     indivisible = True
-
-
-class Crash(Observer):
-    def on_step(self, step: int) -> None:
-        if step == 3:
-            raise KeyError
 
 
 class WithNorm(ToyTask):
@@ -116,8 +109,8 @@ def test_the_hook_after_each_update_and_its_state_survive_a_crash(tmp_path: Path
     whole = Averaged()
     train(whole, chosen(whole), tmp_path / "whole")
     assert whole.steps_seen == [1, 2, 3, 4, 5]
-    with pytest.raises(KeyError):
-        train(Averaged(), chosen(whole), tmp_path / "run", observers=[Crash()])
+    with pytest.raises(Crash):
+        train(Averaged(), chosen(whole), tmp_path / "run", observers=[CrashAt(3)])
     resumed = Averaged()
     train(resumed, chosen(resumed), tmp_path / "run", resume=True)
     assert resumed.steps_seen == [3, 4, 5]

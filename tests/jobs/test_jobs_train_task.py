@@ -16,7 +16,7 @@ from torch._dynamo.utils import counters
 from trainfit.data.tokens import Tokens
 from trainfit.engine import setup
 from trainfit.engine.loop import train
-from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.jobs.classification import ClassifierTask, in_batches
 from trainfit.jobs.encoder_trial import made_up
 from trainfit.jobs.models import classifier

@@ -14,7 +14,7 @@ from tuning_toy import plan as toy_plan
 
 from trainfit.core.plan_records import Plan, Reason, RuntimeSettings, TaskSpec, Workload
 from trainfit.core.records import CompileSupport, HardwareProfile
-from trainfit.engine.settings import LoopSettings, OptimizerSettings
+from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.packing import ladder

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, TaskSpec, Workload
 from trainfit.core.records import Scalar
-from trainfit.engine.settings import LoaderSettings, LoopSettings, OptimizerSettings
+from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.packing import ladder
 from trainfit.tuning.trial import Setup
 from trainfit.tuning.tuned_cache import TrialCandidate

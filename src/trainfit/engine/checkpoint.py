@@ -191,7 +191,7 @@ _ROOM = 1.5
 """Bytes of the host's memory that must be free for each byte that is copied there."""
 
 
-class Writer:
+class CheckpointWriter:
     """Writes one checkpoint at a time in a thread, while the run goes on."""
 
     def __init__(self) -> None:

@@ -22,6 +22,7 @@ from trainfit.data.batches import LoadedStep
 from trainfit.engine import setup
 from trainfit.engine.distributed import StopRequest, joined, stop_on_signals
 from trainfit.engine.evaluation import evaluate
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.optimizer import set_rates
@@ -36,7 +37,6 @@ from trainfit.engine.recovery import (
 from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
-from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
 from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup

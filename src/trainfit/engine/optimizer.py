@@ -18,8 +18,8 @@ from torch.optim.adamw import adamw
 
 from trainfit.core.errors import BadInput, OutOfMemory, reason
 from trainfit.engine.fsdp import local
+from trainfit.engine.loop_settings import OptimizerSettings, optimizer_classes
 from trainfit.engine.memory_errors import is_out_of_memory, retried, write_once
-from trainfit.engine.settings import OptimizerSettings, optimizer_classes
 
 _HALF = (torch.bfloat16, torch.float16)
 

@@ -28,10 +28,10 @@ from trainfit.engine.distributed import (
     vote,
 )
 from trainfit.engine.fsdp import joined_norm, synchronised
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import trained_parameters
 from trainfit.engine.relaunch import RestartChanges, restarts_left
-from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
 
 

@@ -15,11 +15,11 @@ from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, saved_state
 from trainfit.engine.distributed import Waits, first_writes, gather
 from trainfit.engine.evaluation import is_better, nonfinite_loss
+from trainfit.engine.loop_settings import rate_factor
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
-from trainfit.engine.settings import rate_factor
 from trainfit.engine.step import Reading, Readings
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
@@ -46,7 +46,7 @@ class Session:
     saved_step: int | None = None
     readings: Readings = field(default_factory=Readings)
     memory: MemoryTracker = field(default_factory=MemoryTracker)
-    writer: checkpoint.Writer = field(default_factory=checkpoint.Writer)
+    writer: checkpoint.CheckpointWriter = field(default_factory=checkpoint.CheckpointWriter)
     started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:

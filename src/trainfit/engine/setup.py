@@ -17,6 +17,7 @@ from trainfit.data.batches import StepLoader
 from trainfit.engine import checkpoint, fsdp, saved_state
 from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
 from trainfit.engine.fsdp import shard
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
@@ -28,7 +29,6 @@ from trainfit.engine.optimizer import (
 )
 from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
-from trainfit.engine.settings import LoopSettings
 from trainfit.engine.step import loss_scale
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import event_log

@@ -28,9 +28,9 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Dataset, Tokens
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.saved_state import find_nonfinite
-from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
 from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds

@@ -23,8 +23,8 @@ from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens
 from trainfit.engine.distributed import World, first_says, gather
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.recovery import Parts
-from trainfit.engine.settings import LoopSettings
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room

@@ -23,8 +23,8 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, Precision, Workload
 from trainfit.core.records import Event, HardwareProfile, Record, Scalar
+from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.settings import LoopSettings, OptimizerSettings
 from trainfit.engine.setup import describe
 from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import job_plan, registry, tuned_plans

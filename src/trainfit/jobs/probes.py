@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.plan_records import Precision
+from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.settings import OptimizerSettings
 from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs.gpt_plan import stream_is_half
 from trainfit.jobs.models.classifier import build_classifier, classification_loss

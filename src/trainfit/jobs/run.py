@@ -30,14 +30,14 @@ from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult, TrainTask
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, first_says, joined
-from trainfit.engine.observers import Observer
-from trainfit.engine.relaunch import find_launch, writing
-from trainfit.engine.settings import (
+from trainfit.engine.loop_settings import (
     LoaderSettings,
     LoopSettings,
     OptimizerSettings,
     ScheduleSettings,
 )
+from trainfit.engine.observers import Observer
+from trainfit.engine.relaunch import find_launch, writing
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.measuring.receipt import save_receipt

@@ -29,9 +29,9 @@ from trainfit.core.errors import (
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
 from trainfit.engine.loop import epoch_steps, train
+from trainfit.engine.loop_settings import LoaderSettings, LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
-from trainfit.engine.settings import LoaderSettings, LoopSettings
 from trainfit.measuring.timing import GIB, MemoryTracker, median_interval, synchronize
 from trainfit.runtime import applied, forget_compiled
 from trainfit.tuning.tuned_cache import Trial, TrialCandidate, folder_prefix
