@@ -72,31 +72,35 @@ USUAL = Choice(value=4, why="the usable cores")
 @given(st.floats(1e-4, 10), st.floats(1e-4, 10))
 def test_bf16_wins_only_where_it_is_clearly_faster(fp32: float, bf16: float):
     made = decide(times({("fp32", 4): fp32, ("bf16", 4): bf16}), USUAL)
-    assert (made.precision == "bf16") == (fp32 > 1.05 * bf16)
-    assert (made.threads, made.threads_why) == (4, "the usable cores")
-    assert f"{1000 * fp32:.3g}" in made.why
-    assert f"{1000 * bf16:.3g}" in made.why
+    assert (made.precision.value == "bf16") == (fp32 > 1.05 * bf16)
+    assert (made.threads.value, made.threads.why) == (4, "the usable cores")
+    assert f"{1000 * fp32:.3g}" in made.precision.why
+    assert f"{1000 * bf16:.3g}" in made.precision.why
 
 
 def test_the_reason_names_both_figures():
     made = decide(times({("fp32", 4): 0.012, ("bf16", 4): 0.0192}), USUAL)
-    assert made.why == "fp32 1.6 times as fast as bf16 here: 12 against 19.2 ms"
-    assert made.lost == "bf16: 19.2 ms"
+    assert made.precision.why == "fp32 1.6 times as fast as bf16 here: 12 against 19.2 ms"
+    assert made.precision.alternatives == ("bf16: 19.2 ms",)
 
 
 def test_fewer_threads_must_be_clearly_faster_too():
     four: Seconds = {("fp32", 4): 0.010, ("bf16", 4): 0.020}
     near = decide(times(four | {("fp32", 1): 0.0097, ("bf16", 1): 0.02}), USUAL)
-    assert near.threads == 4
+    assert near.threads.value == 4
     made = decide(times(four | {("fp32", 1): 0.005, ("bf16", 1): 0.02}), USUAL)
-    assert (made.precision, made.threads) == ("fp32", 1)
-    assert made.threads_why == "2 times as fast as 4 threads here: 5 against 10 ms"
+    assert (made.precision.value, made.threads.value) == ("fp32", 1)
+    assert made.threads.why == "2 times as fast as 4 threads here: 5 against 10 ms"
 
 
 def test_a_busy_machine_says_nothing_about_threads():
     made = decide(times({("fp32", 1): 0.03, ("bf16", 1): 0.01}), USUAL)
-    assert (made.precision, made.threads, made.threads_why) == ("bf16", 4, "the usable cores")
-    assert "one thread of a busy machine" in made.why
+    assert (made.precision.value, made.threads.value, made.threads.why) == (
+        "bf16",
+        4,
+        "the usable cores",
+    )
+    assert "one thread of a busy machine" in made.precision.why
 
 
 def test_a_step_is_timed_once_and_the_answer_kept(model: str, monkeypatch: pytest.MonkeyPatch):
@@ -105,7 +109,7 @@ def test_a_step_is_timed_once_and_the_answer_kept(model: str, monkeypatch: pytes
     cpu_choice._timed.cache_clear()  # as a new process would
     timer.seconds = {("fp32", 4): 0.01, ("bf16", 4): 0.02}
     assert choose(question(model), machine(), 1) == first
-    assert first.precision == "bf16"
+    assert first.precision.value == "bf16"
     # Another epoch count, seed or like lengths are the same step; another model is not.
     alike = question(model, "seed=7", "training.num_epochs=2", lengths=[300, 400, 512])
     assert choose(alike, machine(), 1) == first
@@ -127,7 +131,7 @@ def test_nothing_is_timed_where_the_precision_is_settled(
 ):
     timer = Timer(monkeypatch, RunFailed("it must not be asked", ""))
     plain = choose(question(model), machine(bf16=False), 1)
-    assert (plain.precision, plain.why) == ("fp32", "this CPU has no native bf16")
+    assert (plain.precision.value, plain.precision.why) == ("fp32", "this CPU has no native bf16")
     choose(question(model, "device.mixed_precision=bf16"), machine(), 1)
     assert timer.asked == []
 
@@ -138,29 +142,29 @@ def test_a_pin_that_the_cpu_cannot_do_leaves_the_precision_free(
     Timer(monkeypatch, {("fp32", 4): 0.02, ("bf16", 4): 0.01})
     asked = question(model, "hardware=conservative")
     assert asked.pinned("precision") == "fp16"
-    assert choose(asked, machine(), 1).precision == "bf16"
+    assert choose(asked, machine(), 1).precision.value == "bf16"
 
 
 def test_threads_that_were_set_are_taken(model: str, monkeypatch: pytest.MonkeyPatch):
     timer = Timer(monkeypatch, {("fp32", 3): 0.02, ("bf16", 3): 0.03})
     made = choose(question(model, "device.num_threads=3"), machine(), 1)
-    assert (made.threads, made.threads_why) == (3, "you set it")
+    assert (made.threads.value, made.threads.why) == (3, "you set it")
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert choose(question(model), machine(), 1).threads == 3
+    assert choose(question(model), machine(), 1).threads.value == 3
     assert {asked.threads for asked in timer.asked} == {(3,)}
 
 
 def test_ranks_share_the_cores(model: str):
     made = choose(question(model), machine(cores=8, bf16=False), 2)
-    assert (made.threads, made.threads_why) == (4, "the usable cores, shared by 2 ranks")
+    assert (made.threads.value, made.threads.why) == (4, "the usable cores, shared by 2 ranks")
 
 
 def test_a_timing_that_fails_means_fp32(model: str, monkeypatch: pytest.MonkeyPatch):
     timer = Timer(monkeypatch, RunFailed("exit code 1", "set it"))
     for _ in range(2):
         made = choose(question(model), machine(), 1)
-        assert (made.precision, made.threads) == ("fp32", 4)
-        assert made.why == "no step could be timed: exit code 1"
+        assert (made.precision.value, made.threads.value) == ("fp32", 4)
+        assert made.precision.why == "no step could be timed: exit code 1"
     assert len(timer.asked) == 1
 
 
@@ -172,8 +176,8 @@ def test_a_cache_that_cannot_be_written_means_fp32(
     timer = Timer(monkeypatch, {("fp32", 4): 0.02, ("bf16", 4): 0.01})
     with pytest.warns(TrainfitWarning, match="nothing is kept"):
         made = choose(question(model), machine(), 1)
-    assert made.precision == "fp32"
-    assert "cache cannot be written" in made.why
+    assert made.precision.value == "fp32"
+    assert "cache cannot be written" in made.precision.why
     assert timer.asked == []
 
 

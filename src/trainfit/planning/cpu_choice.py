@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainfit.core import caches
 from trainfit.core.errors import RunFailed, TrainfitError
@@ -66,16 +66,11 @@ class StepTimes(Record):
     error: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CpuChoice(Record):
-    """Chosen precision and threads, with reasons."""
+class CpuChoice(NamedTuple):
+    """Chosen precision and threads."""
 
-    precision: Precision
-    why: str
-    threads: int
-    threads_why: str
-    lost: str | None = None
-    """Slower precision, with its time."""
+    precision: Choice
+    threads: Choice
 
 
 def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoice:
@@ -86,7 +81,7 @@ def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoic
     usual, free = _usual_threads(question, profile, ranks)
     pin = question.pinned("precision")
     if not profile.cpu.native_bf16 or (pin is not None and lacks(pin, profile.cpu, None) is None):
-        return _fp32(usual, "this CPU has no native bf16")
+        return CpuChoice(Choice(value="fp32", why="this CPU has no native bf16"), usual)
     request = _request(question, usual.value, ranks, fewer=free)
     asked = request.to_json(indent=None)
     place = estimate.place(
@@ -94,7 +89,7 @@ def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoic
     )
     found = _timed(place, asked)
     if found.error is not None:
-        return _fp32(usual, found.error)
+        return CpuChoice(Choice(value="fp32", why=found.error), usual)
     return decide(found, usual)
 
 
@@ -119,13 +114,8 @@ def decide(found: StepTimes, usual: Choice) -> CpuChoice:
         slower = _at(found, best.precision, usual.value)
         gain = f"{slower.seconds / best.seconds:.2g} times as fast as {usual.value} threads here"
         threads = Choice(value=best.threads, why=f"{gain}: {_ms(best)} against {_ms(slower)} ms")
-    return CpuChoice(
-        precision=best.precision,
-        why=why,
-        threads=threads.value,
-        threads_why=threads.why,
-        lost=f"{other.precision}: {_ms(other)} ms",
-    )
+    lost = f"{other.precision}: {_ms(other)} ms"
+    return CpuChoice(Choice(value=best.precision, why=why, alternatives=(lost,)), threads)
 
 
 def _fastest(found: StepTimes, precision: Precision, usual: int) -> StepTime:
@@ -140,10 +130,6 @@ def _at(found: StepTimes, precision: Precision, threads: int) -> StepTime:
 
 def _ms(time: StepTime) -> str:
     return f"{time.seconds * 1000:.3g}"
-
-
-def _fp32(usual: Choice, why: str) -> CpuChoice:
-    return CpuChoice(precision="fp32", why=why, threads=usual.value, threads_why=usual.why)
 
 
 def _usual_threads(question: Question, profile: HardwareProfile, ranks: int) -> tuple[Choice, bool]:

@@ -47,9 +47,7 @@ def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> C
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
         return Choice(value=free.value, why=why)
     if gpu is None:
-        found = cpu_choice.choose(question, profile, ranks)
-        lost = () if found.lost is None else (found.lost,)
-        return Choice(value=found.precision, why=found.why, alternatives=lost)
+        return cpu_choice.choose(question, profile, ranks).precision
     if gpu.native_bf16:
         return Choice(
             value="bf16",
@@ -73,8 +71,7 @@ def threads(question: Question, profile: HardwareProfile, ranks: int = 1) -> Cho
     choice = pinned(question, "num_threads")
     if choice is not None or profile.gpus:
         return choice
-    found = cpu_choice.choose(question, profile, ranks)
-    return Choice(value=found.threads, why=found.threads_why)
+    return cpu_choice.choose(question, profile, ranks).threads
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:
