@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 from trainfit.conf import compose
 from trainfit.conf.schema import SCHEMAS
 from trainfit.core.plan_records import Plan, RuntimeSettings
-from trainfit.integrations.plan_exports import hydra, shell
-from trainfit.integrations.plan_words import command_line, overrides
+from trainfit.integrations.plan_exports import command_line, hydra, overrides, shell
 
 Make = Callable[..., Plan]
 PLANNED = {

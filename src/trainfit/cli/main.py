@@ -34,6 +34,13 @@ COMMANDS = {
     "doctor": "Find faults here, in a log or in a run, and how to fix them.",
     "completion": "The script that lets a shell complete trainfit's words.",
 }
+_PLACES = {
+    "init": "config",
+    "watch": "report",
+    "predict": "inference",
+    "sample": "inference",
+}
+"""Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
 _LONGEST_LINE = 1000
 """Characters of one line of an error: a name may be a million long."""
@@ -48,8 +55,8 @@ class _Commands(click.Group):
     def get_command(self, _ctx: click.Context, name: str) -> click.Command | None:
         if name not in COMMANDS:
             return None
-        module = importlib.import_module(f"trainfit.cli.{name}")
-        command: click.Command = module.command
+        module = importlib.import_module(f"trainfit.cli.{_PLACES.get(name, name)}")
+        command: click.Command = getattr(module, name if name in _PLACES else "command")
         return command
 
     def resolve_command(

@@ -1,4 +1,4 @@
-"""`trainfit predict`: probabilities from a trained model, for a text or a file."""
+"""`trainfit predict`: probabilities from a trained model; `trainfit sample`: text from a GPT."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import click
+
+from trainfit.cli.main import MANY, SEED, Number
 
 
 @click.command()
@@ -29,7 +31,7 @@ import click
     type=click.Path(path_type=Path),
     help="Write there, as CSV or JSON by its ending, instead of printing JSON.",
 )
-def command(
+def predict(
     run: str,
     folder: str | None,
     text: str | None,
@@ -45,7 +47,7 @@ def command(
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
-    from trainfit.jobs import predict
+    from trainfit.jobs import predict as model_predict
     from trainfit.runs import run_folder
 
     if (text is None) == (path is None):
@@ -59,7 +61,7 @@ def command(
     if ":" in run:
         rows = _own(run, place, texts)
     else:
-        rows = predict.answer(predict.exports_of(place), texts, criterion)
+        rows = model_predict.answer(model_predict.exports_of(place), texts, criterion)
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -94,3 +96,45 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     writer.writeheader()
     writer.writerows(rows)
     return text.getvalue()
+
+
+@click.command()
+@click.argument("run")
+@click.option("--prompt", default="", help="What the text begins with; default: a new document.")
+@click.option("--tokens", default=200, show_default=True, type=MANY, help="At most.")
+@click.option(
+    "--temperature",
+    default=0.8,
+    show_default=True,
+    type=Number(0, 1000),
+    help="Below 1: likelier tokens still likelier; 0: always the likeliest.",
+)
+@click.option(
+    "--top-k",
+    default=50,
+    show_default=True,
+    type=MANY,
+    help="Choose among so many of the likeliest.",
+)
+@click.option("--seed", default=0, show_default=True, type=SEED)
+@click.option("--json", "as_json", is_flag=True, help="One JSON object for a program.")
+def sample(
+    run: str,
+    prompt: str,
+    tokens: int,
+    temperature: float,
+    top_k: int,
+    seed: int,
+    as_json: bool,
+) -> None:
+    """Text from a trained GPT.
+
+    RUN is the folder of a run of `trainfit train gpt`; one that is not finished writes with its
+    best checkpoint.
+    """
+    from trainfit.jobs.sampling import open_writer
+    from trainfit.runs import run_folder
+
+    writer = open_writer(run_folder.find(run, Path("runs")))
+    text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    click.echo(json.dumps({"prompt": prompt, "text": text}) if as_json else text)
