@@ -43,6 +43,7 @@ def test_a_run_has_a_receipt_that_verify_shows(tmp_path: Path, capsys: pytest.Ca
     assert all(item["status"] != "not_active" for item in told["items"])
     evidence = Evidence.load(folder / "evidence.json")
     assert evidence.step > 0
+    assert evidence.optimizers == {"AdamW": "fused"}
     assert evidence.batches.padding_share is not None
 
     code, page = verified(folder, capsys, "--markdown")

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PAGE = " ".join((ROOT / "docs" / "verify.md").read_text().split())
 FOUND = {
     f"{path.stem} {name}": one
     for path in sorted((ROOT / "benchmarks" / "results").glob("*-receipt-*.json"))
@@ -25,5 +24,3 @@ def test_it_costs_less_than_a_hundredth_of_a_thousand_steps(name: str) -> None:
     extra = statistics.median(on - off for on, off in pairs)
     step = statistics.median(found["without_seconds"]) / (found["steps"] - 2)
     assert extra / (1000 * step) < 0.01
-    assert f"{1e3 * extra:.0f} ms beside steps of {1e3 * step:.1f} ms" in PAGE
-    assert f"{extra / (1000 * step):.2%} of a thousand steps" in PAGE

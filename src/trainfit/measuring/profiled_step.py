@@ -157,7 +157,18 @@ def _updates(trace: Trace) -> list[tuple[str, str, int]]:
         if operators
     ]
     order = [*_KINDS, "own", "single"]
-    return sorted(found, key=lambda update: order.index(update[1]))
+    return sorted(found, key=lambda update: order.index(update[1])) or _unmarked_updates(trace)
+
+
+_UNMARKED = (("fused", "aten::_fused_adamw_"), ("single", "aten::addcdiv"))
+
+
+def _unmarked_updates(trace: Trace) -> list[tuple[str, str, int]]:
+    """The same for trainfit's loop, which runs AdamW's operators without calling its step."""
+    for kind, start in _UNMARKED:
+        if count := sum(op.name.startswith(start) for op in trace.operators):
+            return [("AdamW", kind, count)]
+    return []
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
