@@ -14,6 +14,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import is_dataclass
+from html import escape
 from itertools import pairwise
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeGuard
@@ -150,11 +151,18 @@ def _signature(name: str, value: Any) -> str:
         signature = inspect.signature(value)
     except (TypeError, ValueError):
         return ""
-    text = f"{name}{signature}".replace("'", "")
+    text = _short(f"{name}{signature}", name)
     if len(text) > 88:
-        lines = [f"    {parameter},\n".replace("'", "") for parameter in _parameters(signature)]
+        lines = [_short(f"    {parameter},\n") for parameter in _parameters(signature)]
         text = f"{name}(\n{''.join(lines)}){text[text.rindex(')') + 1 :]}"
     return f"```python\n{text}\n```\n"
+
+
+def _short(text: str, name: str = "") -> str:
+    """Signature without quotes, and without the modules of its types."""
+    return name + re.sub(r"\b[a-z_]+(?:\.[a-z_]+)*\.(?=[A-Z])", "", text[len(name) :]).replace(
+        "'", ""
+    )
 
 
 def _parameters(signature: inspect.Signature) -> Iterator[str]:
@@ -170,15 +178,11 @@ def _parameters(signature: inspect.Signature) -> Iterator[str]:
 
 def _returned() -> list[type]:
     """Dataclasses that the public functions return, in order of their names."""
-    found: dict[str, type] = {}
-    for name in trainfit.__all__:
-        value = getattr(trainfit, name)
-        if inspect.isfunction(value):
-            module = sys.modules[value.__module__]
-            kind = getattr(module, str(value.__annotations__.get("return")), None)
-            if isinstance(kind, type) and is_dataclass(kind):
-                found[kind.__name__] = kind
-    return [kind for _, kind in sorted(found.items())]
+    functions = (getattr(trainfit, name) for name in trainfit.__all__)
+    named = {str(inspect.get_annotations(f).get("return")) for f in functions if callable(f)}
+    loaded = (m for name, m in list(sys.modules.items()) if name.startswith("trainfit."))
+    kinds = {name: kind for module in loaded for name, kind in vars(module).items()}
+    return [kind for name, kind in sorted(kinds.items()) if name in named and is_dataclass(kind)]
 
 
 def _record(kind: type) -> str:
@@ -189,9 +193,13 @@ def _record(kind: type) -> str:
     for line, below in pairwise([*tree.body, ast.Pass()]):
         if isinstance(line, ast.AnnAssign) and not ast.unparse(line.target).startswith("_"):
             said = ast.literal_eval(below.value) if _is_string(below) else ""
-            meaning = " ".join(said.split()).replace("|", "\\|")
-            kinds = ast.unparse(line.annotation).replace("|", "\\|")
-            rows.append(f"| `{ast.unparse(line.target)}` | `{kinds}` | {meaning} |")
+            kinds = escape(ast.unparse(line.annotation))
+            cells = (
+                f"`{ast.unparse(line.target)}`",
+                f"<code>{kinds}</code>",
+                " ".join(said.split()),
+            )
+            rows.append(f"| {' | '.join(cell.replace('|', '&#124;') for cell in cells)} |")
     return "\n".join([f"### {kind.__name__}\n", _docstring(kind), *rows, ""])
 
 
@@ -204,6 +212,7 @@ def _is_string(line: ast.stmt) -> TypeGuard[ast.Expr]:
 
 
 def _docstring(value: Any) -> str:
+    value = type(value).__call__ if inspect.ismodule(value) else value  # a package that is called
     return (inspect.getdoc(value) or "") + "\n"
 
 

@@ -124,7 +124,7 @@ def _not_findings() -> set[str]:
     from trainfit.conf.composition import keys
 
     endings = {key.split(".")[-1] for task in SCHEMAS for key in keys(task)}
-    return {*dir(api), *dir(trainfit.data), *ALIASES, *endings, "wait_share", "slm_config"}
+    return {*dir(api), *trainfit.data.__all__, *ALIASES, *endings, "wait_share", "slm_config"}
 
 
 def test_every_item_of_the_receipt_is_on_the_page():
