@@ -45,9 +45,9 @@ from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.encoder import encoder_settings, model_decisions
 from trainfit.jobs.job_plan import assumed_lengths, plan
 from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
-from trainfit.jobs.placement import on_device
 from trainfit.runtime import applied
 
 MODELS = ("gemma-3-1b-it", "deberta-v3-base", "bert-base", "modernbert-base")

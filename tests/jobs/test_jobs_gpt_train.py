@@ -27,8 +27,8 @@ from trainfit.data.token_files import open_tokens
 from trainfit.engine.observers import Observer
 from trainfit.jobs import gpt as preparation
 from trainfit.jobs.gpt import build, shape_of, train
-from trainfit.jobs.gpt_plan import CHUNK, FINE_CHUNK, decide
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
+from trainfit.jobs.plan_choices import CHUNK, FINE_CHUNK, choose_gpt
 from trainfit.jobs.pretraining import GptTask, collate_blocks
 from trainfit.jobs.run import Show
 from trainfit.jobs.sampling import draw, open_writer
@@ -352,22 +352,22 @@ def test_chunks_are_chosen_on_a_gpu_and_where_logits_do_not_fit(tmp_path: Path):
         assert reason.value == plan.task.arguments.get("loss_chunk")
         return reason.value, reason.why
 
-    plain = decide(composed, question, make(True, "none", "none"), gpu=False)
+    plain = choose_gpt(composed, question, make(True, "none", "none"), gpu=False)
     assert asked == [None]
     assert chosen(plain)[0] is None
-    fast = decide(composed, question, make(True, "none", "none"), gpu=True)
+    fast = choose_gpt(composed, question, make(True, "none", "none"), gpu=True)
     assert asked == [None, CHUNK]
     assert chosen(fast)[0] == CHUNK
     for gpu in (False, True):
-        tight = decide(composed, question, make(False, "full", "full"), gpu=gpu)
+        tight = choose_gpt(composed, question, make(False, "full", "full"), gpu=gpu)
         assert chosen(tight)[0] == FINE_CHUNK
         assert "does not fit" in chosen(tight)[1]
-        twice = decide(composed, question, make(True, "full", "none"), gpu=gpu)
+        twice = choose_gpt(composed, question, make(True, "full", "none"), gpu=gpu)
         assert chosen(twice)[0] == FINE_CHUNK
-        no_gain = decide(composed, question, make(True, "full", "full"), gpu=gpu)
+        no_gain = choose_gpt(composed, question, make(True, "full", "full"), gpu=gpu)
         assert chosen(no_gain)[0] == (CHUNK if gpu else None)
     pinned = compose("gpt", gpt_words(tmp_path, "model.loss_chunk=24"))
-    kept = decide(pinned, job_plan.question(pinned), make(True, "none", "none"), gpu=True)
+    kept = choose_gpt(pinned, job_plan.question(pinned), make(True, "none", "none"), gpu=True)
     assert chosen(kept) == (24, "you set it")
 
 

@@ -18,8 +18,8 @@ from trainfit.engine import setup
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.jobs.classification import ClassifierTask, in_batches
-from trainfit.jobs.encoder_trial import made_up
 from trainfit.jobs.models import classifier
+from trainfit.jobs.trials import synthetic_tokens
 from trainfit.packing.padded import choose_widths, fit_padded_parts
 from trainfit.packing.steps import sample_parts
 from trainfit.runtime import compile_blocks
@@ -134,7 +134,7 @@ def test_padded_rows_of_many_shapes_are_compiled_once(
     monkeypatch.setattr(setup, "compile_blocks", partial(compile_blocks, backend="eager"))
     sizes = np.random.default_rng(0).integers(2, 31, 160)
     sizes[::7] = 30
-    made = made_up(sizes.tolist(), 90)
+    made = synthetic_tokens(sizes.tolist(), 90)
     task = ClassifierTask(lambda: tiny(name), made, made.subset(range(4)), effective_batch=20)
     shapes = set()
     collate = task.collate

@@ -47,7 +47,6 @@ def predict(
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
-    from trainfit.jobs import predict as model_predict
     from trainfit.runs import run_folder
 
     if (text is None) == (path is None):
@@ -61,7 +60,9 @@ def predict(
     if ":" in run:
         rows = _own(run, place, texts)
     else:
-        rows = model_predict.answer(model_predict.exports_of(place), texts, criterion)
+        from trainfit.jobs.predict import answer, exports_of
+
+        rows = answer(exports_of(place), texts, criterion)
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return

@@ -20,7 +20,7 @@ from trainfit.conf import Composed, Config, keys
 from trainfit.conf.composition import flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
-from trainfit.jobs.gpt_plan import stream_is_half
+from trainfit.jobs.plan_choices import stream_is_half
 
 # A word that Hydra reads as a text, unlike a number or true.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)

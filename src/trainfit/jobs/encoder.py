@@ -37,8 +37,8 @@ from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_se
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.frozen import FrozenTask, Head, SharedFeatures
 from trainfit.jobs.models.backbone import Traits, packed_obstacle
+from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.jobs.placement import birthplace, on_device
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run, loop_settings
 from trainfit.jobs.scores import FoldScores, JobResult

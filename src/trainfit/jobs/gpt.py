@@ -29,10 +29,10 @@ from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
 from trainfit.jobs import exports, gpt_result, job_plan, tuned_plans
-from trainfit.jobs.gpt_plan import stream_is_half
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
+from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
-from trainfit.jobs.placement import birthplace, on_device
+from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
 from trainfit.measuring import flops

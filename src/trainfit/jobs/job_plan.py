@@ -23,9 +23,8 @@ from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config
-from trainfit.jobs import freezing
-from trainfit.jobs.gpt_plan import decide
 from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
 from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
 from trainfit.measuring import remembered
@@ -98,8 +97,8 @@ def answer(
     if composed.task not in _FACTORIES:  # a job of the user's own
         return make(asked)
     if composed.task == "gpt":
-        return decide(composed, asked, make, gpu=bool(profile.gpus))
-    return freezing.decide(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
+        return choose_gpt(composed, asked, make, gpu=bool(profile.gpus))
+    return choose_freezing(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:
@@ -127,7 +126,7 @@ def plan_all(
     asked = asked_question(composed, watts, price_per_hour)
     if composed.task not in _FACTORIES:
         return list(make(asked, list(specs)).items())
-    return list(freezing.decide(composed, asked, make, list(specs)).items())
+    return list(choose_freezing(composed, asked, make, list(specs)).items())
 
 
 def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:

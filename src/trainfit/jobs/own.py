@@ -30,7 +30,7 @@ from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
-from trainfit.jobs.placement import birthplace, on_device
+from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
@@ -429,7 +429,7 @@ def own_trial(
     plan: Plan, *, task: str, config: dict[str, Any], device: str = "cpu", **_more: Any
 ) -> Any:
     """Build the run of a plan on the job's own data, for the tuner."""
-    from trainfit.jobs.encoder_trial import one_rank
+    from trainfit.jobs.trials import one_rank
     from trainfit.tuning.trial import Setup
 
     plan = one_rank(plan)

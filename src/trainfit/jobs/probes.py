@@ -12,10 +12,10 @@ from trainfit.core.plan_records import Precision
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
-from trainfit.jobs.gpt_plan import stream_is_half
 from trainfit.jobs.models.classifier import build_classifier, classification_loss
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.gpt_model import build_gpt
+from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.varlen import VarlenAttention

@@ -24,9 +24,9 @@ from trainfit.tuning.tuner import MINUTES as MINUTES
 from trainfit.tuning.tuner import RATE
 
 FACTORIES = {
-    "nli": "trainfit.jobs.encoder_trial:encoder_trial",
-    "textclass": "trainfit.jobs.encoder_trial:encoder_trial",
-    "gpt": "trainfit.jobs.gpt_trial:gpt_trial",
+    "nli": "trainfit.jobs.trials:encoder_trial",
+    "textclass": "trainfit.jobs.trials:encoder_trial",
+    "gpt": "trainfit.jobs.trials:gpt_trial",
 }
 OWN_TRIAL = "trainfit.jobs.own:own_trial"
 _MOST_LENGTHS = 1 << 14

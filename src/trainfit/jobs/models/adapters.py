@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
-from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
-from trainfit.planning.estimator.step_work import make_fake
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -128,28 +123,3 @@ class Dora(DoraLinearLayer):
         adapted: Tensor = lora_B(lora_A(x))
         added: Tensor = (scale - 1) * base_result + scale * adapted * scaling
         return added
-
-
-ModuleT = TypeVar("ModuleT", bound=nn.Module)
-
-
-def build_anywhere(build: Callable[[], ModuleT]) -> ModuleT:
-    """What `build` returns; under fake tensors, built on the meta device and made fake after."""
-    mode = detect_fake_mode()
-    if mode is None:
-        return build()
-    with unset_fake_temporarily(), torch.device("meta"):
-        model = build()
-    make_fake(model, mode)
-    return model
-
-
-def unscript(model: nn.Module) -> None:
-    """Replace TorchScript functions in the module of `model` by the Python they were made from.
-
-    The results are the same; TorchScript cannot run on fake tensors.
-    """
-    module = sys.modules[type(model).__module__]
-    for name, function in list(vars(module).items()):
-        if isinstance(function, torch.jit.ScriptFunction):
-            setattr(module, name, getattr(function, "_torchdynamo_inline", function))

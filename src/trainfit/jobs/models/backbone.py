@@ -20,7 +20,7 @@ from torch.nn import functional
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models import sources
-from trainfit.jobs.models.adapters import build_anywhere, unscript
+from trainfit.jobs.models.building import build_anywhere, unscript
 from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
 from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence

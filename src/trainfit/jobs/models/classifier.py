@@ -13,8 +13,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs.models.adapters import build_anywhere, checkpoint_blocks, train_by
+from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_obstacle, traits_of
+from trainfit.jobs.models.building import build_anywhere
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
 from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.supported import use_liger

@@ -1,4 +1,4 @@
-"""A classifier for a trial: random weights, made-up tokens of the data's lengths, the real loop."""
+"""Jobs as trials of the tuner: random weights, synthetic tokens, and the loop of a real run."""
 
 from __future__ import annotations
 
@@ -16,19 +16,23 @@ from trainfit.data.tokens import Tokens
 from trainfit.jobs import job_plan
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.encoder import encoder_settings, model_decisions
+from trainfit.jobs.gpt import build, gpt_settings, shape_of
+from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
-from trainfit.jobs.placement import on_device
+from trainfit.jobs.pretraining import GptTask
 from trainfit.tuning.trial import Setup
 
 _SPECIAL = 5
-"""Ids below are a model's own: padding, beginning, end."""
+"""Smaller token ids are special in most models: padding, beginning, end."""
+_STEPS = 64
+"""Steps in a synthetic epoch of a GPT: a new epoch within a trial would cost time."""
 
 
 def encoder_trial(
     plan: Plan, *, task: str, config: dict[str, Any], lengths: list[int], device: str = "cpu"
 ) -> Setup:
-    """The run of a plan on sequences that are as long as the user's and say nothing."""
+    """Build the run of a plan on random sequences that are as long as the user's."""
     plan = one_rank(plan)
     asked = codec.decode(SCHEMAS[task], config, "the configuration")
     assert not isinstance(asked, GptConfig)
@@ -38,7 +42,7 @@ def encoder_trial(
             "train it, or set model.freeze_encoder=false",
         )
     settings = settings_from(asked.model, weights="random", **model_decisions(plan))
-    tokens = made_up(lengths, job_plan.model_facts(asked.model.name).vocabulary)
+    tokens = synthetic_tokens(lengths, job_plan.model_facts(asked.model.name).vocabulary)
     made = ClassifierTask(
         on_device(device, lambda: build_classifier(settings)),
         tokens,
@@ -50,14 +54,43 @@ def encoder_trial(
     return Setup(made, loop, job_plan.runtime_settings(asked, plan))
 
 
+def gpt_trial(
+    plan: Plan,
+    *,
+    task: str,
+    config: dict[str, Any],
+    lengths: list[int] | None = None,
+    device: str = "cpu",
+) -> Setup:
+    """Build the run of a plan on random blocks; `lengths` can only be the blocks' length."""
+    plan = one_rank(plan)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    assert isinstance(asked, GptConfig)
+    block = asked.data.max_length
+    assert lengths is None or set(lengths) == {block}
+    count = _STEPS * plan.effective_batch_size * block + 1
+    words = shape_of(asked).vocab_size
+    ids = np.random.default_rng(0).integers(0, words, count, dtype=np.uint32)
+    made = GptTask(
+        on_device(device, lambda: build(asked, plan)),
+        ids,
+        ids[: block + 1],
+        block_size=block,
+        effective_batch=plan.effective_batch_size,
+        seed=asked.seed,
+    )
+    loop = gpt_settings(asked, plan, device=device, ranks=1)
+    return Setup(made, loop, job_plan.runtime_settings(asked, plan))
+
+
 def one_rank(plan: Plan) -> Plan:
-    """The share of a step that one of several ranks computes: a trial runs alone."""
+    """Return the plan of one rank's share of a step, since a trial runs on one device."""
     share = math.ceil(plan.effective_batch_size / plan.ranks)
     return replace(plan, effective_batch_size=share, ranks=1, sharding="none")
 
 
-def made_up(lengths: list[int], words: int) -> Tokens:
-    """Random ids with random labels."""
+def synthetic_tokens(lengths: list[int], words: int) -> Tokens:
+    """Draw random ids with random labels."""
     draws = np.random.default_rng(0)
     sizes = np.asarray(lengths, dtype=np.int64)
     return Tokens(
