@@ -16,6 +16,8 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Receipt, ReceiptItem, RunResult
 from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import AttentionPath, RunSetup
+from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.tuned_cache import Interval
 
 OOM = Event(kind="oom", step=200, seconds=31.0, text="cut into 4 micro-batches from here on")
 SKIP = Event(kind="skipped", step=410, seconds=60.0, text="step 410: loss nan; no update")
@@ -68,15 +70,33 @@ RECEIPT = Receipt(
         ),
     ),
 )
-LADDER = {
-    "steps": [
-        {"name": "fp32, padded", "samples_per_second": {"value": 24.0, "low": 23.5, "high": 24.4}},
-        {"name": "+ TF32", "samples_per_second": {"value": 51.0, "low": 49.9, "high": 52.2}},
-        {"name": "+ bf16", "samples_per_second": {"value": 96.0, "low": 94.0, "high": 98.1}},
-        {"name": "+ packing", "samples_per_second": 159.0, "peak_memory_gib": 21.5},
-        {"name": "+ channels last", "samples_per_second": None, "note": "no convolution"},
-    ]
-}
+
+
+def _step(name: str, rate: float | None, low: float = 0.0, high: float = 0.0) -> LadderStep:
+    if rate is None:
+        return LadderStep(name=name, what="", status="skipped", note="no convolution")
+    return LadderStep(
+        name=name,
+        what=name,
+        status="ok",
+        samples_per_second=Interval(value=rate, low=low or rate, high=high or rate),
+        speedup=Interval(value=rate / 24.0, low=rate / 24.0, high=rate / 24.0),
+    )
+
+
+LADDER = Ladder(
+    device="RTX 4090",
+    torch="2.9",
+    taken="2026-11-15",
+    samples_per_step=32,
+    steps=(
+        _step("fp32, padded", 24.0, 23.5, 24.4),
+        _step("+ TF32", 51.0, 49.9, 52.2),
+        _step("+ bf16", 96.0, 94.0, 98.1),
+        replace(_step("+ packing", 159.0), peak_memory_gib=21.5),
+        _step("+ channels last", None),
+    ),
+)
 
 
 def write_rows(path: Path, rows: list[dict[str, Any]]) -> None:
@@ -153,7 +173,7 @@ def write_run(
     if finished:
         write_end(folder, steps, events, results or {})
     RECEIPT.save(folder / "receipt.json")
-    (folder / "ladder.json").write_text(json.dumps(LADDER))
+    LADDER.save(folder / "ladder.json")
     write_predictions(folder / "predictions.csv", len(classes), seed)
     return folder
 

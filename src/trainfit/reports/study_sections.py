@@ -10,9 +10,11 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from trainfit.core import codec
+from trainfit.core.errors import TrainfitError
 from trainfit.core.files import is_file
+from trainfit.reports.ladder_page import times
 from trainfit.reports.model import (
-    MISSING,
     Block,
     Chapter,
     Headline,
@@ -28,7 +30,8 @@ from trainfit.reports.model import (
     cell,
     shown,
 )
-from trainfit.runs.reader import RunFiles, number, read_object
+from trainfit.runs.reader import RunFiles, read_object
+from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 
 _MOST_CURVES = 60
 
@@ -208,73 +211,47 @@ _KEPT, _ASIDE = 0, 7
 
 def ladder_section(run: RunFiles) -> Section | None:
     """Speed and memory, one optimization after another, then the best without each."""
-    steps = _listed(run.ladder, "steps")
-    if not steps:
+    if not run.ladder:
         return None
-    rows = tuple(_speed(step) for step in steps)
+    try:
+        ladder = codec.decode(Ladder, run.ladder)
+    except TrainfitError as error:
+        raise ValueError("ladder.json is of another form") from error
     title = "Samples per second, one optimization after another"
-    blocks: list[Block] = [Intervals(id="ladder", title=title, rows=rows, bars=True)]
-    blocks.append(_table(steps, "over the last"))
-    without = _listed(run.ladder, "without")
-    if without:
-        blocks.append(_table(without, "of the best", "The best without one of them"))
-    unfit = [
-        (str(x.get("name")), str(x.get("reason"))) for x in _listed(run.ladder, "not_applicable")
-    ]
-    if unfit:
-        blocks.append(
-            Table(title="Not applicable", columns=("optimization", "why"), rows=tuple(unfit))
-        )
-    drift = run.ladder.get("drift")
-    if isinstance(drift, Mapping):
-        text = f"The baseline at the end was {_times(drift)} as fast as at first."
+    bars = tuple(map(_speed, ladder.steps))
+    blocks: list[Block] = [Intervals(id="ladder", title=title, rows=bars, bars=True)]
+    blocks.append(_table(ladder.steps, "over the last"))
+    if ladder.without:
+        blocks.append(_table(ladder.without, "of the best", "The best without one of them"))
+    if ladder.not_applicable:
+        rows = tuple((one.name, one.reason) for one in ladder.not_applicable)
+        blocks.append(Table(title="Not applicable", columns=("optimization", "why"), rows=rows))
+    if ladder.drift is not None:
+        text = f"The baseline at the end was {times(ladder.drift)} as fast as at first."
         blocks.append(Remark(text=text))
     return Section(id="ladder", title="Ladder", blocks=tuple(blocks))
 
 
-def _listed(ladder: Mapping[str, Any], name: str) -> list[Mapping[str, Any]]:
-    found = ladder.get(name)
-    return [one for one in found if isinstance(one, Mapping)] if isinstance(found, list) else []
-
-
-def _table(steps: Sequence[Mapping[str, Any]], against: str, title: str = "") -> Table:
-    first = next((value for step in steps if (value := _speed(step).value)), None)
-    gains = any(step.get("gain") for step in steps)
-    rows = []
-    for step in steps:
-        speed = _speed(step)
-        ratio = speed.value / first if speed.value and first else None
-        rows.append(
-            (
-                speed.label,
-                shown(speed.value, "number"),
-                _times(step.get("speedup") or ratio),
-                *((_times(step.get("gain")),) if gains else ()),
-                shown(number(step.get("peak_memory_gib")), "gib"),
-                str(step.get("note") or step.get("what") or ""),
-            )
+def _table(steps: Sequence[LadderStep], against: str, title: str = "") -> Table:
+    rows = tuple(
+        (
+            step.name,
+            shown(_speed(step).value, "number"),
+            times(step.speedup),
+            times(step.gain),
+            shown(step.peak_memory_gib, "gib"),
+            step.note or step.what,
         )
-    more = (against,) if gains else ()
-    columns = ("optimization", "samples/s", "speed-up", *more, "peak memory", "note")
-    return Table(title=title, columns=columns, rows=tuple(rows))
+        for step in steps
+    )
+    columns = ("optimization", "samples/s", "speed-up", against, "peak memory", "note")
+    return Table(title=title, columns=columns, rows=rows)
 
 
-def _speed(step: Mapping[str, Any]) -> IntervalRow:
-    value, low, high = _interval(step.get("samples_per_second"))
-    color = _KEPT if step.get("kept", True) else _ASIDE
-    return IntervalRow(label=str(step.get("name")), value=value, low=low, high=high, color=color)
-
-
-def _interval(found: Any) -> tuple[float | None, float | None, float | None]:
-    """Value, low and high, each None where it is missing."""
-    if not isinstance(found, Mapping):
-        found = {"value": found}
-    value, low, high = (number(found.get(name)) for name in ("value", "low", "high"))
-    return tuple(v if math.isfinite(v) else None for v in (value, low, high))  # type: ignore[return-value]
-
-
-def _times(found: Any) -> str:
-    value, low, high = _interval(found)
-    if value is None:
-        return MISSING
-    return f"{value:.2f}×" + ("" if low is None or low == high else f" ({low:.2f}–{high:.2f})")
+def _speed(step: LadderStep) -> IntervalRow:
+    color, found = _KEPT if step.kept else _ASIDE, step.samples_per_second
+    if found is None:
+        return IntervalRow(label=step.name, value=None, color=color)
+    return IntervalRow(
+        label=step.name, value=found.value, low=found.low, high=found.high, color=color
+    )
