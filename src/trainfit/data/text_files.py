@@ -23,6 +23,17 @@ from trainfit.data.columnar import check_saved_dataset, read_parquet, read_saved
 Row = tuple[int, dict[str, str]]
 LONGEST_LINE = 64 << 20
 """Most characters of a line or a text; no book has as many."""
+_Rows = Iterator[tuple[int, dict[str, Any]]]
+_HALVES = re.compile("[\ud800-\udfff]")
+_PATHS = "check data.train, data.validation and data.test"
+_LONGEST_NAME = 200
+"""Most characters of a label or group; longer ones are texts in the wrong column."""
+IntArray = NDArray[np.int64]
+_WORD = re.compile(r"[\w.+:/-]{1,40}")
+_LONGEST, _MOST_WORDS = 100, 12
+"""Most characters and words of a class name; longer ones are texts in the wrong column."""
+_FEW = 20
+"""Number of classes that may have one row each."""
 _MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",
     codecs.BOM_UTF32_BE: "UTF-32",
@@ -107,13 +118,6 @@ def _place(path: Path, header: list[str], names: str | tuple[str, ...]) -> int:
     return places[0]
 
 
-_Rows = Iterator[tuple[int, dict[str, Any]]]
-_HALVES = re.compile("[\ud800-\udfff]")
-_PATHS = "check data.train, data.validation and data.test"
-_LONGEST_NAME = 200
-"""Most characters of a label or group; longer ones are texts in the wrong column."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Columns:
     """Names of the columns."""
@@ -145,13 +149,14 @@ def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chun
             f"text and label are both the column {columns.text}",
             "name two (data.text_column, data.label_column)",
         )
-    chunk, kinds = Chunk(), _Kinds()
+    chunk = Chunk()
+    kinds: dict[str, int] = {}
     for number, row in _reader(path)(path, columns.names):
         place = f"{path}: row {number}"
         chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
         label, where = row[columns.label], f"{place}, column {columns.label}"
         chunk.labels.append(_name(label, where))
-        kinds.check(label, number, where)
+        _check_kind(kinds, label, number, where)
         if columns.group is not None:
             chunk.groups.append(_name(row[columns.group], f"{place}, column {columns.group}"))
         if len(chunk.texts) == rows:
@@ -272,29 +277,16 @@ def _name(value: Any, place: str) -> str:
     return _characters(name, place)
 
 
-class _Kinds:
-    """Checks that all labels have one type: 1 and "one" would become two classes."""
-
-    def __init__(self) -> None:
-        self._kind, self._row = "", 0
-
-    def check(self, value: Any, row: int, place: str) -> None:
-        kind = {str: "text", bool: "true or false"}.get(type(value), "a number")
-        if self._kind not in ("", kind):
-            raise BadInput(
-                f"{place}: the label is {kind}, but {self._kind} in row {self._row}",
-                "use one kind of label",
-            )
-        if not self._kind:
-            self._kind, self._row = kind, row
-
-
-IntArray = NDArray[np.int64]
-_WORD = re.compile(r"[\w.+:/-]{1,40}")
-_LONGEST, _MOST_WORDS = 100, 12
-"""Most characters and words of a class name; longer ones are texts in the wrong column."""
-_FEW = 20
-"""Number of classes that may have one row each."""
+def _check_kind(kinds: dict[str, int], value: Any, row: int, place: str) -> None:
+    """Raise BadInput for labels of two types in a column: 1 and "one" would become two classes."""
+    kind = {str: "text", bool: "true or false"}.get(type(value), "a number")
+    kinds.setdefault(kind, row)
+    if len(kinds) > 1:
+        first = next(iter(kinds))
+        raise BadInput(
+            f"{place}: the label is {kind}, but {first} in row {kinds[first]}",
+            "use one kind of label",
+        )
 
 
 def class_order(names: Iterable[str]) -> list[str]:

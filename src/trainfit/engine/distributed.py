@@ -232,46 +232,6 @@ def gather(world: World, text: str) -> list[str]:
     ]
 
 
-_Gap = tuple[torch.cuda.Event, torch.cuda.Event, float]
-
-
-class Waits:
-    """Adds up the time that a window of steps waited for data."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._last: torch.cuda.Event | None = None
-        self._gaps: list[_Gap] = []
-
-    def begin(self, waited: float) -> None:
-        """Note the start of a step whose data took `waited` seconds to arrive."""
-        if not self._on_gpu:
-            self._seconds += waited
-        elif self._last is not None:
-            self._gaps.append((self._last, _mark(), waited))
-
-    def end(self) -> None:
-        """Note that the step's work is queued on the device."""
-        if self._on_gpu:
-            self._last = _mark()
-
-    def take(self) -> float:
-        """Return the seconds waited since the last call; the device must be idle."""
-        for end, begin, waited in self._gaps:
-            idle = end.elapsed_time(begin) / 1e3
-            self._seconds += min(waited, idle)
-        seconds, self._seconds = self._seconds, 0.0
-        self._last, self._gaps = None, []
-        return seconds
-
-
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
-
-
 @dataclass(slots=True)
 class StopRequest:
     """Name of the signal that asked the run to stop, if any did."""
