@@ -120,13 +120,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 @click.option("--seed", default=0, show_default=True, type=SEED)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for a program.")
 def sample(
-    run: str,
-    prompt: str,
-    tokens: int,
-    temperature: float,
-    top_k: int,
-    seed: int,
-    as_json: bool,
+    run: str, prompt: str, tokens: int, temperature: float, top_k: int, seed: int, as_json: bool
 ) -> None:
     """Text from a trained GPT.
 

@@ -34,12 +34,7 @@ COMMANDS = {
     "doctor": "Find faults here, in a log or in a run, and how to fix them.",
     "completion": "The script that lets a shell complete trainfit's words.",
 }
-_PLACES = {
-    "init": "config",
-    "watch": "report",
-    "predict": "inference",
-    "sample": "inference",
-}
+_PLACES = {"init": "config", "watch": "report", "predict": "inference", "sample": "inference"}
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
 _LONGEST_LINE = 1000

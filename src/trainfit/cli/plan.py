@@ -27,27 +27,14 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
 @click.option("--model", metavar="NAME", help="A name of the catalogue or the hub, or a folder.")
-@click.option(
-    "--memory",
-    type=ABOVE_0,
-    metavar="GIB",
-    help="Use no more of the GPU than this.",
-)
+@click.option("--memory", type=ABOVE_0, metavar="GIB", help="Use no more of the GPU than this.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw memory against batch size, as SVG or PNG."
 )
-@click.option(
-    "--watts",
-    type=ABOVE_0,
-    help="What the machine draws, for the energy of the run.",
-)
-@click.option(
-    "--price",
-    type=ABOVE_0,
-    help="What an hour costs, for the cost of the run.",
-)
+@click.option("--watts", type=ABOVE_0, help="What the machine draws, for the energy of the run.")
+@click.option("--price", type=ABOVE_0, help="What an hour costs, for the cost of the run.")
 def command(
     task: str,
     overrides: tuple[str, ...],

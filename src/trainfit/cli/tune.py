@@ -21,10 +21,7 @@ if TYPE_CHECKING:
 @overrides_argument()
 @config_option
 @click.option(
-    "--minutes",
-    type=ABOVE_0,
-    help="The time to keep to: 3, or 10 for the ladder.",
-    metavar="N",
+    "--minutes", type=ABOVE_0, help="The time to keep to: 3, or 10 for the ladder.", metavar="N"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 @click.option("--ladder", is_flag=True, help="Measure what each optimization gives, one by one.")

@@ -257,52 +257,48 @@ force: tune first, for three minutes. off: the planner's settings alone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NliConfig:
+class RunConfig:
+    """Keys of every run."""
+
+    seed: Seed
+    runs_dir: Place
+    """The folder that run folders are made in."""
+    tracking: Tracking
+    tune: Tuning
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EncoderRunConfig(RunConfig):
+    """Keys of a classification job."""
+
+    baselines: bool
+    """Score the majority class and a bag of words beside the model."""
+    device: DeviceConfig
+    model: EncoderModel
+    data: NliData | TextclassData
+    training: Training
+    optimization: Optimization
+    cv: CrossValidation
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NliConfig(EncoderRunConfig):
     """`trainfit … nli`."""
 
-    seed: Seed
-    runs_dir: Place
-    """The folder that run folders are made in."""
-    tracking: Tracking
-    tune: Tuning
-    baselines: bool
-    """Score the majority class and a bag of words beside the model."""
-    device: DeviceConfig
-    model: EncoderModel
     data: NliData
-    training: Training
-    optimization: Optimization
-    cv: CrossValidation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextclassConfig:
+class TextclassConfig(EncoderRunConfig):
     """`trainfit … textclass`."""
 
-    seed: Seed
-    runs_dir: Place
-    """The folder that run folders are made in."""
-    tracking: Tracking
-    tune: Tuning
-    baselines: bool
-    """Score the majority class and a bag of words beside the model."""
-    device: DeviceConfig
-    model: EncoderModel
     data: TextclassData
-    training: Training
-    optimization: Optimization
-    cv: CrossValidation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GptConfig:
+class GptConfig(RunConfig):
     """`trainfit … gpt`."""
 
-    seed: Seed
-    runs_dir: Place
-    """The folder that run folders are made in."""
-    tracking: Tracking
-    tune: Tuning
     device: DeviceConfig
     model: GptModel
     data: TextData
@@ -311,14 +307,9 @@ class GptConfig:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class OwnConfig:
+class OwnConfig(RunConfig):
     """`trainfit … module:Class`; the fields of the job's own Config stand beside these as `job`."""
 
-    seed: Seed
-    runs_dir: Place
-    """The folder that run folders are made in."""
-    tracking: Tracking
-    tune: Tuning
     device: DeviceConfig
     training: Training
     optimization: Optimization

@@ -1,6 +1,6 @@
-"""A configuration to start from: every key of a task, with what the schema says of it.
+"""Configuration files: the commented file of `trainfit init`, and reading a user's file.
 
-All values are commented out, so that what a person does not touch stays with presets and planner.
+All values are commented out, so that untouched keys are left to the presets and the planner.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _WIDTH = 98
 
 
 def starting_file(task: str, name: str) -> str:
-    """The text of the file that `trainfit init` writes under `name`."""
+    """Text of the file that `trainfit init` writes under `name`."""
     composed = compose(task)
     lines = [
         f"# The keys of {task}, with their defaults. Take the # from a line such as #seed: 42 to",
@@ -43,18 +43,18 @@ def starting_file(task: str, name: str) -> str:
 
 
 def field_texts(kind: type) -> dict[str, str]:
-    """The docstring under each field of a dataclass."""
-    [body] = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
-    assert isinstance(body, ast.ClassDef)
+    """Docstrings under the fields of a dataclass, those of its base classes included."""
     texts = {}
-    for field, below in zip(body.body, body.body[1:], strict=False):
-        if (
-            isinstance(field, ast.AnnAssign)
-            and isinstance(field.target, ast.Name)
-            and isinstance(below, ast.Expr)
-            and isinstance(below.value, ast.Constant)
-        ):
-            texts[field.target.id] = inspect.cleandoc(str(below.value.value))
+    for owner in reversed([base for base in kind.__mro__ if is_dataclass(base)]):
+        [body] = ast.parse(textwrap.dedent(inspect.getsource(owner))).body
+        assert isinstance(body, ast.ClassDef)
+        for field, below in zip(body.body, body.body[1:], strict=False):
+            match field, below:
+                case (
+                    ast.AnnAssign(target=ast.Name(id=name)),
+                    ast.Expr(value=ast.Constant(value=str(text))),
+                ):
+                    texts[name] = inspect.cleandoc(text)
     return texts
 
 
@@ -87,17 +87,17 @@ def _comment(text: str, depth: int) -> Iterator[str]:
 
 
 def _plain(value: Any) -> str:
-    """A value as YAML writes it."""
+    """Value in YAML."""
     dumped: str = yaml.safe_dump(value, default_flow_style=True).strip()
     return dumped.removesuffix("...").strip()
 
 
 _MOST = 20
-"""Unknown keys that are named one by one."""
+"""Largest number of unknown keys that are named one by one."""
 
 
 def with_file(task: str, path: Path | None, words: Sequence[str]) -> tuple[str, ...]:
-    """The words of the file at `path`, then those given beside it."""
+    """Words of the file at `path`, then those of the command, which win."""
     if path is None:
         return tuple(words)
     given = {_key(task, word.partition("=")[0]) for word in words}
@@ -110,7 +110,7 @@ def _key(task: str, written: str) -> str:
 
 
 def _read(task: str, path: Path) -> list[tuple[str, Any]]:
-    """The keys and values of the file, or one error that lists every key that is wrong."""
+    """Keys and values of the file, or one error that lists every wrong key."""
     known = (*keys(task), *GROUPS)
     found = list(_flat(read_yaml(path), known))
     unknown = [k for k, _ in found if k not in GROUPS and canonical_key(k, keys(task)) is None]
@@ -134,7 +134,7 @@ def _listed(task: str) -> str:
 def _flat(
     data: Mapping[str, Any], known: Sequence[str], prefix: str = ""
 ) -> Iterator[tuple[str, Any]]:
-    """Dotted keys; a section that says nothing, since all in it is commented out, is left out."""
+    """Dotted keys and values; a section in which all is commented out is left out."""
     for name, value in data.items():
         key = f"{prefix}{name}"
         if isinstance(value, Mapping):

@@ -112,19 +112,9 @@ SETTINGS = (
         hf="tf32",
         receipt="tf32",
     ),
+    Setting(name="packed", field="packed", pinned=False, chosen_by="tune", receipt="packing"),
     Setting(
-        name="packed",
-        field="packed",
-        pinned=False,
-        chosen_by="tune",
-        receipt="packing",
-    ),
-    Setting(
-        name="attention",
-        field="attention",
-        pinned=False,
-        chosen_by="tune",
-        receipt="attention",
+        name="attention", field="attention", pinned=False, chosen_by="tune", receipt="attention"
     ),
     Setting(
         name="attention_kernel",

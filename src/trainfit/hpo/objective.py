@@ -67,12 +67,7 @@ class Objective:
         return job_plan.answer(composed, job.question, self._profile, memory_gib=room)
 
     def train(
-        self,
-        composed: Composed,
-        plan: Plan,
-        fold: int,
-        folder: Path,
-        observers: Sequence[Observer],
+        self, composed: Composed, plan: Plan, fold: int, folder: Path, observers: Sequence[Observer]
     ) -> RunResult:
         """Train a fold for its validation score, and keep nothing of it but its log."""
         return compare_run(

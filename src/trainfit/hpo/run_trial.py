@@ -55,11 +55,7 @@ def run_trial(
 
 
 def _run(
-    open_study: OpenStudy,
-    objective: Objective,
-    claim: Claim,
-    watch: Watch,
-    facts: dict[str, Any],
+    open_study: OpenStudy, objective: Objective, claim: Claim, watch: Watch, facts: dict[str, Any]
 ) -> Outcome:
     setting, trial = open_study.setting, claim.trial
     composed = setting.compose(claim.params)

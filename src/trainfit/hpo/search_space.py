@@ -22,11 +22,7 @@ BATCH = "training.effective_batch_size"
 
 
 def fit_space(
-    space: Mapping[str, Dimension],
-    values: Mapping[str, Any],
-    *,
-    sequences: int,
-    least_steps: int,
+    space: Mapping[str, Dimension], values: Mapping[str, Any], *, sequences: int, least_steps: int
 ) -> tuple[Space, list[str]]:
     """Fit a space to the configured `values` and the data; also return notes on the changes.
 
