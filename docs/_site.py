@@ -33,7 +33,7 @@ _GUIDES = (
     *("tuning", "batch-size", "ladder", "speed", "gpt", "many-gpus", "estimate"),
     *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
 )
-_PYTHON = ("write-a-job", "write-a-task")
+_PYTHON = ("write-a-job",)
 _INSIDE = ("architecture", "sources")
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 

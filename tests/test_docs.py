@@ -40,7 +40,7 @@ SHOWN = [
 
 
 SLOW = {
-    "write-a-task.md",
+    "write-a-job.md",
     "batch-size.md",
     "trainfit plan gpt --gpu a30 --model gpt-small",
     "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20",

@@ -161,13 +161,19 @@ def make_row(
     )
 
 
+def tokens_part(row: TrainRow) -> list[str]:
+    """Tokens per second as text; nothing for samples without lengths, where they say nothing."""
+    same = row.tokens_per_second == row.samples_per_second
+    return [] if same else [f"{row.tokens_per_second:,.0f} tokens/s"]
+
+
 def plain_line(row: TrainRow) -> str:
     """Format a row as a line of train.log."""
     parts = [
         f"step {row.step}/{row.total_steps}: loss {row.loss:.4f}",
         f"lr {row.learning_rate:.2e}",
         f"{row.samples_per_second:.1f} samples/s",
-        f"{row.tokens_per_second:,.0f} tokens/s",
+        *tokens_part(row),
         f"{row.memory_gib:.2f} GiB",
     ]
     if row.grad_norm is not None:

@@ -151,6 +151,7 @@ class PreparedJob:
             unpackable="the job collates its own batches",
             causal=bool((self.lengths == self.lengths[0]).all()),
             pins=pins,
+            indivisible=job.indivisible,
         )
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
@@ -221,7 +222,11 @@ class PreparedJob:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         rate = tuned_plans.tuned_rate(run.plan)
         extras: dict[str, Any] = {
-            "opening": lambda parts: replace(describe(parts), tuned_samples_per_second=rate)
+            "opening": lambda parts: replace(
+                describe(parts),
+                tuned_samples_per_second=rate,
+                samples=int(self.lengths.max()) == 1,
+            )
         }
         if type(self.job).optimizer is not Job.optimizer:
             extras["make_optimizer"] = self._make_optimizer()

@@ -132,6 +132,7 @@ class Run:
     def train(self, fold: int, folder: Path, title: str, *, resume: bool) -> RunResult:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
         first = self.world.first
+        extras = self.prepared.extras(self)
         result = loop.train(
             self.prepared.task(fold, self.plan, self.device),
             self.settings(fold),
@@ -139,11 +140,12 @@ class Run:
             resume=resume,
             observers=self.show.watch(title),
             trackers=self.show.track(folder) if first else (),
-            **self.prepared.extras(self),
+            **extras,
         )
         if first:
             clip = self.prepared.config.training.max_grad_norm
-            save_receipt(folder, self.plan, max_grad_norm=clip)
+            own = "make_optimizer" in extras
+            save_receipt(folder, self.plan, max_grad_norm=clip, own_optimizer=own)
         return result
 
     def best_model(self, build: Callable[[], nn.Module], folder: Path, fold: int = 0) -> nn.Module:

@@ -46,7 +46,13 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
     }
 
 
-def save_receipt(run: Path, plan: Plan, *, max_grad_norm: float | None = None) -> Receipt | None:
+def save_receipt(
+    run: Path,
+    plan: Plan,
+    *,
+    max_grad_norm: float | None = None,
+    own_optimizer: bool = False,
+) -> Receipt | None:
     """Write the receipt of a run; None where no step was profiled.
 
     Damaged evidence, as of a resumed run, is only warned of.
@@ -60,6 +66,8 @@ def save_receipt(run: Path, plan: Plan, *, max_grad_norm: float | None = None) -
         warnings.warn(f"there is no receipt: {reason(error)}", TrainfitWarning, stacklevel=2)
         return None
     wanted = wanted_by(plan, clips=max_grad_norm is not None)
+    if own_optimizer:  # the plan's was not used
+        wanted["fused_optimizer"] = None
     receipt = make_receipt(str(run), evidence, wanted)
     receipt.save(run / RECEIPT, parents=False)
     return receipt

@@ -93,6 +93,8 @@ def _cuttings(
     """Fit the ladder of cuts, from the pinned number of micro-batches on."""
     steps = question.pinned("gradient_accumulation_steps")
     cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, steps)
+    if question.indivisible:
+        cuttings = cuttings[:1]
     count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
     if batch is not None and steps is not None and count > steps:
         raise BadInput(

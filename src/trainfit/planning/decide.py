@@ -90,6 +90,8 @@ def tf32(question: Question, gpu: Gpu | None) -> Choice:
 
 def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
     """Choose packed rows with variable-length attention, or padded ones."""
+    if not question.sized:
+        return Choice(value=False, why="all samples have one size")
     if question.causal:
         return Choice(value=False, why="every sequence is a full block: there is nothing to pack")
     reason = _no_packing(question, gpu, precise)
@@ -126,7 +128,7 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
         return Choice(value="own", why=question.unpackable or "the model's own code")
     where = (
         "the kernel torch chooses"
-        if gpu is None
+        if gpu is None or not question.sized
         else "flash where nothing is padded, else efficient"
     )
     return Choice(value="sdpa", why=where)

@@ -32,7 +32,9 @@ def choices_for(
     length = question.workload.max_length
     batch = decide.pinned(question, "batch_size") or Choice(
         value=max(1, math.ceil(cut.tokens / length)),
-        why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}",
+        why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}"
+        if question.sized
+        else "samples of a micro-batch",
     )
     fill = best.cutting.tokens / best.cutting.computed
     most = question.pinned("micro_batch_tokens")
@@ -47,7 +49,9 @@ def choices_for(
         "batch_size": batch,
         "micro_batch_tokens": Choice(
             value=cut.tokens,
-            why=f"{limit}fitted to the steps: {fill:.1%} of it are tokens of the data",
+            why=f"{limit}fitted to the steps: {fill:.1%} of it are tokens of the data"
+            if question.sized
+            else f"{limit}a sample counts as one token",
         ),
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
@@ -66,8 +70,9 @@ def _accumulation(
     pin = decide.pinned(question, "gradient_accumulation_steps")
     if pin is not None and pin.value == count:
         return pin
+    what = "sequences" if question.sized else "samples"
     if count == 1:
-        return Choice(value=1, why=f"all {total} sequences of a step go through at once")
+        return Choice(value=1, why=f"all {total} {what} of a step go through at once")
     fewer = [
         c
         for c in chosen.candidates
@@ -82,10 +87,11 @@ def _accumulation(
     if count < plain:
         limit = f"since {plain}, which pad less, take the GPU longer to be given"
     else:
-        limit = "fewer do not fit" if tight else "which pads the least"
+        best_cut = "which pads the least" if question.sized else "as asked"
+        limit = "fewer do not fit" if tight else best_cut
     return Choice(
         value=count,
-        why=f"{total} sequences cut into {count} micro-batches, {limit}",
+        why=f"{total} {what} cut into {count} micro-batches, {limit}",
         alternatives=alternatives,
     )
 

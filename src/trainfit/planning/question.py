@@ -48,6 +48,8 @@ class Question(Record):
     """Reason why Liger has no kernels for the model; None: it has."""
     causal: bool = False
     """True for next-token prediction on blocks of one length, without packing or padding."""
+    indivisible: bool = False
+    """A step cannot be cut: its loss does not add up over micro-batches."""
     watts: float | None = None
     price_per_hour: float | None = None
 
@@ -57,6 +59,11 @@ class Question(Record):
             known = [row.name for row in SETTINGS if row.pinned]
             fix = did_you_mean(unknown[0], known, f"these can be pinned: {', '.join(known)}")
             raise BadInput(f"cannot pin {unknown[0]!r}: no such setting", fix)
+
+    @property
+    def sized(self) -> bool:
+        """True where sequences have lengths in tokens; False for samples of one size, as images."""
+        return self.workload.max_length > 1
 
     def pinned(self, name: str) -> Any:
         """Return the value of a pinned setting, or None."""

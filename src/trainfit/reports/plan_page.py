@@ -47,7 +47,7 @@ def plan_page(plan: Plan) -> RenderableType:
     if plan.memory is not None:
         parts += ["", _memory(plan.memory)]
     if plan.time is not None:
-        parts += ["", _time(plan.time)]
+        parts += ["", _time(plan.time, plan.workload.max_length > 1)]
     if plan.measurements:
         parts += ["", terminal.measured_table("Measured", plan.measurements)]
     if plan.advice:
@@ -72,8 +72,10 @@ def verdict(plan: Plan) -> Text:
 def _workload(plan: Plan) -> str:
     load = plan.workload
     ranks = "" if plan.ranks == 1 else f" over {plan.ranks} ranks"
+    sized = load.max_length > 1
+    what = f"sequences of up to {load.max_length:,} tokens" if sized else "samples"
     return (
-        f"{load.sequences:,} sequences of up to {load.max_length:,} tokens, {load.epochs:g} "
+        f"{load.sequences:,} {what}, {load.epochs:g} "
         f"epochs, effective batch {plan.effective_batch_size}{ranks}, method {load.method}"
     )
 
@@ -149,9 +151,9 @@ def _bar(size: float, capacity: float, style: str = "cyan") -> ProgressBar:
     )
 
 
-def _time(time: TimeEstimate) -> RenderableType:
+def _time(time: TimeEstimate, sized: bool) -> RenderableType:
     rows: list[tuple[str, float | None, str]] = [
-        ("tokens/s", time.tokens_per_second, "{:,.0f}"),
+        *([("tokens/s", time.tokens_per_second, "{:,.0f}")] if sized else []),
         ("samples/s", time.samples_per_second, "{:,.1f}"),
         ("MFU", time.mfu, "{:.1%}"),
     ]

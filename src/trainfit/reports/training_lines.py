@@ -20,7 +20,7 @@ from rich.text import Text
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.records import Event, RunResult
-from trainfit.engine.observers import Observer, TrainRow, plain_line
+from trainfit.engine.observers import Observer, TrainRow, plain_line, tokens_part
 from trainfit.engine.trackers import check_installed, gpu_trackers, open_trackers
 from trainfit.hardware.catalogue import find
 from trainfit.jobs.gpt_result import GptResult, iter_line, targets
@@ -203,7 +203,7 @@ def bar_numbers(row: TrainRow) -> str:
     parts = [
         f"loss {row.loss:.4f}",
         f"{row.samples_per_second:,.1f} samples/s",
-        f"{row.tokens_per_second:,.0f} tokens/s",
+        *tokens_part(row),
         *([] if row.mfu is None else [f"mfu {row.mfu:.1%}"]),
         f"{row.memory_gib:.2f} GiB",
         f"{left} left",

@@ -107,6 +107,8 @@ class RunSetup(Record):
     micro_batch_tokens: int
     packed: bool
     compiled: bool
+    samples: bool = False
+    """The job counts samples of one size, such as images, and not tokens."""
     indivisible: str | None = None
     """Reason for which steps are never cut into micro-batches."""
     tuned_samples_per_second: float | None = None
@@ -120,10 +122,12 @@ class RunSetup(Record):
 
     def lines(self) -> Iterator[str]:
         """Sentences for the head of train.log, the terminal and the report."""
+        rows = "packed " if self.packed else "padded "
         yield self._device()
         yield self._tf32()
         yield f"Precision: {self.precision}" + (" with loss scaling" if self.loss_scaling else "")
-        yield self.attention.line(self.device)
+        if not self.samples:
+            yield self.attention.line(self.device)
         yield (
             f"Using {'fused ' if self.fused else ''}{self.optimizer} optimizer"
             f" (lr={self.learning_rate:g}, wd={self.weight_decay:g})"
@@ -134,8 +138,8 @@ class RunSetup(Record):
             f" prefetch_factor={self.prefetch_factor}"
         )
         yield (
-            f"Steps of {self.micro_batches} {'packed' if self.packed else 'padded'} micro-batches"
-            f" of up to {self.micro_batch_tokens:,} tokens,"
+            f"Steps of {self.micro_batches} {'' if self.samples else rows}micro-batches"
+            f" of up to {self.micro_batch_tokens:,} {'samples' if self.samples else 'tokens'},"
             f" {'compiled' if self.compiled else 'not compiled'}"
         )
         if self.ranks > 1:

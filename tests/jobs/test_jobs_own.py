@@ -1,0 +1,264 @@
+"""Jobs of the user's own: the files of docs/jobs through every command."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+import trainfit
+from trainfit.cli.main import run as command
+from trainfit.cli.main import trainfit as cli
+from trainfit.conf import compose
+from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core.plan_records import Plan
+from trainfit.jobs import registry
+from trainfit.jobs.batch_shape import find_shape
+from trainfit.jobs.job import config_class
+from trainfit.jobs.own import prepare
+from trainfit.runs.event_log import METRICS
+
+DOCS = Path(__file__).parents[2] / "docs" / "jobs"
+FAST = ("epochs=1", "device.num_threads=1", "device.mixed_precision=off", "training.num_workers=0")
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with the jobs of the documentation in it."""
+    for path in DOCS.glob("*.py"):
+        shutil.copy(path, tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in ("images", "two_towers", "mine"):
+        sys.modules.pop(name, None)
+
+
+def run(*words: str) -> Any:
+    """Run a command and return its JSON, or its text."""
+    result = CliRunner().invoke(cli, list(words))
+    assert result.exit_code == 0, result.output
+    out = result.stdout
+    return json.loads(out[out.index("{") if "{" in out else 0 :]) if "--json" in words else out
+
+
+@pytest.mark.parametrize(
+    "job",
+    ["images:Images", pytest.param("two_towers:TwoTowers", marks=pytest.mark.soak)],
+)
+def test_every_command_takes_a_job_of_ones_own(here: Path, job: str) -> None:
+    assert run("plan", job, *FAST, "--json")["fits"] is True
+    trained = run("train", job, *FAST, "--json")
+    assert trained["status"] == "finished"
+    assert (Path(trained["run"]) / "export" / "model.safetensors").is_file()
+    tuned = run("tune", job, *FAST, "--minutes", "0.1", "--json")
+    assert tuned["best"]["effective_batch_size"] == (32 if "images" in job else 64)
+    study = run("hpo", job, *FAST, "hpo.trials=2", "--json")
+    assert study["trials"]["complete"] == 2
+    receipt = run("verify", job, "--strict", "--json")
+    assert {item["name"]: item["status"] for item in receipt["items"]}["mixed_precision"] == "off"
+    assert Path(run("report", job).strip().splitlines()[-1]).is_file()
+    if job == "images:Images":
+        bright = torch.zeros(16, 16)
+        bright[8:, 8:] = 1
+        text = json.dumps(bright.flatten().tolist())
+        assert set(json.loads(run("predict", job, "--text", text))[0]) == {"quarter"}
+
+
+def test_the_files_are_short_and_import_only_trainfit_of_ours() -> None:
+    for path in DOCS.glob("*.py"):
+        lines = path.read_text().splitlines()
+        assert len(lines) <= 60
+        ours = [line for line in lines if "trainfit" in line and "import" in line]
+        assert ours == ["import trainfit"]
+
+
+@pytest.mark.soak
+def test_the_job_learns_and_a_python_call_is_the_command(here: Path) -> None:
+    from images import Images
+
+    result = trainfit.train(Images, *FAST[1:])
+    assert result.metrics["accuracy"] > 0.9  # by chance 0.25
+    assert trainfit.verify(Images).run == result.run
+    with pytest.raises(BadInput, match="its own configuration"):
+        trainfit.train(Images, "epochs=2", resume=result.run)
+
+
+def test_a_run_goes_on_to_the_same_bits(here: Path) -> None:
+    words = ("two_towers:TwoTowers", *FAST[1:], "training.checkpoint_steps=4", "tune=off")
+    whole = trainfit.train(*words, "training.max_steps=12")
+    part = trainfit.train(*words, "training.max_steps=12")
+    run_folder = Path(part.run)
+    for name in ("results.json", "result.json"):
+        (run_folder / name).unlink()
+    shutil.rmtree(run_folder / "export")
+    for step in run_folder.glob("checkpoints/*"):
+        if not step.name.endswith("4"):
+            shutil.rmtree(step)
+    again = trainfit.train("two_towers:TwoTowers", resume=run_folder)
+    weights = [(Path(r.run) / "export" / "model.safetensors").read_bytes() for r in (whole, again)]
+    assert weights[0] == weights[1]
+
+
+def test_an_indivisible_step_is_one_micro_batch_whatever_the_memory(here: Path) -> None:
+    composed = compose_own("two_towers:TwoTowers")
+    question = prepare(composed).question()
+    assert question.pins["gradient_accumulation_steps"].value == 1
+    plan = trainfit.plan("two_towers:TwoTowers", gpu="t4")
+    assert (plan.gradient_accumulation_steps, plan.cuts) == (1, (1,))
+
+
+def test_pages_speak_of_samples(here: Path) -> None:
+    result = trainfit.train("images:Images", *FAST)
+    rows = [json.loads(line) for line in (Path(result.run) / METRICS).read_text().splitlines()]
+    assert [row["accuracy"] for row in rows if row["kind"] == "evaluation"]
+    log = (Path(result.run) / "train.log").read_text()
+    assert "samples" in log
+    assert not any(word in log for word in ("tokens", "padded", "attention"))
+    page = run("plan", "images:Images", "--gpu", "t4")
+    assert not any(word in page for word in ("padd", "document", "tokens/s", "sequences"))
+    plan = Plan.load(Path(result.run) / "plan.json")
+    assert plan.memory is None or plan.memory.error_percent is None  # no CNN was recorded
+
+
+def test_an_edited_job_gets_another_plan(here: Path) -> None:
+    before = prepare(compose_own("images:Images")).question()
+    text = (here / "images.py").read_text()
+    (here / "images.py").write_text(text.replace("AvgPool2d(8)", "MaxPool2d(8)"))
+    after = prepare(compose_own("images:Images")).question()
+    assert before.arguments["source"] != after.arguments["source"]
+
+
+def test_fields_become_keys_and_tunables_become_the_space(here: Path) -> None:
+    composed = compose_own("images:Images", "width=24", "lr=0.02")
+    assert composed.values()["job.width"] == 24
+    assert composed.values()["training.learning_rate"] == 0.02
+    job = registry.load("images:Images")
+    config = registry.own_config(job, composed.config)
+    assert (config.width, config.lr, config.effective_batch) == (24, 0.02, 32)
+    from trainfit.conf.search_space_files import compose_study
+
+    space = compose_study("images:Images", []).hpo.space
+    assert {key: (one.kind, one.low, one.high) for key, one in space.items()} == {
+        "training.learning_rate": ("log", 1e-3, 3e-2)
+    }
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        ("nowhere:Job", "no module"),
+        ("images:Nothing", "no trainfit.Job called Nothing"),
+        ("images:nn", "no trainfit.Job called nn"),
+        ("ima ges:Images", "names no job"),
+        ("imagse", "unknown job 'imagse'"),
+    ],
+)
+def test_a_wrong_name_is_one_line(here: Path, capsys: Any, task: str, words: str) -> None:
+    assert command(["train", task]) == 2
+    err = capsys.readouterr().err
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+
+
+MINE = """
+import torch, trainfit
+from torch import nn
+class Mine(trainfit.Job):
+    {body}
+    def data(self, split):
+        return [(torch.full((3,), float(i)), torch.tensor(i % 2)) for i in range(8)]
+    def model(self):
+        return nn.Sequential({first}nn.Linear(3, 2))
+    def loss(self, model, batch):
+        return nn.functional.cross_entropy(model(batch[0]), batch[1], reduction="{reduction}")
+"""
+
+
+def own(here: Path, body: str = "pass", first: str = "", reduction: str = "none") -> None:
+    text = MINE.replace("{body}", body).replace("{first}", first).replace("{reduction}", reduction)
+    (here / "mine.py").write_text(text)
+
+
+@pytest.mark.parametrize(
+    ("body", "reduction", "words"),
+    [
+        ("metric = 'f1'", "none", "give f1 too, which is the metric"),
+        ("pass", "mean", "give one per sample"),
+        ("class Config:\n        width: int", "none", "Mine.Config.width has no default"),
+    ],
+)
+def test_a_mistake_in_the_class_is_one_line(
+    here: Path, capsys: Any, body: str, reduction: str, words: str
+) -> None:
+    own(here, body, reduction=reduction)
+    assert command(["train", "mine:Mine", *FAST[1:]]) == 2
+    err = capsys.readouterr().err.strip().splitlines()
+    assert words in err[-1]
+    assert "Traceback" not in "".join(err)
+
+
+def test_batch_norm_is_noticed(here: Path) -> None:
+    own(here, first="nn.BatchNorm1d(3), ")
+    with pytest.warns(TrainfitWarning, match="the model has BatchNorm"):
+        result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
+    assert "BatchNorm" in (Path(result.run) / "train.log").read_text()
+
+
+def test_the_direction_of_a_metric_follows_its_name_unless_said() -> None:
+    from trainfit.jobs.job import is_greater_better
+
+    class Error(trainfit.Job):
+        metric = "word_error"
+
+    class Said(trainfit.Job):
+        metric = "word_error"
+        greater_is_better = True
+
+    assert (is_greater_better(Error), is_greater_better(Said)) == (False, True)
+
+
+def test_batches_of_any_nesting_come_back_as_they_were() -> None:
+    data = [{"a": torch.full((n,), n), "b": (torch.tensor(n), [torch.zeros(2, 2)])} for n in (2, 5)]
+
+    def collate(items: list[Any]) -> Any:
+        padded = nn.utils.rnn.pad_sequence([item["a"] for item in items], batch_first=True)
+        rest = [torch.stack([item["b"][1][0] for item in items])]
+        return {"a": padded, "b": (torch.stack([item["b"][0] for item in items]), rest)}
+
+    shape = find_shape(collate, data, [2, 5])
+    assert shape.leaves == (
+        (("rows", "width"), "int64"),
+        (("rows",), "int64"),
+        (("rows", 2, 2), "float32"),
+    )
+    batch = collate(data)
+    back = shape.restore(shape.flatten(batch, 2))
+    assert torch.equal(back["a"], batch["a"])
+    assert torch.equal(back["b"][1][0], batch["b"][1][0])
+    assert shape.make(7, 3)["0"].shape == (7, 3)
+
+
+def test_a_config_is_a_frozen_record_with_its_defaults() -> None:
+    class Job(trainfit.Job):
+        class Config:
+            width: int = 3
+            rate: float = trainfit.tunable(0.5, low=0.1, high=1.0)
+
+    config = config_class(Job)()
+    assert (config.width, config.rate) == (3, 0.5)
+    with pytest.raises(AttributeError):
+        config.width = 4
+
+
+def compose_own(task: str, *words: str) -> Any:
+    registry.check_job(task)
+    return compose(task, list(words))
