@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -95,18 +95,6 @@ class Profiling:
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results
         return read(results.events()) if results is not None else Trace()
-
-
-@contextmanager
-def traced() -> Iterator[Trace]:
-    """Trace the block; the trace is complete when the block has ended."""
-    trace = Trace()
-    profiling = Profiling()
-    try:
-        yield trace
-    finally:
-        seen = profiling.end()
-        trace.operators, trace.kernels = seen.operators, seen.kernels
 
 
 def cuda_in_use() -> bool:

@@ -24,15 +24,6 @@ DEPTHS = (2, 3)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Arguments of a step to estimate."""
-
-    arguments: dict[str, Any]
-    depth: int | None = None
-    """Layers to build; None: all of them."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Taken:
     """Memory of a step on one GPU in bytes, and its operations; extrapolated values are floats."""
 
@@ -61,7 +52,7 @@ def take(
     """
     if layers <= DEPTHS[1] or any(s["checkpointing"] == "selective" for s in shapes):
         return [exactly(factory, shape, targets) for shape in shapes]
-    asked = [Shape(arguments=shape, depth=depth) for shape in shapes for depth in DEPTHS]
+    asked = [shape | {"depth": depth} for shape in shapes for depth in DEPTHS]
     answers = _ask(factory, asked, targets)
     pairs = zip(answers[::2], answers[1::2], strict=True)
     return [
@@ -72,7 +63,7 @@ def take(
 
 def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) -> list[Taken]:
     """Estimate a shape with all its layers."""
-    return _whole(_ask(factory, [Shape(arguments=shape)], targets)[0])
+    return _whole(_ask(factory, [shape], targets)[0])
 
 
 def both(
@@ -85,7 +76,7 @@ def both(
     """Extrapolate one shape and run another in full, at the same time."""
     if layers <= DEPTHS[1]:
         return exactly(factory, shape, targets), exactly(factory, whole_shape, targets)
-    asked = [Shape(arguments=whole_shape), *(Shape(arguments=shape, depth=d) for d in DEPTHS)]
+    asked = [whole_shape, *(shape | {"depth": depth} for depth in DEPTHS)]
     whole, small, large = _ask(factory, asked, targets)
     told = [_extrapolated(small, large, at, layers) for at in range(len(targets))]
     return told, _whole(whole)
@@ -136,16 +127,12 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
     )
 
 
-def _ask(factory: str, shapes: Sequence[Shape], targets: tuple[Target, ...]) -> list[Answer]:
+def _ask(
+    factory: str, shapes: Sequence[dict[str, Any]], targets: tuple[Target, ...]
+) -> list[Answer]:
     """Answer from the cache where possible, and ask the children for the rest."""
     requests = [
-        Request(
-            task=TaskSpec(
-                factory=factory,
-                arguments=shape.arguments | ({} if shape.depth is None else {"depth": shape.depth}),
-            ),
-            targets=targets,
-        )
+        Request(task=TaskSpec(factory=factory, arguments=shape), targets=targets)
         for shape in shapes
     ]
     places = [

@@ -25,56 +25,18 @@ _MAX_HEAD = 256
 """Largest head size of the flash kernel."""
 
 # Operations that CUDA's autocast computes in fp32 (autocast_mode.h of torch).
-_FP32 = [
-    "acos",
-    "asin",
-    "cosh",
-    "erfinv",
-    "exp",
-    "expm1",
-    "log",
-    "log10",
-    "log2",
-    "log1p",
-    "reciprocal",
-    "rsqrt",
-    "sinh",
-    "tan",
-    "pow.Tensor_Scalar",
-    "pow.Tensor_Tensor",
-    "pow.Scalar",
-    "softplus",
-    "layer_norm",
-    "native_layer_norm",
-    "group_norm",
-    "cosine_similarity",
-    "cosine_embedding_loss",
-    "nll_loss",
-    "nll_loss_nd",
-    "nll_loss2d",
-    "kl_div",
-    "l1_loss",
-    "smooth_l1_loss",
-    "huber_loss",
-    "mse_loss",
-    "binary_cross_entropy_with_logits",
-    "margin_ranking_loss",
-    "logsumexp",
-    "renorm",
-    "dist",
-]
+_FP32 = """
+    acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan
+    pow.Tensor_Scalar pow.Tensor_Tensor pow.Scalar softplus layer_norm native_layer_norm
+    group_norm cosine_similarity cosine_embedding_loss nll_loss nll_loss_nd nll_loss2d
+    kl_div l1_loss smooth_l1_loss huber_loss mse_loss binary_cross_entropy_with_logits
+    margin_ranking_loss logsumexp renorm dist
+"""
 # Operations that it computes in fp32 unless the caller asks for a dtype.
-_FP32_BY_DEFAULT = [
-    "prod",
-    "prod.dim_int",
-    "softmax.int",
-    "log_softmax.int",
-    "cumprod",
-    "cumsum",
-    "sum",
-    "sum.dim_IntList",
-    "linalg_vector_norm",
-]
+_FP32_BY_DEFAULT = """
+    prod prod.dim_int softmax.int log_softmax.int cumprod cumsum sum sum.dim_IntList
+    linalg_vector_norm
+"""
 
 
 class _Registry:
@@ -90,9 +52,9 @@ def install() -> None:
     library: Any = torch.library.Library("aten", "IMPL")  # type: ignore[no-untyped-call]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns of every kernel that is replaced
-        for name in _FP32:
+        for name in _FP32.split():
             library.impl(name, _in_fp32(_overload(name)), "AutocastCPU")
-        for name in _FP32_BY_DEFAULT:
+        for name in _FP32_BY_DEFAULT.split():
             library.impl(name, _fp32_by_default(_overload(name)), "AutocastCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")

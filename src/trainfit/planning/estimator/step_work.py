@@ -87,17 +87,13 @@ def attach(out: Any, values: Any) -> None:
             setattr(getattr(fake, _VALUES).untyped_storage(), _STALE, True)
 
 
-_FREE = frozenset(
-    {
-        aten.empty,
-        aten.empty_strided,
-        aten.empty_like,
-        aten.new_empty,
-        aten.detach,
-        aten.lift_fresh,
-        aten._unsafe_view,
-    }
-)
+def _packets(names: str) -> frozenset[Any]:
+    return frozenset(getattr(aten, name) for name in names.split())
+
+
+_FREE = _packets("""
+    empty empty_strided empty_like new_empty detach lift_fresh _unsafe_view
+""")
 """Operations without a kernel, as views are."""
 _PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
 _PRODUCTS_OF = {
@@ -110,19 +106,10 @@ _PRODUCTS_OF = {
 """Matrix products per tile of scores, where not two, or five in the backward pass."""
 _BACKWARD = 5
 """Two for each product of the forward pass, and the scores again."""
-_SLOW = frozenset(
-    {
-        aten.sum,
-        aten.native_layer_norm_backward,
-        aten.embedding_dense_backward,
-        aten.gather,
-        aten.scatter,
-        aten.scatter_add,
-        aten.index_put,
-        aten._foreach_norm,
-        aten.linalg_vector_norm,
-    }
-)
+_SLOW = _packets("""
+    sum native_layer_norm_backward embedding_dense_backward gather scatter scatter_add
+    index_put _foreach_norm linalg_vector_norm
+""")
 """Reductions over long strides and scattered reads: well below the bandwidth of a plain copy."""
 
 _UPDATES = ("_foreach_", "_fused_")
