@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular, checksum, open_regular
 from trainfit.data.columnar import check_saved_dataset, read_parquet, read_saved_dataset
+from trainfit.data.folds import IntArray
 
 Row = tuple[int, dict[str, str]]
 LONGEST_LINE = 64 << 20
@@ -28,7 +28,6 @@ _HALVES = re.compile("[\ud800-\udfff]")
 _PATHS = "check data.train, data.validation and data.test"
 _LONGEST_NAME = 200
 """Most characters of a label or group; longer ones are texts in the wrong column."""
-IntArray = NDArray[np.int64]
 _WORD = re.compile(r"[\w.+:/-]{1,40}")
 _LONGEST, _MOST_WORDS = 100, 12
 """Most characters and words of a class name; longer ones are texts in the wrong column."""

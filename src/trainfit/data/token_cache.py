@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,8 +49,6 @@ _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
 """Bytes of a file from which several processes are faster than one."""
 _Encoded = tuple[NDArray[np.int32], NDArray[np.int32]]
-_IN_WORKER: dict[str, Any] = {}
-"""Tokenizer and length, sent to a worker process once and not with every chunk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,7 +101,7 @@ def tokenize_file(
         chunks = read_chunks(path, columns)
         count = _processes(path) if processes is None else processes
         pairs = ((chunk, chunk.texts) for chunk in chunks)
-        encoded = map_in_order(pairs, _work, count, _start_worker, (tokenizer, max_length))
+        encoded = map_in_order(pairs, partial(_encode, tokenizer, max_length), count)
         _make(folder, path, encoded, check, progress)
         found = _open(folder)
     if found is None:
@@ -133,15 +131,10 @@ def _processes(path: Path) -> int:
     return 1 if size < _LARGE else allowed_by_affinity()
 
 
-def _start_worker(tokenizer: Tokenizer, max_length: int) -> None:
-    _IN_WORKER.update(tokenizer=tokenizer, max_length=max_length)
-
-
-def _work(texts: list[str]) -> _Encoded:
+def _encode(tokenizer: Tokenizer, max_length: int, texts: list[str]) -> _Encoded:
     """Token ids of the texts end to end, and the length of each."""
-    ids = encode_texts(_IN_WORKER["tokenizer"], texts, _IN_WORKER["max_length"])
-    encoded = [np.array(one, dtype=np.int32) for one in ids]
-    return np.concatenate(encoded), np.array([one.size for one in encoded], dtype=np.int32)
+    ids = [np.array(one, dtype=np.int32) for one in encode_texts(tokenizer, texts, max_length)]
+    return np.concatenate(ids), np.array([one.size for one in ids], dtype=np.int32)
 
 
 def _make(

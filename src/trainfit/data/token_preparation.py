@@ -13,8 +13,9 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,8 +51,6 @@ _LEARNED_FROM = 1 << 30
 """Most bytes that a tokenizer is learned from; larger corpora are sampled."""
 _TOGETHER = 1 << 20
 """Characters sent to a process at a time."""
-_IN_WORKER: dict[str, Any] = {}
-"""Tokenizer of a worker process."""
 _Encoded = list[NDArray[np.uint32]]
 
 
@@ -132,7 +131,7 @@ def _prepare(
         made = _tokenizer(files, total, how, tokenizer, progress)
         made.save(str(building / TOKENIZER))
         count = processes or (allowed_by_affinity() if total >= _LARGE else 1)
-        encoded = _encode(files, how, building / TOKENIZER, count)
+        encoded = _encode(files, how, made, count)
         header = _write(building, encoded, made, how, lambda done: progress("tokens", done, total))
         (building / META).write_text(header.to_json() + "\n")
         if output.is_dir():
@@ -174,11 +173,11 @@ def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
 
 
 def _encode(
-    files: Sequence[Path], how: Preparation, tokenizer: Path, processes: int
+    files: Sequence[Path], how: Preparation, tokenizer: Tokenizer, processes: int
 ) -> Iterator[tuple[Piece, NDArray[np.uint32]]]:
     """Yield each piece with its tokens, in order."""
     groups = ((group, [piece.text for piece in group]) for group in _grouped(_pieces(files, how)))
-    for pieces, encoded in map_in_order(groups, _work, processes, _start_worker, (tokenizer,)):
+    for pieces, encoded in map_in_order(groups, partial(_work, tokenizer), processes):
         yield from zip(pieces, encoded, strict=True)
 
 
@@ -196,15 +195,9 @@ def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
         yield group
 
 
-def _start_worker(tokenizer: Path) -> None:
-    _IN_WORKER["tokenizer"] = load_bpe(tokenizer)
-
-
-def _work(texts: list[str]) -> _Encoded:
-    made = _IN_WORKER["tokenizer"]
-    return [
-        np.array(made.encode(text, add_special_tokens=False).ids, dtype=np.uint32) for text in texts
-    ]
+def _work(tokenizer: Tokenizer, texts: list[str]) -> _Encoded:
+    encoded = (tokenizer.encode(text, add_special_tokens=False) for text in texts)
+    return [np.array(one.ids, dtype=np.uint32) for one in encoded]
 
 
 class _Written:

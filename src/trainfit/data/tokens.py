@@ -17,14 +17,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
+from trainfit.data.folds import IntArray
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
 T = TypeVar("T")
 R = TypeVar("R")
-IntArray = NDArray[np.int64]
 Indices = Sequence[int] | IntArray
+_WORK: list[Callable[[list[str]], Any]] = []
+"""Work of this process, where it is a worker of `map_in_order`."""
 _CHUNK = 1024
 """Sequences given to the tokenizer at once."""
 
@@ -136,31 +138,34 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) ->
 
 
 def map_in_order(
-    items: Iterable[tuple[T, list[str]]],
-    work: Callable[[list[str]], R],
-    processes: int,
-    start: Callable[..., None],
-    args: tuple[Any, ...],
+    items: Iterable[tuple[T, list[str]]], work: Callable[[list[str]], R], processes: int
 ) -> Iterator[tuple[T, R]]:
     """Yield each item with the result of `work` on its texts, in order.
 
-    A process begins with `start(*args)`. With several of them, only a few items are under way.
+    With several processes, `work` is sent to each once, and only a few items are under way.
     """
     if processes == 1:
-        start(*args)
         for item, texts in items:
             yield item, work(texts)
         return
     # A fork of a process that has threads, as torch and tokenizers start them, may hang.
-    with ProcessPoolExecutor(processes, get_context("spawn"), start, args) as pool:
+    with ProcessPoolExecutor(processes, get_context("spawn"), _start, (work,)) as pool:
         waiting: deque[tuple[T, Future[R]]] = deque()
         for item, texts in items:
-            waiting.append((item, pool.submit(work, texts)))
+            waiting.append((item, pool.submit(_run, texts)))
             if len(waiting) > 2 * processes:
                 first, future = waiting.popleft()
                 yield first, future.result()
         for last, future in waiting:
             yield last, future.result()
+
+
+def _start(work: Callable[[list[str]], Any]) -> None:
+    _WORK[:] = [work]
+
+
+def _run(texts: list[str]) -> Any:
+    return _WORK[0](texts)
 
 
 def tokenize_pairs(
