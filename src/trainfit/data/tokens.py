@@ -17,13 +17,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
-from trainfit.data.folds import IntArray
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
 T = TypeVar("T")
 R = TypeVar("R")
+IntArray = NDArray[np.int64]
 Indices = Sequence[int] | IntArray
 _WORK: list[Callable[[list[str]], Any]] = []
 """Work of this process, where it is a worker of `map_in_order`."""
