@@ -14,7 +14,7 @@ from trainfit.planning.cuts import FixedSettings, Selection
 from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
 from trainfit.planning.estimator.step_time import recorded_time_error
-from trainfit.planning.fit import MODES, Speed, StepCandidate
+from trainfit.planning.fit import MODES, PARTS, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
 
 
@@ -230,17 +230,11 @@ def memory_of(
 ) -> MemoryEstimate:
     """Build the memory estimate of a candidate."""
     taken = best.taken
+    reserved = min(taken.peak_reserved, target.capacity) if fits else taken.peak_reserved
     return MemoryEstimate(
-        weights_gib=taken.weights / GIB,
-        adapters_gib=taken.adapters / GIB,
-        gradients_gib=taken.gradients / GIB,
-        optimizer_gib=taken.optimizer / GIB,
-        activations_gib=taken.activations / GIB,
-        workspace_gib=taken.workspace / GIB,
+        **{f"{name}_gib": getattr(taken, name) / GIB for name in PARTS},
         peak_allocated_gib=taken.peak_allocated / GIB,
-        peak_reserved_gib=min(taken.peak_reserved, target.capacity) / GIB
-        if fits
-        else taken.peak_reserved / GIB,
+        peak_reserved_gib=reserved / GIB,
         capacity_gib=target.capacity / GIB,
         fits=taken.peak_allocated <= target.capacity if fits is None else fits,
         error_percent=None

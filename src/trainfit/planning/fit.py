@@ -20,6 +20,8 @@ from trainfit.planning.estimator.step_time import Seconds, count_flops, rates, s
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
+PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
+"""Uses of a step's memory."""
 _LOOKED_AT = 64
 """Steps of an epoch that are cut to find the shapes of micro-batches."""
 _WORTH_IT = 0.95
@@ -252,13 +254,10 @@ def _run(candidate: StepCandidate, taken: Taken, speed: Speed) -> StepCandidate:
 
 
 def _between(low: Taken, high: Taken, share: float) -> Taken:
-    def line(name: str) -> float:
-        first: float = getattr(low, name)
-        second: float = getattr(high, name)
-        return first + share * (second - first)
-
-    names = ("weights", "adapters", "gradients", "optimizer", "activations", "workspace")
-    between: dict[str, Any] = {n: line(n) for n in (*names, "peak_allocated", "peak_reserved")}
+    between: dict[str, Any] = {
+        name: getattr(low, name) + share * (getattr(high, name) - getattr(low, name))
+        for name in (*PARTS, "peak_allocated", "peak_reserved")
+    }
     return replace(
         low,
         **between,
