@@ -44,7 +44,7 @@ def test_every_page_is_in_a_menu(site: Path):
 def test_the_api_page_has_every_public_name(site: Path):
     page = (site / "api.html").read_text()
     for name in set(trainfit.__all__) - {"__version__"}:
-        assert f'id="trainfit{name}"' in page, name
+        assert f'id="trainfit{name.lower()}"' in page, name
 
 
 def test_the_search_index_has_every_page_and_no_request_is_needed_for_it(site: Path):
