@@ -80,6 +80,11 @@ def test_a_log_that_was_cut_back_is_read_anew(growing: Path):
     assert (standing.step, len(standing.losses)) == (40, 40)
 
 
+def test_lines_for_people_are_no_events(growing: Path):
+    (growing / "train.log").write_text("2026-11-15 08:00:00 oom at step 3: memory ran out\n")
+    assert Watcher(growing).look().events == ()
+
+
 def test_a_tail_of_nothing_is_empty(tmp_path: Path):
     assert Tail(tmp_path / "none").rows() == ([], False)
 
