@@ -125,6 +125,17 @@ def test_the_ladder_has_its_intervals_and_speed_ups(made: Report):
     assert table["rows"][4][5] == "no convolution"
 
 
+def test_a_job_of_ones_own_is_shown_by_its_own_metric(tmp_path: Path, make_plan: Make):
+    own = {"metric": "recall_at_1", "metrics": {"recall_at_1": 0.75, "loss": 0.5}}
+    folders = [write_run(tmp_path / name, make_plan(), results=own) for name in ("a", "b")]
+    made = report(*folders)
+    table = sections(made, 1)["scores"][0]
+    assert table["columns"] == ["", "recall at 1", "loss"]
+    assert table["rows"][0] == ["model", "0.7500", "0.5000"]
+    assert made.chapters[1].headlines[0].label == "recall_at_1"
+    assert figure(made, "compared-recall_at_1")["rows"][1]["value"] == 0.75
+
+
 def test_three_classes_are_each_against_the_rest(tmp_path: Path, make_plan: Make):
     folder = write_run(tmp_path / "textclass-1", make_plan(), classes=("red", "green", "blue"))
     made = report(folder)

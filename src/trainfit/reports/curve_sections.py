@@ -178,7 +178,8 @@ def _plot(
 def _measures(run: RunFiles) -> list[PlotSpec]:
     """Figures of the evaluations, the main ones first."""
     names = dict.fromkeys(name for part in run.parts for name in part.evaluations)
-    first = [name for name in _CHOSEN if name in names]
+    first = [name for name in (*_CHOSEN, run.results.get("metric")) if name in names]
+    first = list(dict.fromkeys(first))
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
     chosen = first if first and first != ["loss"] else [*first, *rest]
     titles = {"f1": "F1", "auc": "AUC", "val_loss": "loss"}
@@ -288,7 +289,9 @@ def comparison(runs: Sequence[RunFiles]) -> Chapter:
 def main_score(run: RunFiles) -> tuple[str, IntervalRow] | None:
     """Main score of a run, with its interval where there are folds."""
     metrics = run.results.get("metrics") or {}
-    for name, label in (("f1", "F1"), ("val_loss", "validation loss")):
+    own = run.results.get("metric")  # of a job of the user's own
+    names = {str(own): str(own)} if own else {"f1": "F1", "val_loss": "validation loss"}
+    for name, label in names.items():
         value = metrics.get(name, run.results.get(name))
         if value is not None:
             low, high = (metrics.get("ci95") or {}).get(name) or (None, None)
@@ -334,14 +337,19 @@ def _table(runs: Sequence[RunFiles]) -> Table:
 def _scores(runs: Sequence[RunFiles]) -> list[Block]:
     found = [main_score(run) for run in runs]
     blocks: list[Block] = []
-    for label in ("F1", "validation loss"):
+    for label in dict.fromkeys(score[0] for score in found if score is not None):
         rows = [
             replace(s[1], color=at) for at, s in enumerate(found) if s is not None and s[0] == label
         ]
         if rows:
             top = 1.0 if label == "F1" else None
             blocks.append(
-                Intervals(id=f"compared-{label[:2]}", title=label, rows=tuple(rows), top=top)
+                Intervals(
+                    id=f"compared-{label[:2] if ' ' in label else label}",
+                    title=label,
+                    rows=tuple(rows),
+                    top=top,
+                )
             )
     return blocks
 

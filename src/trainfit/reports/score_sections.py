@@ -244,6 +244,8 @@ def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
 def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     rows: list[tuple[Scalar, ...]] = []
     folds: Sequence[Mapping[str, Any]] = metrics.get("folds") or ()
+    own = run.results.get("metric")  # a job of the user's own has figures of its own
+    titles = {name: name.replace("_", " ") for name in metrics} if own else FIGURES
     for number, fold in enumerate(folds, 1):
         rows.append((f"fold {number}", *(four(fold.get(name)) for name in FIGURES)))
     if folds:
@@ -252,12 +254,12 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
         rows.append(("95% interval", *(pair(metrics["ci95"].get(name)) for name in FIGURES)))
         strong = (len(folds),)
     else:
-        rows.append(("model", *(four(metrics.get(name)) for name in FIGURES)))
+        rows.append(("model", *(four(metrics.get(name)) for name in titles)))
         strong = (0,)
     for name, value in (run.results.get("baselines") or {}).items():
         rows.append((BASELINES.get(name, name), four(value), *[""] * (len(FIGURES) - 1)))
     return Table(
-        columns=("", *FIGURES.values()),
+        columns=("", *titles.values()),
         rows=tuple(rows),
         strong=strong,
         note="The interval is Student's t over the folds." if folds else "",
