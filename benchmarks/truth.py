@@ -11,7 +11,6 @@ import numpy as np
 
 import tune
 from trainfit.core.plan_records import TaskSpec
-from trainfit.jobs.tuned_plans import Job
 from trainfit.packing import ladder
 from trainfit.planning.fit import profile_cut
 

@@ -124,7 +124,7 @@ def points(workload: Workload) -> list[dict[str, Scalar]]:
     return found
 
 
-def job_of(workload: Workload, gpu: str | None = None) -> tuned_plans.Job:
+def job_of(workload: Workload, gpu: str | None = None) -> tuned_plans.JobQuestion:
     """The job on sequences of the documents' lengths, here or on a GPU of the catalogue."""
     composed = compose(workload.task, workload.words)
     longest = composed.config.data.max_length
@@ -132,7 +132,7 @@ def job_of(workload: Workload, gpu: str | None = None) -> tuned_plans.Job:
     if workload.sequences is not None:
         lengths = np.random.default_rng(0).permutation(lengths)[: workload.sequences]
     question = job_plan.question(composed, lengths.tolist())
-    return tuned_plans.Job(
+    return tuned_plans.JobQuestion(
         composed=composed, question=question, profile=job_plan.machine(composed, gpu)
     )
 
@@ -154,7 +154,9 @@ def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
     return with_budget(space, plan, whole / count / plan.micro_batch_tokens)
 
 
-def grid(job: tuned_plans.Job, workload: Workload, shown: dict[str, Any], keep: Any) -> None:
+def grid(
+    job: tuned_plans.JobQuestion, workload: Workload, shown: dict[str, Any], keep: Any
+) -> None:
     """Every point once; those that are written down already are left alone."""
     done = shown.setdefault("grid", [])
     known = [one["point"] for one in done]
@@ -169,7 +171,7 @@ def grid(job: tuned_plans.Job, workload: Workload, shown: dict[str, Any], keep: 
             keep()
 
 
-def tune(job: tuned_plans.Job, minutes: float, shown: dict[str, Any], keep: Any) -> None:
+def tune(job: tuned_plans.JobQuestion, minutes: float, shown: dict[str, Any], keep: Any) -> None:
     """The command itself, then its choice and the grid's best in turns."""
 
     def tell(trial: Trial) -> None:
@@ -185,7 +187,9 @@ def tune(job: tuned_plans.Job, minutes: float, shown: dict[str, Any], keep: Any)
         keep()
 
 
-def in_turns(job: tuned_plans.Job, best: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
+def in_turns(
+    job: tuned_plans.JobQuestion, best: Plan, measured: list[dict[str, Any]]
+) -> dict[str, Any]:
     """Two rounds of each, alternating."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     ran = [one for one in measured if one["samples_per_second"] is not None]
@@ -207,7 +211,7 @@ def in_turns(job: tuned_plans.Job, best: Plan, measured: list[dict[str, Any]]) -
 
 def ladder(
     stage: str,
-    job: tuned_plans.Job,
+    job: tuned_plans.JobQuestion,
     minutes: float,
     rows: Sequence[str],
     shown: dict[str, Any],
@@ -241,7 +245,7 @@ def ladder(
     keep()
 
 
-def predicted(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
+def predicted(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) -> None:
     """The memory of each measured step of one shape, by the estimator, which needs no GPU."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     here = job.profile.gpus[0]
@@ -258,7 +262,7 @@ def predicted(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
         keep()
 
 
-def finder(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
+def finder(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) -> None:
     from trainfit.jobs.batch_size import job_of as step_of
     from trainfit.tuning.finder.finder import find
 
@@ -266,12 +270,12 @@ def finder(job: tuned_plans.Job, shown: dict[str, Any], keep: Any) -> None:
     keep()
 
 
-def _children(job: tuned_plans.Job, *more: str, at_most: int = 2) -> Children:
+def _children(job: tuned_plans.JobQuestion, *more: str, at_most: int = 2) -> Children:
     factories = (tuned_plans.FACTORIES[job.composed.task], *more)
     return Children([factory.partition(":")[0] for factory in factories], at_most=at_most)
 
 
-def _try(children: Children, job: tuned_plans.Job, base: Plan, plan: Plan) -> Trial:
+def _try(children: Children, job: tuned_plans.JobQuestion, base: Plan, plan: Plan) -> Trial:
     candidate = TrialCandidate(
         settings=differences(base, plan), plan=plan, task=tuned_plans.trial_task(job)
     )
@@ -339,7 +343,7 @@ def main() -> None:
 
 
 def _stage(
-    stage: str, job: tuned_plans.Job, workload: Workload, asked: Any, shown: Any, keep: Any
+    stage: str, job: tuned_plans.JobQuestion, workload: Workload, asked: Any, shown: Any, keep: Any
 ) -> None:
     if stage == "grid":
         grid(job, workload, shown, keep)

@@ -93,12 +93,12 @@ def predict(
     run: str | Path | type[Job], items: Sequence[Any], *, criterion: str | None = None
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours."""
-    from trainfit.jobs import own
+    from trainfit.jobs import own_steps
     from trainfit.jobs.predict import answer, exports_of
 
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):
-        return own.predict(name_of(run), place, items)  # type: ignore[arg-type]
+        return own_steps.predict(name_of(run), place, items)  # type: ignore[arg-type]
     return answer(exports_of(place), list(items), criterion)
 
 

@@ -31,9 +31,9 @@ WORDS = (
 
 
 @pytest.fixture(scope="module")
-def job() -> tuned_plans.Job:
+def job() -> tuned_plans.JobQuestion:
     composed = compose("nli", WORDS)
-    return tuned_plans.Job(
+    return tuned_plans.JobQuestion(
         composed=composed,
         question=job_plan.question(composed),
         profile=job_plan.machine(composed),
@@ -41,16 +41,16 @@ def job() -> tuned_plans.Job:
 
 
 @pytest.fixture(scope="module")
-def base(job: tuned_plans.Job) -> Plan:
+def base(job: tuned_plans.JobQuestion) -> Plan:
     return job.ask({})
 
 
-def candidate(job: tuned_plans.Job, plan: Plan) -> TrialCandidate:
+def candidate(job: tuned_plans.JobQuestion, plan: Plan) -> TrialCandidate:
     return TrialCandidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
 
 
 def test_times_are_the_clocks_and_peaks_are_the_allocators(
-    job: tuned_plans.Job, base: Plan
+    job: tuned_plans.JobQuestion, base: Plan
 ) -> None:
     began = time.perf_counter()
     found = run_trial(candidate(job, base), steps=20, warm_up=4)
@@ -66,7 +66,9 @@ def test_times_are_the_clocks_and_peaks_are_the_allocators(
     assert torch.cuda.memory_allocated() < 2**26  # nothing else is left for the next one
 
 
-def test_memory_that_really_runs_out_is_an_outcome(job: tuned_plans.Job, base: Plan) -> None:
+def test_memory_that_really_runs_out_is_an_outcome(
+    job: tuned_plans.JobQuestion, base: Plan
+) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 1.5 * 2**30 / total))
     try:
@@ -77,7 +79,7 @@ def test_memory_that_really_runs_out_is_an_outcome(job: tuned_plans.Job, base: P
     assert run_trial(candidate(job, base), steps=3, warm_up=1).status == "ok"
 
 
-def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.Job, base: Plan) -> None:
+def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.JobQuestion, base: Plan) -> None:
     compiled = changed(base, compile=True)
     for _ in range(2):
         torch._dynamo.utils.counters.clear()
@@ -86,7 +88,7 @@ def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.Job, base: Pla
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_a_child_measures_what_this_process_does(job: tuned_plans.Job, base: Plan) -> None:
+def test_a_child_measures_what_this_process_does(job: tuned_plans.JobQuestion, base: Plan) -> None:
     """It may be quicker: steps this short wait for Python, and a process of tests is full."""
     here = run_trial(candidate(job, base), steps=20, warm_up=4)
     with Children(["trainfit.jobs.trials"]) as children:
@@ -115,7 +117,7 @@ def test_tune_keeps_its_time_and_its_choice_is_no_slower_than_the_plan(
 
 
 def test_a_way_of_compiling_that_does_not_exist_is_a_record(
-    job: tuned_plans.Job, base: Plan
+    job: tuned_plans.JobQuestion, base: Plan
 ) -> None:
     found = run_trial(
         candidate(job, replace(base, compile_mode="?", compile=True)), steps=1, warm_up=0

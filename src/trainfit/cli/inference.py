@@ -72,9 +72,9 @@ def predict(
 
 def _own(task: str, run: Path, texts: Sequence[str]) -> list[Any]:
     """Answer by a job of the user's own, whose class the user named."""
-    from trainfit.jobs import own
+    from trainfit.jobs import own_steps
 
-    return own.predict(task, run, [_item(text) for text in texts])
+    return own_steps.predict(task, run, [_item(text) for text in texts])
 
 
 def _item(text: str) -> Any:

@@ -13,7 +13,7 @@ from trainfit.cli.config import config_option
 from trainfit.cli.main import ABOVE_0
 
 if TYPE_CHECKING:
-    from trainfit.jobs.tuned_plans import Job
+    from trainfit.jobs.tuned_plans import JobQuestion
 
 
 @click.command()
@@ -67,7 +67,7 @@ def command(
     return _tune(job, minutes, as_json, output)
 
 
-def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
+def _job(task: str, words: tuple[str, ...], quiet: bool) -> JobQuestion:
     """The job as `train` would begin it: its own data decides the lengths."""
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import configure
@@ -79,11 +79,11 @@ def _job(task: str, words: tuple[str, ...], quiet: bool) -> Job:
         click.echo(f"trainfit: note: {note}", err=True)
     profile = job_plan.machine(composed)
     with terminal.busy("preparing the data", quiet=quiet):
-        job: Job = job_module(task).prepare(composed).tuned_job(profile)
+        job: JobQuestion = job_module(task).prepare(composed).tuned_job(profile)
     return job
 
 
-def _tune(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
+def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import result_data, result_page, trial_line, watched
     from trainfit.jobs.tuned_plans import MINUTES, tune
@@ -100,7 +100,7 @@ def _tune(job: Job, minutes: float | None, as_json: bool, output: Path | None) -
     return 0 if result.samples_per_second is not None else 1
 
 
-def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None) -> int:
+def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import watched
     from trainfit.core import codec
@@ -132,7 +132,7 @@ def _ladder(job: Job, minutes: float | None, as_json: bool, output: Path | None)
     return INTERRUPTED if ladder.ended == "interrupted" else 0
 
 
-def _batch_size(job: Job, as_json: bool, output: Path | None) -> int:
+def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
     from trainfit.core import codec
     from trainfit.jobs.batch_size import job_of
     from trainfit.reports import terminal

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
 
 METRIC = "f1"
-"""Of the positive class, on the validation part: what the best checkpoint is chosen by."""
+"""F1 of the positive class on the validation part: it chooses the best checkpoint."""
 _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
 _SOME = 0.1
 """A step takes the same memory and time whatever the dropout is, as long as there is some."""
@@ -112,12 +112,12 @@ class PreparedEncoder:
         config = replace(config, model=replace(config.model, **some))
         return replace(self, composed=replace(self.composed, config=config))
 
-    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the data's real lengths."""
         _check_vocabulary(self)
         lengths = self.datasets[0].train.lengths.tolist()
         question = job_plan.question(self.composed, lengths)
-        return tuned_plans.Job(
+        return tuned_plans.JobQuestion(
             composed=self.composed, question=question, profile=profile, ranks=ranks
         )
 

@@ -73,7 +73,7 @@ class PreparedGpt:
         """Return the job itself."""
         return self
 
-    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the blocks that there are."""
         config, block = self.config, self.config.data.max_length
         blocks = self.sequences
@@ -83,7 +83,9 @@ class PreparedGpt:
         steps = config.training.max_steps
         epochs = config.training.num_epochs if steps is None else steps * batch / blocks
         asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
-        return tuned_plans.Job(composed=self.composed, question=asked, profile=profile, ranks=ranks)
+        return tuned_plans.JobQuestion(
+            composed=self.composed, question=asked, profile=profile, ranks=ranks
+        )
 
     def facts(self) -> dict[str, Any]:
         """Describe the tokens for data.json."""
@@ -251,11 +253,11 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Peaks:
-    """What the GPUs of the job can do, in TFLOP/s of the dtype in use; None where not known."""
+    """Peak TFLOP/s of the job's GPUs together, in the dtype in use; None where not known."""
 
     datasheet: float | None
     measured: float | None
-    """Of as many GPUs as the one that was measured."""
+    """Measured peak of one GPU times the number of GPUs."""
 
     @classmethod
     def of(cls, plan: Plan, profile: HardwareProfile, world: World, place: torch.device) -> _Peaks:

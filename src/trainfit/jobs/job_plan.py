@@ -218,7 +218,7 @@ def runtime_settings(config: Config, plan: Plan) -> RuntimeSettings:
 
 
 def gpt_sizes(model: GptModel) -> dict[str, Any]:
-    """What of a GPT is set, and not left to its name, the data or the plan."""
+    """Return the sizes of a GPT that are set, and not left to its name, the data or the plan."""
     names = ("n_layer", "n_head", "n_embd", "vocab_size", "loss_chunk")
     found = {name: getattr(model, name) for name in names}
     sizes = {name: value for name, value in found.items() if value not in (None, "auto")}
@@ -253,7 +253,7 @@ def configured_pins(composed: Composed) -> dict[str, Pin]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
-    """What of a model's config decides how it can be planned."""
+    """Facts of a model's config that decide how it can be planned."""
 
     layers: int
     own_gpt: bool

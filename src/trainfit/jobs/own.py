@@ -18,15 +18,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainfit.conf import SCHEMAS, Composed
+from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.plan_records import Plan, Precision, Workload
+from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record, Scalar
-from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
-from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.setup import describe
-from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
@@ -34,7 +32,6 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
-from trainfit.runtime import compile_model
 
 _SAMPLES = 64
 """Samples of the training data whose bytes make its checksum."""
@@ -131,7 +128,7 @@ class PreparedJob:
             epochs = config.training.max_steps * batch / len(self.train)
         return Question(
             task=self.composed.task,
-            factory="trainfit.jobs.own:own_step",
+            factory="trainfit.jobs.own_steps:own_step",
             arguments={
                 "job": self.composed.task,
                 "config": codec.encode(config),
@@ -154,9 +151,9 @@ class PreparedJob:
             indivisible=job.indivisible,
         )
 
-    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question with the machine that it is about."""
-        return tuned_plans.Job(
+        return tuned_plans.JobQuestion(
             composed=self.composed, question=self.question(), profile=profile, ranks=ranks
         )
 
@@ -377,92 +374,3 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
     """Train, judge and export a job; `resume` continues a run."""
     return train_job(composed, lambda _world: prepare(composed), show, resume=resume)
-
-
-def own_step(
-    *,
-    job: str,
-    config: dict[str, Any],
-    batch: dict[str, Any],
-    rows: int,
-    width: int,
-    precision: Precision,
-    micro_batches: int = 1,
-    optimizer: Any = "adamw_fused",
-    device: str = "cpu",
-    compile: bool = False,
-    **_planned: Any,
-) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
-    """Build a job's model and its optimizer step for the planner."""
-    made = _job_of(job, config)
-    shape = codec.decode(BatchShape, batch)
-
-    def loss(model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
-        losses = made.loss(model, shape.restore(leaves))
-        return losses.float().sum()
-
-    def make_step(model: nn.Module) -> Callable[[], object]:
-        own: Any = made.optimizer(model)
-        if own is None:
-            own = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
-        if compile and device != "cpu":
-            compile_model(model)
-        batches = [shape.make(rows, width)] * micro_batches
-        scale = loss_scale(precision, device)
-        return lambda: plain_step(
-            model,
-            own,
-            loss,
-            batches,
-            float(rows),
-            device_type=device,
-            precision=precision,
-            max_grad_norm=1.0,
-            scale=scale,
-        )
-
-    return made.model(), make_step
-
-
-def _job_of(name: str, config: dict[str, Any]) -> Job:
-    kind = registry.load(name)
-    asked = codec.decode(SCHEMAS[name], config, "the configuration")
-    return kind(registry.own_config(kind, asked))
-
-
-def own_trial(
-    plan: Plan, *, task: str, config: dict[str, Any], device: str = "cpu", **_more: Any
-) -> Any:
-    """Build the run of a plan on the job's own data, for the tuner."""
-    from trainfit.jobs.trials import one_rank
-    from trainfit.tuning.trial import Setup
-
-    plan = one_rank(plan)
-    registry.load(task)
-    asked = codec.decode(SCHEMAS[task], config, "the configuration")
-    composed = Composed(
-        task=task, hardware="auto", experiment=None, config=asked, origins={}, notes=()
-    )
-    prepared = prepare(composed)
-    place = torch.device(device)
-    settings = replace(prepared.settings(0, plan, place, 1), metric=None)
-    return Setup(prepared.task(0, plan, place), settings, job_plan.runtime_settings(asked, plan))
-
-
-# ── use ───────────────────────────────────────────────────────────────────────────────────────
-
-
-def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
-    """Return the job's answer for each item, with the exported model of a run."""
-    from safetensors.torch import load_model
-
-    folder = run / "export"
-    if not (folder / "model.safetensors").is_file():
-        raise BadInput(f"{run} has no exported model", "give a finished run of the job")
-    facts = codec.read_object(folder / "job.json")
-    made = _job_of(task, facts["config"])
-    model = made.model()
-    load_model(model, str(folder / "model.safetensors"))
-    model.eval()
-    with torch.no_grad():
-        return [made.predict(model, item) for item in items]

@@ -88,7 +88,7 @@ class Prepared(Protocol):
     def typical(self) -> Prepared:
         """Return the job with settings that change neither memory nor time at usual values."""
 
-    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.Job:
+    def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the planner's question with the machine that it is about."""
 
     def facts(self) -> dict[str, Any]:

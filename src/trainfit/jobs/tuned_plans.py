@@ -28,7 +28,7 @@ FACTORIES = {
     "textclass": "trainfit.jobs.trials:encoder_trial",
     "gpt": "trainfit.jobs.trials:gpt_trial",
 }
-OWN_TRIAL = "trainfit.jobs.own:own_trial"
+OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"
 _MOST_LENGTHS = 1 << 14
 """Sequences of a trial: they are drawn evenly from those of the data where there are more."""
 _MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
@@ -36,8 +36,8 @@ _MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """What is to be tuned, and where."""
+class JobQuestion:
+    """The question of a job to the planner and the tuner, and the machine it is about."""
 
     composed: Composed
     question: Question
@@ -51,7 +51,7 @@ class Job:
 
 
 def tune(
-    job: Job,
+    job: JobQuestion,
     *,
     minutes: float = MINUTES,
     tell: Callable[[Trial], None] = lambda _trial: None,
@@ -78,7 +78,7 @@ def tune(
     )
 
 
-def trial_task(job: Job) -> TaskSpec:
+def trial_task(job: JobQuestion) -> TaskSpec:
     """How a child builds the job's run: by its configuration and lengths, never its texts."""
     lengths = sorted(job.question.workload.lengths)
     arguments: dict[str, Any] = {
@@ -93,7 +93,7 @@ def trial_task(job: Job) -> TaskSpec:
 # ── what train makes of it ────────────────────────────────────────────────────────────────────
 
 
-def with_tuned(job: Job, plan: Plan) -> Plan:
+def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
     """The plan with what was tuned for this job before, if it was."""
     if job.composed.config.tune == "off" or plan.workload.method == "frozen":
         return plan

@@ -1,0 +1,113 @@
+"""A job of the user's own in other processes: the planner's step, the tuner's run, predictions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trainfit.conf import SCHEMAS, Composed
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Plan, Precision
+from trainfit.engine.loop_settings import OptimizerSettings
+from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.step import loss_scale, plain_step
+from trainfit.jobs import job_plan, registry
+from trainfit.jobs.batch_shape import BatchShape
+from trainfit.jobs.job import Job
+from trainfit.jobs.own import prepare
+from trainfit.runtime import compile_model
+
+
+def own_step(
+    *,
+    job: str,
+    config: dict[str, Any],
+    batch: dict[str, Any],
+    rows: int,
+    width: int,
+    precision: Precision,
+    micro_batches: int = 1,
+    optimizer: Any = "adamw_fused",
+    device: str = "cpu",
+    compile: bool = False,
+    **_planned: Any,
+) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
+    """Build a job's model and its optimizer step for the planner."""
+    made = _job_of(job, config)
+    shape = codec.decode(BatchShape, batch)
+
+    def loss(model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
+        losses = made.loss(model, shape.restore(leaves))
+        return losses.float().sum()
+
+    def make_step(model: nn.Module) -> Callable[[], object]:
+        own: Any = made.optimizer(model)
+        if own is None:
+            own = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+        if compile and device != "cpu":
+            compile_model(model)
+        batches = [shape.make(rows, width)] * micro_batches
+        scale = loss_scale(precision, device)
+        return lambda: plain_step(
+            model,
+            own,
+            loss,
+            batches,
+            float(rows),
+            device_type=device,
+            precision=precision,
+            max_grad_norm=1.0,
+            scale=scale,
+        )
+
+    return made.model(), make_step
+
+
+def _job_of(name: str, config: dict[str, Any]) -> Job:
+    kind = registry.load(name)
+    asked = codec.decode(SCHEMAS[name], config, "the configuration")
+    return kind(registry.own_config(kind, asked))
+
+
+def own_trial(
+    plan: Plan, *, task: str, config: dict[str, Any], device: str = "cpu", **_more: Any
+) -> Any:
+    """Build the run of a plan on the job's own data, for the tuner."""
+    from trainfit.jobs.trials import one_rank
+    from trainfit.tuning.trial import Setup
+
+    plan = one_rank(plan)
+    registry.load(task)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    composed = Composed(
+        task=task, hardware="auto", experiment=None, config=asked, origins={}, notes=()
+    )
+    prepared = prepare(composed)
+    place = torch.device(device)
+    settings = replace(prepared.settings(0, plan, place, 1), metric=None)
+    return Setup(prepared.task(0, plan, place), settings, job_plan.runtime_settings(asked, plan))
+
+
+# ── use ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
+    """Return the job's answer for each item, with the exported model of a run."""
+    from safetensors.torch import load_model
+
+    folder = run / "export"
+    if not (folder / "model.safetensors").is_file():
+        raise BadInput(f"{run} has no exported model", "give a finished run of the job")
+    facts = codec.read_object(folder / "job.json")
+    made = _job_of(task, facts["config"])
+    model = made.model()
+    load_model(model, str(folder / "model.safetensors"))
+    model.eval()
+    with torch.no_grad():
+        return [made.predict(model, item) for item in items]
