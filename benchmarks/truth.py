@@ -146,7 +146,7 @@ def _left_out(point: dict[str, Any]) -> bool:
     return mode == "reduce-overhead" or (mode == "default" and point["way"] == "padded")
 
 
-def _point(name: str, job: Job, one: dict[str, Any]) -> Truth:
+def _point(name: str, job: JobQuestion, one: dict[str, Any]) -> Truth:
     plan, lengths = one["plan"], np.asarray(job.question.workload.lengths)
     alike = job.ask({} if plan["packed"] or job.question.causal else {"flash": False})
     batch, count = plan["effective_batch_size"], plan["gradient_accumulation_steps"]

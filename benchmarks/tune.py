@@ -154,9 +154,7 @@ def plan_of(space: Space, point: dict[str, Scalar]) -> Plan:
     return with_budget(space, plan, whole / count / plan.micro_batch_tokens)
 
 
-def grid(
-    job: tuned_plans.JobQuestion, workload: Workload, shown: dict[str, Any], keep: Any
-) -> None:
+def grid(job: JobQuestion, workload: Workload, shown: dict[str, Any], keep: Any) -> None:
     """Every point once; those that are written down already are left alone."""
     done = shown.setdefault("grid", [])
     known = [one["point"] for one in done]
@@ -171,7 +169,7 @@ def grid(
             keep()
 
 
-def tune(job: tuned_plans.JobQuestion, minutes: float, shown: dict[str, Any], keep: Any) -> None:
+def tune(job: JobQuestion, minutes: float, shown: dict[str, Any], keep: Any) -> None:
     """The command itself, then its choice and the grid's best in turns."""
 
     def tell(trial: Trial) -> None:
@@ -187,9 +185,7 @@ def tune(job: tuned_plans.JobQuestion, minutes: float, shown: dict[str, Any], ke
         keep()
 
 
-def in_turns(
-    job: tuned_plans.JobQuestion, best: Plan, measured: list[dict[str, Any]]
-) -> dict[str, Any]:
+def in_turns(job: JobQuestion, best: Plan, measured: list[dict[str, Any]]) -> dict[str, Any]:
     """Two rounds of each, alternating."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     ran = [one for one in measured if one["samples_per_second"] is not None]
@@ -211,7 +207,7 @@ def in_turns(
 
 def ladder(
     stage: str,
-    job: tuned_plans.JobQuestion,
+    job: JobQuestion,
     minutes: float,
     rows: Sequence[str],
     shown: dict[str, Any],
@@ -245,7 +241,7 @@ def ladder(
     keep()
 
 
-def predicted(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) -> None:
+def predicted(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
     """The memory of each measured step of one shape, by the estimator, which needs no GPU."""
     space = Space(question=job.question, profile=job.profile, base=job.ask({}), ask=job.ask)
     here = job.profile.gpus[0]
@@ -262,7 +258,7 @@ def predicted(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) ->
         keep()
 
 
-def finder(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) -> None:
+def finder(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
     from trainfit.jobs.batch_size import job_of as step_of
     from trainfit.tuning.finder.finder import find
 
@@ -270,12 +266,12 @@ def finder(job: tuned_plans.JobQuestion, shown: dict[str, Any], keep: Any) -> No
     keep()
 
 
-def _children(job: tuned_plans.JobQuestion, *more: str, at_most: int = 2) -> Children:
+def _children(job: JobQuestion, *more: str, at_most: int = 2) -> Children:
     factories = (tuned_plans.FACTORIES[job.composed.task], *more)
     return Children([factory.partition(":")[0] for factory in factories], at_most=at_most)
 
 
-def _try(children: Children, job: tuned_plans.JobQuestion, base: Plan, plan: Plan) -> Trial:
+def _try(children: Children, job: JobQuestion, base: Plan, plan: Plan) -> Trial:
     candidate = TrialCandidate(
         settings=differences(base, plan), plan=plan, task=tuned_plans.trial_task(job)
     )
@@ -343,7 +339,7 @@ def main() -> None:
 
 
 def _stage(
-    stage: str, job: tuned_plans.JobQuestion, workload: Workload, asked: Any, shown: Any, keep: Any
+    stage: str, job: JobQuestion, workload: Workload, asked: Any, shown: Any, keep: Any
 ) -> None:
     if stage == "grid":
         grid(job, workload, shown, keep)

@@ -41,17 +41,15 @@ def job() -> tuned_plans.JobQuestion:
 
 
 @pytest.fixture(scope="module")
-def base(job: tuned_plans.JobQuestion) -> Plan:
+def base(job: JobQuestion) -> Plan:
     return job.ask({})
 
 
-def candidate(job: tuned_plans.JobQuestion, plan: Plan) -> TrialCandidate:
+def candidate(job: JobQuestion, plan: Plan) -> TrialCandidate:
     return TrialCandidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
 
 
-def test_times_are_the_clocks_and_peaks_are_the_allocators(
-    job: tuned_plans.JobQuestion, base: Plan
-) -> None:
+def test_times_are_the_clocks_and_peaks_are_the_allocators(job: JobQuestion, base: Plan) -> None:
     began = time.perf_counter()
     found = run_trial(candidate(job, base), steps=20, warm_up=4)
     wall = time.perf_counter() - began
@@ -66,9 +64,7 @@ def test_times_are_the_clocks_and_peaks_are_the_allocators(
     assert torch.cuda.memory_allocated() < 2**26  # nothing else is left for the next one
 
 
-def test_memory_that_really_runs_out_is_an_outcome(
-    job: tuned_plans.JobQuestion, base: Plan
-) -> None:
+def test_memory_that_really_runs_out_is_an_outcome(job: JobQuestion, base: Plan) -> None:
     total = torch.cuda.get_device_properties(0).total_memory
     torch.cuda.set_per_process_memory_fraction(min(1.0, 1.5 * 2**30 / total))
     try:
@@ -79,7 +75,7 @@ def test_memory_that_really_runs_out_is_an_outcome(
     assert run_trial(candidate(job, base), steps=3, warm_up=1).status == "ok"
 
 
-def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.JobQuestion, base: Plan) -> None:
+def test_a_second_compiled_trial_is_compiled_too(job: JobQuestion, base: Plan) -> None:
     compiled = changed(base, compile=True)
     for _ in range(2):
         torch._dynamo.utils.counters.clear()
@@ -88,7 +84,7 @@ def test_a_second_compiled_trial_is_compiled_too(job: tuned_plans.JobQuestion, b
         assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
 
 
-def test_a_child_measures_what_this_process_does(job: tuned_plans.JobQuestion, base: Plan) -> None:
+def test_a_child_measures_what_this_process_does(job: JobQuestion, base: Plan) -> None:
     """It may be quicker: steps this short wait for Python, and a process of tests is full."""
     here = run_trial(candidate(job, base), steps=20, warm_up=4)
     with Children(["trainfit.jobs.trials"]) as children:
@@ -116,9 +112,7 @@ def test_tune_keeps_its_time_and_its_choice_is_no_slower_than_the_plan(
     assert found["gain"] is None or found["gain"] >= 0.98
 
 
-def test_a_way_of_compiling_that_does_not_exist_is_a_record(
-    job: tuned_plans.JobQuestion, base: Plan
-) -> None:
+def test_a_way_of_compiling_that_does_not_exist_is_a_record(job: JobQuestion, base: Plan) -> None:
     found = run_trial(
         candidate(job, replace(base, compile_mode="?", compile=True)), steps=1, warm_up=0
     )

@@ -22,7 +22,7 @@ _HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 
 
 @dataclass(frozen=True, slots=True)
-class Observation:
+class Judgement:
     """Observed value of a setting, with its evidence and the fix where it is not as requested."""
 
     observed: Scalar
@@ -34,7 +34,7 @@ class Observation:
     """True if the optimization is on; None: the observed value says so."""
 
 
-Verdict = Callable[[Scalar, Evidence], Observation | str]
+Verdict = Callable[[Scalar, Evidence], Judgement | str]
 
 
 def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
@@ -72,7 +72,7 @@ _GPU_ONLY = {
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────
 
 
-def mixed_precision(requested: Scalar, seen: Evidence) -> Observation | str:
+def mixed_precision(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the dtype of the matrix products."""
     products = seen.products
     if products.dtype is None:
@@ -83,9 +83,9 @@ def mixed_precision(requested: Scalar, seen: Evidence) -> Observation | str:
     observed = products.dtype if products.dtype in _HALF else "off"
     right = requested == observed or (requested is True and observed != "off")
     if right or requested in _OFF:
-        return Observation(observed, evidence, right=right)
+        return Judgement(observed, evidence, right=right)
     cause, fix = _no_half(requested, seen)
-    return Observation(observed, f"{evidence}; {cause}", fix)
+    return Judgement(observed, f"{evidence}; {cause}", fix)
 
 
 def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
@@ -107,7 +107,7 @@ def _by_share(shares: dict[str, float]) -> list[tuple[str, float]]:
     return sorted(shares.items(), key=lambda pair: -pair[1])
 
 
-def tf32(_: Scalar, seen: Evidence) -> Observation | str:
+def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the names of the kernels; by torch's switch where no kernel tells."""
     products, switch = seen.products, seen.switches.tf32
     share = products.shares.get("fp32", 0.0)
@@ -122,10 +122,10 @@ def tf32(_: Scalar, seen: Evidence) -> Observation | str:
         observed = bool(switch)
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
     fix = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
-    return Observation(observed, evidence, fix)
+    return Judgement(observed, evidence, fix)
 
 
-def fused_optimizer(_: Scalar, seen: Evidence) -> Observation | str:
+def fused_optimizer(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the operators that updated the weights."""
     if not seen.updates:
         return "no optimizer step was seen"
@@ -140,7 +140,7 @@ def fused_optimizer(_: Scalar, seen: Evidence) -> Observation | str:
         "build AdamW with fused=True; it takes floating-point weights of one device, "
         "so look for a fallback that was taken silently"
     )
-    return Observation(observed, evidence, fix)
+    return Judgement(observed, evidence, fix)
 
 
 # ── attention ─────────────────────────────────────────────────────────────────────────────────
@@ -153,7 +153,7 @@ _OWN = {
 _LARGEST_HEAD = 256
 
 
-def attention(requested: Scalar, seen: Evidence) -> Observation | str:
+def attention(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the kernel that was called most."""
     found = seen.attention
     if found.kernel is None and not found.softmaxes:
@@ -167,7 +167,7 @@ def attention(requested: Scalar, seen: Evidence) -> Observation | str:
         str(requested), requested == observed
     )
     fix = "see flash_attention" if requested == "flash" else _attention_fix(str(requested))
-    return Observation(observed, evidence, fix, right)
+    return Judgement(observed, evidence, fix, right)
 
 
 def _attention_fix(requested: str) -> str:
@@ -179,7 +179,7 @@ def _attention_fix(requested: str) -> str:
     }.get(requested, f"build the model with attn_implementation={requested!r}")
 
 
-def flash_attention(_: Scalar, seen: Evidence) -> Observation | str:
+def flash_attention(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the kernel, and what kept it from running."""
     found = seen.attention
     if found.kernel is None or found.kernel in _OWN:
@@ -187,7 +187,7 @@ def flash_attention(_: Scalar, seen: Evidence) -> Observation | str:
     observed = _is_flash(found)
     cause, fix = _no_flash(seen)
     evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
-    return Observation(observed, evidence, fix)
+    return Judgement(observed, evidence, fix)
 
 
 def _is_flash(found: AttentionSeen) -> bool:
@@ -213,7 +213,7 @@ def _no_flash(seen: Evidence) -> tuple[str, str]:
 # ── the compiler ──────────────────────────────────────────────────────────────────────────────
 
 
-def compiled(_: Scalar, seen: Evidence) -> Observation | str:
+def compiled(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the compiled pieces that ran, and whether they were pieces of what was asked."""
     found = seen.compiler
     evidence = (
@@ -231,32 +231,32 @@ def compiled(_: Scalar, seen: Evidence) -> Observation | str:
         fix = "TORCH_LOGS=graph_breaks shows where; take what breaks the graph out of the model"
     whole = bool(found.regions) and not found.resumed
     observed: Scalar = "in pieces" if found.resumed else bool(found.regions)
-    return Observation(observed, evidence, fix, whole)
+    return Judgement(observed, evidence, fix, whole)
 
 
-def liger(_: Scalar, seen: Evidence) -> Observation | str:
+def liger(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by its kernels."""
     evidence = f"{seen.liger} launches of its kernels in the step"
     fix = "pip install liger-kernel; it has layers for the Gemma, Llama, Mistral and Qwen families"
-    return Observation(seen.liger > 0, evidence, fix)
+    return Judgement(seen.liger > 0, evidence, fix)
 
 
-def cuda_graphs(_: Scalar, seen: Evidence) -> Observation | str:
+def cuda_graphs(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by their launches."""
     launches = seen.compiler.graph_launches
     fix = "keep shapes fixed and inputs on the GPU; TORCH_LOGS=cudagraphs says what stands against"
-    return Observation(launches > 0, f"{launches} launches in the step", fix)
+    return Judgement(launches > 0, f"{launches} launches in the step", fix)
 
 
-def checkpointing(_: Scalar, seen: Evidence) -> Observation | str:
+def checkpointing(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by what of the forward pass ran again in the backward pass."""
     again = seen.recomputed
     evidence = f"{again} operators of the forward pass ran in the backward pass"
     fix = "model.gradient_checkpointing_enable(), with the model in training mode"
-    return Observation(again > 0, evidence, fix, again > 0)
+    return Judgement(again > 0, evidence, fix, again > 0)
 
 
-def packing(_: Scalar, seen: Evidence) -> Observation | str:
+def packing(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the batches themselves."""
     batches = seen.batches
     if batches.packed is None:
@@ -265,47 +265,47 @@ def packing(_: Scalar, seen: Evidence) -> Observation | str:
     if batches.padding_share is not None:
         evidence += f", {batches.padding_share:.1%} of the tokens are padding"
     fix = "give the model packed rows with cu_seqlens"
-    return Observation(batches.packed, evidence, fix)
+    return Judgement(batches.packed, evidence, fix)
 
 
-def effective_batch(_: Scalar, seen: Evidence) -> Observation | str:
+def effective_batch(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the sequences of the step."""
     count = seen.batches.sequences
     if count is None:
         return "the batches do not say how many"
     fix = "accumulate until all sequences of a step are in, uneven cuts too"
-    return Observation(count, f"{count} sequences in the step", fix)
+    return Judgement(count, f"{count} sequences in the step", fix)
 
 
-def accumulation(_: Scalar, seen: Evidence) -> Observation | str:
+def accumulation(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the micro-batches of the step: their number follows from memory and cannot fail."""
     count = seen.batches.micro_batches
     if count is None:
         return "no batch was seen"
     on = count > 1
     evidence = f"{count} micro-batches in the step" if on else "the step was taken in one piece"
-    return Observation(count, evidence, right=True, on=on)
+    return Judgement(count, evidence, right=True, on=on)
 
 
-def clipping(_: Scalar, seen: Evidence) -> Observation | str:
+def clipping(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by its arithmetic."""
     evidence = "gradients were multiplied by a factor bounded by their norm"
     if not seen.clipped:
         evidence = "no norm was followed by a product with all gradients"
     fix = "torch.nn.utils.clip_grad_norm_ before optimizer.step()"
-    return Observation(seen.clipped, evidence, fix)
+    return Judgement(seen.clipped, evidence, fix)
 
 
-def set_to_none(_: Scalar, seen: Evidence) -> Observation | str:
+def set_to_none(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by what zero_grad did."""
     if seen.zeroed is None:
         return "zero_grad was not called in the step"
     evidence = "zero_grad filled gradients with zeros" if seen.zeroed else "zero_grad let them go"
     fix = "optimizer.zero_grad(set_to_none=True)"
-    return Observation(not seen.zeroed, evidence, fix)
+    return Judgement(not seen.zeroed, evidence, fix)
 
 
-def workers(requested: Scalar, seen: Evidence) -> Observation | str:
+def workers(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the processes that are alive, and whether anybody waited for them."""
     batches = seen.batches
     evidence = f"{batches.workers} loader processes alive"
@@ -314,10 +314,10 @@ def workers(requested: Scalar, seen: Evidence) -> Observation | str:
     cause = "; batches are made in the training process" if not batches.workers else ""
     fix = "DataLoader(num_workers=…), training.num_workers here; see that none has died"
     right = not isinstance(requested, int) or batches.workers >= requested
-    return Observation(batches.workers, evidence + cause, fix, right)
+    return Judgement(batches.workers, evidence + cause, fix, right)
 
 
-def pinned_memory(_: Scalar, seen: Evidence) -> Observation | str:
+def pinned_memory(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the tensors, and by the kind of copy that the GPU made."""
     batches = seen.batches
     if batches.tensors:
@@ -333,40 +333,40 @@ def pinned_memory(_: Scalar, seen: Evidence) -> Observation | str:
         f"{batches.pageable_bytes:,} from pageable"
     )
     fix = "DataLoader(pin_memory=True), and copy the tensors that it gives, not others made of them"
-    return Observation(observed, evidence, fix)
+    return Judgement(observed, evidence, fix)
 
 
-def cudnn_benchmark(requested: Scalar, seen: Evidence) -> Observation | str:
+def cudnn_benchmark(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by torch's switch, where a convolution gives it something to choose."""
     on = seen.switches.cudnn_benchmark
     if not seen.convolutions and (on or not requested):
         return f"no convolution ran; torch's switch reads {on}"
     evidence = f"torch's switch reads {on}; {seen.convolutions} convolutions ran"
     fix = "torch.backends.cudnn.benchmark = True; deterministic algorithms turn it off"
-    return Observation(on, evidence, fix)
+    return Judgement(on, evidence, fix)
 
 
-def channels_last(_: Scalar, seen: Evidence) -> Observation | str:
+def channels_last(_: Scalar, seen: Evidence) -> Judgement | str:
     """Say whether there were convolutions; their layout is not observed."""
     if not seen.convolutions:
         return "no convolution ran: it is a layout of images, not of text"
     return "the layout of images is not looked at"
 
 
-def expandable_segments(_: Scalar, seen: Evidence) -> Observation | str:
+def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by what the allocator says of itself."""
     if "expandable_segments" not in seen.switches.allocator:
         return "this process has no caching allocator of CUDA that tells"
     on = bool(seen.switches.allocator["expandable_segments"])
     fix = "set PYTORCH_ALLOC_CONF=expandable_segments:True before the process starts"
-    return Observation(on, f"the allocator says {on}", fix)
+    return Judgement(on, f"the allocator says {on}", fix)
 
 
-def deterministic(_: Scalar, seen: Evidence) -> Observation | str:
+def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by torch's switch."""
     on = seen.switches.deterministic
     fix = "torch.use_deterministic_algorithms(True)"
-    return Observation(on, f"torch's switch reads {on}", fix)
+    return Judgement(on, f"torch's switch reads {on}", fix)
 
 
 VERDICTS: dict[str, Verdict] = {
