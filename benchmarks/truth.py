@@ -11,6 +11,7 @@ import numpy as np
 
 import tune
 from trainfit.core.plan_records import TaskSpec
+from trainfit.jobs.tuned_plans import JobQuestion
 from trainfit.packing import ladder
 from trainfit.planning.fit import profile_cut
 

@@ -37,6 +37,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import Scalar
 from trainfit.hardware import catalogue
 from trainfit.jobs import job_plan, tuned_plans
+from trainfit.jobs.tuned_plans import JobQuestion
 from trainfit.measuring.machine_rates import device_name
 from trainfit.planning.estimator.estimate import GIB, Request, ask, target, told
 from trainfit.tuning.candidates import Space, changed, differences, with_budget

@@ -15,6 +15,7 @@ from trainfit.cli.main import run
 from trainfit.conf import compose
 from trainfit.core.plan_records import Plan
 from trainfit.jobs import job_plan, tuned_plans
+from trainfit.jobs.tuned_plans import JobQuestion
 from trainfit.tuning.candidates import changed
 from trainfit.tuning.children import Children
 from trainfit.tuning.trial import run_trial
