@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ from trainfit.kernels.disentangled import disentangled_attention
 from trainfit.kernels.varlen import softcapped_attention
 from trainfit.measuring.trace import Profiling
 from trainfit.runtime import compile_blocks
+from trainfit.runtime.environment import quiet_profiler
 
 
 @pytest.fixture
@@ -357,8 +359,10 @@ def test_the_profiler_is_silent_and_leaves_the_results_alone(capfd: pytest.Captu
 def test_another_profiler_is_left_alone():
     from trainfit.measuring.profiled_step import looking
 
-    with torch.profiler.profile() as own, looking(0, []) as look:
-        torch.ones(2) + 1
+    with ExitStack() as quiet:  # its log level lasts, and another test wants silence
+        quiet_profiler(quiet)
+        with torch.profiler.profile() as own, looking(0, []) as look:
+            torch.ones(2) + 1
     assert look.evidence is None
     assert "another profiler" in look.obstacle
     assert any(event.key == "aten::add" for event in own.key_averages())

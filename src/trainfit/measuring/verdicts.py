@@ -1,7 +1,7 @@
 """Verdicts of the receipt: requested against observed, one function for each optimization.
 
 A verdict takes the requested value (None where it is unknown) and the evidence of a step. It
-returns its finding, or the reason why the optimization cannot apply to the run.
+returns a judgement, or the reason why the optimization cannot apply to the run.
 """
 
 from __future__ import annotations
