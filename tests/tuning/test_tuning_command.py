@@ -179,7 +179,7 @@ def test_a_cache_that_cannot_be_used_costs_one_line(
     if how == "damaged":
         path.write_text(path.read_text()[:200])
     else:
-        monkeypatch.setattr("trainfit.tuning.tuned_cache._sources", lambda: "other")
+        monkeypatch.setattr("trainfit.core.caches.sources", lambda: "other")
     plan, said = trained(capsys, *words)
     assert plan.optimizer == "adamw_fused"
     assert len(re.findall(rf"trainfit: note: .*{how} and was (?:ignored|thrown away)", said)) == 1

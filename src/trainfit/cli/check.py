@@ -1,4 +1,4 @@
-"""`trainfit check`: what is here, what it supports, what to set."""
+"""`trainfit check`: the hardware, what it supports, and settings to start from."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
 
 
 def _recommended(profile: HardwareProfile) -> Recommendation | None:
-    """The settings to start from; a plan that cannot be made hides nothing of the machine."""
+    """Settings to start from; None, with a note, where no plan can be made."""
     from trainfit.core.errors import TrainfitError
     from trainfit.jobs import recommended
     from trainfit.reports import terminal

@@ -33,22 +33,22 @@ TASKS = ("nli", "textclass", "gpt")
 
 
 def task_argument(**more: Any) -> Callable[[Any], Any]:
-    """The argument TASK, completed."""
+    """Argument TASK with completion."""
     return click.argument("task", shell_complete=complete_task, **more)
 
 
 def overrides_argument() -> Callable[[Any], Any]:
-    """The argument OVERRIDES, completed by the keys of the task before it."""
+    """Argument OVERRIDES with completion by the keys of the task."""
     return click.argument("overrides", nargs=-1, shell_complete=complete_override)
 
 
 def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
-    """The tasks that begin like this."""
+    """Tasks that begin with `begun`."""
     return _beginning(begun, TASKS)
 
 
 def complete_override(context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
-    """Keys that begin like this; after the =, what the key takes."""
+    """Keys that begin with `begun`; after the =, values of the key."""
     task = context.params.get("task")
     if task not in TASKS:
         return []
@@ -61,7 +61,7 @@ def complete_override(context: click.Context, _parameter: click.Parameter, begun
 
 
 def _split_off(context: click.Context) -> str:
-    """The key before the word: bash makes key, = and value three words."""
+    """Key before the word, since bash splits key, = and value."""
     words = [word for word in context.params.get("overrides") or () if word != "="]
     return words[-1] if words else ""
 
@@ -77,7 +77,7 @@ def _keys(task: str) -> tuple[str, ...]:
 
 
 def _values(task: str, key: str) -> list[str]:
-    """The names of a preset, or the words that a key may have."""
+    """Names of the presets, or the fixed values of a key."""
     from trainfit.conf.composition import GROUPS, options, schema_of
 
     if key in GROUPS:

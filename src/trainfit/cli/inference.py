@@ -115,7 +115,7 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     default=50,
     show_default=True,
     type=MANY,
-    help="Choose among so many of the likeliest.",
+    help="Choose among this many of the likeliest tokens.",
 )
 @click.option("--seed", default=0, show_default=True, type=SEED)
 @click.option("--json", "as_json", is_flag=True, help="One JSON object for a program.")

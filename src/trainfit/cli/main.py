@@ -1,4 +1,4 @@
-"""The entry point: find the command, run it, and turn whatever goes wrong into one line."""
+"""Entry point: find the command, run it, and turn every error into one line."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ _PLACES = {"init": "config", "watch": "report", "predict": "inference", "sample"
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
 _LONGEST_LINE = 1000
-"""Characters of one line of an error: a name may be a million long."""
+"""Longest line of an error, since a name in it may have a million characters."""
 
 
 class _Commands(click.Group):
-    """Loads a command's module when it is called; `--help` needs the one-line texts alone."""
+    """Loads a command's module only when it is called, so that `--help` is quick."""
 
     def list_commands(self, _ctx: click.Context) -> list[str]:
         return list(COMMANDS)
@@ -120,7 +120,7 @@ def _fail(message: str, code: int) -> int:
 
 
 def _readable(line: str) -> str:
-    """A line that a terminal shows as it is, whatever a value in it holds."""
+    """Escape unprintable characters of a line, and shorten it."""
     plain = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in line)
     return brief(plain, _LONGEST_LINE)
 
@@ -139,7 +139,7 @@ def _show_warning(
     file: TextIO | None = None,
     line: str | None = None,
 ) -> None:
-    """Our own warnings as one line; those of libraries as Python prints them."""
+    """Print trainfit's warnings as one line, and those of libraries as Python does."""
     if issubclass(category, TrainfitWarning):
         text: Any = f"trainfit: note: {_readable(redact(str(message)))}\n"
     else:
@@ -155,7 +155,7 @@ class Number(click.FloatRange):
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        """The number, or an error that names the option and the bounds."""
+        """Convert to a number, or fail with the option and its bounds."""
         number: float = super().convert(value, param, ctx)
         if not math.isfinite(number):
             self.fail(f"{value} is no finite number", param, ctx)

@@ -57,7 +57,7 @@ class _TimeBar(Progress):
         self.add_task("", total=seconds)
 
     def get_renderables(self) -> Iterable[RenderableType]:
-        """The bar as it is now."""
+        """Draw the bar at the present time."""
         for task in self.tasks:
             task.completed = min(self._seconds, time.monotonic() - self._began)
         yield from super().get_renderables()
@@ -86,11 +86,9 @@ def _value(value: Scalar) -> str:
 
 
 def result_page(result: TuneResult) -> RenderableType:
-    """The trials, the best first, and what it gives."""
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    table.add_column("settings", overflow="fold")
-    for name in ("samples/s", "of planned", "GiB", "first steps"):
-        table.add_column(name, justify="right", no_wrap=True)
+    """Page of a tuning: the trials, best first, and the gain."""
+    headings = ("samples/s", "of planned", "GiB", "first steps")
+    table = terminal.table(left=["settings"], right=headings, header_style="bold")
     rows = _joined(result.trials)
     for trial in rows:
         if trial.samples_per_second is not None:
@@ -101,7 +99,7 @@ def result_page(result: TuneResult) -> RenderableType:
 
 
 def _joined(trials: tuple[Trial, ...]) -> list[Trial]:
-    """One row for each candidate, over all its trials; the fastest first, what failed last."""
+    """One row per candidate over all its trials, fastest first and failures last."""
     groups: dict[str, list[Trial]] = {}
     for trial in trials:
         groups.setdefault(describe(trial.settings), []).append(trial)
@@ -153,7 +151,7 @@ def _ending(result: TuneResult) -> Iterator[str]:
 
 
 def result_data(result: TuneResult) -> dict[str, Any]:
-    """The result for a program."""
+    """Data of a result for --json."""
     data: dict[str, Any] = codec.encode(result)
     return data | {"gain": result.gain}
 
@@ -202,7 +200,7 @@ def _progress(status: StudyStatus) -> str:
 
 
 def short(params: Mapping[str, Any]) -> str:
-    """Parameters by the last part of their keys."""
+    """Parameters in short, by the last part of their keys."""
     return ", ".join(f"{key.split('.')[-1]} {_study_value(value)}" for key, value in params.items())
 
 
@@ -211,7 +209,7 @@ def _study_value(value: Any) -> str:
 
 
 def status_page(status: StudyStatus) -> RenderableType:
-    """A study with its trials."""
+    """Page of a study with its trials."""
     counts = ", ".join(f"{count} {state}" for state, count in status.counts.items())
     table = Table(box=None, pad_edge=False)
     for name in ("trial", "state", status.metric, "time", "parameters"):
@@ -231,10 +229,8 @@ def status_page(status: StudyStatus) -> RenderableType:
 
 
 def studies_page(found: list[StudyStatus]) -> RenderableType:
-    """Every study of a storage."""
-    table = Table(box=None, pad_edge=False)
-    for name in ("study", "task", "finished", "best", "metric", "left"):
-        table.add_column(name)
+    """Table of all studies of a storage."""
+    table = terminal.table(left=("study", "task", "finished", "best", "metric", "left"))
     for one in found:
         best = one.best.value if one.best is not None else None
         table.add_row(
@@ -249,7 +245,7 @@ def studies_page(found: list[StudyStatus]) -> RenderableType:
 
 
 def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
-    """How a study ended."""
+    """Page of a study's result."""
     best = result.best
     if best is None:
         return Text(f"Stopped. The same command goes on: {again}")

@@ -104,7 +104,7 @@ def command(
 
 
 def _unescaped(separator: str) -> str:
-    """The separator as it stands in the files: a typed escape means a character."""
+    """Separator with typed escapes replaced by their characters."""
     from trainfit.core.errors import BadInput, brief
 
     try:
@@ -119,7 +119,7 @@ def _unescaped(separator: str) -> str:
 
 @contextmanager
 def _bar() -> Iterator[Progress | None]:
-    """A bar in a terminal, nothing elsewhere."""
+    """Progress bar in a terminal; None elsewhere."""
     from rich.progress import Progress as Bar
 
     from trainfit.reports import terminal

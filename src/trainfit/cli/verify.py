@@ -1,4 +1,4 @@
-"""`trainfit verify`: what was really active in a run, or in somebody's own training command."""
+"""`trainfit verify`: the settings that were really active in a run or a training command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class _WithCommand(click.Command):
-    """Keeps what stands after -- apart: it is a command, whatever its words look like."""
+    """Keeps the words after -- apart: they are a command, not options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         own, words = args, None

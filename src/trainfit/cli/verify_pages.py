@@ -1,4 +1,4 @@
-"""A receipt for the eye: a table in the terminal, and the status report as Markdown."""
+"""Pages of a receipt: a table in the terminal, and the status report as Markdown."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ _MUCH_WAITING = 0.05
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verified:
-    """A receipt with what belongs beside it."""
+    """A receipt with its evidence and figures."""
 
     receipt: Receipt
     evidence: Evidence | None
@@ -59,7 +59,7 @@ class Verified:
 
 
 def of_run(folder: Path) -> Verified:
-    """From the files of a run; figures are medians of its log."""
+    """Read the receipt of a run; figures are medians of its log."""
     receipt = read_receipt(folder)
     found = [folder / EVIDENCE, *sorted(folder.glob(f"fold-*/{EVIDENCE}"))]
     paths = [path for path in found if path.is_file()]
@@ -68,7 +68,7 @@ def of_run(folder: Path) -> Verified:
 
 
 def of_command(command: str, seen: Observed) -> Verified:
-    """From what was seen of a command."""
+    """Receipt of an observed command."""
     assert seen.receipt is not None
     figures = {"steps_per_second": seen.steps_per_second, "memory_gib": seen.peak_memory_gib}
     return Verified(
@@ -97,13 +97,13 @@ def _figures(folder: Path) -> dict[str, float]:
 
 
 def data(verified: Verified) -> dict[str, Any]:
-    """For a program."""
+    """Data of a receipt for --json."""
     encoded: dict[str, Any] = codec.encode(verified.receipt)
     return encoded | {"figures": verified.figures, "evidence": codec.encode(verified.evidence)}
 
 
 def table(verified: Verified) -> RenderableType:
-    """For a terminal: what failed stands first."""
+    """Table for a terminal, with failed items first."""
     from rich.console import Group
     from rich.table import Table
     from rich.text import Text
@@ -137,7 +137,7 @@ def _word(value: Any) -> str:
 
 
 def markdown(verified: Verified) -> str:
-    """The status report: enabled, disabled and why, metrics, recommendations by priority."""
+    """Status report: active and inactive settings, metrics, recommendations by priority."""
     receipt = verified.receipt
     enabled = [item for item in receipt.items if item.status == "active"]
     others = [item for item in receipt.items if item.status != "active"]

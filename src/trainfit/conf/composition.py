@@ -1,4 +1,4 @@
-"""Hydra composes; the schema checks; every value knows where it came from."""
+"""Compose a configuration with Hydra, check it by the schema, and record each value's origin."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _LONGEST_WORD = 20_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Composed:
-    """A configuration, and for each key the layer that set it."""
+    """A configuration, and the layer that set each key."""
 
     task: str
     hardware: str
@@ -38,7 +38,7 @@ class Composed:
     origins: dict[str, str]
     """dotted key -> default, preset NAME, experiment NAME or override"""
     notes: tuple[str, ...]
-    """Spellings that were understood as another key."""
+    """Notes on spellings that were taken as another key."""
 
     def values(self) -> dict[str, Any]:
         """Values of the configuration by dotted key."""
@@ -90,7 +90,7 @@ def key_for(task: str, written: str) -> str | None:
 
 
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
-    """The configuration of a task, or one error that lists every mistake in the overrides."""
+    """Compose a task's configuration, or raise one error that lists every mistake."""
     schema = schema_of(task)
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
@@ -178,7 +178,7 @@ def schema_of(task: str) -> type[Config]:
 
 
 def task_folder(task: str) -> Path:
-    """Where a task's YAML files are."""
+    """Folder of a task's YAML files."""
     return Path(str(resources.files("trainfit.conf"))) / (OWN if task in _own_tasks else task)
 
 
@@ -202,7 +202,7 @@ def _parse(
 
 
 def parse_word(word: str) -> Override:
-    """One word in Hydra's own grammar, a sweep included; never a deletion or an addition."""
+    """Parse a word in Hydra's grammar; sweeps are allowed, deletions and additions are not."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -223,7 +223,7 @@ def parse_word(word: str) -> Override:
 
 
 def as_word(key: str, value: Any) -> str:
-    """The word that gives `key` this value: what `parse_word` reads back."""
+    """Word that assigns `value` to `key`; `parse_word` reads it back."""
     return f"{key}={_written(value)}"
 
 
@@ -242,7 +242,7 @@ def _written(value: Any) -> str:
 
 
 def _split(word: str) -> tuple[str, Any]:
-    """A plain assignment; only a study takes a sweep."""
+    """Key and value of a plain assignment; BadInput for a sweep, which only a study takes."""
     override = parse_word(word)
     if override.is_sweep_override():
         raise BadInput(
@@ -273,7 +273,7 @@ def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
 def _hydra_compose(
     task: str, groups: tuple[str, ...]
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Let Hydra join the default, the hardware preset and the experiment."""
+    """Merge default, hardware preset and experiment with Hydra."""
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf

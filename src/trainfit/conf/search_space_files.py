@@ -54,17 +54,17 @@ class HpoConfig:
     """`hpo.…` of `trainfit hpo`."""
 
     study: Name | None
-    """null: named after the job and its settings, so that the same command finds it again."""
+    """Name of the study; null: a hash of its settings, so that the same command finds it."""
     storage: Annotated[str, Length(1, 4096)] | None
-    """sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
+    """URL of the database: sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
     trials: Annotated[int, Range(1, 10**6)]
     """Trials of the whole study, over all workers and restarts."""
     hours: Annotated[float, Range(0, 10**5)] | None
-    """No trial begins after so many hours of this command; null: no limit."""
+    """Hours of this command after which no trial begins; null: no limit."""
     metric: Name
     """Metric on the validation data; its mean over folds is the trial's value."""
     sampler_startup: Count
-    """Trials at random before the sampler (TPE) learns from them."""
+    """Random trials before the sampler (TPE) learns from them."""
     pruner: Literal["median", "hyperband", "wilcoxon", "none"]
     """median and hyperband compare trials after every epoch; wilcoxon after every fold."""
     pruner_startup: Count
@@ -78,13 +78,13 @@ class HpoConfig:
     heartbeat: Seconds
     """Seconds between two signs of life of a worker."""
     grace: Seconds
-    """Seconds without one after which its trial is given to another."""
+    """Seconds without a sign of life after which a worker's trial is given to another."""
     retries: Count
-    """How often a trial is begun again whose worker died."""
+    """Retries of a trial whose worker died."""
     config: dict[str, Any]
     """Keys of the job that a study sets, unless the command does."""
     space: dict[str, Dimension]
-    """By key of the job's configuration."""
+    """Dimensions by key of the job's configuration."""
 
     def __post_init__(self) -> None:
         """Refuse a name that would lead out of runs_dir: a folder is named after the study."""
@@ -182,7 +182,7 @@ def _set(settings: dict[str, Any], name: str, value: Any) -> None:
 
 
 def _swept(sweep: Any, word: str) -> Dimension:
-    """A sweep of Hydra's grammar as a dimension."""
+    """Convert a sweep of Hydra's grammar to a dimension."""
     kind: Kind = "log" if "log" in sweep.tags else "uniform"
     match type(sweep).__name__:
         case "IntervalSweep":
@@ -210,7 +210,7 @@ def _fault(task: str, name: str, one: Dimension) -> BadInput | None:
 
 
 def _range_fault(name: str, one: Dimension) -> BadInput | None:
-    """Find the fault in the ends of a range, whatever the key takes."""
+    """Fault in the ends of a range, or None."""
     if one.low is None or one.high is None:
         return BadInput(f"the search space of {name} has no low and high", "give both")
     if not math.isfinite(one.high - one.low):
@@ -229,14 +229,14 @@ def _range_fault(name: str, one: Dimension) -> BadInput | None:
 
 
 def _ends(one: Dimension) -> tuple[Any, ...]:
-    """The least and the greatest value that can be sampled, as the sampler gives them."""
+    """Least and greatest value that the sampler can give."""
     assert one.low is not None
     assert one.high is not None
     return (int(one.low), int(one.high)) if one.kind == "int" else (one.low, one.high)
 
 
 def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
-    """The first of the values that the key would not take."""
+    """Error for the first value that the key does not take, or None."""
     for value in values:
         try:
             codec.decode(key_type(task, name), value)

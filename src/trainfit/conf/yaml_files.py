@@ -1,7 +1,7 @@
-"""The one reader of YAML files that a person wrote: plain values, each key once, within bounds.
+"""Read YAML files of users: plain values, each key once, within bounds.
 
-YAML can say more than a configuration needs: objects to construct, texts that are bytes, values
-that contain themselves, ten aliases that stand for a billion values. None of it is read.
+Objects to construct, bytes, values that contain themselves and aliases that expand to many values
+are refused.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from trainfit.core.files import read_text
 _LARGEST = 1 << 20
 _DEEPEST = 20
 _MOST_VALUES = 2000
-"""Values of a whole file, each alias counted with all that it stands for."""
+"""Largest number of values in a file, with aliases expanded."""
 _LONGEST_NUMBER = 100
 _PLAIN = "tag:yaml.org,2002:"
 _FIX = "give a YAML file of keys and values"
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
-    """The mapping in a YAML file, its keys as texts, or BadInput that names the line."""
+    """Mapping in a YAML file, or BadInput that names the line."""
     try:
         text = read_text(path, _LARGEST)
         root = _compose(text)
@@ -47,7 +47,7 @@ def _refusal(path: Path, error: yaml.YAMLError) -> BadInput:
 
 
 def _compose(text: str) -> yaml.Node | None:
-    """The nodes of the text; its depth is checked first, since composing recurses."""
+    """Compose the nodes of a text; the depth is checked first, since composing recurses."""
     from omegaconf._utils import get_yaml_loader  # to YAML 1.1 itself, 2e-5 is a text
 
     depth = 0
@@ -72,7 +72,7 @@ class _Reader:
         self._numbers = yaml.SafeLoader("")
 
     def value(self, node: yaml.Node, depth: int = 0) -> Any:
-        """The value of a node; an alias is read again each time, so that loops end here too."""
+        """Value of a node; aliases are expanded, so that loops reach the depth limit."""
         self._values += 1
         if depth > _DEEPEST:
             raise _wrong("a value contains itself", node.start_mark)

@@ -80,7 +80,7 @@ def using_database() -> Iterator[None]:
     """Turn errors of the database or the disk into one line."""
     try:
         yield
-    except BrokenPipeError:  # whoever read what is printed has gone
+    except BrokenPipeError:  # the reader of the output, such as head, has ended
         raise
     except OSError as error:
         raise RunFailed(

@@ -73,7 +73,7 @@ def _machine() -> str:
 def beating(beat: Callable[[], None], seconds: float, parent: int | None) -> Iterator[None]:
     """Call `beat` every `seconds` in a thread while the block runs.
 
-    Where the process `parent` has gone, this process stops itself, since nobody needs its work.
+    Where the process `parent` has gone, this process stops itself, since its work is not needed.
     """
     over = threading.Event()
 

@@ -1,4 +1,4 @@
-"""Advice on errors in somebody else's training loop, in the words of the framework that runs it."""
+"""Advice on errors in a user's own training loop, in the words of its framework."""
 
 from __future__ import annotations
 

@@ -137,7 +137,7 @@ class LadderStep(Record):
     gain: Interval | None = None
     """Speed relative to the step before, or to the best for a removal."""
     peak_memory_gib: float | None = None
-    """Allocated on the GPU, or held by the process where there is none."""
+    """Peak allocated on the GPU, or resident memory without a GPU."""
     kept: bool = True
     """True where the steps after it include it."""
     note: str = ""
