@@ -18,9 +18,9 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from trainfit.engine.loop_settings import OptimizerSettings
-from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.optimizer import build_optimizer, parameter_groups
 from trainfit.engine.step import plain_step
-from trainfit.jobs.models.gpt_model import Gpt, GptShape, parameter_groups
+from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.runtime import compile_blocks, compile_model
 
 RATE, BETAS, DECAY, CLIP = 6e-4, (0.9, 0.95), 0.1, 1.0

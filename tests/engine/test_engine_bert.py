@@ -68,7 +68,7 @@ class BertTask:
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-        return classification_loss(model(**inputs), batch["labels"])[0]
+        return classification_loss(model(**inputs), batch["labels"])
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         batch = self.collate(range(20), 20, 12, None)

@@ -104,15 +104,6 @@ def test_far_padding_makes_no_nan() -> None:
     assert gradient(model, batch, torch.tensor([0, 1])).isfinite().all()
 
 
-def test_given_positions_are_used() -> None:
-    model = tiny("bert-base").eval()
-    batch = rows().packed
-    layout = lay_out(**batch)
-    torch.testing.assert_close(model(**batch, position_ids=layout.positions), model(**batch))
-    shifted = model(**batch, position_ids=layout.positions + 1)
-    assert not torch.allclose(shifted, model(**batch))
-
-
 def test_token_types_reach_the_model_that_has_them() -> None:
     ids = rows((9,)).padded["input_ids"]
     second = torch.ones_like(ids)

@@ -15,13 +15,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from trainfit.core.errors import BadInput
+from trainfit.engine.optimizer import parameter_groups
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs import Gpt, GptShape, build_gpt
 from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import (
-    gpt_loss,
     gpt_shape,
-    parameter_groups,
     summed_cross_entropy,
 )
 
@@ -39,7 +38,7 @@ def tokens(seed: int = 1, shape: tuple[int, int] = (3, 16)) -> Tensor:
 
 def gradients(model: nn.Module) -> Tensor:
     model.zero_grad()
-    gpt_loss(model, {"input_ids": tokens(1), "targets": tokens(2)})[0].backward()
+    model(tokens(1), tokens(2)).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
 
 
@@ -84,10 +83,9 @@ def test_it_is_a_gpt2_without_biases(tmp_path: Path) -> None:
 def test_its_loss_is_that_of_transformers() -> None:
     model = gpt().eval()
     ids = tokens()
-    loss, count = gpt_loss(model, {"input_ids": ids[:, :-1], "targets": ids[:, 1:]})
-    assert count == 3 * 15
+    loss = model(ids[:, :-1], ids[:, 1:])
     wanted = to_gpt2(model).eval()(ids, labels=ids).loss
-    torch.testing.assert_close(loss / count, wanted.double())
+    torch.testing.assert_close(loss / (3 * 15), wanted.double())
 
 
 def test_a_gpt2_that_computes_something_else_is_refused() -> None:
@@ -196,7 +194,7 @@ def test_a_step_on_fake_tensors_and_in_one_graph() -> None:
     with FakeTensorMode():
         model = build_gpt("gpt-small", checkpointing="full", loss_chunk=512)
         ids = torch.zeros(2, 1024, dtype=torch.long)
-        gpt_loss(model, {"input_ids": ids, "targets": ids})[0].backward()
+        model(ids, ids).backward()
     torch.compiler.reset()
     small = gpt(loss_chunk=20)
     compiled = torch.compile(small, fullgraph=True, backend="aot_eager")

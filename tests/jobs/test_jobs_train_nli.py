@@ -235,7 +235,7 @@ def test_without_data_or_model_the_small_one_is_trained():
     assert composed.values()["model.name"] == "modernbert-tiny"
     assert composed.values()["cv.folds"] == 5
     assert composed.origins["model.name"] == "experiment nli_embedded"
-    assert any("made-up data" in note for note in composed.notes)
+    assert any("synthetic data" in note for note in composed.notes)
     named = configure("nli", ["model.name=bert-base"])
     assert named.values()["training.learning_rate"] == 2e-5
     real = configure("nli", ["data.data_dir=x"])

@@ -60,8 +60,7 @@ def packed_step(tokens: int, lengths: list[int], longest: int, **settings: Any) 
         def step() -> None:
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 logits = built(input_ids=ids, cu_seqlens=starts, max_seqlen=longest)
-            loss, weight = classification_loss(logits, labels)
-            (loss / weight).backward()
+            (classification_loss(logits, labels) / len(lengths)).backward()
             torch.nn.utils.clip_grad_norm_(trained, 1.0, foreach=True)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)

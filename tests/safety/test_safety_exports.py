@@ -112,12 +112,12 @@ def test_an_adapter_names_nothing_to_import(exported: Path, tmp_path: Path):
 def test_a_gpt_is_checked_too(tmp_path: Path):
     shape = GptShape(vocab_size=64, block_size=8, n_layer=1, n_head=2, n_embd=8)
     gpt_export.write_gpt(tmp_path / "export", Gpt(shape), None)
-    assert gpt_export.read(tmp_path / "export").shape.n_embd == 8
+    assert gpt_export.read_gpt(tmp_path / "export").shape.n_embd == 8
     path = tmp_path / "export" / "config.json"
     path.write_text(path.read_text().replace('"n_layer": 1', '"n_layer": 2'))
     with pytest.raises(BadInput, match=r"config\.json is damaged"):
-        gpt_export.read(tmp_path / "export")
+        gpt_export.read_gpt(tmp_path / "export")
     path.write_text('{"model_type": "gpt2", "n_layer": "many"}')
     checksums.write(tmp_path / "export")
     with pytest.raises(BadInput, match="cannot load a GPT"):
-        gpt_export.read(tmp_path / "export")
+        gpt_export.read_gpt(tmp_path / "export")

@@ -11,7 +11,6 @@ if TYPE_CHECKING:
     from trainfit.jobs.models.classifier import EncoderClassifier as EncoderClassifier
     from trainfit.jobs.models.classifier import build_classifier as build_classifier
     from trainfit.jobs.models.classifier import classification_loss as classification_loss
-    from trainfit.jobs.models.classifier import label_weight as label_weight
     from trainfit.jobs.models.classifier_settings import ClassifierSettings as ClassifierSettings
     from trainfit.jobs.models.gpt_model import Gpt as Gpt
     from trainfit.jobs.models.gpt_model import GptShape as GptShape
@@ -26,7 +25,6 @@ _HOMES = {
     "build_encoder": "trainfit.jobs.models.backbone",
     "build_gpt": "trainfit.jobs.models.gpt_model",
     "classification_loss": "trainfit.jobs.models.classifier",
-    "label_weight": "trainfit.jobs.models.classifier",
 }
 __all__ = [*_HOMES]
 

@@ -1,8 +1,7 @@
-"""What a model must beat: always the same answer, and a count of words per criterion.
+"""Baselines that a model must beat: the majority class, and TF-IDF with a logistic regression.
 
-Both see exactly the folds that the model sees. The count of words is taken at its best: several
-declared variants are tried by cross-validation inside the training part, and neither the choice
-nor the threshold ever looks at what is evaluated.
+Both see exactly the folds that the model sees. The regression's variant and threshold are chosen by
+cross-validation inside the training part, without the held-out data.
 """
 
 from __future__ import annotations
@@ -27,22 +26,22 @@ VARIANTS: tuple[dict[str, Any], ...] = (
     {"ngram_range": (1, 2), "C": 1.0},
     {"ngram_range": (1, 2), "C": 10.0},
 )
-"""Words, or words and pairs of neighbours, with more or less regularisation."""
+"""Single words, or words and pairs, with more or less regularisation."""
 _INNER_FOLDS = 3
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Baseline:
-    """A baseline's figures on a held-out part."""
+    """Metrics of a baseline on a held-out part."""
 
     overall: Metrics
     by_criterion: dict[str, Metrics]
     note: str
-    """What was chosen, and that it was chosen on training data."""
+    """Variant and threshold, and how they were chosen."""
 
 
 def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Baseline:
-    """For each criterion the more common training label; F1 is 0 where that is the negative."""
+    """Predict each criterion's more common training label; F1 is 0 where that is the negative."""
     scores = np.zeros(held.size)
     for k in range(len(corpus.criteria)):
         of_train, of_held = (corpus.criterion_of[part] == k for part in (train, held))
@@ -59,7 +58,7 @@ def tfidf_baseline(
     variants: Sequence[dict[str, Any]] = VARIANTS,
     seed: int = 0,
 ) -> Baseline:
-    """TF-IDF and a logistic regression for each criterion."""
+    """Fit TF-IDF and a logistic regression for each criterion."""
     inner = [_inner_scores(corpus, train, variant, seed) for variant in variants]
     labels = corpus.labels[train]
     choices = [best_threshold(labels, scores) for scores in inner]
@@ -71,7 +70,7 @@ def tfidf_baseline(
 
 
 def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
-    """The threshold with the best F1 on these (training) labels, and that F1."""
+    """Return the threshold with the best F1 on these (training) labels, and that F1."""
     grid = np.unique(np.quantile(scores, np.linspace(0, 1, 101)))
     f1s = [binary_metrics(labels, scores, float(threshold)).f1 for threshold in grid]
     best = int(np.argmax(f1s))
@@ -91,7 +90,7 @@ def _judge(
 
 
 def _inner_scores(corpus: Corpus, train: IntArray, variant: dict[str, Any], seed: int) -> Floats:
-    """A score for each training pair by a regression that has not seen its post."""
+    """Score each training pair by a regression that has not seen its post."""
     strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
     scores = np.zeros(corpus.labels.size)
     for fold in make_folds(train, strata, corpus.post_of, folds=_INNER_FOLDS, share=0.5, seed=seed):
@@ -102,7 +101,7 @@ def _inner_scores(corpus: Corpus, train: IntArray, variant: dict[str, Any], seed
 def _fit_and_score(
     corpus: Corpus, train: IntArray, held: IntArray, variant: dict[str, Any]
 ) -> Floats:
-    """The scores of the held pairs: one regression per criterion on the words of the posts."""
+    """Score the held-out pairs: one regression per criterion on the words of the posts."""
     from sklearn.feature_extraction.text import TfidfVectorizer
 
     known = np.unique(corpus.post_of[train])
@@ -124,7 +123,7 @@ def _fit_and_score(
 
 
 def _regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Floats:
-    """The chance of a 1 for each asked row; the one label there is, where there is one only."""
+    """Probability of label 1 for each asked row; constant if training has one label only."""
     from sklearn.linear_model import LogisticRegression
 
     if labels.min() == labels.max():
@@ -135,11 +134,11 @@ def _regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Float
 
 
 _MOST = 50_000
-"""Texts that the regression learns from, at most."""
+"""Maximum number of texts that the regression learns from."""
 
 
 def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
-    """The F1 of both on the test; they learn from training and validation texts together."""
+    """F1 of both baselines on the test set, fitted on training and validation texts together."""
     classes = len(dataset.metadata["classes"])
     labels = np.concatenate([dataset.train.labels, dataset.validation.labels])
     common = int(np.bincount(labels, minlength=classes).argmax())
@@ -177,7 +176,7 @@ def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
 
 
 def count_tokens(tokens: Tokens, size: int) -> Any:
-    """How often each token is in each text, as a sparse matrix."""
+    """Count each token in each text, as a sparse matrix."""
     from scipy.sparse import csr_matrix
 
     rows = np.repeat(np.arange(len(tokens)), tokens.lengths)

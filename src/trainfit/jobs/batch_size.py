@@ -1,7 +1,4 @@
-"""How large a micro-batch fits the device now: for a task, or for a step of one's own.
-
-Nothing here imports torch until a step is run.
-"""
+"""Search for the largest micro-batch that fits the GPU, for a job or for a step of one's own."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ def find_batch_size(
     max_length: int | None = None,
     lengths: Sequence[int] | None = None,
 ) -> BatchSizeFound:
-    """The largest micro-batch that fits the GPU as it is now, what to use of it, and the knee.
+    """Find the largest micro-batch that fits the GPU as it is now, the advised one, and the knee.
 
     `task` is nli, textclass or gpt, with `overrides` as on the command line; or a step of your own:
     a TaskSpec (or module:function) whose function takes `rows` beside its arguments and returns a
@@ -36,7 +33,7 @@ def find_batch_size(
     a step, which cannot be predicted and takes a little longer. For those, `max_length` is the
     number of tokens in a row.
 
-    What is recommended is `margin` of the largest, in the range from `at_least` to `at_most` rows.
+    The advised size is `margin` of the largest, in the range from `at_least` to `at_most` rows.
     `memory_gib` bounds the memory. `lengths` are the tokens of the training sequences.
     """
     limits: dict[str, Any] = {
@@ -78,12 +75,12 @@ def _for_task(
 
 
 def job_of(plan: Plan, **limits: Any) -> BatchSizeJob:
-    """The plan's own step, with its settings, at any number of rows."""
+    """Make the finder's job of a plan: its step, with its settings, at any number of rows."""
     width, effective = plan.workload.max_length, plan.effective_batch_size
     settled = {name: v for name, v in plan.task.arguments.items() if name not in _SHAPE}
 
     def micro_batches(rows: int) -> int:
-        # From the second micro-batch on, gradients are there beside the activations.
+        # From the second micro-batch on, gradients occupy memory beside the activations.
         return 1 if rows * plan.ranks >= effective else 2
 
     def arguments(rows: int) -> dict[str, Any]:
@@ -102,7 +99,7 @@ def job_of(plan: Plan, **limits: Any) -> BatchSizeJob:
 
 
 def _shape(rows: int, width: int, packed: bool) -> dict[str, Any]:
-    """So many sequences of the full length: the most that a micro-batch of that budget takes."""
+    """Arguments for `rows` sequences of the full length, the most memory they can take."""
     if packed:
         return {"rows": 1, "width": rows * width, "slots": rows, "lengths": [width] * rows}
     return {"rows": rows, "width": width, "slots": None, "lengths": None}

@@ -1,4 +1,4 @@
-"""A classifier as the engine's TrainTask: its steps, its loss, its scores."""
+"""Classification as the engine's TrainTask: steps, loss and scores."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Probabilities = NDArray[np.float64]
 
 
 class ClassifierTask:
-    """Sequences with a label each, dealt into steps by length."""
+    """Labelled sequences, dealt into steps by length."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ClassifierTask:
         class_weights: Sequence[float] | None = None,
         pad_id: int = 0,
     ) -> None:
-        """`class_weights` make the loss of each class count so much; None: all alike."""
+        """`class_weights` are the factors of the classes' losses; None for equal ones."""
         self._build = build
         self._train, self._validation = train, validation
         self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
@@ -47,21 +47,21 @@ class ClassifierTask:
         self._on_device: dict[torch.device, Tensor] = {}
 
     def build_model(self) -> nn.Module:
-        """A new model with its weights, on the CPU or where it will train."""
+        """Build the model, on the CPU or on the device that it trains on."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:
-        """Tokens in each training sequence."""
+        """Number of tokens of each training sequence."""
         lengths: list[int] = self._train.lengths.tolist()
         return lengths
 
     def steps(self, epoch: int) -> Sequence[Sequence[int]]:
-        """An epoch's steps: each of the whole batch, all of nearly the same number of tokens."""
+        """Deal an epoch into full batches of nearly the same number of tokens."""
         dealt = deal_steps(self._train.lengths, self._effective_batch, self._seed, epoch)
         return [step.tolist() for step in dealt]
 
     def weight(self, sequences: Sequence[int]) -> float:
-        """The number of sequences, or the sum of their classes' weights."""
+        """Number of sequences, or the sum of their classes' weights."""
         if self._class_weights is None:
             return float(len(sequences))
         return float(self._class_weights[self._train.labels[list(sequences)]].sum())
@@ -69,37 +69,33 @@ class ClassifierTask:
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, Tensor]:
-        """Packed with `slots`, else padded."""
+        """Make a packed micro-batch with `slots`, else a padded one."""
         if slots is None:
             return collate_padded(self._train, sequences, rows, width, self._pad_id)
         return collate_packed(self._train, sequences, width, slots, self._pad_id)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """The summed loss; the step's weight is known beforehand, so no label is read here."""
+        """Sum the loss of a micro-batch; `weight` is computed from labels on the CPU."""
         inputs: dict[str, Any] = {name: t for name, t in batch.items() if name != "labels"}
         if "cu_seqlens" in inputs:
-            # Else the kernel looks for sequences as long as the row, several times as slowly.
+            # Without it the kernel assumes sequences as long as the row, and is much slower.
             inputs["max_seqlen"] = self._longest
-        return classification_loss(
-            model(**inputs),
-            batch["labels"],
-            class_weights=self._weights_on(batch["labels"].device),
-            weight=1.0,
-        )[0]
+        labels = batch["labels"]
+        return classification_loss(model(**inputs), labels, self._weights_on(labels.device))
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """Scores on the validation part."""
+        """Metrics on the validation part."""
         found = self.probabilities(model, batch_size)
         labels = self._validation.labels
         chance = np.maximum(found[np.arange(labels.size), labels], 1e-12)
         return {"loss": float(-np.log(chance).mean()), **class_metrics(labels, found).scalars()}
 
     def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
-        """Of the validation part."""
+        """Probabilities of the validation part."""
         return predict(model, self._validation, batch_size, self._pad_id)
 
     def _weights_on(self, device: torch.device) -> Tensor | None:
-        """Copied to a device once: a copy in every micro-batch would make it wait."""
+        """Class weights on a device, copied once, since each copy would make it wait."""
         if self._class_weights is not None and device not in self._on_device:
             self._on_device[device] = torch.tensor(self._class_weights, device=device).float()
         return self._on_device.get(device)
@@ -119,7 +115,7 @@ def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], 
 
 
 def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:
-    """The probability of each class for each sequence, in their order."""
+    """Probabilities of the classes for each sequence, in the given order."""
     logits = in_batches(model, model, tokens, batch_size, pad_id)
     return logits.softmax(-1).numpy()
 
@@ -134,17 +130,17 @@ def in_batches(
     *,
     packed: bool | None = None,
 ) -> Tensor:
-    """What `compute`, the model or a part of it, gives for each sequence, in their order.
+    """Apply `compute`, the model or a part of it, to each sequence, in the given order.
 
-    Packed where the device has a kernel for that: then a row holds as many tokens as so many of
-    the longest sequences have. Else sequences of like length go together. A compiled model is
-    asked eagerly: every width would be another shape to compile.
+    Rows are packed where the device has a kernel for it, with as many tokens as `batch_size`
+    sequences of the longest length have. Else sequences of similar length are padded together. A
+    compiled model runs eagerly, since every width would be compiled anew.
     """
     device = next(model.parameters()).device
     if packed is None:
         packed = isinstance(model, EncoderClassifier) and model.packs_here
-    order = np.argsort(tokens.lengths, kind="stable")[::-1]  # the largest first: if memory is
-    parts: list[Tensor] = []  # short, it shows at once
+    order = np.argsort(tokens.lengths, kind="stable")[::-1]
+    parts: list[Tensor] = []  # the longest come first, so that memory runs out early or never
     with eagerly(model):
         for batch in (_packed if packed else _padded)(tokens, order, batch_size, pad_id):
             inputs = {
@@ -153,7 +149,7 @@ def in_batches(
                 if name != "labels"
             }
             parts.append(compute(**inputs).double())
-    found = torch.cat(parts).cpu()  # once: a copy of each part would make the next one wait
+    found = torch.cat(parts).cpu()  # once, since each copy would make the device wait
     return found[torch.from_numpy(np.argsort(order, kind="stable"))]
 
 

@@ -1,4 +1,4 @@
-"""What a classification job trains with: its configuration, its weights and its tokenizer."""
+"""Configuration of a job, and the weights and the tokenizer of a classifier."""
 
 from __future__ import annotations
 
@@ -22,16 +22,17 @@ if TYPE_CHECKING:
 
 EncoderConfig = NliConfig | TextclassConfig
 _FREEZE = "model.freeze_encoder"
-"""Presets and experiments freeze a pretrained encoder; a random one is worth nothing frozen."""
+"""Key that presets and experiments set for pretrained encoders; random ones must train."""
 _OF_CHARACTERS = ("canine", "perceiver")
 """Model types whose tokenizer needs no file."""
 _LEAST = 50
+"""Minimum occurrences of a piece of user data before it becomes a token."""
 _MOST_WORDS = 8192
-"""The largest vocabulary to learn; a model may have room for more."""
+"""Largest vocabulary to learn; a model may have room for more."""
 
 
 def configure(task: str, overrides: Sequence[str]) -> Composed:
-    """The job's configuration; where neither data nor a model is named, that of the small one."""
+    """Compose the configuration; without data and model, that of the small experiment."""
     composed = _filled(task, overrides)
     model = getattr(composed.config, "model", None)
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
@@ -43,7 +44,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
 
 
 def _lacks_tokenizer(folder: Path) -> bool:
-    """Tell from a folder's files alone, before anything is loaded."""
+    """True for a model folder without tokenizer files; nothing is loaded."""
     if not folder.is_dir() or has_tokenizer(folder):
         return False
     try:
@@ -66,14 +67,14 @@ def _filled(task: str, overrides: Sequence[str]) -> Composed:
     }
     words = [as_word(key, value) for key, value in free.items()]
     filled = compose(task, [*overrides, *words])
-    data = "the source of Python's standard library" if task == "gpt" else "made-up data"
+    data = "the source of Python's standard library" if task == "gpt" else "synthetic data"
     note = f"no data is named: {data} and a small model (experiment={name})"
     origins = filled.origins | dict.fromkeys(free, f"experiment {name}")
     return replace(filled, origins=origins, notes=(*composed.notes, note))
 
 
 def configured_by(run: Path, task: str) -> Composed:
-    """The configuration that a run was started with."""
+    """Read the configuration that a run was started with."""
     path = run / "config.json"
     try:
         written = codec.decode(_Written, codec.read_object(path), str(path))
@@ -94,7 +95,7 @@ def configured_by(run: Path, task: str) -> Composed:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Written:
-    """config.json of a run."""
+    """Content of a run's config.json."""
 
     task: str
     hardware: str
@@ -104,7 +105,7 @@ class _Written:
 
 
 def made_up(composed: Composed) -> bool:
-    """Whether nobody named the job's data."""
+    """True if the user named no data, so that synthetic data is used."""
     config = composed.config
     if isinstance(config, TextclassConfig):
         return config.data.train is None
@@ -112,20 +113,20 @@ def made_up(composed: Composed) -> bool:
 
 
 def least_occurrences(composed: Composed) -> int:
-    """Times that a piece of text must occur to become a token, so that no rare name leaks."""
+    """Minimum occurrences before a piece of text becomes a token, so that no rare name leaks."""
     return 2 if made_up(composed) else _LEAST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """Weights to begin with, and the tokenizer that goes with them."""
+    """Initial weights and their tokenizer."""
 
     weights: Weights
     tokenizer: Tokenizer
 
     @property
     def pad_id(self) -> int:
-        """What fills up rows."""
+        """Token that pads rows."""
         from trainfit.data.tokenizers import pad_id
 
         return pad_id(self.tokenizer)
@@ -138,9 +139,9 @@ def choose_weights(
     texts: Callable[[], Iterable[str]],
     least: int = 2,
 ) -> Chosen:
-    """`texts` are what a tokenizer is learned from, where the model brings none.
+    """Choose the weights and load the tokenizer, or learn one from `texts`.
 
-    Pieces of them that occur fewer than `least` times get no token of their own.
+    Pieces of text that occur fewer than `least` times get no token of their own.
     """
     from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 
@@ -155,7 +156,7 @@ def choose_weights(
 
 
 def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
-    """Random or pretrained, and where the tokenizer is; None: it is learned."""
+    """Return the kind of weights, and the place of the tokenizer or None if it is learned."""
     folder = Path(model.name)
     if folder.is_dir():
         if model.weights != "random":
@@ -176,7 +177,7 @@ def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
 
 
 def _vocabulary(name: str) -> tuple[int, int]:
-    """How many tokens a model's embedding has room for, and which one is its padding."""
+    """Return the size of a model's embedding and its padding token."""
     fields = _fields(name)
     size, pad = fields.get("vocab_size"), fields.get("pad_token_id")
     if not isinstance(size, int) or size < 300:

@@ -1,4 +1,6 @@
-"""A trained classifier for use without trainfit.
+"""Exports: trained models for use without trainfit.
+
+A classifier:
 
     export/encoder/           save_pretrained: AutoModel.from_pretrained loads it, bidirectional
     export/adapter/           LoRA or DoRA alone: peft loads it on top of the encoder
@@ -7,13 +9,16 @@
     export/tokenizer…         AutoTokenizer.from_pretrained(export) loads it
     export/checksums.json     of all of these; predict checks them before it loads anything
 
-It is written under another name and renamed, so that an export is whole or not there.
+A GPT is exported as transformers' GPT-2. An export is written under another name and renamed at the
+end, so that it is complete or not there.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -43,26 +48,38 @@ _BASE = ".base_layer."
 
 
 def write_classifier(
-    folder: Path,
-    model: EncoderClassifier,
-    tokenizer: Tokenizer,
-    facts: dict[str, Any],
+    folder: Path, model: EncoderClassifier, tokenizer: Tokenizer, facts: dict[str, Any]
 ) -> None:
     """Write `model` with its tokenizer; `facts` go into head.json."""
+    head = {
+        name: tensor.detach().cpu().contiguous()
+        for name, tensor in model.state_dict().items()
+        if not name.startswith("encoder.")
+    }
+    with _written_whole(folder) as unfinished:
+        _write_encoder(unfinished, model.encoder)
+        safetensors.torch.save_file(head, unfinished / "head.safetensors")
+        _write_tokenizer(unfinished, tokenizer, model)
+        write_whole(unfinished / "head.json", json.dumps(_facts(model, facts), indent=2) + "\n")
+
+
+def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
+    """Write `model`, and its tokenizer where there is one."""
+    with _written_whole(folder) as unfinished:
+        to_gpt2(model).save_pretrained(unfinished)
+        if tokenizer is not None:
+            _write_gpt_tokenizer(unfinished, tokenizer, model.shape.block_size)
+
+
+@contextmanager
+def _written_whole(folder: Path) -> Iterator[Path]:
+    """Give a folder to write to, which gets checksums and replaces `folder` at the end."""
     unfinished = folder.with_name(f".unfinished-{folder.name}")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir()
         with without_bars():
-            _write_encoder(unfinished, model.encoder)
-        head = {
-            name: tensor.detach().cpu().contiguous()
-            for name, tensor in model.state_dict().items()
-            if not name.startswith("encoder.")
-        }
-        safetensors.torch.save_file(head, unfinished / "head.safetensors")
-        _write_tokenizer(unfinished, tokenizer, model)
-        write_whole(unfinished / "head.json", json.dumps(_facts(model, facts), indent=2) + "\n")
+            yield unfinished
         checksums.write(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
@@ -90,7 +107,7 @@ def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
         encoder.save_pretrained(folder / "encoder")
         return
     encoder.save_pretrained(folder / "adapter")
-    # With adapters in it, save_pretrained writes them alone; the rest is written as it was.
+    # With adapters, save_pretrained writes them alone: the base weights need a second call.
     encoder._hf_peft_config_loaded = False
     try:
         encoder.save_pretrained(folder / "encoder", state_dict=_without_adapters(encoder))
@@ -99,11 +116,11 @@ def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifier) -> None:
-    """The tokenizer, giving what the encoder takes and nothing that it would refuse."""
+    """Write the tokenizer; it returns only inputs that the encoder takes."""
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
-    # transformers writes down where it had read a vocabulary: a path of this machine.
+    # transformers records where it read a vocabulary: a path of this machine.
     settings = {key: value for key, value in settings.items() if not key.endswith("_file")}
     names = settings.get("model_input_names", tokenizer.model_input_names)
     if not model.traits.token_types:
@@ -119,29 +136,8 @@ def _without_adapters(encoder: PreTrainedModel) -> dict[str, Tensor]:
     }
 
 
-def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
-    """Write `model`, and its tokenizer where there is one."""
-    unfinished = folder.with_name(f".unfinished-{folder.name}")
-    try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir()
-        with without_bars():
-            to_gpt2(model).save_pretrained(unfinished)
-        if tokenizer is not None:
-            _write_gpt_tokenizer(unfinished, tokenizer, model.shape.block_size)
-        checksums.write(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise RunFailed(
-            f"cannot write {folder} ({error.strerror or error})",
-            f"free some space and go on with --resume {folder.parent}",
-        ) from error
-
-
-def read(folder: Path) -> Gpt:
-    """The model of an export; its files are checked first."""
+def read_gpt(folder: Path) -> Gpt:
+    """Read a GPT from its export, after a check of its files."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     checksums.check(folder)
@@ -169,4 +165,4 @@ def _write_gpt_tokenizer(folder: Path, path: Path, longest: int) -> None:
         tokenizer_file=str(path), bos_token=ends, eos_token=ends, model_max_length=longest
     )
     made.save_pretrained(folder)
-    shutil.copyfile(path, folder / TOKENIZER)  # to the letter, so that its hash stays
+    shutil.copyfile(path, folder / TOKENIZER)  # byte by byte, so that its hash stays

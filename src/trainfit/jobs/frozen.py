@@ -1,7 +1,7 @@
-"""A frozen encoder's outputs depend on the tokens alone: computed once, and trained on often.
+"""Training of a head on the outputs of a frozen encoder, which are computed once and cached.
 
-The model that the engine trains is then the head alone. Its weights have the names that they have
-in the whole classifier, so a checkpoint is the same either way.
+The engine then trains the head alone. Its weights have the same names as in the whole classifier,
+so that a checkpoint is the same either way.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from trainfit.jobs.classification import ClassifierTask, Probabilities
 from trainfit.jobs.models.classifier import IGNORED, EncoderClassifier
 
 Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
-"""The pooled outputs of sequences `[sequences, width]`."""
+"""Computes the pooled outputs of sequences `[sequences, width]`."""
 _Known = tuple[NDArray[np.int32], dict[int, NDArray[np.float64]]]
-"""By a sequence's start in the array; the array is held, so that its id stays its own."""
+"""The token array, held so that its id is not reused, and the outputs by sequence start."""
 _MOST_BYTES = 2 * 2**30
 _MOST_ENCODERS = 4
-"""Whose outputs are kept in memory, the last used."""
+"""Number of encoders whose outputs stay in memory, the last used."""
 
 
 class SharedFeatures:
-    """Outputs of frozen encoders, computed once for every fold and run of this process."""
+    """Cache of frozen encoders' outputs, for every fold and run of this process."""
 
     def __init__(self) -> None:
         self._known: dict[Hashable, _Known] = {}
@@ -36,7 +36,7 @@ class SharedFeatures:
     def of(
         self, tokens: Tokens, encoder: Hashable, compute: Callable[[Tokens], Probabilities]
     ) -> Probabilities:
-        """The outputs of these sequences; `compute` gives those that are missing."""
+        """Return the outputs of these sequences; `compute` makes those that are missing."""
         key = (id(tokens.ids), encoder)
         last = self._known.pop(key, (tokens.ids, {}))
         self._known = dict(list(self._known.items())[1 - _MOST_ENCODERS :]) | {key: last}
@@ -50,7 +50,7 @@ class SharedFeatures:
 
 
 class Head(nn.Module):
-    """The last part of a classifier, on pooled outputs."""
+    """Dropout and head of a classifier, on pooled outputs."""
 
     def __init__(self, model: EncoderClassifier) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ class FrozenTask(ClassifierTask):
         self._pooled: dict[str, Tensor] = {}
 
     def build_model(self) -> nn.Module:
-        """The head; or the whole model where there is something before it to train."""
+        """Return the head, or the whole model if the outputs cannot be cached."""
         model = self._build()
         if not _can_be_cached(model, len(self._train) + len(self._validation)):
             return model
@@ -90,7 +90,7 @@ class FrozenTask(ClassifierTask):
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, Tensor]:
-        """The outputs of these sequences, filled up to the number that the shape has."""
+        """Stack the outputs of these sequences, padded to the number of the shape."""
         if not self._pooled:
             return super().collate(sequences, rows, width, slots)
         chosen = torch.tensor(sequences, dtype=torch.long)
@@ -102,7 +102,7 @@ class FrozenTask(ClassifierTask):
         }
 
     def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
-        """Of the validation part."""
+        """Probabilities of the validation part."""
         if not self._pooled:
             return super().probabilities(model, batch_size)
         device = next(model.parameters()).device
@@ -114,7 +114,7 @@ class FrozenTask(ClassifierTask):
 
 
 def _can_be_cached(model: EncoderClassifier, sequences: int) -> bool:
-    """Whether nothing before the head is trained, and the outputs are no burden to memory."""
+    """True if nothing before the head is trained and the outputs fit into memory."""
     trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
     size = sequences * model.head.in_features * 4
     return trained <= {"head.weight", "head.bias"} and size <= _MOST_BYTES

@@ -1,7 +1,7 @@
-"""How good a classifier is: from labels and scores to figures, per criterion, and over folds.
+"""Metrics of a classifier, overall, by criterion and over folds.
 
-A figure that does not exist is None (the AUC of a single class), never a zero that would be
-averaged. Precision, recall and F1 without a single hit are 0, as model selection needs them.
+A metric that is not defined is None (the AUC of a single class), never a zero that would be
+averaged. Precision, recall and F1 without a true positive are 0, since model selection needs them.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ Floats = NDArray[np.floating]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Metrics:
-    """The figures of one set of predictions."""
+    """Metrics of one set of predictions."""
 
     count: int
     accuracy: float
     precision: float
-    """Of the positive class; of several classes, the mean over them. So are recall and F1."""
+    """Precision of the positive class, or the mean over several classes; so for recall and F1."""
     recall: float
     f1: float
     macro_f1: float
     auc: float | None
-    """Of several classes: one against the rest, the mean; None where a class is missing."""
+    """Area under the ROC curve, the mean of one-vs-rest; None if a class is missing."""
     confusion: tuple[tuple[int, ...], ...]
-    """By true class, then by predicted class."""
+    """Counts by true class, then by predicted class."""
 
     def scalars(self, prefix: str = "") -> dict[str, float]:
-        """Those figures that exist, by name."""
+        """Return the metrics that are not None, by name."""
         names = ("accuracy", "precision", "recall", "f1", "macro_f1", "auc")
         values = {name: getattr(self, name) for name in names}
         return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
@@ -44,24 +44,24 @@ class Metrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """A figure over folds."""
+    """Mean and spread of a metric over folds."""
 
     mean: float
     std: float | None
-    """With n - 1; None for a single fold, as is the interval."""
+    """Sample standard deviation (n - 1); None for a single fold, as is the interval."""
     low: float | None
-    """The 95% confidence interval of the mean, by Student's t."""
+    """Lower end of the 95% confidence interval of the mean, by Student's t."""
     high: float | None
     folds: int
 
 
 def binary_metrics(labels: IntArray, scores: Floats, threshold: float = 0.5) -> Metrics:
-    """The figures of scores of the positive class, which is predicted from the threshold on."""
+    """Metrics of scores of the positive class, which is predicted from the threshold on."""
     return _metrics(labels, (scores >= threshold).astype(np.int64), rank_auc(labels, scores), 2)
 
 
 def class_metrics(labels: IntArray, probabilities: Floats) -> Metrics:
-    """The figures of a probability per class `[items, classes]`; two classes are binary."""
+    """Metrics of probabilities `[items, classes]`; two classes are binary."""
     classes = probabilities.shape[1]
     predicted = probabilities.argmax(1)
     if classes == 2:
@@ -79,7 +79,7 @@ def by_group(
     names: Sequence[str],
     threshold: float = 0.5,
 ) -> dict[str, Metrics]:
-    """`binary_metrics` of each group, such as a criterion; those without items are left out."""
+    """Metrics of each group, such as a criterion, that has items."""
     return {
         name: binary_metrics(labels[groups == number], scores[groups == number], threshold)
         for number, name in enumerate(names)
@@ -88,7 +88,7 @@ def by_group(
 
 
 def rank_auc(labels: IntArray, scores: Floats) -> float | None:
-    """The chance that a positive scores over a negative, ties half; None without one of them."""
+    """Area under the ROC curve by ranks, ties counted half; None without both classes."""
     positives = int((labels == 1).sum())
     negatives = labels.size - positives
     if not positives or not negatives:
@@ -100,13 +100,13 @@ def rank_auc(labels: IntArray, scores: Floats) -> float | None:
 
 
 def over_folds(folds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Each figure's mean and spread over the folds that have it."""
+    """Mean and spread of each metric over the folds that have it."""
     names = dict.fromkeys(name for fold in folds for name in fold)
     return {name: spread([fold[name] for fold in folds if name in fold]) for name in names}
 
 
 def spread(values: Sequence[float]) -> Spread:
-    """The mean of the values with its standard deviation and confidence interval."""
+    """Mean of the values with standard deviation and confidence interval."""
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -127,7 +127,7 @@ def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: 
     precision = _ratio(hits, table.sum(0))
     recall = _ratio(hits, table.sum(1))
     f1 = _ratio(2 * hits, table.sum(0) + table.sum(1))
-    # A class that is neither there nor predicted has no F1 to average.
+    # A class that is neither present nor predicted has no F1 to average.
     seen = (table.sum(0) + table.sum(1)) > 0
     means = {"precision": precision, "recall": recall, "f1": f1}
     return Metrics(

@@ -1,4 +1,4 @@
-"""Use a trained classifier: on a part of a job's data, or from its export on new texts."""
+"""Predictions of a trained classifier, on a part of a job's data or on new texts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
 _LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "fan_in_fan_out")
-"""Fields of an adapter's config, as training sets them."""
+"""Fields of an adapter's config that training sets."""
 _NEEDED = ("classes", "pooling", "pool_tokens", "dtype", "max_length", "pad_id", "eval_batch_size")
 
 
@@ -43,7 +43,7 @@ def predict_within(
     pad_id: int = 0,
     precision: Precision = "fp32",
 ) -> tuple[Probabilities, int]:
-    """`predict` with as many sequences at a time as memory has room for, and how many those are."""
+    """Predict with as many sequences at a time as fit into memory; return that number too."""
     return _within(batch_size, model, precision, lambda n: predict(model, tokens, n, pad_id))
 
 
@@ -55,10 +55,10 @@ def pool_within(
     pad_id: int = 0,
     precision: Precision = "fp32",
 ) -> Probabilities:
-    """The pooled outputs of each sequence, with as many at a time as memory has room for."""
+    """Compute pooled outputs with as many sequences at a time as fit into memory."""
 
     def pool(size: int) -> Probabilities:
-        # Each part goes to the CPU: of many sequences they are too much for a small GPU.
+        # Each part goes to the CPU: those of many sequences do not fit a small GPU.
         return in_batches(
             model, lambda **rows: model.pool(**rows).cpu(), tokens, size, pad_id
         ).numpy()
@@ -72,7 +72,7 @@ def _within(
     precision: Precision,
     compute: Callable[[int], Probabilities],
 ) -> tuple[Probabilities, int]:
-    """`compute` with half as many sequences at a time as often as memory runs out."""
+    """Call `compute`, halving the number of sequences whenever memory runs out."""
     device = next(model.parameters()).device.type
     while True:
         try:
@@ -100,22 +100,16 @@ def _finite(found: Probabilities) -> Probabilities:
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A model that a run exported, ready to use."""
+    """Exported model, ready to use."""
 
     model: EncoderClassifier
     tokenizer: Tokenizer
     facts: dict[str, Any]
-    """head.json."""
-
-    @property
-    def criteria(self) -> dict[str, str] | None:
-        """Code and text of the criteria that it was trained on; None: it takes single texts."""
-        found: dict[str, str] | None = self.facts.get("criteria")
-        return found
+    """Content of head.json."""
 
 
 def exports_of(run: Path) -> list[Path]:
-    """The exports of a run: one, or one for each fold."""
+    """List the exports of a run: one, or one for each fold."""
     found = [run / "export", *sorted(run.glob("fold-*/export"))]
     found = [folder for folder in found if (folder / "head.json").is_file()]
     if not found:
@@ -124,7 +118,7 @@ def exports_of(run: Path) -> list[Path]:
 
 
 def load_export(folder: Path, device: str = "cpu") -> Exported:
-    """What `export.write` wrote."""
+    """Read what `exports.write_classifier` wrote."""
     from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
 
     checksums.check(folder)
@@ -156,7 +150,7 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """head.json, checked for what every reader needs."""
+    """Read head.json and check that it is complete."""
     try:
         facts = codec.read_object(folder / "head.json")
         if missing := [name for name in _NEEDED if name not in facts]:
@@ -196,9 +190,9 @@ def predict_texts(
     device: str = "cpu",
     precision: Precision = "fp32",
 ) -> tuple[Probabilities, dict[str, Any]]:
-    """The probabilities of each text (with its criterion), the mean over the exports, and facts.
+    """Return the mean probabilities over the exports for each text, and the facts of head.json.
 
-    `criteria` has, for each text, the text of the criterion it is asked about.
+    `criteria` are the criteria's texts that the texts are paired with.
     """
     total: Probabilities | None = None
     facts: dict[str, Any] = {}
@@ -221,7 +215,7 @@ def predict_texts(
 def answer(
     folders: Sequence[Path], texts: Sequence[str], criterion: str | None = None
 ) -> list[dict[str, Any]]:
-    """A row for each text and criterion: which text, its class, and the chance of each class."""
+    """Return a row for each text and criterion: its number, class and probabilities."""
     if not texts:
         raise BadInput("there is no text to classify", "give a file with a text per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -242,7 +236,7 @@ def answer(
 
 
 def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str] | None:
-    """The criteria to ask about, by code."""
+    """Return the criteria to ask about, by code."""
     if known is None:
         if criterion is not None:
             raise BadInput("the model takes no criterion", "leave --criterion out")
@@ -255,7 +249,7 @@ def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str
 
 
 def _tokenize(exported: Exported, texts: Sequence[str], criteria: Sequence[str] | None) -> Tokens:
-    """As in training."""
+    """Tokenize as in training."""
     length = exported.facts["max_length"]
     nothing = np.zeros(len(texts), dtype=np.int64)
     if criteria is None:

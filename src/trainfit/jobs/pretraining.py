@@ -1,8 +1,8 @@
-"""A GPT as the engine's TrainTask: blocks of tokens, their loss, and the loss on held-out ones.
+"""Pretraining as the engine's TrainTask: blocks of tokens, and their loss.
 
-A sequence is a block: `block_size` tokens, and the one after each to predict. The steps of an epoch
-are a shuffle of all blocks that the seed and the epoch decide and nothing else, so that a run goes
-on in the middle of an epoch, and any number of ranks trains on the same step.
+A sequence is a block: `block_size` tokens, and the one after each to predict. The order of the
+blocks depends on the seed and the epoch alone, so that a run resumes in the middle of an epoch, and
+any number of ranks trains on the same step.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trainfit.kernels.fused_ops import IGNORED
 from trainfit.runtime import eagerly
 
 METRIC = "val_loss"
-"""Nats per token on the validation part: what the best checkpoint is chosen by."""
+"""Metric that selects the best checkpoint: nats per token on the validation part."""
 Rows = NDArray[np.int64]
 
 
@@ -40,9 +40,9 @@ class GptTask:
         unigram_entropy: float | None = None,
         seed: int = 0,
     ) -> None:
-        """`evaluated` blocks of the validation part are looked at, the same ones each time.
+        """Evaluate `evaluated` blocks of the validation part, the same ones each time.
 
-        The `unigram_entropy` is told beside their loss.
+        The `unigram_entropy` is reported beside their loss.
         """
         self._beside = {} if unigram_entropy is None else {"unigram_entropy": unigram_entropy}
         self._build = build
@@ -55,43 +55,43 @@ class GptTask:
         self._evaluated = np.sort(order[:evaluated])
 
     def build_model(self) -> nn.Module:
-        """A new model with random weights."""
+        """Build a model with random weights."""
         return self._build()
 
     def lengths(self) -> Sequence[int]:
-        """All alike; one number in memory, however many blocks there are."""
+        """Return the same length for every block, as one number in memory."""
         same: Sequence[int] = np.broadcast_to(np.int64(self._block), self._blocks)  # type: ignore[assignment]
         return same
 
     def steps(self, epoch: int) -> Sequence[Sequence[int]]:
-        """The blocks of each step. What does not fill one is left for another epoch's shuffle."""
+        """Deal the blocks into steps; an incomplete last step is left out."""
         count = self._blocks // self._effective
         order = _shuffled(self._blocks, self._seed, epoch)[: count * self._effective]
         steps: Sequence[Sequence[int]] = order.reshape(count, self._effective)  # type: ignore[assignment]
         return steps
 
     def weight(self, sequences: Sequence[int]) -> float:
-        """The number of tokens that are predicted."""
+        """Number of predicted tokens."""
         return float(len(sequences) * self._block)
 
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, Tensor]:
-        """The blocks as inputs and targets; rows without one are filler that counts nothing."""
+        """Make inputs and targets; rows without a block are filler that does not count."""
         assert slots is None
         assert width == self._block
         return collate_blocks(self._train, sequences, rows, width)
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-        """Summed over the tokens."""
+        """Sum the loss over the tokens."""
         loss: Tensor = model(batch["input_ids"], batch["targets"])
         return loss
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
-        """The mean loss on the blocks that are looked at."""
+        """Mean loss on the evaluated blocks."""
         device = next(model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
-        with eagerly(model):  # its own batch size is another shape to compile
+        with eagerly(model):  # the evaluation's batch size would be compiled anew
             for start in range(0, len(self._evaluated), batch_size):
                 chosen = self._evaluated[start : start + batch_size].tolist()
                 batch = collate_blocks(self._validation, chosen, len(chosen), self._block)
@@ -100,7 +100,7 @@ class GptTask:
 
 
 def count_blocks(tokens: Ids, block_size: int, name: str) -> int:
-    """Whole blocks in a stream, each with the token after it."""
+    """Count the complete blocks of a stream, each with the token after it."""
     count = (len(tokens) - 1) // block_size
     if count < 1:
         raise BadInput(
@@ -111,7 +111,7 @@ def count_blocks(tokens: Ids, block_size: int, name: str) -> int:
 
 
 def collate_blocks(tokens: Ids, blocks: Sequence[int], rows: int, width: int) -> dict[str, Tensor]:
-    """Inputs and targets `[rows, width]` of these blocks, straight from the mapped file."""
+    """Copy inputs and targets `[rows, width]` of these blocks from the mapped file."""
     inputs = np.zeros((rows, width), dtype=np.int64)
     targets = np.full((rows, width), IGNORED, dtype=np.int64)
     for row, block in enumerate(blocks):
@@ -122,7 +122,7 @@ def collate_blocks(tokens: Ids, blocks: Sequence[int], rows: int, width: int) ->
 
 
 def _shuffled(count: int, seed: int, epoch: int) -> Rows:
-    """All of them in the order of random keys: the same on every machine and release of numpy."""
+    """Shuffle by random keys: the same on every machine and release of numpy."""
     keys = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     order: Rows = np.argsort(keys, kind="stable")
     return order

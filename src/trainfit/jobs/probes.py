@@ -1,4 +1,7 @@
-"""The classifier's step for the planner: the engine's own, on tensors without values."""
+"""Steps of the models for the planner: the engine's own step, on tensors without values.
+
+To run a step for real, build the model and its step with `device` as torch's default device.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +26,9 @@ from trainfit.planning.estimator.compiled_steps import simulate
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
-"""What brings tensors to a block beside its other arguments."""
+"""Objects that bring tensors to a block beside its other arguments."""
+Step = Callable[[], object]
+Probe = tuple[nn.Module, Callable[[nn.Module], Step]]
 
 
 def encoder_step(
@@ -40,66 +45,21 @@ def encoder_step(
     compile: bool = False,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
-) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
-    """The model and its step; `settings` are those of the classifier.
-
-    To run it for real, build it and its step with `device` as torch's default device.
-    """
+) -> Probe:
+    """Return a classifier and the maker of its step; `settings` are ClassifierSettings."""
     changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
     model = build_classifier(ClassifierSettings(overrides=changed, **settings))
 
-    def make_step(built: nn.Module) -> Callable[[], object]:
-        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
-        scale = loss_scale(precision, device)
+    def make_step(built: nn.Module) -> Step:
+        step = _make_step(built, loss, optimizer, precision, device)
         if compile and device == "cpu":
             simulate(repeated_blocks(built), CARRIERS)
         elif compile:
             compile_blocks(built)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
-        return lambda: plain_step(
-            built,
-            made,
-            loss,
-            [batch] * micro_batches,
-            float(rows),
-            device_type=device,
-            precision=precision,
-            max_grad_norm=1.0,
-            scale=scale,
-        )
+        return lambda: step([batch] * micro_batches, float(rows))
 
     return model, make_step
-
-
-def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The summed loss of a micro-batch."""
-    inputs = {name: value for name, value in batch.items() if name != "labels"}
-    return classification_loss(model(**inputs), batch["labels"], weight=1.0)[0]
-
-
-def padded(rows: int, width: int) -> dict[str, Any]:
-    """A micro-batch of padded rows, with padding in it."""
-    mask = torch.ones(rows, width, dtype=torch.long)
-    mask[:, width // 2 :] = 0
-    return {
-        "input_ids": torch.full((rows, width), 5),
-        "attention_mask": mask,
-        "labels": torch.zeros(rows, dtype=torch.long),
-    }
-
-
-def packed(width: int, slots: int, lengths: list[int]) -> dict[str, Any]:
-    """A micro-batch of one packed row with these sequences in it."""
-    ends = [0]
-    for length in lengths[:slots]:
-        ends.append(min(width, ends[-1] + length))
-    ends += [ends[-1]] * (slots + 1 - len(ends))
-    return {
-        "input_ids": torch.full((1, width), 5),
-        "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
-        "max_seqlen": max(lengths, default=width),
-        "labels": torch.zeros(slots, dtype=torch.long),
-    }
 
 
 def gpt_step(
@@ -119,10 +79,10 @@ def gpt_step(
     slots: None = None,
     lengths: None = None,
     **sizes: Any,
-) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
-    """The model and its step on blocks of `width` tokens, which are never packed.
+) -> Probe:
+    """Return a GPT and the maker of its step on blocks of `width` tokens, which are not packed.
 
-    `sizes` are those of the model that are not the catalogue's.
+    `sizes` are those of the model that differ from the catalogue.
     """
     assert slots is None
     assert lengths is None
@@ -135,25 +95,68 @@ def gpt_step(
         **changed,
     )
 
-    def make_step(built: nn.Module) -> Callable[[], object]:
-        made = build_optimizer(built, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
-        scale = loss_scale(precision, device)
+    def make_step(built: nn.Module) -> Step:
+        step = _make_step(built, lambda gpt, batch: gpt(**batch), optimizer, precision, device)
         if compile and device == "cpu":
             simulate([built])
         elif compile:
             compile_model(built)
         ids = torch.full((rows, width), 5)
         batch = {"input_ids": ids, "targets": ids}
-        return lambda: plain_step(
-            built,
-            made,
-            lambda model, batch: model(**batch),
-            [batch] * micro_batches,
-            float(rows * width),
-            device_type=device,
-            precision=precision,
-            max_grad_norm=1.0,
-            scale=scale,
-        )
+        return lambda: step([batch] * micro_batches, float(rows * width))
 
     return model, make_step
+
+
+def _make_step(
+    model: nn.Module,
+    loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
+    optimizer: Any,
+    precision: Precision,
+    device: str,
+) -> Callable[[list[dict[str, Any]], float], object]:
+    """Return the engine's step as a function of micro-batches and their weight."""
+    made = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+    scale = loss_scale(precision, device)
+    return lambda batches, weight: plain_step(
+        model,
+        made,
+        loss,
+        batches,
+        weight,
+        device_type=device,
+        precision=precision,
+        max_grad_norm=1.0,
+        scale=scale,
+    )
+
+
+def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    """Sum the loss of a micro-batch."""
+    inputs = {name: value for name, value in batch.items() if name != "labels"}
+    return classification_loss(model(**inputs), batch["labels"])
+
+
+def padded(rows: int, width: int) -> dict[str, Any]:
+    """Make a micro-batch of padded rows, with padding in it."""
+    mask = torch.ones(rows, width, dtype=torch.long)
+    mask[:, width // 2 :] = 0
+    return {
+        "input_ids": torch.full((rows, width), 5),
+        "attention_mask": mask,
+        "labels": torch.zeros(rows, dtype=torch.long),
+    }
+
+
+def packed(width: int, slots: int, lengths: list[int]) -> dict[str, Any]:
+    """Make a micro-batch of one packed row with these sequences in it."""
+    ends = [0]
+    for length in lengths[:slots]:
+        ends.append(min(width, ends[-1] + length))
+    ends += [ends[-1]] * (slots + 1 - len(ends))
+    return {
+        "input_ids": torch.full((1, width), 5),
+        "cu_seqlens": torch.tensor(ends, dtype=torch.int32),
+        "max_seqlen": max(lengths, default=width),
+        "labels": torch.zeros(slots, dtype=torch.long),
+    }

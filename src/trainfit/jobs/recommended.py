@@ -1,4 +1,4 @@
-"""Settings to start from on a machine: the plan of a default job, as `trainfit plan nli` has it."""
+"""Starting values for a machine: those of the plan of the default job, `trainfit plan nli`."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from trainfit.planning import preset_for
 
 TASK = "nli"
 OVERRIDES: tuple[str, ...] = ()
-"""The job is the default one, with its default model."""
+"""Overrides of the default job: none."""
 
 
 def subject() -> str:
-    """The job and the model that the settings are for."""
+    """Name the job and the model of the recommendation."""
     config = compose(TASK, OVERRIDES).config
     return f"{TASK} with {config.model.name}"
 
 
 def recommend(profile: HardwareProfile) -> Recommendation:
-    """The plan of the default job on this machine, in the settings to start from."""
+    """Plan the default job on this machine and return its settings as starting values."""
     composed = compose(TASK, OVERRIDES)
     plan = job_plan.answer(composed, job_plan.question(composed), profile)
     preset, why = preset_for(profile.gpu)

@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Writer:
-    """A model with its tokenizer."""
+class TextWriter:
+    """Model with its tokenizer."""
 
     model: Gpt
     tokenizer: Tokenizer
@@ -42,12 +42,12 @@ class Writer:
         top_k: int | None = 50,
         seed: int = 0,
     ) -> str:
-        """The prompt and what follows, until the text ends or there are so many tokens."""
+        """Continue the prompt until the text ends or `tokens` are drawn."""
         ends = end_of_text(self.tokenizer)
         given = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         if not given and ends is None:
             raise BadInput("there is no prompt", "give one (--prompt): no token begins a text")
-        # A text begins after the end of another.
+        # In training a text begins after the end of another.
         start = [*([] if ends is None else [ends]), *given]
         drawn = draw(
             self.model,
@@ -66,8 +66,8 @@ class Writer:
         return text
 
 
-def open_writer(run: Path) -> Writer:
-    """The model of a run: its export, or the best checkpoint of one that is not finished."""
+def open_writer(run: Path) -> TextWriter:
+    """Load a run's export, or the best checkpoint of a run that is not finished."""
     exported = run / "export" / TOKENIZER
     tokenizer = exported if exported.is_file() else run / TOKENIZER
     if not tokenizer.is_file():
@@ -76,7 +76,7 @@ def open_writer(run: Path) -> Writer:
             "give a run of `trainfit train gpt` whose data had one",
         )
     if (run / "export").is_dir():
-        model = exports.read(run / "export")
+        model = exports.read_gpt(run / "export")
     else:
         config = configured_by(run, "gpt").config
         assert isinstance(config, GptConfig)
@@ -85,7 +85,7 @@ def open_writer(run: Path) -> Writer:
     if name := find_nonfinite(model):
         raise BadInput(f"the weight {name} of {run} is not finite", "train it again")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return Writer(model=model.to(device).eval(), tokenizer=load_bpe(tokenizer))
+    return TextWriter(model=model.to(device).eval(), tokenizer=load_bpe(tokenizer))
 
 
 @torch.no_grad()
@@ -98,9 +98,9 @@ def draw(
     top_k: int | None = 50,
     seed: int = 0,
 ) -> Iterator[int]:
-    """Tokens after `start`, one after the other, of the first `known` that stand for a text.
+    """Draw tokens after `start` from the first `known`, which the tokenizer can decode.
 
-    A temperature of 0 always takes the most likely one.
+    A temperature of 0 always takes the most likely token.
     """
     random = torch.Generator().manual_seed(seed)
     device = model.token_embedding.weight.device

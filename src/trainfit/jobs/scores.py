@@ -1,4 +1,4 @@
-"""The scores of a job on what was held out: by fold, by criterion, over folds, and as files."""
+"""Scores of a job on held-out data: by fold, by criterion, over folds, and as files."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldScores(Record):
-    """How a fold's model did on what it never saw."""
+    """Scores of a fold's model on its held-out test set."""
 
     fold: int
     overall: Metrics
     by_criterion: dict[str, Metrics]
     steps: int
     best_step: int | None
-    """Where validation was best; its weights are the ones that were scored."""
+    """Step of the best validation, whose weights were scored."""
     seconds: float
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
@@ -38,19 +38,18 @@ class FoldScores(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobResult(Record):
-    """What came of a job."""
+    """Result of a classification job."""
 
     task: str
     run: str
     status: Literal["finished", "stopped"]
     metrics: dict[str, Any]
-    """On held-out data. With folds the figures are means, and mean, std, ci95 and folds tell of
-    each."""
+    """Metrics on held-out data. With folds they are means, beside mean, std, ci95 and folds."""
     baselines: dict[str, float]
     events: tuple[Event, ...]
     seconds: float
     by_criterion: dict[str, Metrics] = field(default_factory=dict)
-    """Over all folds' held-out parts together."""
+    """Metrics over the held-out parts of all folds together."""
 
 
 def judge(
@@ -60,7 +59,7 @@ def judge(
     fold: int,
     criteria: Sequence[str] | None,
 ) -> FoldScores:
-    """The scores of a fold's probabilities on its test."""
+    """Score a fold's probabilities on its test set."""
     test = dataset.test
     each: dict[str, Metrics] = {}
     if criteria is not None and test.criteria is not None:
@@ -86,7 +85,7 @@ def summarise(
     cross_validated: bool,
     stopped: bool,
 ) -> JobResult:
-    """All folds together."""
+    """Summarise all folds."""
     return JobResult(
         task=task,
         run=str(run),
@@ -117,7 +116,7 @@ def _fold_metrics(folds: Sequence[FoldScores], cross_validated: bool) -> dict[st
 
 
 def _pooled(folds: Sequence[FoldScores]) -> dict[str, Metrics]:
-    """By criterion: the counts of all folds together, with the mean of the folds' AUC."""
+    """Metrics by criterion: the counts of all folds together, with the mean of their AUCs."""
     names = dict.fromkeys(name for fold in folds for name in fold.by_criterion)
     return {
         name: _together([f.by_criterion[name] for f in folds if name in f.by_criterion])
@@ -147,7 +146,7 @@ def _events(folds: Sequence[FoldScores], cross_validated: bool) -> Iterator[Even
 
 
 def rows(ids: Sequence[str], dataset: Dataset, found: Probabilities, fold: int) -> list[Row]:
-    """A row for each held-out item: which, its label and its scores. No text."""
+    """Make a row for each held-out item: its id, label and scores, without its text."""
     test, codes = dataset.test, dataset.metadata.get("criteria")
     made = []
     for at, name in enumerate(ids):
@@ -165,7 +164,7 @@ def rows(ids: Sequence[str], dataset: Dataset, found: Probabilities, fold: int) 
 
 
 def as_csv(table: Sequence[Row]) -> str:
-    """Rows of the same columns as CSV text."""
+    """Format rows of the same columns as CSV."""
     text = io.StringIO()
     writer = csv.DictWriter(text, list(table[0]), lineterminator="\n")
     writer.writeheader()
@@ -174,7 +173,7 @@ def as_csv(table: Sequence[Row]) -> str:
 
 
 def join_predictions(run: Path, folds: int) -> None:
-    """Every fold's predictions in one file: each item once, by the model that never saw it."""
+    """Join the folds' predictions: each item once, by the model that was not trained on it."""
     parts = [read_text(run / f"fold-{n + 1}" / "predictions.csv") for n in range(folds)]
     header, _, _ = parts[0].partition("\n")
     bodies = [part.partition("\n")[2] for part in parts]
@@ -182,7 +181,7 @@ def join_predictions(run: Path, folds: int) -> None:
 
 
 def checksum(datasets: Sequence[Dataset]) -> str:
-    """The same for the same tokens, labels and folds."""
+    """Hash the tokens, labels and folds."""
     digest = hashlib.sha256()
     hashed: set[int] = set()
     for dataset in datasets:

@@ -119,17 +119,15 @@ def encode(
     traits: Traits,
     input_ids: Tensor,
     layout: Layout,
+    token_type_ids: Tensor | None = None,
     *,
     path: attention.Path = "auto",
-    token_type_ids: Tensor | None = None,
-    position_ids: Tensor | None = None,
 ) -> Tensor:
-    """The hidden states `[B, T, width]`; every sequence sees all of itself and nothing else."""
+    """Compute hidden states `[B, T, width]`; a sequence attends to itself and to no other."""
     _check_length(traits, layout)
-    positions = layout.positions if position_ids is None else position_ids
     inputs: dict[str, Any] = {
         "input_ids": input_ids,
-        "position_ids": positions + traits.first_position,
+        "position_ids": layout.positions + traits.first_position,
     }
     if traits.token_types and token_type_ids is not None:
         inputs["token_type_ids"] = token_type_ids

@@ -1,15 +1,14 @@
-"""Encoder, pooler, head: from tokens to one row of logits per sequence."""
+"""Classifier of an encoder, a pooler and a head: one row of logits per sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
@@ -29,7 +28,7 @@ _PROBES = 8
 
 
 def build_pooler(pooling: Pooling, width: int, tokens: int = 1) -> nn.Module:
-    """A module that turns hidden states `[B, T, width]` and a `Layout` into `[sequences, width]`.
+    """Build the module from hidden states `[B, T, width]` and a `Layout` to `[sequences, width]`.
 
     `tokens` is the k of first-k and last-k.
     """
@@ -47,7 +46,7 @@ def build_pooler(pooling: Pooling, width: int, tokens: int = 1) -> nn.Module:
 
 
 class MeanPooler(nn.Module):
-    """The mean of all tokens, of the first k or of the last k; all, where there are fewer."""
+    """Mean of all tokens, of the first k or of the last k (of all if there are fewer)."""
 
     def __init__(self, which: Literal["mean", "first", "last"], tokens: int) -> None:
         super().__init__()
@@ -67,17 +66,17 @@ class MeanPooler(nn.Module):
 
 
 class MaxPooler(nn.Module):
-    """The largest value of each feature."""
+    """Maximum of each feature."""
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
         largest = _largest(hidden.flatten(0, 1), layout)[: layout.sequences]
-        # A sequence of no tokens has no largest; zero, as its mean would be.
+        # An empty sequence has no maximum: zero, as its mean.
         largest = largest.masked_fill(layout.lengths[:, None] == 0, 0)
         return _precise(largest, hidden)
 
 
 class QueryProbePooler(nn.Module):
-    """A learned query attends to the tokens of each sequence."""
+    """Attention of a learned query to the tokens of each sequence."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -98,7 +97,7 @@ class QueryProbePooler(nn.Module):
 
 
 class KeyValueProbePooler(nn.Module):
-    """Each token attends to learned keys and values; what it finds is averaged."""
+    """Mean over the tokens, each of which attends to learned keys and values."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -130,19 +129,19 @@ def _precise(values: Tensor, like: Tensor) -> Tensor:
 
 
 def _per_token(values: Tensor, layout: Layout) -> Tensor:
-    """The value of its sequence for each token; 1 for padding and filler."""
+    """Repeat the value of each sequence for its tokens; 1 for padding and filler."""
     return torch.cat([values, values.new_ones(1)])[layout.ids]
 
 
 def _gather(values: Tensor, layout: Layout) -> Tensor:
-    """The sum of `values` `[B, T, …]` over the tokens of each sequence."""
+    """Sum `values` `[B, T, …]` over the tokens of each sequence."""
     flat = values.flatten(0, 1)
     sums = flat.new_zeros(layout.sequences + 1, *flat.shape[1:])
     return sums.index_add(0, layout.ids.flatten(), flat)[: layout.sequences]
 
 
 def _largest(flat: Tensor, layout: Layout) -> Tensor:
-    """The largest of each column over each sequence, and in a last row over what is in none."""
+    """Maximum of each column by sequence; the last row is that of padding and filler."""
     start = flat.new_full((layout.sequences + 1, flat.shape[1]), float("-inf"))
     index = layout.ids.flatten()[:, None].expand_as(flat)
     return start.scatter_reduce(0, index, flat, "amax")
@@ -161,7 +160,7 @@ def _softmax(logits: Tensor, layout: Layout) -> Tensor:
 def build_classifier(
     settings: ClassifierSettings, *, config: PretrainedConfig | None = None
 ) -> EncoderClassifier:
-    """A classifier by its settings; with `config`, an encoder of that shape and random weights."""
+    """Build a classifier; with `config`, its encoder has that shape and random weights."""
     return build_anywhere(partial(_build, settings, config))
 
 
@@ -198,30 +197,10 @@ class EncoderClassifier(nn.Module):
         self.train()
 
     def forward(
-        self,
-        input_ids: Tensor,
-        attention_mask: Tensor | None = None,
-        *,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
-        max_seqlen: int | None = None,
+        self, input_ids: Tensor, attention_mask: Tensor | None = None, **rows: Any
     ) -> Tensor:
-        """Logits `[sequences, classes]`.
-
-        Packed rows are `[1, T]`. `cu_seqlens` `[sequences + 1]` begins with 0 and ends where the
-        filler starts; positions follow from it unless given.
-        """
-        return self.classify(
-            self.pool(
-                input_ids,
-                attention_mask,
-                token_type_ids=token_type_ids,
-                position_ids=position_ids,
-                cu_seqlens=cu_seqlens,
-                max_seqlen=max_seqlen,
-            )
-        )
+        """Compute logits `[sequences, classes]` from the arguments of `pool`."""
+        return self.classify(self.pool(input_ids, attention_mask, **rows))
 
     def pool(
         self,
@@ -229,56 +208,44 @@ class EncoderClassifier(nn.Module):
         attention_mask: Tensor | None = None,
         *,
         token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
         max_seqlen: int | None = None,
     ) -> Tensor:
-        """Pooled sequences `[sequences, width]`, from what `forward` takes."""
+        """Compute pooled sequences `[sequences, width]`.
+
+        Packed rows are `[1, T]`. `cu_seqlens` `[sequences + 1]` begins with 0 and ends where the
+        filler starts.
+        """
         layout = lay_out(
             input_ids,
             attention_mask=attention_mask,
             cu_seqlens=cu_seqlens,
             max_seqlen=max_seqlen,
         )
-        hidden = self.encode(
-            input_ids, layout, token_type_ids=token_type_ids, position_ids=position_ids
-        )
-        pooled: Tensor = self.pooler(hidden, layout)
+        pooled: Tensor = self.pooler(self.encode(input_ids, layout, token_type_ids), layout)
         return pooled
 
     def encode(
-        self,
-        input_ids: Tensor,
-        layout: Layout,
-        *,
-        token_type_ids: Tensor | None = None,
-        position_ids: Tensor | None = None,
+        self, input_ids: Tensor, layout: Layout, token_type_ids: Tensor | None = None
     ) -> Tensor:
-        """Hidden states `[B, T, width]`. A frozen encoder's depend on nothing but the tokens."""
+        """Compute hidden states `[B, T, width]`, without gradients for a frozen encoder."""
+        path = self.settings.attention
         with torch.no_grad() if self.settings.method == "frozen" else nullcontext():
-            return encode(
-                self.encoder,
-                self.traits,
-                input_ids,
-                layout,
-                path=self.settings.attention,
-                token_type_ids=token_type_ids,
-                position_ids=position_ids,
-            )
+            return encode(self.encoder, self.traits, input_ids, layout, token_type_ids, path=path)
 
     @property
     def packs_here(self) -> bool:
-        """Whether a kernel attends within packed rows, as the model is set, on this device, now."""
+        """True if a kernel attends within packed rows with these settings on this device."""
         allowed = self.settings.attention != "masked"
         return allowed and packed_obstacle(self.encoder, self.traits) is None
 
     def classify(self, pooled: Tensor) -> Tensor:
-        """Logits of pooled sequences `[sequences, width]`."""
+        """Compute the logits of pooled sequences `[sequences, width]`."""
         logits: Tensor = self.head(self.dropout(pooled))
         return logits
 
     def train(self, mode: bool = True) -> Self:
-        """A frozen encoder stays without dropout: its outputs are features, and may be cached."""
+        """Switch the mode; a frozen encoder stays without dropout, as its outputs are cached."""
         super().train(mode)
         if self.settings.method == "frozen":
             self.encoder.train(False)
@@ -286,38 +253,16 @@ class EncoderClassifier(nn.Module):
 
 
 IGNORED = -100
-"""A label that does not count: it belongs to a sequence that only fills up a fixed number."""
+"""Label of a filler sequence, which does not count."""
 
 
 def classification_loss(
-    logits: Tensor,
-    labels: Tensor,
-    *,
-    class_weights: Tensor | None = None,
-    weight: float | None = None,
-) -> tuple[Tensor, float]:
-    """The summed cross-entropy of a micro-batch, and its weight.
-
-    Give the `weight` where it is known (`label_weight` of the labels before they go to the GPU):
-    to ask labels on the GPU for it makes the CPU wait for them.
-    """
+    logits: Tensor, labels: Tensor, class_weights: Tensor | None = None
+) -> Tensor:
+    """Sum the cross-entropy of a micro-batch in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if class_weights is not None:
         class_weights = class_weights.to(logits)
-    loss = functional.cross_entropy(
+    return functional.cross_entropy(
         logits, labels, class_weights, reduction="sum", ignore_index=IGNORED
     )
-    return loss, label_weight(labels, class_weights) if weight is None else weight
-
-
-def label_weight(labels: Tensor, class_weights: Tensor | None = None) -> float:
-    """How much these labels count: their number, or the sum of the weights of their classes.
-
-    Fake and meta tensors hold no values; there every label counts as one.
-    """
-    if isinstance(labels, FakeTensor) or labels.is_meta:
-        return float(labels.numel())
-    counted = labels[labels != IGNORED]
-    if class_weights is None:
-        return float(counted.numel())
-    return float(class_weights.double()[counted].sum())

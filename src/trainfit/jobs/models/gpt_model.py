@@ -6,7 +6,6 @@ layer that is the token embedding.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -291,18 +290,3 @@ class FeedForward(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         moved: Tensor = self.dropout(self.down(gelu(self.up(hidden))))
         return moved
-
-
-def gpt_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, float]:
-    """The loss summed over the tokens of a micro-batch, and their number."""
-    loss: Tensor = model(batch["input_ids"], batch["targets"])
-    return loss, float(batch["targets"].numel())
-
-
-def parameter_groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
-    """For the optimizer: matrices decay, norms (and anything else of one dimension) do not."""
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
