@@ -138,7 +138,8 @@ def test_a_model_that_is_not_finite_is_no_success(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     task, whole = job
-    monkeypatch.setattr(Session, "rate", property(lambda _session: 1e39))  # no float32 holds it
+    rates = property(lambda session: [1e39] * len(session.parts.rates))  # no float32 holds it
+    monkeypatch.setattr(Session, "rates", rates)
     folder = shutil.copytree(whole, tmp_path / "run")
     for name in ("results.json", "scores.json", "result.json"):
         (folder / name).unlink(missing_ok=True)
