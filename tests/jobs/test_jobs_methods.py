@@ -17,7 +17,7 @@ from transformers import AutoModel
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs import EncoderClassifier
-from trainfit.jobs.models.adapters import Dora, projections
+from trainfit.jobs.models.adapters import CompilableDora, projections
 from trainfit.kernels.layout import lay_out
 from trainfit.runtime import repeated_blocks
 
@@ -147,10 +147,10 @@ def test_dora_is_what_peft_computes(name: str, dropout: float) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    layers = [module for module in model.modules() if type(module) is Dora]
+    layers = [module for module in model.modules() if type(module) is CompilableDora]
     assert layers
     found = []
-    for kind in (Dora, DoraLinearLayer):
+    for kind in (CompilableDora, DoraLinearLayer):
         for layer in layers:
             layer.__class__ = kind
         torch.manual_seed(0)

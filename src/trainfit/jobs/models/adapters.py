@@ -1,4 +1,4 @@
-"""What of an encoder is trained, and what of it is kept for the backward pass."""
+"""Trained parts of an encoder (all, none or adapters), and gradient checkpointing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSe
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
 _PROJECTIONS = (
     ("q_proj", "k_proj", "v_proj", "o_proj"),  # Gemma, Llama, Qwen, Mistral
     ("query", "key", "value", "attention.output.dense"),  # BERT, RoBERTa, ELECTRA
@@ -24,11 +23,11 @@ _PROJECTIONS = (
     ("attn.c_attn", "attn.c_proj"),  # GPT-2
     ("q_lin", "k_lin", "v_lin", "out_lin"),  # DistilBERT
 )
-"""The query, key, value and output projections of attention, as each family calls them."""
+"""Names of the query, key, value and output projections of attention in each family."""
 
 
 def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
-    """Leave trainable what the method trains: everything, nothing, or adapters."""
+    """Make trainable what the method trains: everything, nothing, or adapters."""
     if settings.method == "frozen":
         model.requires_grad_(False)
     elif settings.method in ("lora", "dora"):
@@ -36,7 +35,7 @@ def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
 
 
 def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
-    """LoRA or DoRA on the attention projections; everything else is frozen."""
+    """Add LoRA or DoRA to the attention projections; everything else is frozen."""
     from peft import LoraConfig
     from transformers.pytorch_utils import Conv1D
 
@@ -53,15 +52,17 @@ def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
             fan_in_fan_out=isinstance(layers[0], Conv1D),
         )
     )
-    make_compilable(model)
+    for module in model.modules():
+        if type(module) is DoraLinearLayer:
+            module.__class__ = CompilableDora
     for parameter in model.parameters():
         if parameter.requires_grad:
-            # Small updates vanish in bf16 weights; adapters are small enough to keep whole.
+            # Small updates vanish in bf16 weights, and adapters in float32 take little memory.
             parameter.data = parameter.data.float()
 
 
 def projections(model: nn.Module) -> list[str]:
-    """The full names of the attention projections in a model."""
+    """Find the full names of the attention projections in a model."""
     names = [name for name, _ in model.named_modules()]
     for family in _PROJECTIONS:
         found = [name for name in names if name.endswith(tuple(f".{part}" for part in family))]
@@ -80,19 +81,12 @@ def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
     model.gradient_checkpointing_enable(
         {"use_reentrant": False}, every_n_layers=2 if how == "selective" else 1
     )
-    # Needed by re-entrant checkpointing alone; it would run the backward pass of frozen parts.
+    # Only re-entrant checkpointing needs it; it would run the backward pass of frozen parts.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
 
 
-def make_compilable(model: nn.Module) -> None:
-    """Have the DoRA layers of `model` take the forward below."""
-    for module in model.modules():
-        if type(module) is DoraLinearLayer:
-            module.__class__ = Dora
-
-
-class Dora(DoraLinearLayer):
-    """What an adapter adds to the output of its layer."""
+class CompilableDora(DoraLinearLayer):
+    """DoRA's addition to the output of its layer, in operations that torch.compile can trace."""
 
     def forward(
         self,
@@ -105,9 +99,9 @@ class Dora(DoraLinearLayer):
         base_result: Tensor | None = None,
         **_rest: Any,
     ) -> Tensor:
-        """`base_result` is what the layer made of `x`, or None where `x` has gone through dropout.
+        """Compute the addition; `base_result` is the layer's output, None if `x` had dropout.
 
-        The norm counts as a constant in the backward pass (section 4.3 of the paper).
+        The norm is a constant in the backward pass (section 4.3 of the paper).
         """
         weight: Any = base_layer.weight
         weight = (weight.T if self.fan_in_fan_out else weight).to(x.dtype)

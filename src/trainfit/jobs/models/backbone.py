@@ -1,8 +1,8 @@
-"""A transformers model as an encoder that looks both ways, on padded and on packed rows.
+"""A transformers model as a bidirectional encoder, on padded and on packed rows.
 
-Decoders (Gemma, Llama, Qwen, GPT-2) become encoders here: their layers call trainfit's attention,
-which knows no direction. Their config is marked too, so that the saved model does the same in plain
-transformers.
+Decoders (Gemma, Llama, Qwen, GPT-2) become encoders: their layers call trainfit's attention, which
+is bidirectional. Their config says so too, so that plain transformers computes the same with the
+saved model.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _ATTENTION_DROPOUT = ("attention_probs_dropout_prob", "attention_dropout", "attn_pdrop")
 _FEED_FORWARD_DROPOUT = (
-    "hidden_dropout_prob",  # BERT: the embeddings' too, so GPT-2's second rate goes with the first
+    "hidden_dropout_prob",  # BERT: embeddings too, hence both rates of GPT-2 below
     "mlp_dropout",
     "resid_pdrop",
     "embd_pdrop",
@@ -41,27 +41,27 @@ _FEED_FORWARD_DROPOUT = (
     "dropout",
 )
 _OWN_ATTENTION = ("deberta", "deberta-v2")
-"""Encoders whose attention also reads positions: no other can stand in for it."""
+"""Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traits:
-    """What a backbone needs in order to be run on rows."""
+    """Properties of a backbone that a forward pass depends on."""
 
     window: int | None
-    """In layers with a sliding window, tokens at this distance and beyond are not seen."""
+    """Distance from which on layers with a sliding window do not see a token."""
     first_position: int
-    """The position id of a sequence's first token."""
+    """Position id of a sequence's first token."""
     positions: int | None
-    """How long a sequence can be where positions are learned one by one; None: any length."""
+    """Maximum length of a sequence with learned positions; None for any length."""
     token_types: bool
-    """Whether it tells the two texts of a pair apart by token_type_ids."""
+    """True if token_type_ids tell the two texts of a pair apart."""
     own_attention: bool
     head: int
-    """The size of an attention head."""
+    """Size of an attention head."""
     softcap: float | None
-    """Attention logits are squashed to this."""
+    """Bound that attention logits are squashed to."""
     attention_dropout: float
 
 
@@ -74,7 +74,7 @@ def build_encoder(
     feed_forward_dropout: float | None = None,
     dtype: WeightsDtype = "float32",
 ) -> PreTrainedModel:
-    """A bidirectional encoder without a head or a pooler.
+    """Build a bidirectional encoder without a head or a pooler.
 
     `source` is a name of the catalogue or the hub, a local folder, or a transformers config.
     """
@@ -87,13 +87,13 @@ def build_encoder(
         _drop_outputs(_feed_forwards(model), feed_forward_dropout)
     _look_both_ways(model)
     if getattr(model, "pooler", None) is not None:
-        # The classifier has its own, and weights without gradients make DDP wait for them.
+        # The classifier has its own, and DDP waits for weights that get no gradients.
         model.register_module("pooler", None)
     return model
 
 
 def traits_of(model: PreTrainedModel) -> Traits:
-    """What each forward pass needs to know, looked up once."""
+    """Look up the properties of a model."""
     first = _first_position(model)
     tables = [
         module.num_embeddings - first
@@ -158,9 +158,9 @@ def _encode_own(
     layout: Layout,
     path: attention.Path,
 ) -> Any:
-    """DeBERTa on a packed row, where its distances are right inside each sequence.
+    """Run DeBERTa on a packed row, through its parts: its forward takes no mask of blocks.
 
-    Its model takes no mask of blocks and no attention of ours; its parts do.
+    Distances within a sequence are the same in a packed row.
     """
     reason = own_obstacle(model, traits, layout, demanded=path == "varlen")
     if path == "varlen" and reason is not None:
@@ -174,7 +174,7 @@ def _encode_own(
         return encoder(embedded, same_sequence(layout).long(), output_hidden_states=False)
     return encoder(
         embedded,
-        torch.ones_like(layout.ids)[:, None],  # of three dimensions, else it becomes T×T
+        torch.ones_like(layout.ids)[:, None],  # three dimensions, else it is expanded to T×T
         output_hidden_states=False,
         relative_pos=disentangled.packed_attention(
             layout, model.config, attention.computed_in(layout.ids.device.type, model.dtype)
@@ -185,9 +185,9 @@ def _encode_own(
 def packed_obstacle(
     model: PreTrainedModel, traits: Traits, dtype: torch.dtype | None = None
 ) -> str | None:
-    """Why no kernel attends within packed rows where the model is; None: one does.
+    """Reason why no kernel attends within packed rows on the model's device; None if one does.
 
-    `dtype` is that of matrix products: the one of now, unless given.
+    `dtype` is that of matrix products, by default the current one.
     """
     device = model.device
     if traits.own_attention:
@@ -206,7 +206,7 @@ def packed_obstacle(
 def own_obstacle(
     model: PreTrainedModel, traits: Traits, layout: Layout | None, *, demanded: bool = False
 ) -> str | None:
-    """Why a model with its own attention cannot attend within packed rows here; None: it can."""
+    """Reason why a model with its own attention cannot take packed rows here; None if it can."""
     device = model.device if layout is None else layout.ids.device
     on_gpu = device.type == "cuda"
     if not on_gpu and not (demanded and varlen.stands_in(device.type)):
@@ -222,7 +222,7 @@ def own_obstacle(
 
 
 def _look_both_ways(model: PreTrainedModel) -> None:
-    """Give the model's layers trainfit's attention, or refuse a model that cannot take it."""
+    """Give the layers trainfit's attention; raise BadInput for a model that cannot take it."""
     config = model.config
     if config.model_type in _OWN_ATTENTION:
         unscript(model)
@@ -252,7 +252,7 @@ def _head(config: PretrainedConfig) -> int:
 
 
 def _check_length(traits: Traits, layout: Layout) -> None:
-    """On a GPU a position beyond the table would end the process's use of it."""
+    """Raise BadInput for a position beyond the table: on a GPU it would break the process."""
     known = layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]
     if known and traits.positions is not None and layout.max_seqlen > traits.positions:
         raise BadInput(
@@ -263,7 +263,7 @@ def _check_length(traits: Traits, layout: Layout) -> None:
 
 
 def _first_position(model: PreTrainedModel) -> int:
-    """RoBERTa and its kin count from the padding token's id on."""
+    """Position id of the first token; RoBERTa and its kin count from the padding id on."""
     maker = "create_position_ids_from_input_ids"
     embeddings = getattr(model, "embeddings", None)
     if hasattr(embeddings, maker) or hasattr(sys.modules[type(model).__module__], maker):
@@ -273,7 +273,7 @@ def _first_position(model: PreTrainedModel) -> int:
 
 
 def _set_dropout(config: PretrainedConfig, names: Iterable[str], value: float | None) -> bool:
-    """Whether the config has fields of these names; they are set to `value` unless it is None."""
+    """Set the fields of these names unless `value` is None; return True if there are any."""
     found = [name for name in names if hasattr(config, name)]
     for name in found:
         setattr(config, name, getattr(config, name) if value is None else value)
@@ -291,7 +291,7 @@ def _feed_forwards(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def _drop_outputs(modules: Iterable[nn.Module], probability: float) -> None:
-    """Dropout on the outputs of modules that have none, without a change to the weights' names."""
+    """Add dropout to the outputs of modules by hooks, which leave the weights' names unchanged."""
 
     def drop(module: nn.Module, _: object, output: Tensor) -> Tensor:
         return functional.dropout(output, probability, module.training)

@@ -1,4 +1,4 @@
-"""What a classifier is made of. Plain values: they travel as JSON to the planner's process."""
+"""Settings of a classifier, as plain values that travel as JSON to the planner's process."""
 
 from __future__ import annotations
 
@@ -26,44 +26,44 @@ _AS_CONFIGURED = (
     "lora_alpha",
     "lora_dropout",
 )
-"""Fields that a configuration has by the same name."""
+"""Fields with the same name in a configuration."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ClassifierSettings:
-    """An encoder classifier."""
+    """Settings of an encoder classifier."""
 
     name: str
-    """A name of the catalogue or the hub, or a local folder."""
+    """Name in the catalogue or on the hub, or a local folder."""
     classes: Annotated[int, Range(2)] = 2
     weights: Weights = "auto"
     """auto: random for a name of the catalogue, pretrained for a folder or a hub id."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)
     """Fields of the transformers config to change, such as num_hidden_layers."""
     dtype: WeightsDtype = "float32"
-    """Of the encoder's weights. Head, pooler and adapters stay in float32."""
+    """Dtype of the encoder's weights; head, pooler and adapters stay in float32."""
     method: Method = "full"
     pooling: Pooling = "mean"
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
     attention: Attention = "auto"
-    """auto: variable-length kernels for packed rows where there are any, else a mask."""
+    """auto: variable-length kernels for packed rows where available, else a mask."""
     attention_dropout: Probability | None = None
-    """None: as the model's config says. Variable-length kernels need 0."""
+    """None: the value of the model's config. Variable-length kernels need 0."""
     feed_forward_dropout: Probability | None = None
-    """None: as the model's config says."""
+    """None: the value of the model's config."""
     head_dropout: Probability = 0.1
     checkpointing: Checkpointing = "none"
     """selective: every second block."""
     liger: bool = False
-    """Norms and gated feed-forwards by Liger's kernels."""
+    """Use Liger's kernels for norms and gated feed-forwards."""
     lora_rank: Annotated[int, Range(1)] = 16
     lora_alpha: Annotated[float, Range(0)] = 32
     lora_dropout: Probability = 0.05
 
 
 def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
-    """The settings a configuration asks for.
+    """Return the settings of a configuration.
 
     `decided` are further fields, and those that the configuration leaves at auto: `method` for
     model.freeze_encoder, `checkpointing` for model.use_gradient_checkpointing.

@@ -1,4 +1,4 @@
-"""Weights to and from transformers' GPT-2, where both compute the same: with biases at zero."""
+"""Conversion to and from transformers' GPT-2, which computes the same with zero biases."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NORMS_EPSILON = 1e-5
 
 
 def to_gpt2(model: Gpt) -> GPT2LMHeadModel:
-    """The same model as transformers' GPT-2, on the CPU."""
+    """Convert a model to transformers' GPT-2, on the CPU."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape, weights = model.shape, model.state_dict()
@@ -52,14 +52,14 @@ def to_gpt2(model: Gpt) -> GPT2LMHeadModel:
     other.to(dtype=model.token_embedding.weight.dtype)  # type: ignore[call-arg]
     state = {name: torch.zeros_like(value) for name, value in other.state_dict().items()}
     for ours, theirs in _names(shape.n_layer).items():
-        state[theirs] = _turned(ours, weights[ours])
+        state[theirs] = _transposed(ours, weights[ours])
     state["lm_head.weight"] = state["transformer.wte.weight"]
     other.load_state_dict(state)
     return other
 
 
 def from_gpt2(other: GPT2LMHeadModel) -> Gpt:
-    """The same model from transformers' GPT-2; refused where it would not be the same."""
+    """Convert transformers' GPT-2; raise BadInput if the result would compute something else."""
     config, weights = other.config, other.state_dict()
     problems = _differences(config, weights)
     if problems:
@@ -78,12 +78,14 @@ def from_gpt2(other: GPT2LMHeadModel) -> Gpt:
         )
     ).to(other.dtype)
     names = _names(config.n_layer)
-    model.load_state_dict({ours: _turned(ours, weights[theirs]) for ours, theirs in names.items()})
+    model.load_state_dict(
+        {ours: _transposed(ours, weights[theirs]) for ours, theirs in names.items()}
+    )
     return model
 
 
 def _names(layers: int) -> dict[str, str]:
-    """Our name of each weight, and theirs."""
+    """Map trainfit's name of each weight to that of transformers."""
     blocks = {
         f"blocks.{layer}.{ours}": f"transformer.h.{layer}.{theirs}"
         for layer in range(layers)
@@ -92,13 +94,13 @@ def _names(layers: int) -> dict[str, str]:
     return _OUTSIDE | blocks
 
 
-def _turned(ours: str, weight: Tensor) -> Tensor:
-    """GPT-2 keeps the matrices inside a block the other way round."""
+def _transposed(ours: str, weight: Tensor) -> Tensor:
+    """Transpose the matrices of a block, as GPT-2 stores them."""
     return weight.t() if ours.startswith("blocks.") and weight.dim() == 2 else weight
 
 
 def _differences(config: GPT2Config, weights: dict[str, Tensor]) -> list[str]:
-    """What this GPT-2 computes that trainfit's GPT cannot."""
+    """List the features of this GPT-2 that trainfit's GPT lacks."""
     biases = any(bool(value.any()) for name, value in weights.items() if name.endswith(".bias"))
     checks = {
         "biases": biases,

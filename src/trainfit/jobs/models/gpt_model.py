@@ -21,14 +21,14 @@ from trainfit.kernels.fused_ops import IGNORED, gelu, loss_and_slopes
 from trainfit.measuring.flops import ModelFlops
 
 _EVALUATED = 8192
-"""Tokens at a time where no gradient is wanted: more would only take memory."""
+"""Tokens at a time without gradients: more would only take memory."""
 
 
 class SummedLoss(nn.Module):
-    """Cross-entropy summed over tokens; a module, so that it can be compiled by itself."""
+    """Cross-entropy summed over tokens, as a module that can be compiled by itself."""
 
     def __init__(self, chunk: int | None = None) -> None:
-        """So many tokens at a time; None: all at once."""
+        """Take `chunk` tokens at a time; None for all at once."""
         super().__init__()
         self.chunk = chunk
 
@@ -42,9 +42,9 @@ class SummedLoss(nn.Module):
 def summed_cross_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int | None = None
 ) -> Tensor:
-    """The loss of `hidden` `[N, width]` against `targets` `[N]` with the output layer `weight`.
+    """Sum the loss of `hidden` `[N, width]` against `targets` `[N]` with output layer `weight`.
 
-    With `chunk`, the logits of only so many tokens exist at a time.
+    With `chunk`, the logits of at most `chunk` tokens exist at a time.
     """
     if chunk is None:
         return _sum(functional.linear(hidden, weight), targets)
@@ -60,12 +60,12 @@ def _sum(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """In float32 at the least."""
+    """Convert to float32 or wider."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 class _Chunked(torch.autograd.Function):
-    """Loss and gradients of a chunk, then of the next."""
+    """Loss and gradients, chunk by chunk, in the forward pass."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, chunk: int) -> Tensor:
@@ -75,25 +75,30 @@ class _Chunked(torch.autograd.Function):
             narrow = torch.get_autocast_dtype(kind)
         with torch.autocast(kind, enabled=False):
             matrix = weight.to(narrow)
-            of_weight = torch.zeros_like(_wide(weight))
-            of_hidden, sums = [], []
+            weight_gradient = torch.zeros_like(_wide(weight))
+            hidden_gradients, sums = [], []
             for part, wanted in zip(
                 torch.split(hidden, chunk), torch.split(targets, chunk), strict=True
             ):
                 given = part.to(narrow)
                 loss, slopes = loss_and_slopes(given @ matrix.t(), wanted)
                 sums.append(loss)
-                of_hidden.append(slopes @ matrix)
-                of_weight += slopes.t() @ given
-        ctx.save_for_backward(torch.cat(of_hidden), of_weight)
+                hidden_gradients.append(slopes @ matrix)
+                weight_gradient += slopes.t() @ given
+        ctx.save_for_backward(torch.cat(hidden_gradients), weight_gradient)
         ctx.dtypes = hidden.dtype, weight.dtype
         return torch.stack(sums).sum()
 
     @staticmethod
     def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        of_hidden, of_weight = ctx.saved_tensors
+        hidden_gradients, weight_gradient = ctx.saved_tensors
         first, second = ctx.dtypes
-        return (of_hidden * factor).to(first), (of_weight * factor).to(second), None, None
+        return (
+            (hidden_gradients * factor).to(first),
+            (weight_gradient * factor).to(second),
+            None,
+            None,
+        )
 
 
 Positive = Annotated[int, Range(1)]
@@ -102,11 +107,11 @@ Checkpointing = Literal["none", "selective", "full"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GptShape:
-    """The sizes of a GPT."""
+    """Sizes of a GPT."""
 
     vocab_size: Positive
     block_size: Positive
-    """The longest sequence: there are so many positions."""
+    """Length of the longest sequence, and number of positions."""
     n_layer: Positive
     n_head: Positive
     n_embd: Positive
@@ -139,12 +144,12 @@ class GptShape:
 
 
 def gpt_shape(name: str, **overrides: Any) -> GptShape:
-    """The shape of a GPT of the catalogue, with `overrides` such as block_size."""
+    """Look up the shape of a GPT in the catalogue, with `overrides` such as block_size."""
     shape = model_shape(name)
     if shape.config["model_type"] != OWN_GPT:
         own = [each.slug for each in model_shapes() if each.config["model_type"] == OWN_GPT]
         raise BadInput(f"{name} is not a GPT of trainfit's", f"choose {', '.join(own)}")
-    # Always without bias and tied: the two say so for the reader of the catalogue.
+    # trainfit's GPT has no bias and is tied; the catalogue says so for its reader.
     sizes = {k: v for k, v in shape.config.items() if k not in ("model_type", "bias", "tied")}
     return decode(GptShape, sizes | overrides, name)
 
@@ -157,13 +162,13 @@ def build_gpt(
     half_stream: bool = False,
     **overrides: Any,
 ) -> Gpt:
-    """A GPT of the catalogue with random weights."""
+    """Build a GPT of the catalogue with random weights."""
     shape = gpt_shape(name, **overrides)
     return Gpt(shape, checkpointing=checkpointing, loss_chunk=loss_chunk, half_stream=half_stream)
 
 
 class Gpt(nn.Module):
-    """A decoder that predicts each next token."""
+    """Decoder that predicts each next token."""
 
     def __init__(
         self,
@@ -173,10 +178,10 @@ class Gpt(nn.Module):
         loss_chunk: int | None = None,
         half_stream: bool = False,
     ) -> None:
-        """Random weights; `loss_chunk` computes the loss so many tokens at a time (loss.py).
+        """Draw random weights; the loss is computed `loss_chunk` tokens at a time.
 
         `checkpointing` recomputes all blocks, or selectively every second, in the backward pass.
-        With `half_stream` what goes from block to block is in autocast's dtype, else in float32.
+        With `half_stream` blocks pass hidden states in autocast's dtype, else in float32.
         """
         super().__init__()
         self.shape = shape
@@ -191,9 +196,9 @@ class Gpt(nn.Module):
         self._initialise()
 
     def forward(self, input_ids: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Logits `[B, T, vocabulary]`, or with `targets` `[B, T]` the loss summed over tokens.
+        """Compute logits `[B, T, vocabulary]`, or with `targets` `[B, T]` the summed loss.
 
-        A target of -100 counts nothing.
+        A target of -100 does not count.
         """
         hidden = self.encode(input_ids)
         weight = self.token_embedding.weight
@@ -203,7 +208,7 @@ class Gpt(nn.Module):
         return summed
 
     def encode(self, input_ids: Tensor) -> Tensor:
-        """Hidden states `[B, T, width]` after the last norm."""
+        """Compute hidden states `[B, T, width]` after the last norm."""
         length = input_ids.shape[1]
         if length > self.shape.block_size:
             raise BadInput(
@@ -229,7 +234,7 @@ class Gpt(nn.Module):
         return self.training and every > 0 and index % every == 0
 
     def _initialise(self) -> None:
-        """As GPT-2: every block adds two residuals, so those are scaled to keep their sum level."""
+        """Initialise as GPT-2; the two residuals of each block are scaled by the depth."""
         residual = 0.02 * (2 * self.shape.n_layer) ** -0.5
         for name, weight in self.named_parameters():
             if weight.dim() == 2:
@@ -254,7 +259,7 @@ class Block(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """Each token attends to itself and to those before it."""
+    """Attention of each token to itself and to those before it."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()
@@ -279,7 +284,7 @@ class CausalAttention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """Up to four times the width, GELU, and down again."""
+    """Feed-forward layer of four times the width, with GELU."""
 
     def __init__(self, shape: GptShape) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Where an encoder's config and weights come from: the catalogue, a folder, the hub or a config."""
+"""Config and weights of an encoder, from the catalogue, a folder, the hub or a config."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ _BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     "gemma2": {"use_bidirectional_attention": True, "is_causal": False},
     "gemma": {"use_bidirectional_attention": True, "is_causal": False},
 }
-"""What makes plain transformers look both ways, where is_causal is not it or not all of it."""
+"""Fields that make attention bidirectional in plain transformers, beside or for is_causal."""
 
 
 def find(
     source: str | PretrainedConfig, weights: Weights, overrides: dict[str, Any]
 ) -> tuple[PretrainedConfig, str | None]:
-    """The config, bidirectional, and the folder or hub id of the weights; None: random ones."""
+    """Return the bidirectional config, and the place of the weights or None for random ones."""
     if not isinstance(source, str):
         if weights == "pretrained":
             raise BadInput("a config has no pretrained weights", "name a folder or a model")
@@ -49,7 +49,7 @@ def find(
 
 
 def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    """The model with weights from `place`, or random ones."""
+    """Create the model with weights from `place`, or random ones."""
     from transformers import AutoModel
 
     if place is None:
@@ -61,18 +61,18 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
             )
         return random
     with refusing(partial(_unreadable, place)), without_bars():
-        # By its tensors and not by its place: in a folder transformers finds much else to load.
+        # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
         whole = _class_of(config).from_pretrained(
             None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
         )
-    # Of a model of text and images only the text part is used.
+    # Only the text part of a model of text and images is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     return model
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
-    """The class that AutoModel takes for a config."""
+    """Return the class that AutoModel takes for a config."""
     from transformers import MODEL_MAPPING
 
     if type(config) not in MODEL_MAPPING:
@@ -83,7 +83,7 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
 
 
 def _check_room(config: PretrainedConfig, dtype: torch.dtype) -> None:
-    """Refuse a model whose weights alone do not fit this machine, before any is allocated."""
+    """Raise BadInput before weights are allocated that do not fit this machine."""
     import torch
     from transformers import AutoModel
 
@@ -100,7 +100,7 @@ def _check_room(config: PretrainedConfig, dtype: torch.dtype) -> None:
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Without transformers' own progress bars, which would cut through ours."""
+    """Switch off transformers' progress bars, which would interrupt trainfit's."""
     from transformers.utils import logging
 
     before = logging.is_progress_bar_enabled()
@@ -113,7 +113,7 @@ def without_bars() -> Iterator[None]:
 
 
 def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -> PretrainedConfig:
-    """Overrides go in before a config is built: Gemma 3 halves its window only then."""
+    """Build a config with the overrides in it, since Gemma 3 halves its window only then."""
     from transformers import AutoConfig
 
     fields = plain_config(fields, place)
@@ -129,7 +129,7 @@ def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -
 
 
 def _changes(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
-    """The overrides, with what else an encoder needs."""
+    """Return the overrides and the other changes that make an encoder."""
     changes = {"use_cache": False} | _BIDIRECTIONAL.get(
         fields.get("model_type", ""), {"is_causal": False}
     )
@@ -147,7 +147,7 @@ def _in_catalogue(name: str) -> ModelShape | None:
 
 
 def read_config(place: str) -> dict[str, Any]:
-    """The checked fields of a model's config.json, from a folder or the hub."""
+    """Read and check the fields of a model's config.json, from a folder or the hub."""
     if Path(place).is_dir():
         fields = read_model_config(Path(place))
     else:
