@@ -45,8 +45,8 @@ class Observed(Record):
 class Observation:
     """Observer of the program in this process.
 
-    The optimizer that makes the most steps is the one to look at: a short warm-up with another
-    one is looked at first and then replaced.
+    The optimizer that makes the most steps is the one to profile: a short warm-up with another
+    one is profiled first and then replaced.
     """
 
     def __init__(
@@ -161,7 +161,7 @@ class Observation:
         if not self.steps:
             return "no optimizer of torch made a step"
         return (
-            f"it took {self.steps} optimizer steps, and the one after {self._warm_up} is looked at"
+            f"it took {self.steps} optimizer steps, and the one after {self._warm_up} is profiled"
         )
 
 

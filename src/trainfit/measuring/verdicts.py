@@ -350,7 +350,7 @@ def channels_last(_: Scalar, seen: Evidence) -> Judgement | str:
     """Say whether there were convolutions; their layout is not observed."""
     if not seen.convolutions:
         return "no convolution ran: it is a layout of images, not of text"
-    return "the layout of images is not looked at"
+    return "the layout of images is not observed"
 
 
 def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:
