@@ -177,23 +177,22 @@ def test_gpus_without_a_row_are_held_to_the_guides_general_targets():
     assert all(gpt_result.targets(one)[0][0] >= 15 for one in gpus())
 
 
-def circumstances(tmp: Path, slug: str, *words: str, **more: Any) -> gpt_result.Circumstances:
+def advice(tmp: Path, slug: str, *words: str, memory: float = 0.9, wait: float = 0.0) -> list[str]:
     composed = compose("gpt", [*gpt_words(tmp), *words])
     plan = plan_here(job_plan.question(composed), as_if(find(slug)))
-    now = {"memory_share": 0.9, "wait_share": 0.0} | more
-    return gpt_result.Circumstances(plan=plan, config=composed.config, spec=find(slug), **now)  # type: ignore[arg-type]
+    config: Any = composed.config
+    return gpt_result.next_steps(plan, config, find(slug), memory_share=memory, wait_share=wait)
 
 
 def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
-    everything = circumstances(
+    steps = advice(
         tmp_path,
         "a30",
         "device.tf32=false",
         "device.mixed_precision=off",
-        memory_share=0.2,
-        wait_share=0.3,
+        memory=0.2,
+        wait=0.3,
     )
-    steps = gpt_result.next_steps(everything)
     assert steps == [
         "training.batch_size=8",
         "data.max_length=1024",
@@ -207,9 +206,8 @@ def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):
 
 def test_what_is_done_is_not_advised_again(tmp_path: Path):
     words = ("optimization.compile=true", "data.max_length=1024", "device.mixed_precision=auto")
-    assert gpt_result.next_steps(circumstances(tmp_path, "a30", *words)) == []
-    old = circumstances(tmp_path, "t4", *words)
-    assert gpt_result.next_steps(old) == []  # a T4 has no TF32 to turn on
+    assert advice(tmp_path, "a30", *words) == []
+    assert advice(tmp_path, "t4", *words) == []  # a T4 has no TF32 to turn on
 
 
 def test_a_plan_counts_the_operations_that_a_run_does():

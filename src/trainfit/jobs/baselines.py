@@ -6,17 +6,15 @@ cross-validation inside the training part, without the held-out data.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.data.folds import make_folds
-from trainfit.data.redsm5 import CRITERIA, Corpus
+from trainfit.data.redsm5 import Corpus
 from trainfit.data.tokens import Dataset, Tokens
-from trainfit.jobs.metrics import Metrics, binary_metrics, by_group, class_metrics
+from trainfit.jobs.metrics import Metrics, binary_metrics, class_metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -30,43 +28,25 @@ VARIANTS: tuple[dict[str, Any], ...] = (
 _INNER_FOLDS = 3
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Baseline:
-    """Metrics of a baseline on a held-out part."""
-
-    overall: Metrics
-    by_criterion: dict[str, Metrics]
-    note: str
-    """Variant and threshold, and how they were chosen."""
-
-
-def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Baseline:
+def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Metrics:
     """Predict each criterion's more common training label; F1 is 0 where that is the negative."""
     scores = np.zeros(held.size)
     for k in range(len(corpus.criteria)):
         of_train, of_held = (corpus.criterion_of[part] == k for part in (train, held))
         if of_train.any():
             scores[of_held] = float(corpus.labels[train[of_train]].mean() > 0.5)
-    return _judge(corpus, held, scores, "the more common label of each criterion")
+    return binary_metrics(corpus.labels[held], scores)
 
 
-def tfidf_baseline(
-    corpus: Corpus,
-    train: IntArray,
-    held: IntArray,
-    *,
-    variants: Sequence[dict[str, Any]] = VARIANTS,
-    seed: int = 0,
-) -> Baseline:
+def tfidf_baseline(corpus: Corpus, train: IntArray, held: IntArray, *, seed: int = 0) -> Metrics:
     """Fit TF-IDF and a logistic regression for each criterion."""
-    inner = [_inner_scores(corpus, train, variant, seed) for variant in variants]
     labels = corpus.labels[train]
-    choices = [best_threshold(labels, scores) for scores in inner]
-    best = max(range(len(variants)), key=lambda n: choices[n][1])
-    threshold = choices[best][0]
-    scores = _fit_and_score(corpus, train, held, variants[best])
-    note = f"{variants[best]}, threshold {threshold:.2f}, both chosen by cross-validation in train"
-    return _judge(corpus, held, scores, note, threshold)
+    choices = [
+        best_threshold(labels, _inner_scores(corpus, train, variant, seed)) for variant in VARIANTS
+    ]
+    best = max(range(len(VARIANTS)), key=lambda n: choices[n][1])
+    scores = _fit_and_score(corpus, train, held, VARIANTS[best])
+    return binary_metrics(corpus.labels[held], scores, choices[best][0])
 
 
 def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
@@ -75,18 +55,6 @@ def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
     f1s = [binary_metrics(labels, scores, float(threshold)).f1 for threshold in grid]
     best = int(np.argmax(f1s))
     return float(grid[best]), f1s[best]
-
-
-def _judge(
-    corpus: Corpus, held: IntArray, scores: Floats, note: str, threshold: float = 0.5
-) -> Baseline:
-    labels, criteria = corpus.labels[held], corpus.criterion_of[held]
-    codes = [criterion.code for criterion in CRITERIA]
-    return Baseline(
-        overall=binary_metrics(labels, scores, threshold),
-        by_criterion=by_group(labels, scores, criteria, codes, threshold),
-        note=note,
-    )
 
 
 def _inner_scores(corpus: Corpus, train: IntArray, variant: dict[str, Any], seed: int) -> Floats:

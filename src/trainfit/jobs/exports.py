@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
-from torch import Tensor
 
 from trainfit.core import checksums, codec
 from trainfit.core.errors import BadInput, RunFailed, reason
@@ -43,10 +42,6 @@ if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
 
-_ADAPTER = "lora_"
-_BASE = ".base_layer."
-
-
 def write_classifier(
     folder: Path, model: EncoderClassifier, tokenizer: Tokenizer, facts: dict[str, Any]
 ) -> None:
@@ -56,11 +51,19 @@ def write_classifier(
         for name, tensor in model.state_dict().items()
         if not name.startswith("encoder.")
     }
+    settings = model.settings
+    known = {
+        "format": "trainfit classifier 1",
+        "pooling": settings.pooling,
+        "pool_tokens": settings.pool_tokens,
+        "dtype": settings.dtype if settings.method != "full" else "float32",
+        **facts,
+    }
     with _written_whole(folder) as unfinished:
         _write_encoder(unfinished, model.encoder)
         safetensors.torch.save_file(head, unfinished / "head.safetensors")
         _write_tokenizer(unfinished, tokenizer, model)
-        write_whole(unfinished / "head.json", json.dumps(_facts(model, facts), indent=2) + "\n")
+        write_whole(unfinished / "head.json", json.dumps(known, indent=2) + "\n")
 
 
 def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
@@ -91,26 +94,20 @@ def _written_whole(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def _facts(model: EncoderClassifier, facts: dict[str, Any]) -> dict[str, Any]:
-    settings = model.settings
-    return {
-        "format": "trainfit classifier 1",
-        "pooling": settings.pooling,
-        "pool_tokens": settings.pool_tokens,
-        "dtype": settings.dtype if settings.method != "full" else "float32",
-        **facts,
-    }
-
-
 def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
     if not getattr(encoder, "_hf_peft_config_loaded", False):
         encoder.save_pretrained(folder / "encoder")
         return
     encoder.save_pretrained(folder / "adapter")
     # With adapters, save_pretrained writes them alone: the base weights need a second call.
+    weights = {
+        name.replace(".base_layer.", "."): tensor
+        for name, tensor in encoder.state_dict().items()
+        if "lora_" not in name
+    }
     encoder._hf_peft_config_loaded = False
     try:
-        encoder.save_pretrained(folder / "encoder", state_dict=_without_adapters(encoder))
+        encoder.save_pretrained(folder / "encoder", state_dict=weights)
     finally:
         encoder._hf_peft_config_loaded = True
 
@@ -126,14 +123,6 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifie
     if not model.traits.token_types:
         names = [name for name in names if name != "token_type_ids"]
     path.write_text(json.dumps(settings | {"model_input_names": names}, indent=2) + "\n")
-
-
-def _without_adapters(encoder: PreTrainedModel) -> dict[str, Tensor]:
-    return {
-        name.replace(_BASE, "."): tensor
-        for name, tensor in encoder.state_dict().items()
-        if _ADAPTER not in name
-    }
 
 
 def read_gpt(folder: Path) -> Gpt:

@@ -290,14 +290,12 @@ def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
     steps: tuple[str, ...] = ()
     if meter.mfu is not None and spec is not None:
         standing = gpt_result.standing(meter.mfu, spec)
-        now = gpt_result.Circumstances(
-            plan=plan,
-            config=prepared.config,
-            spec=spec,
-            memory_share=(result.peak_memory_gib or 0.0) / spec.memory_gib,
-            wait_share=meter.wait_share,
-        )
-        steps = tuple(gpt_result.next_steps(now)) if standing == "poor" else ()
+        if standing == "poor":
+            share = (result.peak_memory_gib or 0.0) / spec.memory_gib
+            config, wait = prepared.config, meter.wait_share
+            steps = tuple(
+                gpt_result.next_steps(plan, config, spec, memory_share=share, wait_share=wait)
+            )
     of_measured = None
     if meter.mfu is not None and peaks.measured and peaks.datasheet:
         of_measured = meter.mfu * peaks.datasheet / peaks.measured

@@ -149,48 +149,26 @@ def standing(mfu: float, spec: GpuSpec) -> Standing:
     return "good" if 100 * mfu >= good[0] else "poor"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Circumstances:
-    """Facts of a run that the advice depends on."""
+def next_steps(
+    plan: Plan, config: GptConfig, spec: GpuSpec, *, memory_share: float, wait_share: float
+) -> list[str]:
+    """List the tuning guide's steps that are not taken yet, in its order, as overrides.
 
-    plan: Plan
-    config: GptConfig
-    spec: GpuSpec
-    memory_share: float
-    """Share of the GPU's memory in use at the peak."""
-    wait_share: float
-    """Share of the time spent waiting for data."""
-
-
-def next_steps(now: Circumstances) -> list[str]:
-    """List the tuning guide's steps that are not taken yet, in its order, as overrides."""
-    found = [*_batch(now), *_length(now), *_switches(now)]
-    if now.wait_share > _WAITING:
-        found.append(f"training.num_workers={min(8, max(2, 2 * now.plan.num_workers))}")
-    return found
-
-
-def _batch(now: Circumstances) -> list[str]:
-    if now.memory_share >= _FULL:
-        return []
-    batch = now.plan.batch_size
-    larger = max(batch + 1, int(batch * _AIM / max(now.memory_share, 0.01)))
+    `memory_share` is the GPU's memory in use at the peak, `wait_share` the time spent waiting for
+    data.
+    """
+    room = memory_share < _FULL
+    batch = plan.batch_size
+    larger = max(batch + 1, int(batch * _AIM / max(memory_share, 0.01)))
     # Twice at most: not all of the memory in use grows with the batch.
-    return [f"training.batch_size={min(larger, 2 * batch)}"]
-
-
-def _length(now: Circumstances) -> list[str]:
-    if now.config.data.max_length >= _LONG or now.memory_share >= _FULL:
-        return []
-    return [f"data.max_length={_LONG if now.spec.memory_gb >= 16 else 512}"]
-
-
-def _switches(now: Circumstances) -> list[str]:
-    plan, found = now.plan, []
-    if plan.precision == "fp32":
-        found.append("device.mixed_precision=auto")
-    if not plan.compile:
-        found.append("optimization.compile=true")
-    if now.spec.native_tf32 and not plan.runtime.tf32:
-        found.append("device.tf32=true")
-    return found
+    steps = {
+        f"training.batch_size={min(larger, 2 * batch)}": room,
+        f"data.max_length={_LONG if spec.memory_gb >= 16 else 512}": (
+            room and config.data.max_length < _LONG
+        ),
+        "device.mixed_precision=auto": plan.precision == "fp32",
+        "optimization.compile=true": not plan.compile,
+        "device.tf32=true": spec.native_tf32 and not plan.runtime.tf32,
+        f"training.num_workers={min(8, max(2, 2 * plan.num_workers))}": wait_share > _WAITING,
+    }
+    return [step for step, useful in steps.items() if useful]

@@ -52,7 +52,6 @@ class Spread:
     low: float | None
     """Lower end of the 95% confidence interval of the mean, by Student's t."""
     high: float | None
-    folds: int
 
 
 def binary_metrics(labels: IntArray, scores: Floats, threshold: float = 0.5) -> Metrics:
@@ -110,12 +109,12 @@ def spread(values: Sequence[float]) -> Spread:
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
-        return Spread(mean=mean, std=None, low=None, high=None, folds=count)
+        return Spread(mean=mean, std=None, low=None, high=None)
     from scipy.stats import t
 
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     margin = float(t.ppf(0.975, count - 1)) * std / math.sqrt(count)
-    return Spread(mean=mean, std=std, low=mean - margin, high=mean + margin, folds=count)
+    return Spread(mean=mean, std=std, low=mean - margin, high=mean + margin)
 
 
 def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: int) -> Metrics:

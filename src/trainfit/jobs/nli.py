@@ -64,7 +64,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         seen = np.sort(np.concatenate([part.folds[0].train, part.folds[0].validation]))
         majority = majority_baseline(corpus, seen, part.test)
         words = tfidf_baseline(corpus, seen, part.test, seed=config.seed)
-        return {"majority_f1": majority.overall.f1, "bag_of_words_f1": words.overall.f1}
+        return {"majority_f1": majority.f1, "bag_of_words_f1": words.f1}
 
     codes = [criterion.code for criterion in CRITERIA]
     return PreparedEncoder(

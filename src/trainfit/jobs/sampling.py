@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -57,11 +58,7 @@ class TextWriter:
             top_k=top_k,
             seed=seed,
         )
-        found: list[int] = []
-        for token, _ in zip(drawn, range(tokens), strict=False):
-            if token == ends:
-                break
-            found.append(token)
+        found = takewhile(lambda token: token != ends, islice(drawn, tokens))
         text: str = self.tokenizer.decode([*given, *found])
         return text
 
