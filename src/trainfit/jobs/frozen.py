@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from trainfit.data.tokens import Tokens
 from trainfit.jobs.classification import ClassifierTask, Probabilities
-from trainfit.jobs.models.classifier import IGNORED, EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.kernels.fused_ops import IGNORED
 
 Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
 """Computes the pooled outputs of sequences `[sequences, width]`."""

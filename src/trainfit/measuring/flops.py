@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Measurement
@@ -61,11 +61,10 @@ def count_flops(model: nn.Module) -> ModelFlops:
     weights = passed = trained = 0
     reached = False  # True once something before this layer is trained
     for module in model.modules():
-        weight = None if module in once else _multiplied(module)
-        if weight is not None:
-            weights += weight.numel()
-            passed += weight.numel() if reached else 0
-            trained += weight.numel() if weight.requires_grad else 0
+        size = 0 if module in once else _size(module)
+        weights += size
+        passed += size if reached else 0
+        trained += size if size and module.weight.requires_grad else 0
         reached = reached or any(one.requires_grad for one in module.parameters(recurse=False))
     configs = (getattr(module, "config", None) for module in model.modules())
     attention = next((found for one in configs if (found := _attention(one))), None)
@@ -88,13 +87,14 @@ def _once_per_sequence(model: nn.Module) -> set[nn.Module]:
     return {part for one in found for part in one.modules()}
 
 
-def _multiplied(module: nn.Module) -> nn.Parameter | None:
-    """Matrix or norm scale of a module; None for embeddings and all others."""
+def _size(module: nn.Module) -> int:
+    """Size of a matrix or of a norm's scale; 0 for embeddings and all others."""
     weight = getattr(module, "weight", None)
-    if not isinstance(weight, nn.Parameter):
-        return None
-    is_matrix = isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D"
-    return weight if is_matrix or weight.dim() == 1 else None
+    if not isinstance(weight, Tensor):
+        return 0
+    if isinstance(module, nn.Linear):  # by its shape: a quantised weight has fewer elements
+        return module.in_features * module.out_features
+    return weight.numel() if weight.dim() == 1 or type(module).__name__ == "Conv1D" else 0
 
 
 def _attention(config: Any) -> dict[str, int] | None:

@@ -16,6 +16,7 @@ from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_obstacle, traits_of
 from trainfit.jobs.models.building import build_anywhere
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
+from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.supported import use_liger
 
@@ -250,10 +251,6 @@ class EncoderClassifier(nn.Module):
         if self.settings.method == "frozen":
             self.encoder.train(False)
         return self
-
-
-IGNORED = -100
-"""Label of a filler sequence, which does not count."""
 
 
 def classification_loss(
