@@ -14,6 +14,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
+from trainfit.jobs.job_plan import model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own
 
@@ -178,7 +179,7 @@ def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
 
 def _vocabulary(name: str) -> tuple[int, int]:
     """Return the size of a model's embedding and its padding token."""
-    fields = _fields(name)
+    fields = model_fields(name)
     size, pad = fields.get("vocab_size"), fields.get("pad_token_id")
     if not isinstance(size, int) or size < 300:
         raise BadInput(
@@ -186,14 +187,3 @@ def _vocabulary(name: str) -> tuple[int, int]:
             "a learned tokenizer needs room for 300 tokens; give a model with its own tokenizer",
         )
     return size, pad if isinstance(pad, int) and 0 <= pad <= 4 else 0
-
-
-def _fields(name: str) -> dict[str, Any]:
-    if Path(name).is_dir():
-        from trainfit.jobs.models.sources import read_config
-
-        fields = read_config(name)
-    else:
-        fields = model_shape(name).config
-    inner: dict[str, Any] = fields.get("text_config") or fields
-    return inner

@@ -267,8 +267,7 @@ class ModelFacts:
 
 def model_facts(name: str) -> ModelFacts:
     """From the catalogue, a local folder or the hub, without building anything."""
-    fields = _fields(name)
-    fields = fields.get("text_config") or fields
+    fields = model_fields(name)
     kind = fields.get("model_type")
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
     if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
@@ -287,18 +286,22 @@ def model_facts(name: str) -> ModelFacts:
     )
 
 
-def _fields(name: str) -> dict[str, Any]:
+def model_fields(name: str) -> dict[str, Any]:
+    """Read the fields of a model's config (of its text part) from a folder, catalogue or hub."""
     folder = Path(name)
     if folder.is_dir():
-        return read_model_config(folder)
-    try:
-        return model_shape(name).config
-    except BadInput:
-        if "/" not in name:
-            raise
-    from trainfit.jobs.models.sources import read_config
+        fields = read_model_config(folder)
+    else:
+        try:
+            fields = model_shape(name).config
+        except BadInput:
+            if "/" not in name:
+                raise
+            from trainfit.jobs.models.sources import read_config
 
-    return read_config(name)
+            fields = read_config(name)
+    text: dict[str, Any] = fields.get("text_config") or fields
+    return text
 
 
 def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
