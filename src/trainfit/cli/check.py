@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from trainfit.core.plan_records import Recommendation
@@ -44,7 +45,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
     if as_json:
         data = _data(profile, specs, _recommended(profile), measured)
-        click.echo(json.dumps(data, indent=2))
+        click.echo(codec.for_programs(data))
     elif short:
         lines = [terminal.gpu_line(g) for g in profile.gpus]
         click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
@@ -103,7 +104,6 @@ def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
 
 
 def _data(profile: Any, specs: Any, recommended: Any, measured: Any) -> dict[str, Any]:
-    from trainfit.core import codec
 
     return {
         **codec.encode(profile),

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -44,7 +44,7 @@ def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if as_json:
-        click.echo(json.dumps(_data(composed), indent=2))
+        click.echo(codec.for_programs(_data(composed)))
         return
     console = terminal.console()
     experiment = f", experiment {composed.experiment}" if composed.experiment else ""

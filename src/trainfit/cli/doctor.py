@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -38,7 +39,7 @@ def command(log: Path | None, run: str | None, as_json: bool) -> int:
     findings = _find(log, run, quiet=as_json)
     healthy = is_healthy(findings)
     if as_json:
-        click.echo(json.dumps(_data(findings, healthy), indent=2))
+        click.echo(codec.for_programs(_data(findings, healthy)))
     else:
         terminal.console().print(page(findings, healthy))
     return 0 if healthy else 1
@@ -91,6 +92,5 @@ def _finding(finding: Finding) -> RenderableType:
 
 
 def _data(findings: Sequence[Finding], healthy: bool) -> dict[str, Any]:
-    from trainfit.core import codec
 
     return {"healthy": healthy, "findings": codec.encode(findings)}

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.config import config_option
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -84,7 +85,7 @@ def _search(
     best = finish(opened, objectives.get) if ended == "done" else None
     result = summarise(opened, best, time.perf_counter() - begun)
     if as_json:
-        click.echo(json.dumps(_encoded(result)))
+        click.echo(codec.for_programs(_encoded(result), None))
     else:
         again = " ".join(["trainfit hpo", task, *setting.words])
         terminal.console().print(study_page(result, str(setting.folder), again))
@@ -193,7 +194,7 @@ def status(study: str | None, storage: str | None, as_json: bool) -> None:
         every = [status_of(find_study(name, url)) for name in names]
     if study is not None:
         if as_json:
-            click.echo(json.dumps(_encoded(every[0])))
+            click.echo(codec.for_programs(_encoded(every[0]), None))
         else:
             console.print(status_page(every[0]))
         return
@@ -227,7 +228,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
         return INTERRUPTED
     path = opened.setting.folder / "best.yaml"
     if as_json:
-        click.echo(json.dumps({**_encoded(found), "config": str(path)}))
+        click.echo(codec.for_programs({**_encoded(found), "config": str(path)}, None))
         return 0
     scores = ", ".join(f"{name} {value:.4f}" for name, value in found.test.items())
     click.echo(f"trial {found.trial} of {study}: {opened.setting.hpo.metric} {found.value:.4f}")
@@ -251,6 +252,5 @@ def _default_storage() -> str:
 
 
 def _encoded(record: Any) -> Any:
-    from trainfit.core import codec
 
     return codec.encode(record)

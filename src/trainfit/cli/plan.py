@@ -11,6 +11,7 @@ import click
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
 from trainfit.cli.main import ABOVE_0
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -86,15 +87,13 @@ def command(
     if form == "table":
         terminal.console().print(page.plan_page(made))
     elif form == "json":
-        click.echo(json.dumps(data(made), indent=2))
+        click.echo(codec.for_programs(data(made)))
     else:
         _hand_over(form, made, composed)
 
 
 def data(plan: Plan) -> dict[str, Any]:
     """A plan for a program."""
-    from trainfit.core import codec
-
     encoded: dict[str, Any] = codec.encode(plan)
     return encoded
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -93,7 +92,7 @@ def command(
             progress=progress,
         )
     if as_json:
-        click.echo(json.dumps({"output": str(output), **codec.encode(header)}))
+        click.echo(codec.for_programs({"output": str(output), **codec.encode(header)}, None))
         return
     train, held = header.train, header.validation
     click.echo(

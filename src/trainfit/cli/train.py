@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -101,7 +100,7 @@ def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     plan = make_plan(job.prepare(composed), profile)
     if as_json:
         data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}
-        click.echo(json.dumps(data, indent=2))
+        click.echo(codec.for_programs(data))
         return
     console = terminal.console()
     console.print(terminal.config_table(composed), "")

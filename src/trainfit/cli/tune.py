@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ import click
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
 from trainfit.cli.main import ABOVE_0
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from trainfit.jobs.tuned_plans import JobQuestion
@@ -103,7 +103,6 @@ def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path |
 def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import watched
-    from trainfit.core import codec
     from trainfit.jobs.tuned_plans import trial_task, with_tuned
     from trainfit.reports import terminal
     from trainfit.reports.ladder_page import ladder_page, step_line, write_ladder
@@ -124,7 +123,7 @@ def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path
         )
     files = write_ladder(ladder, output or Path(f"ladder-{job.composed.task}"))
     if as_json:
-        click.echo(json.dumps(codec.encode(ladder), indent=2))
+        click.echo(codec.for_programs(codec.encode(ladder)))
     else:
         terminal.console().print(ladder_page(ladder))
     for path in files:
@@ -133,7 +132,6 @@ def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path
 
 
 def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
-    from trainfit.core import codec
     from trainfit.jobs.batch_size import job_of
     from trainfit.reports import terminal
     from trainfit.tuning.finder.finder import find, page
@@ -150,7 +148,7 @@ def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
     """As JSON to a program, to a file, or to both."""
     from trainfit.core.files import write_output
 
-    text = json.dumps(data, indent=2)
+    text = codec.for_programs(data)
     if output is not None:
         write_output(output, text + "\n")
     if as_json:

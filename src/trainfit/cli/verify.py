@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
+
+from trainfit.core import codec
 
 if TYPE_CHECKING:
     from trainfit.cli.verify_pages import Verified
@@ -66,7 +67,7 @@ def command(
         return code or 1
     text: Any = None
     if as_json:
-        text = json.dumps(pages.data(verified), indent=2) + "\n"
+        text = codec.for_programs(pages.data(verified)) + "\n"
     elif markdown:
         text = pages.markdown(verified)
     _show(verified, text, output)

@@ -14,6 +14,7 @@ import types
 import unicodedata
 from collections.abc import Callable, Mapping
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
@@ -136,7 +137,15 @@ def loads(kind: type[T], text: str, source: str = "") -> T:
         raise BadInput(
             f"{where} is not JSON ({error})", "use the file as trainfit wrote it"
         ) from None
+    if isinstance(data, dict) and dataclasses.is_dataclass(kind) and "version" not in hints(kind):
+        data.pop("version", None)  # a command's answer carries the version that wrote it
     return decode(kind, data, source)
+
+
+def for_programs(data: Any, indent: int | None = 2) -> str:
+    """Write the answer of a command as JSON, with the version that wrote it."""
+    stamped = {"version": version("trainfit"), **data} if isinstance(data, dict) else data
+    return json.dumps(stamped, indent=indent)
 
 
 def parse(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:

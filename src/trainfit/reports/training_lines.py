@@ -5,7 +5,6 @@ Everything but the scores goes to standard error, so that a program can read sta
 
 from __future__ import annotations
 
-import json
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -219,7 +218,7 @@ def end(result: Any, *, as_json: bool) -> None:
     if not is_first_rank():
         return
     if as_json:
-        print(json.dumps(codec.encode(result)))
+        print(codec.for_programs(codec.encode(result), None))
         return
     console = terminal.console()
     if result.status == "stopped":
