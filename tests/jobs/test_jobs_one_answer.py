@@ -153,3 +153,15 @@ def test_the_page_names_the_model(put: Any, capsys: pytest.CaptureFixture[str]):
     assert run(["check"]) == 0
     page = capsys.readouterr().out.replace("\n", "")
     assert f"For nli with {name} (full, up to 80 tokens), as `trainfit plan nli` has them" in page
+
+
+@pytest.mark.parametrize("how", [["plan"], ["train"], ["train", "--dry-run"], ["tune"]])
+def test_what_plan_refuses_train_refuses_before_it_makes_a_folder(
+    how: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """There was a second road to a plan, which did not look at Liger."""
+    monkeypatch.chdir(tmp_path)
+    command, *flags = how
+    assert run([command, "textclass", "optimization.liger=true", *flags]) == 2
+    assert "optimization.liger is true, and" in capsys.readouterr().err
+    assert not list(tmp_path.glob("runs/*"))
