@@ -122,7 +122,7 @@ def test_all_gpus_are_compared_in_one_table(words: list[str], capsys: pytest.Cap
         (["nli", "--gpu", "t4", "--memory", "-3"], "'--memory': -3.0 is not in the range"),
         (["nli", "--gpu", "all", "--format", "hf"], "--gpu all makes one table"),
         (["nli", "--gpu", "t4", "--price", "-1"], "'--price': -1.0 is not in the range"),
-        (["nil", "--gpu", "t4"], "unknown task 'nil'"),
+        (["nil", "--gpu", "t4"], "unknown job 'nil'"),
         (["nli", "--gpu", "t4", "--format", "toml"], "'toml' is not one of"),
     ],
 )

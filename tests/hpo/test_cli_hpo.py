@@ -69,7 +69,7 @@ def test_a_study_from_the_first_trial_to_the_final_model(
     assert run(["hpo", *words, "--json"]) == 0
     out = capsys.readouterr()
     found = json.loads(out.out)
-    assert set(found) == {"study", "best", "trials", "seconds"}
+    assert set(found) == {"version", "study", "best", "trials", "seconds"}
     assert {"params", "value", "test"} <= set(found["best"])
     assert found["study"] == "mine"
     assert sum(found["trials"].values()) == 4

@@ -123,14 +123,15 @@ def _convert_in_place() -> None:
 
 
 def _take_foreach() -> None:
-    """Have optimizers and clipping take foreach where they are not told, as on CUDA."""
-    from torch.optim import optimizer, swa_utils
-    from torch.utils import _foreach_utils
+    """Have optimizers take foreach where they are not told, as on CUDA.
 
-    for module in (optimizer, swa_utils, _foreach_utils):
+    Clipping stays as it is: its temporaries are small, and times were calibrated on that count.
+    """
+    from torch.optim import optimizer, swa_utils
+
+    for module in (optimizer, swa_utils):
         setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])  # noqa: B010
     optimizer._foreach_supported_types.append(FakeTensor)
-    _foreach_utils._foreach_supported_types.append(FakeTensor)
 
 
 def _autocast_as_cuda() -> None:
