@@ -100,7 +100,7 @@ def _nothing_timed() -> Iterator[None]:
 @pytest.fixture
 def tiny_default(monkeypatch: pytest.MonkeyPatch) -> None:
     """The model that `check` plans for is one that is planned in no time."""
-    from trainfit.jobs import recommended
+    from trainfit.jobs import tuned_plans
 
     words = ("model.name=modernbert-tiny", "model.method=full", "data.max_length=64")
-    monkeypatch.setattr(recommended, "OVERRIDES", words)
+    monkeypatch.setattr(tuned_plans, "OVERRIDES", words)

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
     from trainfit.jobs.job import Job as Job
     from trainfit.jobs.job import tunable as tunable
-    from trainfit.jobs.recommended import recommend as recommend
+    from trainfit.jobs.tuned_plans import recommend as recommend
     from trainfit.measuring import measure as measure
     from trainfit.measuring.observe import observe as observe
     from trainfit.planning import estimate as estimate
@@ -60,7 +60,7 @@ _HOMES = {
     "observe": "trainfit.measuring.observe",
     "plan": "trainfit.api",
     "predict": "trainfit.api",
-    "recommend": "trainfit.jobs.recommended",
+    "recommend": "trainfit.jobs.tuned_plans",
     "report": "trainfit.reports.run_report",
     "train": "trainfit.api",
     "tunable": "trainfit.jobs.job",

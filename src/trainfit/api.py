@@ -106,7 +106,7 @@ def check(gpu: str | None = None) -> Recommendation:
     """Return the settings to start from on this machine, or on a GPU of the catalogue."""
     from trainfit.hardware import as_if, detect
     from trainfit.hardware.catalogue import find
-    from trainfit.jobs.recommended import recommend
+    from trainfit.jobs.tuned_plans import recommend
 
     return recommend(detect() if gpu is None else as_if(find(gpu)))
 

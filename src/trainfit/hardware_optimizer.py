@@ -72,7 +72,7 @@ def get_recommended_config(gpu_memory_gb: float | None = None) -> dict[str, Any]
 
 def _planned() -> dict[str, Any]:
     """The plan for this machine in the guide's keys, and the model that it is for."""
-    from trainfit.jobs.recommended import recommend
+    from trainfit.jobs.tuned_plans import recommend
 
     found = recommend(detect())
     names = (
@@ -105,7 +105,7 @@ def _row(name: str) -> dict[str, Any]:
 def print_hardware_info() -> None:
     """Print the machine and what to set on it."""
     from trainfit.hardware.catalogue import find
-    from trainfit.jobs.recommended import recommend, subject
+    from trainfit.jobs.tuned_plans import recommend, subject
     from trainfit.reports import terminal
 
     profile, console = detect(), terminal.console()

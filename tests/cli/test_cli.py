@@ -14,7 +14,7 @@ import pytest
 from trainfit import __version__
 from trainfit.cli import main as entry
 from trainfit.cli.main import COMMANDS, run
-from trainfit.jobs import recommended
+from trainfit.jobs import tuned_plans
 
 pytestmark = pytest.mark.usefixtures("tiny_default")
 
@@ -26,8 +26,8 @@ def python(code: str) -> subprocess.CompletedProcess[str]:
 def as_here(words: list[str]) -> str:
     """The start of a program that runs the command with that model."""
     return (
-        "import sys\nfrom trainfit.jobs import recommended\n"
-        f"recommended.OVERRIDES = {recommended.OVERRIDES!r}\n"
+        "import sys\nfrom trainfit.jobs import tuned_plans\n"
+        f"tuned_plans.OVERRIDES = {tuned_plans.OVERRIDES!r}\n"
         f"from trainfit.cli.main import run\ncode = run({words!r})\n"
     )
 

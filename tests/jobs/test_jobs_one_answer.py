@@ -14,7 +14,7 @@ from trainfit.cli.main import run
 from trainfit.core.records import CompileSupport, Cpu, HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
-from trainfit.jobs import configuration, job_plan, recommended
+from trainfit.jobs import configuration, job_plan, tuned_plans
 from trainfit.jobs.nli import prepare
 from trainfit.planning import cpu_choice
 
@@ -58,7 +58,7 @@ def machine(slug: str | None, *, bf16: bool = True) -> HardwareProfile:
 def put(monkeypatch: pytest.MonkeyPatch, words: list[str], lengths: Any) -> Any:
     """Make the machine be the one that is given, and the tiny job on its data the default one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    monkeypatch.setattr(recommended, "OVERRIDES", tuple(words))
+    monkeypatch.setattr(tuned_plans, "OVERRIDES", tuple(words))
     monkeypatch.setattr(job_plan, "assumed_lengths", lambda _task, _longest: lengths)
 
     def put(profile: HardwareProfile) -> list[str]:

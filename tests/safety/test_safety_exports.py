@@ -12,7 +12,6 @@ import pytest
 from jobs_tiny import TINY, tiny
 
 from trainfit.cli.main import run
-from trainfit.core import checksums
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import learn_tokenizer
 from trainfit.jobs import exports
@@ -95,7 +94,7 @@ def test_notes_and_hidden_files_may_be_added(exported: Path, tmp_path: Path):
     folder = shutil.copytree(exported / "export", tmp_path / "export")
     (folder / "README.md").write_text("a model")
     (folder / ".gitattributes").write_text("x")
-    checksums.check(folder)
+    exports.check_export(folder)
 
 
 def test_an_adapter_names_nothing_to_import(exported: Path, tmp_path: Path):
@@ -104,7 +103,7 @@ def test_an_adapter_names_nothing_to_import(exported: Path, tmp_path: Path):
     path = folder / "adapter" / "adapter_config.json"
     fields = {"megatron_config": {"a": 1}, "megatron_core": "trapdoor", "auto_mapping": {"a": "b"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
-    checksums.write(folder)
+    exports.write_checksums(folder)
     assert load_export(folder).model.encoder.peft_config["default"].megatron_config is None
     assert not (tmp_path / "ran").exists()
 
@@ -118,6 +117,6 @@ def test_a_gpt_is_checked_too(tmp_path: Path):
     with pytest.raises(BadInput, match=r"config\.json is damaged"):
         gpt_export.read_gpt(tmp_path / "export")
     path.write_text('{"model_type": "gpt2", "n_layer": "many"}')
-    checksums.write(tmp_path / "export")
+    exports.write_checksums(tmp_path / "export")
     with pytest.raises(BadInput, match="cannot load a GPT"):
         gpt_export.read_gpt(tmp_path / "export")

@@ -60,12 +60,11 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
 def _recommended(profile: HardwareProfile) -> Recommendation | None:
     """Settings to start from; None, with a note, where no plan can be made."""
     from trainfit.core.errors import TrainfitError
-    from trainfit.jobs import recommended
     from trainfit.reports import terminal
 
     try:
-        with terminal.busy(f"planning {recommended.subject()} (kept for the next time)"):
-            return recommended.recommend(profile)
+        with terminal.busy(f"planning {tuned_plans.subject()} (kept for the next time)"):
+            return tuned_plans.recommend(profile)
     except TrainfitError as error:
         click.echo(f"trainfit: note: no settings to recommend: {error}", err=True)
         return None

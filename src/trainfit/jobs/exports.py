@@ -17,16 +17,17 @@ from __future__ import annotations
 
 import json
 import shutil
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
 import safetensors.torch
 
-from trainfit.core import checksums, codec
-from trainfit.core.errors import BadInput, RunFailed, reason
-from trainfit.core.files import write_whole
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
+from trainfit.core.files import checksum, write_whole
 from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
@@ -40,6 +41,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from trainfit.data.tokenizers import Tokenizer
+
+CHECKSUMS = "checksums.json"
+_CHECKSUM_FIX = "export the model again, or get another copy of it"
 
 
 def write_classifier(
@@ -83,7 +87,7 @@ def _written_whole(folder: Path) -> Iterator[Path]:
         unfinished.mkdir()
         with without_bars():
             yield unfinished
-        checksums.write(unfinished)
+        write_checksums(unfinished)
         shutil.rmtree(folder, ignore_errors=True)
         unfinished.rename(folder)
     except (OSError, safetensors.SafetensorError) as error:
@@ -129,7 +133,7 @@ def read_gpt(folder: Path) -> Gpt:
     """Read a GPT from its export, after a check of its files."""
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    checksums.check(folder)
+    check_export(folder)
     try:
         fields = codec.read_object(folder / "config.json")
         config = GPT2Config(**plain_config(fields, str(folder)))
@@ -155,3 +159,46 @@ def _write_gpt_tokenizer(folder: Path, path: Path, longest: int) -> None:
     )
     made.save_pretrained(folder)
     shutil.copyfile(path, folder / TOKENIZER)  # byte by byte, so that its hash stays
+
+
+def write_checksums(folder: Path) -> None:
+    """Write the checksums of every file that is in a folder now."""
+    found = {name: checksum(folder / name) for name in _exported_files(folder)}
+    write_whole(folder / CHECKSUMS, json.dumps({"format": 1, "sha256": found}, indent=2) + "\n")
+
+
+def check_export(folder: Path) -> None:
+    """Raise BadInput for a file that is damaged, missing, or was not exported.
+
+    An export of an earlier version has no checksums: it is used unchecked, with a warning.
+    """
+    path = folder / CHECKSUMS
+    if not path.is_file():
+        text = f"{folder} has no {CHECKSUMS}: its files are not checked"
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+        return
+    try:
+        wanted = codec.decode(dict[str, str], codec.read_object(path)["sha256"])
+    except (OSError, ValueError, KeyError, BadInput) as error:
+        raise BadInput(f"cannot read {path} ({reason(error)})", _CHECKSUM_FIX) from None
+    there = _exported_files(folder)
+    for name in sorted({*wanted, *there}):
+        if name not in wanted:
+            what = f"{folder / name} is not of this export"
+            raise BadInput(what, f"move it away, or {_CHECKSUM_FIX}")
+        if name not in there:
+            raise BadInput(f"{folder} lacks a file that {CHECKSUMS} lists", _CHECKSUM_FIX)
+        if checksum(folder / name) != wanted[name]:
+            raise BadInput(
+                f"{folder / name} is damaged: it does not match {CHECKSUMS}", _CHECKSUM_FIX
+            )
+
+
+def _exported_files(folder: Path) -> list[str]:
+    """List every file in a folder except notes and hidden files, which nothing loads."""
+    found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
+    return sorted(
+        str(PurePosixPath(path))
+        for path in found
+        if path.name != CHECKSUMS and path.suffix != ".md" and not path.name.startswith(".")
+    )

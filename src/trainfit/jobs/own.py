@@ -25,7 +25,7 @@ from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record, Scalar
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.setup import describe
-from trainfit.jobs import job_plan, registry, tuned_plans
+from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
@@ -272,6 +272,7 @@ class PreparedJob:
         facts = {"job": self.composed.task, "config": codec.encode(self.config)}
         (folder / "job.json").write_text(codec.dumps(facts) + "\n", encoding="utf-8")
         self.job.export(model, folder)
+        exports.write_checksums(folder)
 
 
 class OwnTask:

@@ -17,7 +17,7 @@ from trainfit.core.plan_records import Plan, Precision
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
-from trainfit.jobs import job_plan, registry
+from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
 from trainfit.jobs.own import prepare
@@ -104,6 +104,7 @@ def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
     folder = run / "export"
     if not (folder / "model.safetensors").is_file():
         raise BadInput(f"{run} has no exported model", "give a finished run of the job")
+    exports.check_export(folder)
     facts = codec.read_object(folder / "job.json")
     made = _job_of(task, facts["config"])
     model = made.model()

@@ -12,7 +12,7 @@ import safetensors.torch
 import torch
 from torch import nn
 
-from trainfit.core import checksums, codec
+from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
 from trainfit.core.plan_records import Precision
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
@@ -20,6 +20,7 @@ from trainfit.engine.checkpoint import read_tensors
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.step import autocast
+from trainfit.jobs import exports
 from trainfit.jobs.classification import Probabilities, in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier import EncoderClassifier
@@ -121,7 +122,7 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
     """Read what `exports.write_classifier` wrote."""
     from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
 
-    checksums.check(folder)
+    exports.check_export(folder)
     facts = _facts(folder)
     with quiet_transformers():  # it reports a pooler that BERT has and the classifier has not
         encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])

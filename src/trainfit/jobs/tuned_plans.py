@@ -9,13 +9,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from trainfit.conf import Composed
+from trainfit.conf import Composed, compose
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.plan_records import Plan, TaskSpec
+from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
+from trainfit.planning import preset_for
 from trainfit.planning.decide import COMPILE_SECONDS
 from trainfit.planning.question import Question
 from trainfit.tuning import tuned_cache, tuner
@@ -125,3 +126,43 @@ def _is_short(plan: Plan, tuned: Plan) -> bool:
 def tuned_rate(plan: Plan) -> float | None:
     """Samples per second that `tune` measured for this plan; None for a plan never tuned."""
     return next((item.value for item in plan.measurements if item.name == RATE), None)
+
+
+# ── starting values for a machine ─────────────────────────────────────────────────────────────
+
+TASK = "nli"
+OVERRIDES: tuple[str, ...] = ()
+"""Overrides of the default job: none."""
+
+
+def subject() -> str:
+    """Name the job and the model of the recommendation."""
+    config = compose(TASK, OVERRIDES).config
+    return f"{TASK} with {config.model.name}"
+
+
+def recommend(profile: HardwareProfile) -> Recommendation:
+    """Plan the default job on this machine and return its settings as starting values."""
+    composed = compose(TASK, OVERRIDES)
+    plan = job_plan.answer(composed, job_plan.question(composed), profile)
+    preset, why = preset_for(profile.gpu)
+    row = Reason(setting="preset", value=preset, why=f"{why}; hardware={preset} pins its values")
+    return Recommendation(
+        task=TASK,
+        model=composed.config.model.name,
+        method=plan.workload.method,
+        max_length=plan.workload.max_length,
+        fits=plan.fits,
+        preset=preset,
+        precision=plan.precision,
+        tf32=bool(plan.runtime.tf32),
+        batch_size=plan.batch_size,
+        gradient_accumulation_steps=plan.gradient_accumulation_steps,
+        gradient_checkpointing=plan.gradient_checkpointing != "none",
+        freeze_encoder=plan.workload.method == "frozen",
+        compile=plan.compile,
+        num_workers=plan.num_workers,
+        num_threads=plan.runtime.num_threads,
+        reasons=(row, *plan.reasons),
+        advice=plan.advice,
+    )
