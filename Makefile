@@ -11,7 +11,7 @@ export PYTHONDONTWRITEBYTECODE :=
 	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu hpo-demo gpt-train
 
 # make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
-# Without DATA_DIR a small model trains on made-up data.
+# Without DATA_DIR a small model trains on synthetic data.
 NLI = $(BIN)/trainfit train nli $(if $(DATA_DIR),data.data_dir='$(DATA_DIR)') $(if $(MODEL),model.name='$(MODEL)')
 
 help: ## Show this list
@@ -49,7 +49,7 @@ nli-train-cpu: setup ## NLI without a GPU
 gpt-train: setup ## Pretrain a small GPT; on Python's own source without DATA_DIR
 	@$(BIN)/trainfit train gpt $(if $(DATA_DIR),data.data_dir='$(DATA_DIR)') $(if $(MODEL),model.name='$(MODEL)') $(ARGS)
 
-hpo-demo: setup ## A study of the small model on made-up data: 12 trials, 3 folds, 2 workers
+hpo-demo: setup ## A study of the small model on synthetic data: 12 trials, 3 folds, 2 workers
 	@$(BIN)/trainfit hpo nli --workers 2 $(ARGS)
 
 lint: style types ## ruff, import layers, mypy --strict

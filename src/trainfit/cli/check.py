@@ -60,6 +60,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
 def _recommended(profile: HardwareProfile) -> Recommendation | None:
     """Settings to start from; None, with a note, where no plan can be made."""
     from trainfit.core.errors import TrainfitError
+    from trainfit.jobs import tuned_plans
     from trainfit.reports import terminal
 
     try:

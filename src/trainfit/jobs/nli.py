@@ -79,7 +79,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 
 
 def read_corpus(config: NliConfig) -> Corpus:
-    """ReDSM5 where there is a copy, else made-up posts."""
+    """Read ReDSM5 where there is a copy, else make synthetic posts."""
     data = config.data
     if data.data_dir is None:
         return make_corpus(data.scale, config.seed, data.criteria)
