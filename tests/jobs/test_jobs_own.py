@@ -92,6 +92,7 @@ def test_the_job_learns_and_a_python_call_is_the_command(here: Path) -> None:
         trainfit.train(Images, "epochs=2", resume=result.run)
 
 
+@pytest.mark.soak
 def test_a_run_goes_on_to_the_same_bits(here: Path) -> None:
     words = ("two_towers:TwoTowers", *FAST[1:], "training.checkpoint_steps=4", "tune=off")
     whole = trainfit.train(*words, "training.max_steps=12")
@@ -206,6 +207,7 @@ def test_a_mistake_in_the_class_is_one_line(
     assert "Traceback" not in "".join(err)
 
 
+@pytest.mark.soak
 def test_batch_norm_is_noticed(here: Path) -> None:
     own(here, first="nn.BatchNorm1d(3), ")
     with pytest.warns(TrainfitWarning, match="the model has BatchNorm"):
