@@ -10,7 +10,6 @@ if TYPE_CHECKING:
     from trainfit import doctor as doctor
     from trainfit import hpo as hpo
     from trainfit.api import check as check
-    from trainfit.api import plan as plan
     from trainfit.api import predict as predict
     from trainfit.api import train as train
     from trainfit.api import tune as tune
@@ -28,6 +27,7 @@ if TYPE_CHECKING:
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
     from trainfit.jobs.job import Job as Job
     from trainfit.jobs.job import tunable as tunable
+    from trainfit.jobs.job_plan import plan as plan
     from trainfit.jobs.tuned_plans import recommend as recommend
     from trainfit.measuring import measure as measure
     from trainfit.measuring.observe import observe as observe
@@ -58,7 +58,7 @@ _HOMES = {
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
-    "plan": "trainfit.api",
+    "plan": "trainfit.jobs.job_plan",
     "predict": "trainfit.api",
     "recommend": "trainfit.jobs.tuned_plans",
     "report": "trainfit.reports.run_report",

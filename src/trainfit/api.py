@@ -13,41 +13,12 @@ from trainfit.core.errors import BadInput
 from trainfit.jobs.registry import name_of
 
 if TYPE_CHECKING:
-    from trainfit.core.plan_records import Plan, Recommendation
+    from trainfit.core.plan_records import Recommendation
     from trainfit.core.records import Receipt
     from trainfit.jobs.job import Job
     from trainfit.tuning.tuned_cache import TuneResult
 
 _RUNS = Path("runs")
-
-
-def plan(
-    task: str | type[Job],
-    *overrides: str,
-    gpu: str | None = None,
-    model: str | None = None,
-    memory_gib: float | None = None,
-    lengths: Sequence[int] | None = None,
-    watts: float | None = None,
-    price_per_hour: float | None = None,
-) -> Plan:
-    """Plan a job for this machine, or for a GPU of the catalogue.
-
-    `overrides` are key=value words as on the command line. `lengths` are the tokens of each
-    training sequence, where they are known; else the documents' data is assumed.
-    """
-    from trainfit.jobs import job_plan
-
-    return job_plan.plan(
-        name_of(task),
-        *overrides,
-        gpu=gpu,
-        model=model,
-        memory_gib=memory_gib,
-        lengths=lengths,
-        watts=watts,
-        price_per_hour=price_per_hour,
-    )
 
 
 def train(task: str | type[Job], *overrides: str, resume: str | Path | None = None) -> Any:

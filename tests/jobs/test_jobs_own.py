@@ -215,6 +215,12 @@ def test_batch_norm_is_noticed(here: Path) -> None:
     assert "BatchNorm" in (Path(result.run) / "train.log").read_text()
 
 
+def test_a_method_that_is_missing_is_one_line(here: Path, capsys: Any) -> None:
+    (here / "mine.py").write_text("import trainfit\nclass Mine(trainfit.Job):\n    pass\n")
+    assert command(["train", "mine:Mine"]) == 2
+    assert "Mine has no data; define data(self, split)" in capsys.readouterr().err
+
+
 def test_the_direction_of_a_metric_follows_its_name_unless_said() -> None:
     from trainfit.jobs.job import is_greater_better
 

@@ -63,7 +63,7 @@ def write_classifier(
         "dtype": settings.dtype if settings.method != "full" else "float32",
         **facts,
     }
-    with _written_whole(folder) as unfinished:
+    with written_whole(folder) as unfinished:
         _write_encoder(unfinished, model.encoder)
         safetensors.torch.save_file(head, unfinished / "head.safetensors")
         _write_tokenizer(unfinished, tokenizer, model)
@@ -72,14 +72,14 @@ def write_classifier(
 
 def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
     """Write `model`, and its tokenizer where there is one."""
-    with _written_whole(folder) as unfinished:
+    with written_whole(folder) as unfinished:
         to_gpt2(model).save_pretrained(unfinished)
         if tokenizer is not None:
             _write_gpt_tokenizer(unfinished, tokenizer, model.shape.block_size)
 
 
 @contextmanager
-def _written_whole(folder: Path) -> Iterator[Path]:
+def written_whole(folder: Path) -> Iterator[Path]:
     """Give a folder to write to, which gets checksums and replaces `folder` at the end."""
     unfinished = folder.with_name(f".unfinished-{folder.name}")
     try:

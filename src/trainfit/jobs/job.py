@@ -96,15 +96,17 @@ class Job:
         `None` for "test" scores the validation data. A dataset whose samples differ in length has
         an attribute `lengths`.
         """
-        raise NotImplementedError
+        del split
+        raise self._lacks("data(self, split)")
 
     def model(self) -> torch.nn.Module:
         """Return a new model."""
-        raise NotImplementedError
+        raise self._lacks("model(self)")
 
     def loss(self, model: torch.nn.Module, batch: Any) -> torch.Tensor:
         """Return one loss per sample of the batch, or their sum where `indivisible`."""
-        raise NotImplementedError
+        del model, batch
+        raise self._lacks("loss(self, model, batch)")
 
     def evaluate(self, model: torch.nn.Module, batches: Iterable[Any]) -> dict[str, float]:
         """Return figures on validation or test batches; by default the mean loss."""
@@ -131,7 +133,12 @@ class Job:
     def predict(self, model: torch.nn.Module, item: Any) -> Any:
         """Return the answer for one item of `trainfit predict`, as plain JSON values."""
         del model, item
-        raise BadInput(f"{type(self).__name__} has no predict", "define predict(self, model, item)")
+        raise self._lacks("predict(self, model, item)")
+
+    def _lacks(self, method: str) -> BadInput:
+        """Name a method that the class must define for what was asked."""
+        name = method.partition("(")[0]
+        return BadInput(f"{type(self).__name__} has no {name}", f"define {method}")
 
     def export(self, model: torch.nn.Module, folder: Path) -> None:
         """Write what is needed to use the model elsewhere, beside its weights."""

@@ -52,7 +52,7 @@ _GPT_TOKENS = 10_000_000
 
 
 def plan(
-    task: str,
+    task: str | type,
     *overrides: str,
     gpu: str | None = None,
     model: str | None = None,
@@ -66,11 +66,12 @@ def plan(
     `overrides` are key=value words as on the command line. `lengths` are the tokens of each
     training sequence, where they are known; else the documents' data is assumed.
     """
-    from trainfit.jobs.registry import check_job
+    from trainfit.jobs.registry import check_job, name_of
 
-    check_job(task)
-    composed = compose(task, with_model(overrides, model))
-    if task in _FACTORIES:
+    name = name_of(task)
+    check_job(name)
+    composed = compose(name, with_model(overrides, model))
+    if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
     else:
         asked = asked_question(composed, watts, price_per_hour)

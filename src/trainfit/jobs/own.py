@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
+from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record, Scalar
 from trainfit.engine.loop_settings import LoopSettings
@@ -267,12 +268,11 @@ class PreparedJob:
     def _export(self, model: nn.Module, folder: Path) -> None:
         from safetensors.torch import save_model
 
-        folder.mkdir(exist_ok=True)
-        save_model(model, str(folder / "model.safetensors"))
         facts = {"job": self.composed.task, "config": codec.encode(self.config)}
-        (folder / "job.json").write_text(codec.dumps(facts) + "\n", encoding="utf-8")
-        self.job.export(model, folder)
-        exports.write_checksums(folder)
+        with exports.written_whole(folder) as unfinished:
+            save_model(model, str(unfinished / "model.safetensors"))
+            write_whole(unfinished / "job.json", codec.dumps(facts) + "\n")
+            self.job.export(model, unfinished)
 
 
 class OwnTask:

@@ -21,6 +21,8 @@ BUILT_IN = {
     "gpt": "trainfit.jobs.gpt",
 }
 
+_registered: dict[str, type[Job]] = {}
+
 
 def is_own(task: str) -> bool:
     """Tell a job of the user's, `module:Class`, from a built-in one."""
@@ -55,7 +57,9 @@ def load(task: str) -> type[Job]:
     if not (isinstance(found, type) and issubclass(found, Job)):
         raise BadInput(f"{module} has no trainfit.Job called {brief(name)}", "give module:Class")
     job: type[Job] = found
-    _register(task, job)
+    if _registered.get(task) is not job:
+        _register(task, job)
+        _registered[task] = job
     return job
 
 
