@@ -43,6 +43,7 @@ def command(
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
     from trainfit.reports import training_lines
+    from trainfit.runs import timeline
 
     for note in composed.notes if training_lines.is_first_rank() else ():
         click.echo(f"trainfit: note: {note}", err=True)
@@ -50,10 +51,12 @@ def command(
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
-    result = job.train(composed, training_lines.show(composed), resume=run)
-    training_lines.end(result, as_json=as_json)
-    if result.status == "finished" and training_lines.is_first_rank():
-        report_on(result.run, as_json)
+    with timeline.recording(from_process_start=True):
+        result = job.train(composed, training_lines.show(composed), resume=run)
+        with timeline.stage("report"):
+            training_lines.end(result, as_json=as_json)
+            if result.status == "finished" and training_lines.is_first_rank():
+                report_on(result.run, as_json)
     return INTERRUPTED if result.status == "stopped" else 0
 
 

@@ -40,6 +40,7 @@ from trainfit.engine import fsdp
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model, load_task_state
+from trainfit.runs import timeline
 from trainfit.runs.run_folder import identity
 
 _FOLDER = "checkpoints"
@@ -203,6 +204,7 @@ class CheckpointWriter:
         self.wait()
         self._under_way = self._pool.submit(work)
 
+    @timeline.stage("checkpoint")
     def wait(self) -> None:
         """Wait until the checkpoint is written, and raise what went wrong."""
         begun, self._under_way = self._under_way, None

@@ -18,9 +18,11 @@ from trainfit.engine.recovery import MustRestart, Parts, TellMemory
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.saved_state import protected
 from trainfit.engine.step import autocast
+from trainfit.runs import timeline
 from trainfit.runtime import eagerly
 
 
+@timeline.stage("evaluation")
 def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
     """Evaluate the model; returns the metrics and the batch size that fitted in memory.
 

@@ -38,6 +38,7 @@ from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
 from trainfit.engine.setup import describe
+from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup
 from trainfit.runtime import applied
@@ -113,6 +114,7 @@ def _count_steps(task: TrainTask, settings: LoopSettings) -> int:
     return steps
 
 
+@timeline.stage("steps")
 def _train_to_end(session: Session, request: StopRequest) -> RunResult:
     """Train until the last step, early stopping, or a request to stop."""
     for observer in session.observers:

@@ -22,6 +22,7 @@ from trainfit.core.errors import BadInput, reason
 from trainfit.core.records import Record
 from trainfit.engine.fsdp import check_same, local
 from trainfit.engine.optimizer import is_plain_adamw
+from trainfit.runs import timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,6 +140,7 @@ def plain_name(name: str) -> str:
     return name.replace("_orig_mod.", "").removeprefix("module.")
 
 
+@timeline.stage("build")
 def frozen_checksum(model: nn.Module) -> str | None:
     """Checksum of the frozen weights; None where all are trained."""
     frozen = [(plain_name(n), p) for n, p in model.named_parameters() if not p.requires_grad]

@@ -24,6 +24,7 @@ from trainfit.engine.step import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
+from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import RunSetup
 from trainfit.runtime import compile_seconds
@@ -99,7 +100,9 @@ class Session:
         self.read(wait=True)
         window = self.progress.window
         window.seconds += time.perf_counter() - self.mark
-        window.compiling += max(0.0, compile_seconds() - self.compiled)
+        compiling = max(0.0, compile_seconds() - self.compiled)
+        window.compiling += compiling
+        timeline.took("compile", compiling)
         window.waited += self.waits.take()
         self.go_on()
 
@@ -110,6 +113,8 @@ class Session:
     def read(self, *, wait: bool) -> None:
         """Read losses and norms of past steps; skipped steps are recorded or end the run."""
         for reading in self.readings.arrived(wait=wait):
+            if reading.step == self.first_step:
+                timeline.mark(timeline.FIRST_UPDATE)
             finite = math.isfinite(reading.loss) and math.isfinite(reading.grad_norm)
             self.progress.window.grad_norm = reading.grad_norm
             if finite:
@@ -187,9 +192,12 @@ class Session:
         if not self.parts.world.first:
             yield
             return
-        with looking(
-            self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
-        ) as look:
+        with (
+            timeline.stage("receipt"),
+            looking(
+                self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
+            ) as look,
+        ):
             yield
         with suppress(OSError):  # a run does not fail for its receipt
             if look.evidence is not None:
@@ -273,6 +281,7 @@ class Session:
             self.tell("early stop", f"{waited} evaluations without a better {settings.metric}")
         return better
 
+    @timeline.stage("checkpoint")
     def save(self) -> None:
         """Write a checkpoint with every rank's random state."""
         self.check_weights()

@@ -31,7 +31,7 @@ from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
 from trainfit.packing import PackedCut, PaddedCut
-from trainfit.runs import event_log
+from trainfit.runs import event_log, timeline
 from trainfit.runs.opening import AttentionPath, RunSetup
 from trainfit.runtime import compile_blocks, compile_model
 from trainfit.runtime.switches import attention_order
@@ -52,6 +52,7 @@ class Start:
     events: tuple[Notice, ...] = ()
 
 
+@timeline.stage("build")
 def build_model(task: TrainTask) -> nn.Module:
     """Build the task's model in training mode."""
     model = _fits(task.build_model, "the model")
@@ -82,6 +83,7 @@ def _undivided(settings: LoopSettings, why: str, world: World) -> LoopSettings:
     return replace(settings, cuts=settings.cuts[:1])
 
 
+@timeline.stage("build")
 def build_parts(
     task: TrainTask,
     settings: LoopSettings,
@@ -156,6 +158,7 @@ def _fits(build: Callable[[], T], what: str) -> T:
         ) from error
 
 
+@timeline.stage("build")
 def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start:
     """Restore the newest good checkpoint, or start at the first step."""
     launch = find_launch(parts.world)

@@ -43,6 +43,7 @@ from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run, loop_settings
 from trainfit.jobs.scores import FoldScores, JobResult
 from trainfit.packing import PackedCut, ladder
+from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 
@@ -197,7 +198,8 @@ class PreparedEncoder:
         """Train and judge every fold, and summarise them."""
         finished: list[FoldScores] = []
         for number in range(len(self.datasets)):
-            scored = self._fold(run, number, resume)
+            with timeline.stage("between folds", number + 1 if self.cross_validated else None):
+                scored = self._fold(run, number, resume)
             if scored is None:
                 break
             finished.append(scored)
@@ -216,6 +218,7 @@ class PreparedEncoder:
             return None
         return self._judge(run, number, folder, title, result)
 
+    @timeline.stage("judge")
     def _judge(
         self, run: Run, number: int, folder: Path, title: str, result: RunResult
     ) -> FoldScores:
@@ -234,7 +237,7 @@ class PreparedEncoder:
         judged = scores.judge(dataset, found, result, number + 1, criteria=criteria)
         if not run.world.first:
             return judged
-        with run.show.busy("writing the model"):
+        with run.show.busy("writing the model"), timeline.stage("export"):
             facts = self._export_facts(size)
             exports.write_classifier(folder / "export", model, self.chosen.tokenizer, facts)
         rows = scores.rows(self.ids[number], dataset, found, number + 1)
@@ -262,7 +265,7 @@ class PreparedEncoder:
         """Summarise the job, with its baselines once it is finished."""
         baselines: Mapping[str, float] = {}
         if not stopped and run.world.first and self.config.baselines:
-            with run.show.busy("scoring the baselines"):
+            with run.show.busy("scoring the baselines"), timeline.stage("baselines"):
                 each = [self.baselines(number) for number in range(len(self.datasets))]
             baselines = {name: float(np.mean([b[name] for b in each])) for name in each[0]}
         result = scores.summarise(

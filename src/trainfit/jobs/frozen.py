@@ -18,6 +18,7 @@ from trainfit.data.tokens import Tokens
 from trainfit.jobs.classification import ClassifierTask, Probabilities
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels.fused_ops import IGNORED
+from trainfit.runs import timeline
 
 Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
 """Computes the pooled outputs of sequences `[sequences, width]`."""
@@ -45,7 +46,8 @@ class SharedFeatures:
         starts = tokens.starts.tolist()
         missing = [place for place, start in enumerate(starts) if start not in known]
         if missing:
-            found = compute(tokens.subset(missing))
+            with timeline.stage("features"):
+                found = compute(tokens.subset(missing))
             known.update(zip((starts[place] for place in missing), found, strict=True))
         return np.stack([known[start] for start in starts])
 

@@ -37,6 +37,7 @@ from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
 from trainfit.measuring import flops
 from trainfit.packing import ladder
+from trainfit.runs import timeline
 from trainfit.runs.opening import PretrainingSetup, RunSetup
 
 _ROUND = 64
@@ -133,7 +134,7 @@ class PreparedGpt:
         """Train and export the weights of the best evaluation."""
         result = run.train(0, run.folder, "", resume=resume)
         if result.status == "finished" and run.world.first:
-            with run.show.busy("writing the model"):
+            with run.show.busy("writing the model"), timeline.stage("export"):
                 model = build(self.config, run.plan)
                 exports.write_gpt(
                     run.folder / "export",

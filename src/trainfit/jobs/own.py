@@ -33,6 +33,7 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.run import Run, Show, loop_settings, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
+from trainfit.runs import timeline
 
 _SAMPLES = 64
 """Samples of the training data whose bytes make its checksum."""
@@ -251,7 +252,7 @@ class PreparedJob:
             size = run.plan.effective_batch_size
             metrics = run.evaluate(OwnTask(self, self.job.model, size, held_out=self.test), model)
             if run.world.first:
-                with run.show.busy("writing the model"):
+                with run.show.busy("writing the model"), timeline.stage("export"):
                     self._export(model, run.folder / "export")
         return OwnResult(
             task=self.composed.task,

@@ -2,6 +2,7 @@
 
     RUN/config.json, plan.json, environment.json, data.json    what was asked, planned, and given
     RUN/hardware.json                                          the machine
+    RUN/timeline.jsonl                                         where the wall time went
     RUN/checkpoints/, metrics.jsonl, train.log, result.json    the engine's
     RUN/evidence.json, receipt.json                            what ran, against what was asked
     RUN/export/, results.json                                  the model; how the job ended
@@ -42,7 +43,7 @@ from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.measuring.receipt import save_receipt
 from trainfit.packing import Cut
-from trainfit.runs import run_folder
+from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runtime import applied
 
@@ -145,9 +146,11 @@ class Run:
         if first:
             clip = self.prepared.config.training.max_grad_norm
             own = "make_optimizer" in extras
-            save_receipt(folder, self.plan, max_grad_norm=clip, own_optimizer=own)
+            with timeline.stage("receipt"):
+                save_receipt(folder, self.plan, max_grad_norm=clip, own_optimizer=own)
         return result
 
+    @timeline.stage("judge")
     def best_model(self, build: Callable[[], nn.Module], folder: Path, fold: int = 0) -> nn.Module:
         """Build the model as the engine did and load the weights of its best evaluation."""
         with applied(RuntimeSettings(seed=self.settings(fold).seed)):
@@ -155,12 +158,14 @@ class Run:
         checkpoint.load_weights(folder, model, best=True)
         return model.to(self.device).eval()
 
+    @timeline.stage("judge")
     def evaluate(self, task: TrainTask, model: nn.Module) -> dict[str, float]:
         """Score a model as the loop's evaluations do."""
         with torch.no_grad(), autocast(self.device.type, self.plan.precision):
             return task.evaluate(model, self.plan.eval_batch_size)
 
 
+@timeline.recording()
 def train_job(
     composed: Composed,
     prepare: Callable[[World], Prepared],
@@ -174,10 +179,12 @@ def train_job(
     with joined(profile.device) as (world, device):
         if not world.first:
             show = Show()
-        with show.busy("preparing the data"):
+        with show.busy("preparing the data"), timeline.stage("data"):
             prepared = prepare(world)
-        with show.busy("planning"):
+        with show.busy("planning"), timeline.stage("plan"):
             plan, folder = begin(prepared, profile, world, resume)
+        if world.first:
+            timeline.write_to(folder)
         with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
             run = Run(
                 prepared=prepared,
@@ -188,9 +195,10 @@ def train_job(
                 device=device,
                 show=show,
             )
-            result = prepared.judge(run, resume is not None)
-            if world.first and result.status == "finished":
-                result.save(folder / "results.json", parents=False)
+            with timeline.stage("end"):
+                result = prepared.judge(run, resume is not None)
+                if world.first and result.status == "finished":
+                    result.save(folder / "results.json", parents=False)
             return result
 
 

@@ -26,6 +26,7 @@ from trainfit.reports.run_sections import (
     receipt_section,
     seconds_of,
     setup_section,
+    timeline_section,
     typical,
 )
 from trainfit.reports.score_sections import scores_section
@@ -40,6 +41,7 @@ _SECTIONS: Sequence[Callable[[RunFiles], Section | None]] = (
     scores_section,
     training_section,
     speed_section,
+    timeline_section,
     prediction_section,
     receipt_section,
     ladder_section,

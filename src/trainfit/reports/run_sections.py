@@ -26,6 +26,7 @@ from trainfit.reports.model import (
 )
 from trainfit.reports.plan_page import SETTINGS
 from trainfit.reports.plots import parts_at_peak
+from trainfit.runs import timeline
 from trainfit.runs.reader import RunFiles, finite
 
 
@@ -287,6 +288,31 @@ def _stack(memory: MemoryEstimate, measured: float | None) -> Stack:
         capacity=None if small else memory.capacity_gib,
         measured=measured,
     )
+
+
+_COLORS = 8
+
+
+def timeline_section(run: RunFiles) -> Section | None:
+    """Wall time by stage, from the start of the process, where the run has a time line."""
+    spent = timeline.seconds_by_stage(run.timeline)
+    if not spent:
+        return None
+    parts = [
+        IntervalRow(label=name, value=seconds, color=at % _COLORS)
+        for at, (name, seconds) in enumerate(spent.items())
+    ]
+    first = [r["begin"] for r in run.timeline if r["stage"] == timeline.FIRST_UPDATE][:1]
+    said = [f"{shown(sum(spent.values()), 'duration')} in all"]
+    said += [f"the first update was finished after {shown(at, 'duration')}" for at in first]
+    stack = Stack(
+        id="stages",
+        title="Wall time by stage",
+        note="; ".join(said),
+        form="duration",
+        parts=tuple(parts),
+    )
+    return Section(id="timeline", title="Where the time went", blocks=(stack,))
 
 
 _STATUS = {

@@ -20,6 +20,7 @@ from trainfit.core.errors import TrainfitError, reason, redact_values
 from trainfit.core.files import LARGEST_LOG, open_regular, read_text
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, HardwareProfile, Receipt
+from trainfit.runs import timeline
 from trainfit.runs.event_log import EVENTS, METRICS, SETUP, as_event, parse_row
 from trainfit.runs.opening import RunSetup
 
@@ -79,6 +80,8 @@ class RunFiles:
     hardware: HardwareProfile | None = None
     receipt: Receipt | None = None
     ladder: Row = field(default_factory=dict)
+    timeline: tuple[Row, ...] = ()
+    """Rows of stages with their seconds."""
     problems: tuple[str, ...] = ()
 
     @property
@@ -122,8 +125,10 @@ def read_run(folder: Path) -> RunFiles:
         for name in ("config", "environment", "data", "results", "ladder")
     }
     read = tuple(_read_part(name, path, reader) for name, path in parts)
+    stages = tuple(reader.rows(folder / timeline.FILE))
+    problems = tuple(reader.problems)
     return RunFiles(
-        folder=folder, parts=read, **objects, **records, problems=tuple(reader.problems)
+        folder=folder, parts=read, timeline=stages, problems=problems, **objects, **records
     )
 
 
