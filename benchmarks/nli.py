@@ -187,7 +187,11 @@ def run_trainfit(
     seed = changes.pop("seed", 0)
     task = task_of(asked, tokens, made.effective_batch_size, seed)
     settings = encoder_settings(
-        config, made, tokens.lengths, device="cuda" if CUDA else "cpu", ranks=1, seed=seed
+        replace(config, seed=seed),
+        made,
+        [tokens.lengths],
+        device="cuda" if CUDA else "cpu",
+        ranks=1,
     )
     return run_engine(task, settings, made, observer, steps, **changes)
 

@@ -154,7 +154,7 @@ def _point(name: str, job: JobQuestion, one: dict[str, Any]) -> Truth:
     cuts = ladder(
         lengths, batch, plan["micro_batch_tokens"], padded=not plan["packed"], at_least=count
     )
-    cutting = profile_cut(lengths, cuts[0], batch, 1, 0)
+    cutting = profile_cut([lengths], cuts[0], batch, 1)
     assert cutting.cut.micro_batches == count, (name, one["point"])
     chosen = {"checkpointing": plan["gradient_checkpointing"], "compile": plan["compile"]}
     arguments = alike.task.arguments | cutting.shape | chosen

@@ -90,7 +90,8 @@ def quick_plan(
     """What the planner says on a CPU, without asking for memory in a process of its own."""
     effective = question.pinned("effective_batch_size") or question.workload.effective_batch_size
     cap = (question.pinned("batch_size") or effective) * question.workload.max_length
-    cuts = ladder(question.workload.lengths, effective, cap, padded=True, ranks=ranks)
+    first, *others = question.folds
+    cuts = ladder(first, effective, cap, padded=True, ranks=ranks, folds=others)
     return Plan(
         fits=True,
         task=TaskSpec(factory=question.factory, arguments=question.arguments),

@@ -12,10 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from scipy import stats
 from sklearn import metrics as reference
 
-from job_tiny import SECRET, be_quick, nli_words, quick_plan, write_redsm5
+from job_tiny import SECRET, be_quick, detect_once, nli_words, quick_plan, write_redsm5
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.engine.observers import Observer
@@ -24,6 +25,7 @@ from trainfit.jobs.configuration import configure, configured_by
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
+from trainfit.packing import cut_step, deal_steps
 from trainfit.planning import planner
 
 
@@ -308,6 +310,29 @@ def test_packed_rows_train_the_same_job_and_the_first_lines_say_so(
     tables = [read(Path(done.run) / "predictions.csv") for done in (padded, result)]
     a, b = (arrays(table)[1] for table in tables)
     assert a == pytest.approx(b, abs=1e-4)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_all_folds_share_one_plan_and_its_shapes(tmp_path: Path, packed: bool):
+    prepared = nli.prepare(configure("nli", nli_words(tmp_path, "cv.folds=3", "seed=5")))
+    # The last fold has the longest steps, and a plan for the first fold's would cut them in two.
+    scales = (1, 1, 3)
+    datasets = tuple(
+        replace(data, train=replace(data.train, lengths=data.train.lengths // 3 * scale + 1))
+        for data, scale in zip(prepared.datasets, scales, strict=True)
+    )
+    prepared = replace(prepared, datasets=datasets)
+    job = prepared.tuned_job(detect_once())
+    assert [len(fold) for fold in job.question.folds] == [len(data.train) for data in datasets]
+    whole = quick_plan(replace(job.question, pins={}), job.profile)
+    plan = replace(whole, packed=packed, gradient_accumulation_steps=1)
+    first, *others = (prepared.settings(fold, plan, torch.device("cpu"), 1) for fold in range(3))
+    assert first.cuts[0].micro_batches == 1
+    assert [other.cuts for other in others] == [first.cuts] * 2
+    assert [each.seed for each in (first, *others)] == [5, 6, 7]
+    for fold, data in enumerate(datasets):
+        for step in deal_steps(data.train.lengths, plan.effective_batch_size, 5 + fold, 0):
+            assert len(cut_step(data.train.lengths, step, first.cuts[0])[0]) == 1
 
 
 NO_DROPOUT = (

@@ -183,6 +183,32 @@ def test_batch_times_accumulation_is_always_cut_into_so_many(
     assert cut.tokens <= cap
 
 
+@settings(max_examples=40)
+@given(
+    folds=st.lists(LENGTHS, min_size=1, max_size=4),
+    batch=st.integers(1, 20),
+    ranks=st.integers(1, 2),
+    padded=st.booleans(),
+)
+def test_every_step_of_every_fold_fits_the_one_cut_of_all(
+    folds: list[list[int]], batch: int, ranks: int, padded: bool
+) -> None:
+    first, *others = folds
+    longest = max(map(max, folds))
+    how = {"padded": padded, "ranks": ranks, "seed": 7, "at_most": 1}
+    cut = ladder(first, batch, batch * longest, folds=others, **how)[0]
+    assert cut.micro_batches == 1
+    for seed, lengths in enumerate(folds, 7):
+        array = np.array(lengths)
+        for epoch in range(2):
+            for step in deal_steps(array, batch, seed, epoch):
+                for [micro] in cut_step(array, step, cut, ranks):
+                    assert len(micro.sequences) <= batch
+                    check_micro_batch(array, cut, micro)
+    if not padded and len(folds) > 1:  # the largest fold decides, whichever it is
+        assert ladder(others[-1], batch, batch * longest, **how)[0].tokens <= cut.tokens
+
+
 def test_coarser_cuts_start_fewer_and_pad_more() -> None:
     lengths = redsm5_lengths()
     plain = ladder(lengths, 64, 64 * 512, padded=True)[0]

@@ -355,7 +355,7 @@ def test_cuts_are_timed_by_their_tokens_and_their_number():
     )
     lengths = np.array([16, 32, 64, 128] * 64)
     cuts = (*coarser_cuts(lengths, 64, 64 * 128), *ladder(lengths, 64, 64 * 128, padded=True)[:1])
-    cuttings = [profile_cut(lengths, cut, 64, 1, 0) for cut in cuts]
+    cuttings = [profile_cut([lengths], cut, 64, 1) for cut in cuts]
     speed = Speed(gpu=find("h200"), precision="bf16", tf32=True)
 
     def times(done: Done) -> list[float]:

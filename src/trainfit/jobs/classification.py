@@ -37,13 +37,17 @@ class ClassifierTask:
         seed: int = 0,
         class_weights: Sequence[float] | None = None,
         pad_id: int = 0,
+        longest: int | None = None,
     ) -> None:
-        """`class_weights` are the factors of the classes' losses; None for equal ones."""
+        """`class_weights` are the factors of the classes' losses; None for equal ones.
+
+        `longest` is the longest sequence of all folds, for which kernels are shaped; None: of this.
+        """
         self._build = build
         self._train, self._validation = train, validation
         self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
         self._class_weights = None if class_weights is None else np.asarray(class_weights)
-        self._longest = int(train.lengths.max()) if len(train) else None
+        self._longest = longest or (int(train.lengths.max()) if len(train) else None)
         self._on_device: dict[torch.device, Tensor] = {}
 
     def build_model(self) -> nn.Module:

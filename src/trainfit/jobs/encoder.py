@@ -20,14 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
-from trainfit.conf import Composed, GptConfig, NliConfig, TextclassConfig
+from trainfit.conf import Composed, GptConfig
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
-from trainfit.data.tokens import Dataset, Tokens
+from trainfit.data.tokens import Dataset, IntArray, Tokens
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.saved_state import find_nonfinite
@@ -56,7 +55,7 @@ _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_
 _SOME = 0.1
 """A step takes the same memory and time whatever the dropout is, as long as there is some."""
 _SLACK = 1.02
-"""The plan's budget was fitted to one fold's lengths, and another fold's differ by so much."""
+"""The plan's budget was fitted to steps dealt with another seed, which differ by so much."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,8 +115,8 @@ class PreparedEncoder:
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the data's real lengths."""
         _check_vocabulary(self)
-        lengths = self.datasets[0].train.lengths.tolist()
-        question = job_plan.question(self.composed, lengths)
+        first, *others = (lengths.tolist() for lengths in self._lengths)
+        question = job_plan.question(self.composed, first, folds=others)
         return tuned_plans.JobQuestion(
             composed=self.composed, question=question, profile=profile, ranks=ranks
         )
@@ -148,6 +147,7 @@ class PreparedEncoder:
             "seed": config.seed + fold,
             "class_weights": weights,
             "pad_id": self.chosen.pad_id,
+            "longest": max(int(lengths.max()) for lengths in self._lengths),
         }
         build = partial(_build, self, plan, device)
         if plan.workload.method == "frozen":
@@ -181,10 +181,12 @@ class PreparedEncoder:
 
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of a fold."""
-        lengths, seed = self.datasets[fold].train.lengths, self.config.seed + fold
-        return encoder_settings(
-            self.config, plan, lengths, device=device.type, ranks=ranks, seed=seed
-        )
+        made = encoder_settings(self.config, plan, self._lengths, device=device.type, ranks=ranks)
+        return replace(made, seed=self.config.seed + fold)
+
+    @property
+    def _lengths(self) -> list[IntArray]:
+        return [dataset.train.lengths for dataset in self.datasets]
 
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the first lines of the log and the FLOP count."""
@@ -327,26 +329,22 @@ def model_decisions(plan: Plan) -> dict[str, Any]:
 
 
 def encoder_settings(
-    config: NliConfig | TextclassConfig,
-    plan: Plan,
-    lengths: NDArray[np.int64],
-    *,
-    device: str,
-    ranks: int,
-    seed: int,
+    config: EncoderConfig, plan: Plan, folds: Sequence[IntArray], *, device: str, ranks: int
 ) -> LoopSettings:
-    """Return the settings of one fold, whose training sequences have these lengths."""
+    """Return the settings of the first fold; all folds, of these lengths, share their cuts."""
+    first, *others = folds
     cuts = ladder(
-        lengths,
+        first,
         plan.effective_batch_size,
-        _cap(config, plan, int(lengths.max())),
+        _cap(config, plan, max(int(lengths.max()) for lengths in folds)),
         padded=not plan.packed,
         ranks=ranks,
-        seed=seed,
+        seed=config.seed,
         at_least=plan.gradient_accumulation_steps,
         at_most=plan.gradient_accumulation_steps,
+        folds=others,
     )
-    return loop_settings(config, plan, cuts, device=device, seed=seed, metric=METRIC)
+    return loop_settings(config, plan, cuts, device=device, seed=config.seed, metric=METRIC)
 
 
 def opening(parts: Parts, plan: Plan) -> RunSetup:
@@ -388,13 +386,14 @@ def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
     return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
-def _cap(config: NliConfig | TextclassConfig, plan: Plan, longest: int) -> int:
-    """The most tokens of a micro-batch: what was planned, and never over what was asked for.
+def _cap(config: EncoderConfig, plan: Plan, longest: int) -> int:
+    """Most tokens of a micro-batch: as planned, and never over a batch_size that was set.
 
-    Where both batch_size and gradient_accumulation_steps are set, another fold keeps to both.
+    Where both batch_size and gradient_accumulation_steps are set, the run keeps to both.
     """
-    asked = plan.batch_size * config.data.max_length
-    by_hand = (config.training.batch_size, config.optimization.gradient_accumulation_steps)
-    if "auto" not in by_hand:
-        return max(longest, asked)
-    return max(longest, min(asked, math.ceil(plan.micro_batch_tokens * _SLACK)))
+    planned = math.ceil(plan.micro_batch_tokens * _SLACK)
+    if config.training.batch_size != "auto":
+        asked = plan.batch_size * config.data.max_length
+        free = config.optimization.gradient_accumulation_steps == "auto"
+        planned = min(asked, planned) if free else asked
+    return max(longest, planned)

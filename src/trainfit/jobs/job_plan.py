@@ -158,8 +158,10 @@ def question(
     lengths: Sequence[int] | None = None,
     watts: float | None = None,
     price_per_hour: float | None = None,
+    *,
+    folds: Sequence[Sequence[int]] = (),
 ) -> Question:
-    """The planner's question."""
+    """The planner's question; `folds` are the lengths of folds after the first."""
     config = composed.config
     facts = model_facts(config.model.name)
     causal = isinstance(config, GptConfig)
@@ -179,6 +181,7 @@ def question(
         arguments=arguments,
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         workload=_workload(composed, lengths),
+        more_folds=tuple(_cut_off(each, config.data.max_length) for each in folds),
         quick={} if causal else {"overrides": _FEW_TOKENS},
         pins=configured_pins(composed),
         default_batch=_BATCHES[composed.task],
@@ -329,24 +332,29 @@ def _workload(composed: Composed, lengths: Sequence[int] | None) -> Workload:
     longest = config.data.max_length
     if lengths is None:
         lengths = assumed_lengths(composed.task, longest).tolist()
-    elif not len(lengths) or min(lengths) < 1:
-        raise BadInput(
-            f"{len(lengths)} lengths, the least of them {min(lengths, default=None)}",
-            "give the tokens of each training sequence, 1 or more",
-        )
-    lengths = [min(int(length), longest) for length in lengths]
+    lengths = _cut_off(lengths, longest)
     training = config.training
     steps = training.max_steps
     effective = _effective(composed)
     epochs = training.num_epochs if steps is None else steps * effective / len(lengths)
     return Workload(
-        lengths=tuple(lengths),
+        lengths=lengths,
         sequences=len(lengths),
         max_length=longest,
         effective_batch_size=effective,
         epochs=epochs,
         method="full" if isinstance(config, GptConfig) else _method(config.model),
     )
+
+
+def _cut_off(lengths: Sequence[int], longest: int) -> tuple[int, ...]:
+    """Return the lengths of sequences that are truncated to `longest` tokens."""
+    if not len(lengths) or min(lengths) < 1:
+        raise BadInput(
+            f"{len(lengths)} lengths, the least of them {min(lengths, default=None)}",
+            "give the tokens of each training sequence, 1 or more",
+        )
+    return tuple(min(int(length), longest) for length in lengths)
 
 
 def _effective(composed: Composed) -> int:

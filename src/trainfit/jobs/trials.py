@@ -50,7 +50,7 @@ def encoder_trial(
         effective_batch=plan.effective_batch_size,
         seed=asked.seed,
     )
-    loop = encoder_settings(asked, plan, tokens.lengths, device=device, ranks=1, seed=asked.seed)
+    loop = encoder_settings(asked, plan, [tokens.lengths], device=device, ranks=1)
     return Setup(made, loop, job_plan.runtime_settings(asked, plan))
 
 

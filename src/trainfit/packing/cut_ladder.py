@@ -7,6 +7,7 @@ micro-batches of all ranks is the step, whatever the cut.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -53,19 +54,35 @@ def ladder(
     seed: int = 0,
     at_least: int = 1,
     at_most: int | None = None,
+    folds: Sequence[Lengths] = (),
 ) -> tuple[Cut, ...]:
     """Fit the cut to start with, then smaller ones to fall back on when memory runs out.
 
     Each next cut has twice the micro-batches (packed) or half the tokens (padded); the last one
     holds little more than the longest sequence. The first has `at_least` that many micro-batches
     per step: as few as the cap allows (packed), or those that pad the least, but no more than
-    `at_most` as far as the cap allows (padded).
+    `at_most` as far as the cap allows (padded). `folds` are the lengths of further folds that
+    share the cuts, so that every fold has the same shapes.
     """
-    array = check_lengths(lengths)
-    longest = int(array.max())
-    check_fits(longest, check_whole("the cap in tokens", cap_tokens))
-    widths = choose_widths(array)
-    parts = sample_parts(array, effective_batch, ranks, seed)
+    arrays = tuple(check_lengths(each).tobytes() for each in (lengths, *folds))
+    return _ladder(arrays, effective_batch, cap_tokens, padded, ranks, seed, at_least, at_most)
+
+
+@lru_cache(maxsize=32)
+def _ladder(
+    folds: tuple[bytes, ...],
+    effective_batch: int,
+    cap_tokens: int,
+    padded: bool,
+    ranks: int,
+    seed: int,
+    at_least: int,
+    at_most: int | None,
+) -> tuple[Cut, ...]:
+    """Fit the ladder of these lengths; cached, since every fold and trial asks for the same."""
+    arrays = [np.frombuffer(each, dtype=np.int64) for each in folds]
+    parts, widths = _sample(arrays, effective_batch, cap_tokens, ranks, seed)
+    longest = widths[-1]
     few = _some(parts)
 
     def below(rung: Cut) -> Cut:
@@ -84,16 +101,37 @@ def ladder(
 
 
 def coarser_cuts(
-    lengths: Lengths, effective_batch: int, cap_tokens: int, *, ranks: int = 1
+    lengths: Lengths,
+    effective_batch: int,
+    cap_tokens: int,
+    *,
+    ranks: int = 1,
+    folds: Sequence[Lengths] = (),
 ) -> tuple[PaddedCut, ...]:
     """Fit padded cuts with fewer micro-batches than pad the least, the fewest first.
 
     They suit a device that takes longer to start a micro-batch than to compute some padding.
     """
-    array = check_lengths(lengths)
-    check_fits(int(array.max()), check_whole("the cap in tokens", cap_tokens))
-    parts = sample_parts(array, effective_batch, ranks)
-    return tuple(fit_coarser_parts(parts, choose_widths(array), cap_tokens))
+    parts, widths = _sample((lengths, *folds), effective_batch, cap_tokens, ranks)
+    return tuple(fit_coarser_parts(parts, widths, cap_tokens))
+
+
+def _sample(
+    folds: Sequence[Lengths], effective_batch: int, cap_tokens: int, ranks: int, seed: int = 0
+) -> tuple[list[list[int]], tuple[int, ...]]:
+    """Sample the steps of every fold; the widths to pad to end with the longest sequence.
+
+    Fold n is dealt with the seed `seed + n`, as in training.
+    """
+    arrays = [check_lengths(lengths) for lengths in folds]
+    widths = choose_widths(np.concatenate(arrays))
+    check_fits(widths[-1], check_whole("the cap in tokens", cap_tokens))
+    parts = [
+        part
+        for number, array in enumerate(arrays)
+        for part in sample_parts(array, effective_batch, ranks, seed + number, len(arrays))
+    ]
+    return parts, widths
 
 
 def _some(parts: list[list[int]]) -> list[list[int]]:

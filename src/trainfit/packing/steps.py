@@ -156,14 +156,15 @@ def share_step(lengths: IntArray, step: IntArray, ranks: int = 1) -> tuple[IntAr
 
 
 def sample_parts(
-    lengths: IntArray, effective_batch: int, ranks: int, seed: int = 0
+    lengths: IntArray, effective_batch: int, ranks: int, seed: int = 0, folds: int = 1
 ) -> list[list[int]]:
     """Sample the parts of steps that shapes are fitted to: their lengths, longest first.
 
-    They come from a few epochs, or from one that is large, since dealt steps are much alike.
+    They come from a few epochs, or from one that is large, since dealt steps are much alike; so
+    each of several `folds` needs only a share of the sample.
     """
     check_whole("effective_batch_size", effective_batch)
-    most = max(_SAMPLE_SEQUENCES // effective_batch, _SAMPLE_LEAST_STEPS)
+    most = max(_SAMPLE_SEQUENCES // (effective_batch * folds), _SAMPLE_LEAST_STEPS)
     epochs = min(_SAMPLE_EPOCHS, divide_up(most * effective_batch, lengths.size))
     sampled = []
     for epoch in range(epochs):

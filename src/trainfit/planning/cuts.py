@@ -5,13 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import HardwareProfile
 from trainfit.packing import coarser_cuts, ladder
+from trainfit.packing.steps import IntArray
 from trainfit.planning import decide
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, OWN_MARGIN, Target
 from trainfit.planning.fit import (
@@ -25,6 +26,8 @@ from trainfit.planning.fit import (
 )
 from trainfit.planning.question import Choice, Question
 
+Folds: TypeAlias = tuple[tuple[int, ...], ...]
+"""Lengths of the training sequences of every fold."""
 _DTYPES = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 
 
@@ -64,7 +67,7 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     cuttings = _cuttings(question, packed.value, effective.value, cap, ranks)
     coarser: tuple[Cutting, ...] = ()
     if gpu is not None and gpu.slug is not None and not packed.value and not _cut_by_hand(question):
-        coarser = _coarser(question.workload.lengths, effective.value, cap, ranks)
+        coarser = _coarser(question.folds, effective.value, cap, ranks)
     arguments = question.arguments | {
         "precision": precise.value,
         "optimizer": decide.optimizer(question).value,
@@ -92,7 +95,7 @@ def _cuttings(
 ) -> tuple[Cutting, ...]:
     """Fit the ladder of cuts, from the pinned number of micro-batches on."""
     steps = question.pinned("gradient_accumulation_steps")
-    cuttings = _cut(question.workload.lengths, packed, effective, cap, ranks, steps)
+    cuttings = _cut(question.folds, packed, effective, cap, ranks, steps)
     if question.indivisible:
         cuttings = cuttings[:1]
     count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
@@ -111,29 +114,35 @@ def _cut_by_hand(question: Question) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _coarser(lengths: tuple[int, ...], effective: int, cap: int, ranks: int) -> tuple[Cutting, ...]:
+def _coarser(folds: Folds, effective: int, cap: int, ranks: int) -> tuple[Cutting, ...]:
     """Fit padded cuts with fewer micro-batches, for GPUs that start slower than they compute."""
-    array = np.asarray(lengths, dtype=np.int64)
-    found = coarser_cuts(array, effective, cap, ranks=ranks)
-    return tuple(profile_cut(array, cut, effective, ranks, 0) for cut in found)
+    first, *others = arrays = as_arrays(folds)
+    found = coarser_cuts(first, effective, cap, ranks=ranks, folds=others)
+    return tuple(profile_cut(arrays, cut, effective, ranks) for cut in found)
 
 
 @lru_cache(maxsize=16)
 def _cut(
-    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, steps: int | None
+    folds: Folds, packed: bool, effective: int, cap: int, ranks: int, steps: int | None
 ) -> tuple[Cutting, ...]:
     """Fit the ladder of cuts and profile each; cached for comparisons of many GPUs."""
-    array = np.asarray(lengths, dtype=np.int64)
+    first, *others = arrays = as_arrays(folds)
     rungs = ladder(
-        array,
+        first,
         effective,
         cap,
         padded=not packed,
         ranks=ranks,
         at_least=steps or 1,
         at_most=steps,
+        folds=others,
     )
-    return tuple(profile_cut(array, rung, effective, ranks, 0) for rung in rungs)
+    return tuple(profile_cut(arrays, rung, effective, ranks) for rung in rungs)
+
+
+def as_arrays(folds: Folds) -> list[IntArray]:
+    """Return the lengths of each fold as an array."""
+    return [np.asarray(lengths, dtype=np.int64) for lengths in folds]
 
 
 def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Target:

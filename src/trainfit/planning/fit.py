@@ -12,7 +12,7 @@ import numpy as np
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
-from trainfit.packing import Cut, PackedCut, cut_step, deal_steps
+from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
 from trainfit.planning.estimator.depths import Taken, both, exactly, take
 from trainfit.planning.estimator.estimate import Target
@@ -106,22 +106,26 @@ class StepCandidate:
     """Necessary operations of a step on a rank, for tokens of the data."""
 
 
-def profile_cut(lengths: IntArray, cut: Cut, effective: int, ranks: int, seed: int) -> Cutting:
-    """Profile a cut on the first steps of an epoch, cut as in training."""
-    steps = deal_steps(lengths, effective, seed, 0)
-    whole = [step for step in steps[:_LOOKED_AT] if len(step) == min(effective, len(lengths))]
-    parts = [cut_step(lengths, step, cut, ranks)[0] for step in whole or steps[:1]]
-    batches = [batch for part in parts for batch in part if batch.sequences]
+def profile_cut(folds: Sequence[IntArray], cut: Cut, effective: int, ranks: int) -> Cutting:
+    """Profile a cut on the first steps of each fold, cut as in training."""
+    batches: list[tuple[MicroBatch, IntArray]] = []
+    count = 0
+    for lengths in folds:
+        steps = deal_steps(lengths, effective, 0, 0)[: math.ceil(_LOOKED_AT / len(folds))]
+        whole = [step for step in steps if len(step) == min(effective, len(lengths))]
+        parts = [cut_step(lengths, step, cut, ranks)[0] for step in whole or steps[:1]]
+        batches += [(batch, lengths) for part in parts for batch in part if batch.sequences]
+        count += len(parts)
     # Attention may grow with the square of the width, so a wide micro-batch counts for more.
-    worst = max(batches, key=lambda b: b.rows * b.width * (b.width + 1024))
-    usual = sorted(batches, key=lambda b: b.tokens)[len(batches) // 2]
+    worst = max((b for b, _ in batches), key=lambda b: b.rows * b.width * (b.width + 1024))
+    usual, lengths = sorted(batches, key=lambda b: b[0].tokens)[len(batches) // 2]
     return Cutting(
         cut=cut,
         rows=worst.rows,
         width=worst.width,
         lengths=tuple(lengths[np.array(usual.sequences)].tolist()),
-        computed=sum(b.rows * b.width for b in batches) / len(parts),
-        tokens=sum(b.tokens for b in batches) / len(parts),
+        computed=sum(b.rows * b.width for b, _ in batches) / count,
+        tokens=sum(b.tokens for b, _ in batches) / count,
     )
 
 

@@ -33,6 +33,9 @@ class Question(Record):
     layers: int
     """Number of equal blocks of the model."""
     workload: Workload
+    """Its lengths are those of the first fold."""
+    more_folds: tuple[tuple[int, ...], ...] = ()
+    """Lengths of the other folds, which share the plan and its shapes."""
     quick: dict[str, Any] = field(default_factory=dict)
     """Arguments that make the model quicker to build without changing the speed of its layers."""
     pins: dict[str, Pin] = field(default_factory=dict)
@@ -59,6 +62,11 @@ class Question(Record):
             known = [row.name for row in SETTINGS if row.pinned]
             fix = did_you_mean(unknown[0], known, f"these can be pinned: {', '.join(known)}")
             raise BadInput(f"cannot pin {unknown[0]!r}: no such setting", fix)
+
+    @property
+    def folds(self) -> tuple[tuple[int, ...], ...]:
+        """Lengths of the training sequences of every fold."""
+        return (self.workload.lengths, *self.more_folds)
 
     @property
     def sized(self) -> bool:

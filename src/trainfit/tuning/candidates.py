@@ -11,13 +11,12 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
-import numpy as np
-
 from trainfit.core.plan_records import MemoryEstimate, Plan
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import BY_NAME, chosen_by, with_values
 from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
+from trainfit.planning.cuts import Folds, as_arrays
 from trainfit.planning.estimator.estimate import MARGIN
 from trainfit.planning.fit import profile_cut
 from trainfit.planning.question import Question
@@ -84,14 +83,17 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
     """Change the tokens of a micro-batch by about `factor`; optimizer steps stay the same."""
     workload = space.question.workload
-    longest, share = max(workload.lengths), math.ceil(plan.effective_batch_size / plan.ranks)
+    longest, share = (
+        max(map(max, space.question.folds)),
+        math.ceil(plan.effective_batch_size / plan.ranks),
+    )
     rows = share if space.free("batch_size") else space.base.batch_size
     most = max(longest, rows * workload.max_length)
     if not plan.packed:
         most = min(most, max(longest, round(plan.micro_batch_tokens * factor)))
     count = min(max(1, round(plan.gradient_accumulation_steps / factor)), share)
     batch, ranks = plan.effective_batch_size, plan.ranks
-    rungs, shape = _cut(workload.lengths, plan.packed, batch, most, ranks, count)
+    rungs, shape = _cut(space.question.folds, plan.packed, batch, most, ranks, count)
     cut = rungs[0]
     return replace(
         plan,
@@ -107,18 +109,24 @@ def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
 
 @lru_cache(maxsize=32)
 def _cut(
-    lengths: tuple[int, ...], packed: bool, effective: int, cap: int, ranks: int, count: int
+    folds: Folds, packed: bool, effective: int, cap: int, ranks: int, count: int
 ) -> tuple[tuple[Cut, ...], dict[str, Any]]:
     """Ladder of cuts, and the shape of the first; cached, since it takes a while.
 
     `count` is the least number of packed micro-batches, or the most of padded ones.
     """
-    array = np.asarray(lengths, dtype=np.int64)
-    least = count if packed else 1
+    first, *others = arrays = as_arrays(folds)
     rungs = ladder(
-        array, effective, cap, padded=not packed, ranks=ranks, at_least=least, at_most=count
+        first,
+        effective,
+        cap,
+        padded=not packed,
+        ranks=ranks,
+        at_least=count if packed else 1,
+        at_most=count,
+        folds=others,
     )
-    return rungs, profile_cut(array, rungs[0], effective, ranks, 0).shape
+    return rungs, profile_cut(arrays, rungs[0], effective, ranks).shape
 
 
 def _scaled(memory: MemoryEstimate | None, factor: float) -> MemoryEstimate | None:
