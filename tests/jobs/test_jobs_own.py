@@ -6,6 +6,7 @@ import json
 import shutil
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +16,13 @@ from click.testing import CliRunner
 from torch import nn
 
 import trainfit
+from plan_example import make_plan
 from trainfit.cli.main import run as command
 from trainfit.cli.main import trainfit as cli
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.core.plan_records import Plan
+from trainfit.integrations import plan_exports
 from trainfit.jobs import registry
 from trainfit.jobs.batch_shape import find_shape
 from trainfit.jobs.job import config_class
@@ -115,6 +118,34 @@ def test_an_indivisible_step_is_one_micro_batch_whatever_the_memory(here: Path) 
     assert question.pins["gradient_accumulation_steps"].value == 1
     plan = trainfit.plan("two_towers:TwoTowers", gpu="t4")
     assert (plan.gradient_accumulation_steps, plan.cuts) == (1, (1,))
+
+
+def exported(form: str, composed: Any, **changes: Any) -> plan_exports.Handover:
+    sizes = {"batch_size": 32, "micro_batch_tokens": 32, "effective_batch_size": 32}
+    plan = make_plan(**sizes | changes)
+    work = replace(plan.workload, lengths=(1, 1), max_length=1, method="full")
+    return plan_exports.FORMATS[form](replace(plan, workload=work), composed)
+
+
+def test_a_plan_of_ones_own_job_is_exported(here: Path) -> None:
+    composed = compose_own("images:Images", "width=48", "lr=0.02", "training.max_steps=3")
+    arguments = json.loads(exported("hf", composed).text)
+    assert (arguments["learning_rate"], arguments["per_device_train_batch_size"]) == (0.02, 32)
+    again = compose("images:Images", exported("hydra", composed).text.splitlines())
+    assert (again.config.job.width, again.config.training.learning_rate) == (48, 0.02)
+    assert "trainfit train images:Images " in exported("shell", composed).text
+    for form in plan_exports.FORMATS:
+        said = " ".join(exported(form, composed).notes)
+        assert not any(word in said for word in ("tokens", "sequences", "of its own"))
+
+
+@pytest.mark.parametrize("form", ["hf", "lightning", "accelerate"])
+def test_an_export_says_what_only_the_jobs_class_knows(here: Path, form: str) -> None:
+    composed = compose_own("two_towers:TwoTowers")
+    whole, cut = (" ".join(exported(form, composed, batch_size=n).notes) for n in (32, 16))
+    assert "TwoTowers has an optimizer of its own: use it instead of AdamW" in whole
+    assert "must not be cut" not in whole
+    assert "TwoTowers must not be cut: 2 batches to a step" in cut
 
 
 def test_pages_speak_of_samples(here: Path) -> None:

@@ -13,6 +13,7 @@ from trainfit.core.records import Receipt, ReceiptItem
 from trainfit.measuring.observe import Observed
 from trainfit.measuring.receipt import EVIDENCE, read_receipt
 from trainfit.measuring.trace import Evidence
+from trainfit.measuring.verdicts import VERDICTS
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -22,27 +23,6 @@ _STATUS = {
     "active": ("active", "green"),
     "off": ("off", "dim"),
     "not_applicable": ("not applicable", "dim"),
-}
-_TITLES = {
-    "mixed_precision": "Mixed Precision",
-    "tf32": "TensorFloat-32 (TF32)",
-    "fused_optimizer": "Fused Optimizer",
-    "attention": "Attention Path",
-    "flash_attention": "Flash Attention",
-    "compile": "torch.compile",
-    "cuda_graphs": "CUDA Graphs",
-    "gradient_checkpointing": "Gradient Checkpointing",
-    "packing": "Sequence Packing",
-    "effective_batch": "Effective Batch Size",
-    "gradient_accumulation": "Gradient Accumulation",
-    "gradient_clipping": "Gradient Clipping",
-    "set_to_none": "zero_grad(set_to_none=True)",
-    "workers": "Loader Workers",
-    "pinned_memory": "Pinned Memory",
-    "cudnn_benchmark": "cuDNN Benchmark Mode",
-    "channels_last": "Channels Last Memory Format",
-    "expandable_segments": "Expandable Segments",
-    "deterministic": "Deterministic Algorithms",
 }
 _MUCH_PADDING = 0.1
 _MUCH_WAITING = 0.05
@@ -117,14 +97,7 @@ def table(verified: Verified) -> RenderableType:
         said = item.evidence + (f"\n→ {item.mend}" if item.mend else "")
         shown = (_word(item.requested), _word(item.observed), said)
         grid.add_row(item.name, Text(word, style), *(Text(text) for text in shown))
-    return Group(f"Receipt of {verified.receipt.run}", grid, _verdict(verified.receipt))
-
-
-def _verdict(receipt: Receipt) -> str:
-    failed = [item.name for item in receipt.items if item.status == "not_active"]
-    if not failed:
-        return "Everything that was asked for was active."
-    return f"Asked for and not active: {', '.join(failed)}."
+    return Group(f"Receipt of {verified.receipt.run}", grid, verified.receipt.verdict())
 
 
 def _word(value: Any) -> str:
@@ -174,7 +147,7 @@ def markdown(verified: Verified) -> str:
         "",
         "## 🎯 CONCLUSION",
         "",
-        f"**Overall Optimization Status**: {_verdict(receipt)}",
+        f"**Overall Optimization Status**: {receipt.verdict()}",
     ]
     return "\n".join(lines) + "\n"
 
@@ -191,7 +164,7 @@ def _sections(items: list[ReceiptItem]) -> Iterator[str]:
     if not items:
         yield from ("", "None.")
     for number, item in enumerate(items, 1):
-        title = _TITLES.get(item.name, item.name)
+        title = _title(item.name)
         yield from ("", f"### {number}. **{title}** {marks.get(item.status, '➖ NOT APPLICABLE')}")
         if item.requested is not None:
             yield f"- **Requested**: {_word(item.requested)}"
@@ -201,6 +174,10 @@ def _sections(items: list[ReceiptItem]) -> Iterator[str]:
         yield f"- **{name}**: {item.evidence}"
         if item.mend:
             yield f"- **Recommendation**: {item.mend}"
+
+
+def _title(name: str) -> str:
+    return VERDICTS[name].title if name in VERDICTS else name
 
 
 _METRICS = (
@@ -231,7 +208,7 @@ def _recommendations(verified: Verified) -> Iterator[str]:
 def _advice(title: str, advice: list[tuple[str, str]]) -> Iterator[str]:
     yield from ("", f"### {title}:")
     for number, (name, text) in enumerate(advice, 1):
-        yield f"{number}. **{_TITLES.get(name, name)}**: {text}"
+        yield f"{number}. **{_title(name)}**: {text}"
     if not advice:
         yield "None."
 

@@ -7,9 +7,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Measurement, Record, Scalar
+from trainfit.core.records import Measurement, Record, Scalar, text_table
 
 Precision = Literal["bf16", "fp16", "fp32"]
+
+
+def shown(value: Scalar) -> str:
+    """Value of a setting in words."""
+    if value is None or isinstance(value, bool):
+        return {True: "true", False: "false", None: "none"}[value]
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,3 +234,19 @@ class Plan(Record):
     assumptions: tuple[str, ...] = ()
     """Assumed facts about a machine that is not here."""
     measurements: tuple[Measurement, ...] = ()
+
+    def verdict(self) -> str:
+        """Line that says whether the run fits, and by how much."""
+        text = f"{'Fits' if self.fits else 'Does not fit'} {self.gpu or 'this machine'}"
+        if self.memory is None:
+            return f"{text}: memory not estimated"
+        peak, capacity = self.memory.peak_reserved_gib, self.memory.capacity_gib
+        error = self.memory.error_percent
+        stated = "" if error is None else f" ± {error:.1f}%"
+        share = f"{peak / capacity:.0%}"
+        return f"{text}: predicted peak {peak:.2f} GiB{stated} of {capacity:.2f} GiB ({share})"
+
+    def __repr__(self) -> str:
+        """Verdict and settings for a terminal."""
+        rows = [(reason.setting, shown(reason.value), reason.why) for reason in self.reasons]
+        return f"{self.verdict()}\n{text_table(rows)}".rstrip()

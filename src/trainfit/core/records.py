@@ -63,6 +63,13 @@ def _scalar(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def text_table(rows: Sequence[Sequence[str]], width: int = 100) -> str:
+    """Format rows as aligned columns, each line cut at the width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
+
+
 Scalar = bool | int | float | str | None
 
 
@@ -348,6 +355,18 @@ class Receipt(Record):
 
     run: str
     items: tuple[ReceiptItem, ...]
+
+    def verdict(self) -> str:
+        """Sentence that names the settings that were asked for and not active."""
+        failed = [item.name for item in self.items if item.status == "not_active"]
+        if not failed:
+            return "Everything that was asked for was active."
+        return f"Asked for and not active: {', '.join(failed)}."
+
+    def __repr__(self) -> str:
+        """Table for a terminal."""
+        rows = [(item.name, item.status.replace("_", " "), item.evidence) for item in self.items]
+        return f"Receipt of {self.run}\n{text_table(rows)}\n{self.verdict()}"
 
 
 class TrainTask(Protocol):

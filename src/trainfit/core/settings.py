@@ -112,6 +112,7 @@ SETTINGS = (
         hf="tf32",
         receipt="tf32",
     ),
+    Setting(name="weights_dtype", field="weights_dtype", pinned=False),
     Setting(name="packed", field="packed", pinned=False, chosen_by="tune", receipt="packing"),
     Setting(
         name="attention", field="attention", pinned=False, chosen_by="tune", receipt="attention"

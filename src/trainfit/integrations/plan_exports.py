@@ -20,7 +20,9 @@ from trainfit.conf import Composed, Config, keys
 from trainfit.conf.composition import flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
+from trainfit.jobs.job import Job
 from trainfit.jobs.plan_choices import stream_is_half
+from trainfit.jobs.registry import is_own, load
 
 # A word that Hydra reads as a text, unlike a number or true.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
@@ -57,6 +59,8 @@ def even_batch(plan: Plan) -> EvenBatch:
         notes.append(
             f"at most {rows} sequences of {longest} tokens fit the planned "
             f"{plan.micro_batch_tokens:,} tokens of a batch when padded"
+            if longest > 1
+            else f"at most {rows} samples were planned for a batch"
         )
     if size < rows:
         notes.append(
@@ -204,7 +208,7 @@ class Handover:
 def hf(plan: Plan, composed: Composed) -> Handover:
     """JSON object for `TrainingArguments(output_dir=…, **arguments)`."""
     training = composed.config.training
-    notes = [*_unfit(plan), *_unsaid(plan)]
+    notes = [*_unfit(plan), *_unsaid(plan, composed)]
     if plan.gradient_checkpointing == "selective":
         notes.append(
             "selective checkpointing was planned, and TrainingArguments has only the whole: "
@@ -224,7 +228,7 @@ def hf(plan: Plan, composed: Composed) -> Handover:
 def lightning(plan: Plan, composed: Composed) -> Handover:
     """JSON object for Lightning's `Trainer(**arguments)`."""
     config = composed.config
-    notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
+    notes = [*_unfit(plan), *_unsaid(plan, composed), *_in_the_script(plan, config)]
     if plan.compile:
         notes.append(f"compile the model: torch.compile(model, mode={plan.compile_mode!r})")
     if config.training.early_stopping_patience is not None:
@@ -236,7 +240,7 @@ def lightning(plan: Plan, composed: Composed) -> Handover:
 def accelerate(plan: Plan, composed: Composed) -> Handover:
     """YAML file for `accelerate launch --config_file`."""
     config = composed.config
-    notes = [*_unfit(plan), *_unsaid(plan), *_in_the_script(plan, config)]
+    notes = [*_unfit(plan), *_unsaid(plan, composed), *_in_the_script(plan, config)]
     steps = even_batch(plan).accumulation
     notes.append(f"build Accelerator(gradient_accumulation_steps={steps})")
     if config.training.max_grad_norm:
@@ -271,10 +275,13 @@ def _unfit(plan: Plan) -> tuple[str, ...]:
     return ("this plan does not fit" + (f": {plan.advice[0]}" if plan.advice else ""),)
 
 
-def _unsaid(plan: Plan) -> list[str]:
+def _unsaid(plan: Plan, composed: Composed) -> list[str]:
     """Notes on settings that none of the other tools has an argument for."""
     load = plan.workload
-    notes = [*even_batch(plan).notes, f"cut sequences at {load.max_length} tokens"]
+    batch = even_batch(plan)
+    notes = [*batch.notes, *(_of_own_job(composed.task, batch) if is_own(composed.task) else [])]
+    if load.max_length > 1:
+        notes.append(f"cut sequences at {load.max_length} tokens")
     if load.method == "frozen":
         notes.append("planned with a frozen encoder: set requires_grad=False on it")
     elif load.method != "full":
@@ -285,6 +292,20 @@ def _unsaid(plan: Plan) -> list[str]:
         notes.append("planned with packed rows; batches here are padded, and slower for it")
     if plan.runtime.expandable_segments:
         notes.append("export PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts")
+    return notes
+
+
+def _of_own_job(task: str, batch: EvenBatch) -> list[str]:
+    """Notes on what the class of a user's own job says and no plan carries."""
+    job = load(task)
+    notes = []
+    if job.optimizer is not Job.optimizer:
+        notes.append(f"{job.__name__} has an optimizer of its own: use it instead of AdamW")
+    if job.indivisible and batch.accumulation > 1:
+        notes.append(
+            f"{job.__name__} must not be cut: {batch.accumulation} batches to a step, as here, "
+            "change its loss"
+        )
     return notes
 
 

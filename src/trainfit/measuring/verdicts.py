@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from trainfit.core.records import ReceiptItem, Scalar
 from trainfit.measuring.trace import AttentionSeen, Evidence
@@ -34,13 +35,20 @@ class Judgement:
     """True if the optimization is on; None: the observed value says so."""
 
 
-Verdict = Callable[[Scalar, Evidence], Judgement | str]
+class Verdict(NamedTuple):
+    """An item of the receipt."""
+
+    title: str
+    judge: Callable[[Scalar, Evidence], Judgement | str]
+    elsewhere: str = ""
+    """Reason why it does not apply without a GPU."""
 
 
 def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
     """Make the receipt's item: not active where something was requested and is not so."""
-    elsewhere = _GPU_ONLY.get(name) if seen.device != "cuda" else None
-    found = elsewhere or VERDICTS[name](requested, seen)
+    verdict = VERDICTS[name]
+    elsewhere = verdict.elsewhere if seen.device != "cuda" else ""
+    found = elsewhere or verdict.judge(requested, seen)
     if isinstance(found, str):
         return ReceiptItem(
             name=name, requested=requested, observed=None, status="not_applicable", evidence=found
@@ -56,17 +64,6 @@ def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
         evidence=found.evidence,
         mend=found.fix if failed else "",
     )
-
-
-_GPU_ONLY = {
-    "tf32": "it is a mode of NVIDIA GPUs",
-    "flash_attention": "its kernel is for GPUs",
-    "liger": "its kernels are for GPUs",
-    "cuda_graphs": "they belong to GPUs",
-    "pinned_memory": "nothing is copied to a GPU",
-    "cudnn_benchmark": "cuDNN is for GPUs",
-}
-"""Reasons why an optimization does not apply without a GPU."""
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────
@@ -369,26 +366,26 @@ def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
     return Judgement(on, f"torch's switch reads {on}", fix)
 
 
-VERDICTS: dict[str, Verdict] = {
-    "mixed_precision": mixed_precision,
-    "tf32": tf32,
-    "fused_optimizer": fused_optimizer,
-    "attention": attention,
-    "flash_attention": flash_attention,
-    "compile": compiled,
-    "cuda_graphs": cuda_graphs,
-    "liger": liger,
-    "gradient_checkpointing": checkpointing,
-    "packing": packing,
-    "effective_batch": effective_batch,
-    "gradient_accumulation": accumulation,
-    "gradient_clipping": clipping,
-    "set_to_none": set_to_none,
-    "workers": workers,
-    "pinned_memory": pinned_memory,
-    "cudnn_benchmark": cudnn_benchmark,
-    "channels_last": channels_last,
-    "expandable_segments": expandable_segments,
-    "deterministic": deterministic,
+VERDICTS = {
+    "mixed_precision": Verdict("Mixed Precision", mixed_precision),
+    "tf32": Verdict("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
+    "fused_optimizer": Verdict("Fused Optimizer", fused_optimizer),
+    "attention": Verdict("Attention Path", attention),
+    "flash_attention": Verdict("Flash Attention", flash_attention, "its kernel is for GPUs"),
+    "compile": Verdict("torch.compile", compiled),
+    "cuda_graphs": Verdict("CUDA Graphs", cuda_graphs, "they belong to GPUs"),
+    "liger": Verdict("Liger Kernels", liger, "its kernels are for GPUs"),
+    "gradient_checkpointing": Verdict("Gradient Checkpointing", checkpointing),
+    "packing": Verdict("Sequence Packing", packing),
+    "effective_batch": Verdict("Effective Batch Size", effective_batch),
+    "gradient_accumulation": Verdict("Gradient Accumulation", accumulation),
+    "gradient_clipping": Verdict("Gradient Clipping", clipping),
+    "set_to_none": Verdict("zero_grad(set_to_none=True)", set_to_none),
+    "workers": Verdict("Loader Workers", workers),
+    "pinned_memory": Verdict("Pinned Memory", pinned_memory, "nothing is copied to a GPU"),
+    "cudnn_benchmark": Verdict("cuDNN Benchmark Mode", cudnn_benchmark, "cuDNN is for GPUs"),
+    "channels_last": Verdict("Channels Last Memory Format", channels_last),
+    "expandable_segments": Verdict("Expandable Segments", expandable_segments),
+    "deterministic": Verdict("Deterministic Algorithms", deterministic),
 }
 """Verdicts in the order in which they are shown."""

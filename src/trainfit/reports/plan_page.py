@@ -10,38 +10,20 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate
-from trainfit.core.records import Scalar
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate, shown
+from trainfit.core.settings import SETTINGS
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
 
 UNRECORDED = "not recorded on this architecture"
-SETTINGS = (
-    "precision",
-    "weights_dtype",
-    "packed",
-    "attention",
-    "batch_size",
-    "micro_batch_tokens",
-    "gradient_accumulation_steps",
-    "effective_batch_size",
-    "gradient_checkpointing",
-    "compile",
-    "compile_mode",
-    "optimizer",
-    "num_workers",
-    "pin_memory",
-    "persistent_workers",
-    "prefetch_factor",
-    "eval_batch_size",
-)
-"""Fields of a plan that a person may want to set; each is shown, with its reason if it has one."""
+FIELDS = tuple(row.field for row in SETTINGS if row.field and "." not in row.field)
+"""Settings that are a plan's own fields; each is shown, with its reason if it has one."""
 _BAR = 24
 
 
 def plan_page(plan: Plan) -> RenderableType:
     """The page of `trainfit plan`; its first line says whether the run fits."""
-    parts: list[RenderableType] = [verdict(plan), Text(_workload(plan), "dim")]
+    parts: list[RenderableType] = [_verdict(plan), Text(_workload(plan), "dim")]
     parts += [Text(f"Assumed: {line}", "dim") for line in plan.assumptions]
     parts += ["", _settings(plan), *_unexplained(plan)]
     if plan.memory is not None:
@@ -56,17 +38,11 @@ def plan_page(plan: Plan) -> RenderableType:
     return Group(*parts)
 
 
-def verdict(plan: Plan) -> Text:
-    """One line that says if the plan fits, and by how much."""
-    text = Text("Fits" if plan.fits else "Does not fit", "bold green" if plan.fits else "bold red")
-    text.append(f" {plan.gpu or 'this machine'}", "bold")
-    if plan.memory is None:
-        return text.append(": memory not estimated", "not bold default")
-    memory = plan.memory
-    share = memory.peak_reserved_gib / memory.capacity_gib
-    peak = f"{memory.peak_reserved_gib:.2f} GiB {_error(memory)}".rstrip()
-    of = f"{memory.capacity_gib:.2f} GiB ({share:.0%})"
-    return text.append(f": predicted peak {peak} of {of}", "not bold default")
+def _verdict(plan: Plan) -> Text:
+    text = Text(plan.verdict())
+    text.stylize("bold", 0, text.plain.rfind(": "))
+    text.stylize("green" if plan.fits else "red", 0, text.plain.lower().index("fit") + 4)
+    return text
 
 
 def _workload(plan: Plan) -> str:
@@ -86,7 +62,7 @@ def _settings(plan: Plan) -> Table:
     table.add_column("value")
     table.add_column("why")
     for reason in plan.reasons:
-        table.add_row(Text(reason.setting), Text(_value(reason.value), "bold"), _why(reason))
+        table.add_row(Text(reason.setting), Text(shown(reason.value), "bold"), _why(reason))
     return table
 
 
@@ -100,8 +76,8 @@ def _why(reason: Reason) -> Text:
 def _unexplained(plan: Plan) -> list[Text]:
     """Settings without a reason, so that every setting is on the page."""
     explained = {reason.setting.split(".")[-1] for reason in plan.reasons}
-    rest = [name for name in SETTINGS if name not in explained]
-    text = ", ".join(f"{name} {_value(getattr(plan, name))}" for name in rest)
+    rest = [name for name in FIELDS if name not in explained]
+    text = ", ".join(f"{name} {shown(getattr(plan, name))}" for name in rest)
     return [Text(f"also: {text}", "dim")] if rest else []
 
 
@@ -181,13 +157,6 @@ def _time(time: TimeEstimate, sized: bool) -> RenderableType:
 
 def _error(estimate: MemoryEstimate | TimeEstimate) -> str:
     return "" if estimate.error_percent is None else f"± {estimate.error_percent:.1f}%"
-
-
-def _value(value: Scalar) -> str:
-    words = {True: "true", False: "false", None: "none"}
-    if value is None or isinstance(value, bool):
-        return words[value]
-    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 _UNKNOWN = "–"

@@ -24,7 +24,7 @@ from trainfit.reports.model import (
     cell,
     shown,
 )
-from trainfit.reports.plan_page import SETTINGS
+from trainfit.reports.plan_page import FIELDS
 from trainfit.reports.plots import parts_at_peak
 from trainfit.runs import timeline
 from trainfit.runs.reader import RunFiles, finite
@@ -178,7 +178,7 @@ def plan_section(run: RunFiles) -> Section:
     else:
         rows = [(r.setting, cell(r.value), r.why, "; ".join(r.alternatives)) for r in plan.reasons]
         told = {reason.setting.split(".")[-1] for reason in plan.reasons}
-        rows += [(name, cell(getattr(plan, name)), "", "") for name in SETTINGS if name not in told]
+        rows += [(name, cell(getattr(plan, name)), "", "") for name in FIELDS if name not in told]
         columns = ("setting", "value", "why", "instead of")
         blocks.append(Table(columns=columns, rows=tuple(rows)))
         blocks += [Remark(text=f"Advice: {line}") for line in plan.advice]

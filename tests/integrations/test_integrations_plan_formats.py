@@ -12,11 +12,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plan_example import make_plan
 from trainfit.conf import compose
 from trainfit.core.plan_records import Plan
 from trainfit.integrations.plan_exports import FORMATS, accelerate, even_batch, hf, lightning
 
-Make = Callable[..., Plan]
 TRAINER = {
     "accelerator", "strategy", "devices", "num_nodes", "precision", "max_epochs", "min_epochs",
     "max_steps", "min_steps", "max_time", "limit_train_batches", "limit_val_batches",
@@ -35,7 +35,7 @@ def with_load(plan: Plan, **changes: Any) -> Plan:
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.integers(1, 300), st.integers(1, 300))
-def test_the_split_is_exact_the_largest_and_within_memory(make_plan, effective, ranks, batch, rows):
+def test_the_split_is_exact_the_largest_and_within_memory(effective, ranks, batch, rows):
     plan = make_plan(
         effective_batch_size=effective,
         ranks=ranks,
@@ -53,7 +53,7 @@ def test_the_split_is_exact_the_largest_and_within_memory(make_plan, effective, 
     assert as_planned or split.notes
 
 
-def test_notes_say_what_an_uneven_cut_would_have_kept(make_plan: Make):
+def test_notes_say_what_an_uneven_cut_would_have_kept():
     plan = make_plan(effective_batch_size=64, batch_size=23, micro_batch_tokens=23 * 512)
     split = even_batch(plan)
     assert (split.size, split.accumulation) == (16, 4)
@@ -62,7 +62,7 @@ def test_notes_say_what_an_uneven_cut_would_have_kept(make_plan: Make):
 
 
 @given(st.integers(1, 64), st.integers(1, 16), st.integers(1, 8))
-def test_another_accumulation_than_the_plans_is_said(make_plan, effective, batch, planned):
+def test_another_accumulation_than_the_plans_is_said(effective, batch, planned):
     """Trainfit's own micro-batches may differ in size, so their number may be another."""
     plan = make_plan(
         effective_batch_size=effective,
@@ -77,7 +77,7 @@ def test_another_accumulation_than_the_plans_is_said(make_plan, effective, batch
     assert len(explained) == (found != planned)
 
 
-def test_the_longest_sequence_counts_not_the_longest_allowed(make_plan: Make):
+def test_the_longest_sequence_counts_not_the_longest_allowed():
     plan = with_load(make_plan(batch_size=16, micro_batch_tokens=16 * 300), lengths=(10, 300))
     assert even_batch(plan).size == 16
     assert even_batch(with_load(plan, lengths=(10, 512))).size == 8
@@ -97,7 +97,7 @@ def training_arguments(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Calla
     return lambda text: TrainingArguments(output_dir=str(tmp_path), **json.loads(text))
 
 
-def test_transformers_takes_the_arguments(make_plan: Make, training_arguments):
+def test_transformers_takes_the_arguments(training_arguments):
     args = training_arguments(hf(make_plan(), compose("nli")).text)
     assert args.per_device_train_batch_size * args.gradient_accumulation_steps == 16
     assert (args.mixed_precision, args.tf32) == ("bf16", True)
@@ -111,7 +111,7 @@ def test_transformers_takes_the_arguments(make_plan: Make, training_arguments):
     assert args.seed == 42
 
 
-def test_a_setting_that_no_plan_carries_is_exported_too(make_plan: Make, training_arguments):
+def test_a_setting_that_no_plan_carries_is_exported_too(training_arguments):
     composed = compose("nli", ["dataloader_drop_last=true"])
     assert training_arguments(hf(make_plan(), composed).text).dataloader_drop_last is True
     assert "drop_last=True" in "".join(lightning(make_plan(), composed).notes)
@@ -121,7 +121,7 @@ def test_a_setting_that_no_plan_carries_is_exported_too(make_plan: Make, trainin
 @pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
 @pytest.mark.parametrize("precision", ["bf16", "fp16", "fp32"])
 def test_transformers_takes_every_kind_of_plan(
-    make_plan: Make, training_arguments, task: str, checkpointing: str, precision: str
+    training_arguments, task: str, checkpointing: str, precision: str
 ):
     plan = make_plan(
         precision=precision,
@@ -141,7 +141,7 @@ def test_transformers_takes_every_kind_of_plan(
         assert (args.eval_strategy, args.eval_steps) == ("steps", 2000)
 
 
-def test_warmup_and_clipping_at_their_ends(make_plan: Make, training_arguments):
+def test_warmup_and_clipping_at_their_ends(training_arguments):
     edge = ["training.warmup_ratio=1.0", "training.max_grad_norm=null", "training.max_steps=70"]
     args = training_arguments(hf(make_plan(), compose("nli", edge)).text)
     assert args.get_warmup_steps(70) == 70
@@ -153,7 +153,7 @@ def test_warmup_and_clipping_at_their_ends(make_plan: Make, training_arguments):
     )
 
 
-def test_a_plan_for_the_cpu_stays_on_it(make_plan: Make, tmp_path: Path):
+def test_a_plan_for_the_cpu_stays_on_it(tmp_path: Path):
     from transformers import TrainingArguments
 
     plan = make_plan(gpu=None, precision="fp32", runtime__tf32=None, pin_memory=False)
@@ -163,7 +163,7 @@ def test_a_plan_for_the_cpu_stays_on_it(make_plan: Make, tmp_path: Path):
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
 @pytest.mark.parametrize("precision", ["bf16", "fp32"])
-def test_trainer_trains_by_a_plan_for_the_cpu(make_plan: Make, tmp_path: Path, precision: str):
+def test_trainer_trains_by_a_plan_for_the_cpu(tmp_path: Path, precision: str):
     from transformers import Trainer, TrainingArguments
 
     class Model(torch.nn.Module):
@@ -192,7 +192,7 @@ def test_trainer_trains_by_a_plan_for_the_cpu(make_plan: Make, tmp_path: Path, p
     assert Trainer(model=Model(), args=args, train_dataset=rows).train().global_step == 1
 
 
-def test_notes_tell_what_the_arguments_cannot(make_plan: Make):
+def test_notes_tell_what_the_arguments_cannot():
     plan = make_plan(ranks=2, packed=True, gradient_checkpointing="selective", fits=False)
     notes = "\n".join(hf(plan, compose("nli")).notes)
     for part in ("does not fit", "peft", "padded", "only the whole", "torchrun", "EarlyStopping"):
@@ -208,7 +208,7 @@ def test_notes_tell_what_the_arguments_cannot(make_plan: Make):
 # ── Lightning ─────────────────────────────────────────────────────────────────────────────────
 
 
-def test_lightning_has_these_keywords(make_plan: Make):
+def test_lightning_has_these_keywords():
     plan = make_plan(effective_batch_size=32, ranks=2)
     for task in ("nli", "gpt"):
         arguments = json.loads(lightning(plan, compose(task)).text)
@@ -220,20 +220,20 @@ def test_lightning_has_these_keywords(make_plan: Make):
 
 
 @pytest.mark.parametrize(("epochs", "expected"), [("3", (3, -1)), ("0.5", (-1, 417))])
-def test_lightning_gets_part_of_an_epoch_in_steps(make_plan: Make, epochs: str, expected):
+def test_lightning_gets_part_of_an_epoch_in_steps(epochs: str, expected):
     composed = compose("nli", [f"training.num_epochs={epochs}"])
     arguments = json.loads(lightning(make_plan(), composed).text)
     assert (arguments["max_epochs"], arguments["max_steps"]) == expected  # 13,356 / 16 / 2
 
 
-def test_lightning_notes_hold_the_loader(make_plan: Make):
+def test_lightning_notes_hold_the_loader():
     notes = "\n".join(lightning(make_plan(gradient_checkpointing="full"), compose("nli")).notes)
     for part in ("batch_size=8, num_workers=6", "fused=True", "torch.compile", "checkpointing_"):
         assert part in notes
 
 
 @pytest.mark.parametrize("task", ["nli", "textclass", "gpt"])
-def test_lightning_takes_the_arguments(make_plan: Make, task: str):
+def test_lightning_takes_the_arguments(task: str):
     trainers = pytest.importorskip("lightning.pytorch")
     arguments = json.loads(lightning(make_plan(), compose(task)).text)
     arguments |= {"accelerator": "cpu", "logger": False, "enable_checkpointing": False}
@@ -246,7 +246,7 @@ def test_lightning_takes_the_arguments(make_plan: Make, task: str):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_accelerate_takes_the_file(make_plan: Make, tmp_path: Path, ranks: int):
+def test_accelerate_takes_the_file(tmp_path: Path, ranks: int):
     from accelerate.commands.config.config_args import load_config_from_file
 
     path = tmp_path / "accelerate.yaml"
@@ -257,7 +257,7 @@ def test_accelerate_takes_the_file(make_plan: Make, tmp_path: Path, ranks: int):
     assert loaded.dynamo_config["dynamo_mode"] == "max-autotune-no-cudagraphs"
 
 
-def test_a_script_that_accelerate_launches_sees_the_plan(make_plan: Make, tmp_path: Path):
+def test_a_script_that_accelerate_launches_sees_the_plan(tmp_path: Path):
     from accelerate.commands.launch import _validate_launch_command, launch_command_parser
     from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 
@@ -271,7 +271,7 @@ def test_a_script_that_accelerate_launches_sees_the_plan(make_plan: Make, tmp_pa
     assert seen["ACCELERATE_DYNAMO_MODE"] == "max-autotune-no-cudagraphs"
 
 
-def test_without_compile_and_autocast_accelerate_has_neither(make_plan: Make):
+def test_without_compile_and_autocast_accelerate_has_neither():
     handover = accelerate(make_plan(compile=False, precision="fp32"), compose("nli"))
     launch = yaml.safe_load(handover.text)
     assert launch["mixed_precision"] == "no"
@@ -280,6 +280,6 @@ def test_without_compile_and_autocast_accelerate_has_neither(make_plan: Make):
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_does_not_fit_is_said_first(make_plan: Make, name: str):
+def test_what_does_not_fit_is_said_first(name: str):
     handover = FORMATS[name](make_plan(fits=False, advice=("use LoRA",)), compose("nli"))
     assert handover.notes[0] == "this plan does not fit: use LoRA"

@@ -1,19 +1,18 @@
 """The overrides compose back to the plan, and the shell hands them over unchanged."""
 
 import subprocess
-from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from plan_example import make_plan
 from trainfit.conf import compose
 from trainfit.conf.schema import SCHEMAS
-from trainfit.core.plan_records import Plan, RuntimeSettings
+from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.plan_exports import command_line, hydra, overrides, shell
 
-Make = Callable[..., Plan]
 PLANNED = {
     "device.use_cuda": True,
     "device.mixed_precision": "bf16",
@@ -40,7 +39,7 @@ ENCODER = {"model.method": "dora", "model.freeze_encoder": False}
     "given_words",
     [(), ("hardware=gpu_3090", "training.learning_rate=1e-4", "training.batch_size=4", "seed=7")],
 )
-def test_they_compose_back_with_the_plan_pinned(make_plan: Make, task: str, given_words):
+def test_they_compose_back_with_the_plan_pinned(task: str, given_words):
     composed = compose(task, given_words)
     lines = hydra(make_plan(), composed).text.splitlines()
     again = compose(task, lines)
@@ -60,14 +59,14 @@ def test_they_compose_back_with_the_plan_pinned(make_plan: Make, task: str, give
     assert again.notes == ()  # every key is the canonical one
 
 
-def test_an_experiment_is_kept(make_plan: Make):
+def test_an_experiment_is_kept():
     composed = compose("nli", ["experiment=nli_full_5fold"])
     again = compose("nli", overrides(make_plan(), composed))
     assert again.experiment == "nli_full_5fold"
     assert again.values()["cv.folds"] == composed.values()["cv.folds"]
 
 
-def test_what_a_configuration_cannot_say_is_left_to_the_planner(make_plan: Make):
+def test_what_a_configuration_cannot_say_is_left_to_the_planner():
     plan = make_plan(
         gradient_checkpointing="selective",
         num_workers=0,
@@ -97,7 +96,7 @@ names = written | st.sampled_from(
 
 @settings(max_examples=60)
 @given(name=names)
-def test_any_model_name_survives_hydra_and_the_shell(make_plan: Make, name: str):
+def test_any_model_name_survives_hydra_and_the_shell(name: str):
     composed = compose("nli")
     config = replace(composed.config, model=replace(composed.config.model, name=name))
     composed = replace(
@@ -115,14 +114,14 @@ def heard(text: str, program: str = "trainfit") -> list[str]:
     return done.stdout.decode().split("\0")[:-1]
 
 
-def test_several_ranks_start_with_torchrun(make_plan: Make):
+def test_several_ranks_start_with_torchrun():
     composed = compose("gpt")
     words = heard(shell(make_plan(ranks=2), composed).text, "torchrun")
     start = ["--standalone", "--nproc-per-node", "2", "-m", "trainfit", "train", "gpt"]
     assert words == [*start, *overrides(make_plan(ranks=2), composed)]
 
 
-def test_variables_that_torch_reads_when_it_starts(make_plan: Make):
+def test_variables_that_torch_reads_when_it_starts():
     runtime = RuntimeSettings(expandable_segments=True, deterministic=True, num_threads=3)
     text = shell(make_plan(runtime=runtime), compose("nli")).text
     exports = text.split("\ntrainfit")[0]
