@@ -3,11 +3,23 @@
 from dataclasses import replace
 
 import numpy as np
+import psutil
 import pytest
 
+from trainfit.data.labelled_texts import text_datasets
 from trainfit.data.pairs import split_corpus
 from trainfit.data.synthetic import make_corpus
-from trainfit.jobs.baselines import best_threshold, majority_baseline, tfidf_baseline
+from trainfit.data.tokens import from_lists
+from trainfit.jobs import baselines
+from trainfit.jobs.baselines import (
+    best_threshold,
+    in_background,
+    majority_baseline,
+    pair_arrays,
+    text_arrays,
+    text_baselines,
+    tfidf_baseline,
+)
 
 
 @pytest.fixture(scope="module")
@@ -76,3 +88,50 @@ def test_the_threshold_is_the_best_of_all():
     threshold, f1 = best_threshold(labels, scores)
     assert 0.2 < threshold <= 0.3
     assert f1 == pytest.approx(6 / 7)
+
+
+def test_words_counted_once_give_the_scores_of_a_vectorizer_of_the_training_posts(corpus, parts):
+    from sklearn.feature_extraction.text import TfidfVectorizer
+
+    from trainfit.jobs.baselines import _weigh, count_words
+
+    known = np.unique(corpus.post_of[parts[0]])
+    for pairs in (False, True):
+        found = _weigh(count_words(corpus.texts), known, pairs)
+        words = TfidfVectorizer(ngram_range=(1, 1 + pairs), sublinear_tf=True)
+        words.fit([corpus.texts[post] for post in known])
+        np.testing.assert_array_equal(found.toarray(), words.transform(corpus.texts).toarray())
+
+
+def test_texts_without_a_word_are_scored_by_how_common_the_labels_are(corpus, parts):
+    empty = replace(corpus, texts=("x",) * len(corpus.texts))
+    assert 0 <= tfidf_baseline(empty, *parts).f1 <= 1
+
+
+def test_a_child_gives_the_same_scores_and_ends_with_the_block(corpus):
+    odd = replace(corpus, texts=("\ud800 odd", *corpus.texts[1:]))
+    folds = [split_corpus(odd, seed=seed) for seed in (3, 4)]
+    arrays = pair_arrays(odd, folds, 3)
+    before = set(psutil.Process().children())
+    with in_background(lambda: arrays, cores=1) as scores:
+        [child] = set(psutil.Process().children()) - before
+        found = scores()
+    assert not child.is_running()
+    seen = [np.sort(np.concatenate([f.folds[0].train, f.folds[0].validation])) for f in folds]
+    each = [tfidf_baseline(odd, s, f.test, seed=3).f1 for s, f in zip(seen, folds, strict=True)]
+    assert found == {"majority_f1": 0.0, "bag_of_words_f1": pytest.approx(np.mean(each))}
+    with in_background(lambda: arrays, cores=1):
+        [child] = set(psutil.Process().children()) - before
+    assert not child.is_running()  # nobody waited for it
+
+
+def test_what_no_child_answers_is_computed_here(monkeypatch):
+    draws, labels = np.random.default_rng(0), np.arange(200) % 2
+    tokens = from_lists([draws.integers(5 + 9 * one, 40, 12).tolist() for one in labels], labels)
+    data = text_datasets(tokens, ("no", "yes"), folds=2, test_share=0.2, validation_share=0.2)
+    each = [text_baselines(one, seed=1) for one in data]
+    expected = {name: pytest.approx(np.mean([one[name] for one in each])) for name in each[0]}
+    monkeypatch.setattr(baselines, "_MOST_BYTES", 10)
+    for cores in (0, 1):
+        with in_background(lambda: text_arrays(data, 1), cores=cores) as scores:
+            assert scores() == expected

@@ -1,31 +1,84 @@
 """Baselines that a model must beat: the majority class, and TF-IDF with a logistic regression.
 
 Both see exactly the folds that the model sees. The regression's variant and threshold are chosen by
-cross-validation inside the training part, without the held-out data.
+cross-validation inside the training part, without the held-out data. Words are counted once for all
+folds. Beside a GPU a child process scores them while the model trains (`in_background`).
 """
 
 from __future__ import annotations
 
-from typing import Any
+import io
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from functools import partial
+from typing import IO, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.data.folds import make_folds
+from trainfit.data.folds import Folds, make_folds
 from trainfit.data.redsm5 import Corpus
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.jobs.metrics import Metrics, binary_metrics, class_metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
-VARIANTS: tuple[dict[str, Any], ...] = (
-    {"ngram_range": (1, 1), "C": 1.0},
-    {"ngram_range": (1, 1), "C": 10.0},
-    {"ngram_range": (1, 2), "C": 1.0},
-    {"ngram_range": (1, 2), "C": 10.0},
-)
-"""Single words, or words and pairs, with more or less regularisation."""
+Arrays = Mapping[str, NDArray[Any]]
+"""Data of all folds, as it is sent to a child process."""
+VARIANTS = ((False, 1.0), (False, 10.0), (True, 1.0), (True, 10.0))
+"""Single words, or words and pairs (True), with more or less regularisation."""
 _INNER_FOLDS = 3
+
+
+def score(arrays: Arrays) -> dict[str, float]:
+    """Mean F1 of both baselines over the folds."""
+    each = _score_pairs(arrays) if "evidence" in arrays else _score_texts(arrays)
+    return {name: float(np.mean([fold[name] for fold in each])) for name in each[0]}
+
+
+# ── pairs of a post and a criterion ───────────────────────────────────────────────────────────
+
+
+def pair_arrays(corpus: Corpus, parts: Sequence[Folds], seed: int) -> Arrays:
+    """Data of the baselines of NLI."""
+    texts = [text.encode("utf-8", "surrogatepass") for text in corpus.texts]
+    arrays = {
+        "texts": np.frombuffer(b"".join(texts), np.uint8),
+        "sizes": np.array([len(text) for text in texts]),
+        "evidence": corpus.evidence,
+        "seed": np.array(seed),
+    }
+    for number, part in enumerate(parts):
+        seen = [part.folds[0].train, part.folds[0].validation]
+        arrays |= {f"{number}.seen": np.sort(np.concatenate(seen)), f"{number}.held": part.test}
+    return arrays
+
+
+def _score_pairs(arrays: Arrays) -> list[dict[str, float]]:
+    whole, ends, evidence = arrays["texts"].tobytes(), arrays["sizes"].cumsum(), arrays["evidence"]
+    starts = ends - arrays["sizes"]
+    posts, criteria = evidence.shape
+    corpus = Corpus(
+        ids=("",) * posts,
+        texts=tuple(
+            whole[a:b].decode("utf-8", "surrogatepass") for a, b in zip(starts, ends, strict=True)
+        ),
+        criteria=("",) * criteria,
+        evidence=evidence,
+    )
+    counts = count_words(corpus.texts)
+    scored = []
+    for number in range(sum(name.endswith(".held") for name in arrays)):
+        seen, held = arrays[f"{number}.seen"], arrays[f"{number}.held"]
+        words = tfidf_baseline(corpus, seen, held, seed=int(arrays["seed"]), counts=counts)
+        majority = majority_baseline(corpus, seen, held)
+        scored.append({"majority_f1": majority.f1, "bag_of_words_f1": words.f1})
+    return scored
 
 
 def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Metrics:
@@ -38,71 +91,135 @@ def majority_baseline(corpus: Corpus, train: IntArray, held: IntArray) -> Metric
     return binary_metrics(corpus.labels[held], scores)
 
 
-def tfidf_baseline(corpus: Corpus, train: IntArray, held: IntArray, *, seed: int = 0) -> Metrics:
-    """Fit TF-IDF and a logistic regression for each criterion."""
-    labels = corpus.labels[train]
-    choices = [
-        best_threshold(labels, _inner_scores(corpus, train, variant, seed)) for variant in VARIANTS
-    ]
+Counts = tuple[Any, NDArray[np.bool_]]
+"""Sparse counts of words and pairs of words in each text, and which columns are pairs."""
+
+
+def count_words(texts: Sequence[str]) -> Counts:
+    """Count words and pairs of words in each text."""
+    from scipy.sparse import csr_matrix
+    from sklearn.feature_extraction.text import CountVectorizer
+
+    counter = CountVectorizer(ngram_range=(1, 2), dtype=np.float64)
+    try:
+        counts = counter.fit_transform(texts)
+    except ValueError:  # no text has a word of two letters
+        return csr_matrix((len(texts), 0)), np.zeros(0, dtype=np.bool_)
+    return counts, np.array([" " in name for name in counter.get_feature_names_out()])
+
+
+def tfidf_baseline(
+    corpus: Corpus, train: IntArray, held: IntArray, *, seed: int = 0, counts: Counts | None = None
+) -> Metrics:
+    """Fit TF-IDF and a logistic regression for each criterion; `counts` are those of the texts."""
+    fit = partial(_fit_and_score, corpus, count_words(corpus.texts) if counts is None else counts)
+    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
+    inner = np.zeros((len(VARIANTS), corpus.labels.size))
+    for fold in make_folds(train, strata, corpus.post_of, folds=_INNER_FOLDS, share=0.5, seed=seed):
+        inner[:, fold.validation] = fit(fold.train, fold.validation, VARIANTS)
+    choices = [best_threshold(corpus.labels[train], scores[train]) for scores in inner]
     best = max(range(len(VARIANTS)), key=lambda n: choices[n][1])
-    scores = _fit_and_score(corpus, train, held, VARIANTS[best])
+    [scores] = fit(train, held, VARIANTS[best : best + 1])
     return binary_metrics(corpus.labels[held], scores, choices[best][0])
 
 
 def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
     """Return the threshold with the best F1 on these (training) labels, and that F1."""
     grid = np.unique(np.quantile(scores, np.linspace(0, 1, 101)))
-    f1s = [binary_metrics(labels, scores, float(threshold)).f1 for threshold in grid]
+    every, positive = np.sort(scores), np.sort(scores[labels == 1])
+    predicted = every.size - np.searchsorted(every, grid)
+    hits = positive.size - np.searchsorted(positive, grid)
+    f1s = 2 * hits / np.maximum(predicted + positive.size, 1)
     best = int(np.argmax(f1s))
-    return float(grid[best]), f1s[best]
-
-
-def _inner_scores(corpus: Corpus, train: IntArray, variant: dict[str, Any], seed: int) -> Floats:
-    """Score each training pair by a regression that has not seen its post."""
-    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
-    scores = np.zeros(corpus.labels.size)
-    for fold in make_folds(train, strata, corpus.post_of, folds=_INNER_FOLDS, share=0.5, seed=seed):
-        scores[fold.validation] = _fit_and_score(corpus, fold.train, fold.validation, variant)
-    return scores[train]
+    return float(grid[best]), float(f1s[best])
 
 
 def _fit_and_score(
-    corpus: Corpus, train: IntArray, held: IntArray, variant: dict[str, Any]
+    corpus: Corpus,
+    counts: Counts,
+    train: IntArray,
+    held: IntArray,
+    variants: Sequence[tuple[bool, float]],
 ) -> Floats:
-    """Score the held-out pairs: one regression per criterion on the words of the posts."""
-    from sklearn.feature_extraction.text import TfidfVectorizer
-
+    """Scores `[variants, held]`: one regression per criterion on the words of the posts."""
     known = np.unique(corpus.post_of[train])
-    words = TfidfVectorizer(ngram_range=variant["ngram_range"], sublinear_tf=True)
-    words.fit([corpus.texts[post] for post in known])
-    posts = np.union1d(known, corpus.post_of[held])
-    counted = words.transform([corpus.texts[post] for post in posts])
-
-    def of(pairs: IntArray) -> Any:
-        return counted[np.searchsorted(posts, corpus.post_of[pairs])]
-
-    scores = np.zeros(held.size)
+    tables = {pairs: _weigh(counts, known, pairs) for pairs in {pairs for pairs, _ in variants}}
+    scores = np.zeros((len(variants), held.size))
     for k in range(len(corpus.criteria)):
         part, asked = (side[corpus.criterion_of[side] == k] for side in (train, held))
-        if part.size and asked.size:
-            answers = _regress(of(part), corpus.labels[part], of(asked), variant["C"])
-            scores[corpus.criterion_of[held] == k] = answers
+        if not part.size or not asked.size:
+            continue
+        for row, (pairs, strength) in enumerate(variants):
+            table = tables[pairs]
+            scores[row, corpus.criterion_of[held] == k] = _regress(
+                table[corpus.post_of[part]],
+                corpus.labels[part],
+                table[corpus.post_of[asked]],
+                strength,
+            )
     return scores
 
 
+def _weigh(counts: Counts, known: IntArray, pairs: bool) -> Any:
+    """TF-IDF of all texts by the words of the known ones alone, as if no other was counted."""
+    from sklearn.feature_extraction.text import TfidfTransformer
+
+    table, is_pair = counts
+    seen = table[known].getnnz(axis=0) > 0
+    columns = table[:, np.flatnonzero(seen if pairs else seen & ~is_pair)]
+    if not columns.shape[1]:
+        return columns
+    columns.sort_indices()  # else each regression would
+    return TfidfTransformer(sublinear_tf=True).fit(columns[known]).transform(columns)
+
+
 def _regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Floats:
-    """Probability of label 1 for each asked row; constant if training has one label only."""
+    """Probability of label 1 for each asked row; constant where there is nothing to learn."""
     from sklearn.linear_model import LogisticRegression
 
-    if labels.min() == labels.max():
-        return np.full(asked.shape[0], float(labels[0]))
+    if labels.min() == labels.max() or not known.shape[1]:
+        return np.full(asked.shape[0], float(labels.mean()))
     model = LogisticRegression(class_weight="balanced", C=strength, solver="liblinear")
     probabilities: Floats = model.fit(known, labels).predict_proba(asked)[:, 1]
     return probabilities
 
 
+# ── texts with a class ────────────────────────────────────────────────────────────────────────
+
 _MOST = 50_000
 """Maximum number of texts that the regression learns from."""
+_PARTS = ("train", "validation", "test")
+_FIELDS = ("starts", "lengths", "labels")
+
+
+def text_arrays(datasets: Sequence[Dataset], seed: int) -> Arrays:
+    """Data of the baselines of a text classification."""
+    classes = len(datasets[0].metadata["classes"])
+    arrays = {"seed": np.array(seed), "classes": np.array(classes)}
+    for number, dataset in enumerate(datasets):
+        for name in _PARTS:
+            part: Tokens = getattr(dataset, name)
+            home = f"ids {id(part.ids)}"  # most parts share one array
+            arrays |= {home: part.ids, f"{number}.{name}": np.array(home)}
+            arrays |= {f"{number}.{name}.{field}": getattr(part, field) for field in _FIELDS}
+    return arrays
+
+
+def _score_texts(arrays: Arrays) -> list[dict[str, float]]:
+    def part(place: str) -> Tokens:
+        fields = {field: arrays[f"{place}.{field}"] for field in _FIELDS}
+        return Tokens(ids=arrays[str(arrays[place])], **fields)
+
+    return [
+        text_baselines(
+            Dataset(
+                metadata={"classes": range(int(arrays["classes"]))},
+                **{name: part(f"{number}.{name}") for name in _PARTS},
+            ),
+            seed=int(arrays["seed"]),
+        )
+        for number in range(sum(name.endswith(".test") for name in arrays))
+    ]
 
 
 def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
@@ -150,3 +267,86 @@ def count_tokens(tokens: Tokens, size: int) -> Any:
     rows = np.repeat(np.arange(len(tokens)), tokens.lengths)
     ids = np.concatenate([tokens.sequence(at) for at in range(len(tokens))])
     return csr_matrix((np.ones(ids.size), (rows, ids)), shape=(len(tokens), size))
+
+
+# ── in the background ─────────────────────────────────────────────────────────────────────────
+
+_MOST_BYTES = 1 << 28
+"""Larger data is scored after the training, in this process."""
+
+
+@contextmanager
+def in_background(
+    arrays: Callable[[], Arrays], *, cores: int
+) -> Iterator[Callable[[], dict[str, float]]]:
+    """Score in a child process, on one core and at the lowest priority, where any is idle.
+
+    `cores` is the number of idle ones. The function that is given waits for the scores, or computes
+    them here where no child has them. Data goes through a pipe: no text is written to a file.
+    """
+    if cores < 1:
+        yield lambda: score(arrays())
+        return
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    child = subprocess.Popen(
+        [sys.executable, "-m", "trainfit.jobs.baselines"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+    )
+    assert child.stdin is not None
+    assert child.stdout is not None
+    # In a thread: the pipe is full until the child has been started.
+    sender = threading.Thread(target=_send, args=(child.stdin, arrays), daemon=True)
+    sender.start()
+    answers = child.stdout
+
+    def wait() -> dict[str, float]:
+        said: dict[str, float] | None = json.loads(answers.readline() or "null")
+        return score(arrays()) if said is None else said
+
+    try:
+        yield wait
+    finally:
+        child.kill()
+        sender.join()
+        with suppress(BrokenPipeError):
+            child.stdin.close()
+        answers.close()
+        child.wait()
+
+
+def _send(to: IO[bytes], arrays: Callable[[], Arrays]) -> None:
+    """Send the data with its size; no bytes where it is too large."""
+    data, made = io.BytesIO(), arrays()
+    if sum(array.nbytes for array in made.values()) <= _MOST_BYTES:
+        np.savez(data, **made)
+    with suppress(BrokenPipeError):
+        to.write(data.tell().to_bytes(8, "little") + data.getbuffer())
+        to.flush()
+
+
+def main() -> None:
+    """Run the child: read the data, write the scores as a line."""
+    from threadpoolctl import threadpool_limits
+
+    if hasattr(os, "nice"):
+        os.nice(19)
+    sent = sys.stdin.buffer
+    size = int.from_bytes(sent.read(8), "little")
+    data = io.BytesIO(sent.read(size))
+    threading.Thread(target=_end_with_parent, args=(sent,), daemon=True).start()
+    if not size:
+        return
+    with np.load(data, allow_pickle=False) as arrays, threadpool_limits(1):
+        print(json.dumps(score(dict(arrays))), flush=True)
+
+
+def _end_with_parent(sent: IO[bytes]) -> None:
+    sent.read(1)  # returns when the parent closes the pipe, or dies
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -32,6 +32,7 @@ from trainfit.engine.recovery import Parts
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
+from trainfit.jobs.baselines import Arrays, in_background
 from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.frozen import FrozenTask, Head, SharedFeatures
@@ -70,8 +71,8 @@ class PreparedEncoder:
     """Identifiers of what is in each `test`."""
     build: Callable[..., EncoderClassifier]
     """The model of the configuration, with what the plan decided."""
-    baselines: Callable[[int], dict[str, float]]
-    """The F1 of what the model of a fold must beat."""
+    baselines: Callable[[], Arrays]
+    """Data of the baselines that the models must beat."""
     use: dict[str, Any] = field(default_factory=dict)
     """Facts that are needed to use the exported model."""
     features: SharedFeatures = field(default_factory=SharedFeatures)
@@ -198,14 +199,19 @@ class PreparedEncoder:
 
     def judge(self, run: Run, resume: bool) -> JobResult:
         """Train and judge every fold, and summarise them."""
-        finished: list[FoldScores] = []
-        for number in range(len(self.datasets)):
-            with timeline.stage("between folds", number + 1 if self.cross_validated else None):
-                scored = self._fold(run, number, resume)
-            if scored is None:
-                break
-            finished.append(scored)
-        return self._end(run, finished, stopped=len(finished) < len(self.datasets))
+        finished, beaten = list[FoldScores](), dict[str, float]()
+        wanted = run.world.first and self.config.baselines
+        with in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines:
+            for number in range(len(self.datasets)):
+                with timeline.stage("between folds", number + 1 if self.cross_validated else None):
+                    scored = self._fold(run, number, resume)
+                if scored is None:
+                    return self._end(run, finished, beaten)
+                finished.append(scored)
+            if wanted:
+                with run.show.busy("scoring the baselines"), timeline.stage("baselines"):
+                    beaten = baselines()
+        return self._end(run, finished, beaten)
 
     def _fold(self, run: Run, number: int, resume: bool) -> FoldScores | None:
         """Train and judge a fold, unless it is done; None where someone asked to stop."""
@@ -263,18 +269,14 @@ class PreparedEncoder:
             **self.use,
         }
 
-    def _end(self, run: Run, folds: Sequence[FoldScores], *, stopped: bool) -> JobResult:
-        """Summarise the job, with its baselines once it is finished."""
-        baselines: Mapping[str, float] = {}
-        if not stopped and run.world.first and self.config.baselines:
-            with run.show.busy("scoring the baselines"), timeline.stage("baselines"):
-                each = [self.baselines(number) for number in range(len(self.datasets))]
-            baselines = {name: float(np.mean([b[name] for b in each])) for name in each[0]}
+    def _end(self, run: Run, folds: list[FoldScores], baselines: dict[str, float]) -> JobResult:
+        """Summarise the job; it was stopped where folds are missing."""
+        stopped = len(folds) < len(self.datasets)
         result = scores.summarise(
             run.folder,
             self.composed.task,
             folds,
-            dict(baselines),
+            baselines,
             cross_validated=self.cross_validated,
             stopped=stopped,
         )
@@ -287,9 +289,8 @@ def _check_vocabulary(prepared: PreparedEncoder) -> None:
     """Raise BadInput for a token that the model has no embedding for: a GPU would only stop."""
     name = prepared.config.model.name
     rows = job_plan.model_facts(name).vocabulary
-    parts = [
-        part for data in prepared.datasets for part in (data.train, data.validation, data.test)
-    ]
+    sets = prepared.datasets
+    parts = [part for data in sets for part in (data.train, data.validation, data.test)]
     arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
     largest = max(int(ids.max()) for ids in arrays.values())
     if rows and largest >= rows:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
 from trainfit.data.pairs import nli_dataset, split_corpus, tokenize_corpus
 from trainfit.data.redsm5 import CRITERIA, Corpus, read_redsm5
 from trainfit.data.synthetic import make_corpus
-from trainfit.jobs.baselines import majority_baseline, tfidf_baseline
+from trainfit.jobs.baselines import pair_arrays
 from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
@@ -59,13 +60,6 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         nli_dataset(tokens, part, 0, negative_ratio=ratio, seed=config.seed) for part in parts
     ]
 
-    def baselines(fold: int) -> dict[str, float]:
-        part = parts[fold]
-        seen = np.sort(np.concatenate([part.folds[0].train, part.folds[0].validation]))
-        majority = majority_baseline(corpus, seen, part.test)
-        words = tfidf_baseline(corpus, seen, part.test, seed=config.seed)
-        return {"majority_f1": majority.f1, "bag_of_words_f1": words.f1}
-
     codes = [criterion.code for criterion in CRITERIA]
     return PreparedEncoder(
         composed=composed,
@@ -73,7 +67,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         datasets=tuple(datasets),
         ids=tuple([corpus.ids[post] for post in corpus.post_of[part.test]] for part in parts),
         build=build_model,
-        baselines=baselines,
+        baselines=partial(pair_arrays, corpus, parts, config.seed),
         use={"criteria": dict(zip(codes, corpus.criteria, strict=True))},
     )
 

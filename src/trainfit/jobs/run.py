@@ -125,6 +125,12 @@ class Run:
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of LoopSettings that a comparison changes."""
 
+    @property
+    def idle_cores(self) -> int:
+        """Cores that training on GPUs leaves idle; on a CPU it takes all of them."""
+        busy = self.world.size * (1 + self.plan.num_workers)
+        return self.profile.cpu.cores - busy if self.device.type == "cuda" else 0
+
     def settings(self, fold: int) -> LoopSettings:
         """Return the settings of a fold."""
         made = self.prepared.settings(fold, self.plan, self.device, self.world.size)

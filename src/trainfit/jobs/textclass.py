@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.synthetic import CLASSES, make_texts
 from trainfit.data.text_files import Columns, check_file, read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
-from trainfit.jobs.baselines import text_baselines
+from trainfit.jobs.baselines import text_arrays
 from trainfit.jobs.configuration import Chosen, choose_weights, least_occurrences, made_up
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
@@ -66,7 +67,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
             for data in datasets
         ),
         build=lambda model, **decided: build_model(model, classes=classes, **decided),
-        baselines=lambda fold: text_baselines(datasets[fold], seed=config.seed),
+        baselines=partial(text_arrays, datasets, config.seed),
     )
 
 
