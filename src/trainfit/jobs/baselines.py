@@ -13,7 +13,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from typing import IO, Any
@@ -28,7 +28,7 @@ from trainfit.jobs.metrics import Metrics, binary_metrics, class_metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Arrays = Mapping[str, NDArray[Any]]
+Arrays = dict[str, NDArray[Any]]
 """Data of all folds, as it is sent to a child process."""
 VARIANTS = ((False, 1.0), (False, 10.0), (True, 1.0), (True, 10.0))
 """Single words, or words and pairs (True), with more or less regularisation."""
@@ -271,6 +271,7 @@ def count_tokens(tokens: Tokens, size: int) -> Any:
 
 # ── in the background ─────────────────────────────────────────────────────────────────────────
 
+_ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
 _MOST_BYTES = 1 << 28
 """Larger data is scored after the training, in this process."""
 
@@ -293,7 +294,7 @@ def in_background(
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
     )
     assert child.stdin is not None
     assert child.stdout is not None
@@ -321,7 +322,7 @@ def _send(to: IO[bytes], arrays: Callable[[], Arrays]) -> None:
     """Send the data with its size; no bytes where it is too large."""
     data, made = io.BytesIO(), arrays()
     if sum(array.nbytes for array in made.values()) <= _MOST_BYTES:
-        np.savez(data, **made)
+        np.savez(data, allow_pickle=False, **made)
     with suppress(BrokenPipeError):
         to.write(data.tell().to_bytes(8, "little") + data.getbuffer())
         to.flush()
@@ -329,8 +330,6 @@ def _send(to: IO[bytes], arrays: Callable[[], Arrays]) -> None:
 
 def main() -> None:
     """Run the child: read the data, write the scores as a line."""
-    from threadpoolctl import threadpool_limits
-
     if hasattr(os, "nice"):
         os.nice(19)
     sent = sys.stdin.buffer
@@ -339,7 +338,7 @@ def main() -> None:
     threading.Thread(target=_end_with_parent, args=(sent,), daemon=True).start()
     if not size:
         return
-    with np.load(data, allow_pickle=False) as arrays, threadpool_limits(1):
+    with np.load(data, allow_pickle=False) as arrays:
         print(json.dumps(score(dict(arrays))), flush=True)
 
 
