@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import job_tables
 import ladder_docs
 import loss_curves
 import settings_tables
@@ -29,14 +30,19 @@ from troubleshooting import troubleshooting
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-TABLES = speed_tables.TABLES | settings_tables.TABLES
+TABLES = job_tables.TABLES | speed_tables.TABLES | settings_tables.TABLES
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)
 
 
 def with_tables(text: str) -> str:
     """Text of a page with every marked table made anew."""
-    return _TABLE.sub(lambda match: f"{match[1]}\n{TABLES[match[2]]()}\n{match[3]}", text)
+
+    def filled(match: re.Match[str]) -> str:
+        made = TABLES[match[2]]()
+        return f"{match[1]}\n{made}\n{match[3]}" if made else f"{match[1]}{match[3]}"
+
+    return _TABLE.sub(filled, text)
 
 
 def with_outputs(text: str) -> str:
@@ -63,7 +69,7 @@ def pictures() -> dict[Path, str]:
     for path in RESULTS.glob("*-curves-h200.json"):
         found = json.loads(path.read_text())
         drawn[folder / f"{path.stem}.svg"] = loss_curves.draw_record(found)
-    return drawn
+    return drawn | job_tables.pictures()
 
 
 def main() -> None:

@@ -30,7 +30,7 @@ from trainfit.hardware.catalogue import GpuSpec, gpus
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
-    *("tuning", "batch-size", "ladder", "speed", "gpt", "many-gpus", "estimate"),
+    *("tuning", "batch-size", "ladder", "time-to-result", "speed", "gpt", "many-gpus", "estimate"),
     *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
 )
 _PYTHON = ("write-a-job",)

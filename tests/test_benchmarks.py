@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -103,3 +104,74 @@ def test_everyone_on_the_same_work(tmp_path: Path):
             assert len(rates) == 2, name
             assert found["range"] == [min(rates), max(rates)]
             assert f"\n{name} " in printed
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", ["bert", "gpt124"])
+def test_a_whole_job_by_the_clock(tmp_path: Path, job: str):
+    words = (
+        "--tiny",
+        "--rounds",
+        "1",
+        "--out",
+        tmp_path / "jobs.json",
+        "--scratch",
+        tmp_path / "s",
+    )
+    run("jobs.py", tmp_path, job, *words)
+    [record] = json.loads((tmp_path / "jobs.json").read_text())["records"]
+    assert [one["who"] for one in record["runs"]] == ["trainfit", "trainer"]
+    for one in record["runs"]:
+        assert 0 < one["first_update_seconds"] < one["seconds"]
+        assert sum(one["stages"].values()) == pytest.approx(one["seconds"], rel=0.3)
+
+
+@pytest.mark.parametrize("nested", [True, False])
+def test_the_trainer_script_gets_the_samples_that_trainfit_takes(tmp_path: Path, nested: bool):
+    from trainfit.jobs import nli
+    from trainfit.jobs.configuration import configure
+
+    files = importlib.import_module("job_files")
+    data, model = tmp_path / "data", tmp_path / "model"
+    data.mkdir()
+    words = ["cv.folds=3", "data.negative_ratio=2"]
+    spec = {"scale": "small", "posts": 60, "tiny": True, "kind": "pairs"}
+    spec |= {"nested": nested, "data_words": words}
+    files.write_posts(data, spec)
+    files.write_model(model, "bert-base", files.read_texts(data, spec), tiny=True)
+    asked = [*words, f"data.data_dir={data}", f"model.name={model}", "data.max_length=64"]
+    prepared = nli.prepare(configure("nli", asked), nested=nested)
+    dealt = files.pair_parts(data, spec)["folds"]
+    assert len(dealt) == len(prepared.datasets) == 3
+    for part, dataset in zip(dealt, prepared.datasets, strict=True):
+        for name in ("train", "validation", "test"):
+            tokens = getattr(dataset, name)
+            assert part[name] == (9 * tokens.groups + tokens.criteria).tolist()
+
+
+def test_whole_jobs_are_compared_by_trainers_fastest_and_trainfits_slowest(tmp_path: Path):
+    tables = importlib.import_module("job_tables")
+
+    def one(who: str, cache: str, seconds: float, **stages: float) -> dict[str, Any]:
+        return {"who": who, "cache": cache, "seconds": seconds, "stages": stages}
+
+    runs = [
+        one("trainfit", "cold", 100.0, steps=80.0, plan=5.0),
+        one("trainer", "cold", 240.0, steps=200.0),
+        one("trainfit", "warm", 80.0, steps=60.0, judge=9.0),
+        one("trainer", "warm", 220.0, steps=200.0),
+        one("trainer", "warm", 1.0) | {"error": "exit 1"},
+    ]
+    record = {"job": "bert", "title": "BERT", "tiny": False, "hardware": "H200", "runs": runs}
+    halves = [{**record, "runs": runs[:2]}, {**record, "runs": runs[2:]}, {**record, "tiny": True}]
+    path = tmp_path / "2026-01-01-time-to-result-h200.json"
+    path.write_text(json.dumps({"records": halves}))
+    found = tables.records(tmp_path)
+    assert "| BERT | **100** | **80** | 240 | 220 | 2.2× |" in tables.whole_jobs(found)
+    assert tables.outside(runs[0]) == pytest.approx(0.2)
+    assert tables.grouped(runs[2]) == pytest.approx(
+        dict.fromkeys(tables._GROUPS, 0.0) | {"steps": 60.0, "evaluation": 9.0, "rest": 11.0}
+    )
+    drawn = tables.draw(found)
+    assert "80 s" in drawn
+    assert "240 s" not in drawn  # the last round is drawn

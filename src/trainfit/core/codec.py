@@ -14,10 +14,10 @@ import types
 import unicodedata
 from collections.abc import Callable, Mapping
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from trainfit import __version__
 from trainfit.core.errors import BadConfig, BadInput, did_you_mean
 from trainfit.core.files import read_text
 
@@ -144,7 +144,7 @@ def loads(kind: type[T], text: str, source: str = "") -> T:
 
 def for_programs(data: Any, indent: int | None = 2) -> str:
     """Write the answer of a command as JSON, with the version that wrote it."""
-    stamped = {"version": version("trainfit"), **data} if isinstance(data, dict) else data
+    stamped = {"version": __version__, **data} if isinstance(data, dict) else data
     return json.dumps(stamped, indent=indent)
 
 

@@ -25,6 +25,7 @@ from trainfit.jobs.classification import Probabilities, in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.runs import timeline
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -36,6 +37,7 @@ _LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "fan_i
 _NEEDED = ("classes", "pooling", "pool_tokens", "dtype", "max_length", "pad_id", "eval_batch_size")
 
 
+@timeline.stage("evaluation")
 def predict_within(
     model: nn.Module,
     tokens: Tokens,
