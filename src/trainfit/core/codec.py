@@ -10,6 +10,7 @@ import dataclasses
 import json
 import math
 import re
+import sys
 import types
 import unicodedata
 from collections.abc import Callable, Mapping
@@ -17,7 +18,6 @@ from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from trainfit import __version__
 from trainfit.core.errors import BadConfig, BadInput, did_you_mean
 from trainfit.core.files import read_text
 
@@ -142,9 +142,14 @@ def loads(kind: type[T], text: str, source: str = "") -> T:
     return decode(kind, data, source)
 
 
+def own_version() -> str:
+    """Version of trainfit, also where it runs from a checkout that is not installed."""
+    return str(vars(sys.modules["trainfit"])["__version__"])
+
+
 def for_programs(data: Any, indent: int | None = 2) -> str:
     """Write the answer of a command as JSON, with the version that wrote it."""
-    stamped = {"version": __version__, **data} if isinstance(data, dict) else data
+    stamped = {"version": own_version(), **data} if isinstance(data, dict) else data
     return json.dumps(stamped, indent=indent)
 
 

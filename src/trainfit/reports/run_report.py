@@ -10,7 +10,7 @@ from html import escape
 from pathlib import Path
 from typing import TypeVar
 
-from trainfit import __version__
+from trainfit.core.codec import own_version
 from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.core.files import write_output
 from trainfit.core.records import Record
@@ -103,7 +103,7 @@ def report(*runs: str | Path) -> Report:
     return Report(
         title=chapters[0].title,
         made=time.strftime("%Y-%m-%d %H:%M"),
-        version=__version__,
+        version=own_version(),
         chapters=tuple(chapters),
     )
 
