@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range, decode
 from trainfit.core.errors import BadConfig, BadInput, did_you_mean, reason
+from trainfit.core.records import Record
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -90,6 +91,57 @@ def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig
     # A copy, since a config edits the lists and dicts that it is given.
     config: PretrainedConfig = AutoConfig.for_model(**deepcopy(shape.config) | overrides)
     return config
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelSizes(Record):
+    """Sizes of a transformer that decide its memory and its work."""
+
+    family: str
+    """The `model_type` of its config."""
+    layers: int
+    hidden: int
+    heads: int
+    attention: int
+    """Width of all queries together: the heads times their size."""
+    keys: int
+    """Width of all keys together, and of all values."""
+    inner: int
+    """Width of the feed-forward."""
+    vocabulary: int
+    positions: int
+    """Longest sequence that it has positions for."""
+
+
+def sizes_of(fields: Mapping[str, Any]) -> ModelSizes | None:
+    """Read the sizes from a model's config; None where it lacks one, or has experts."""
+    found = {
+        name: _first(fields, names)
+        for name, names in (
+            ("layers", ("num_hidden_layers", "n_layer")),
+            ("hidden", ("hidden_size", "n_embd")),
+            ("heads", ("num_attention_heads", "n_head")),
+            ("vocabulary", ("vocab_size",)),
+            ("positions", ("max_position_embeddings", "n_positions", "block_size")),
+        )
+    }
+    layers, hidden, heads, vocabulary, positions = found.values()
+    if not (layers and hidden and heads and vocabulary and positions):
+        return None
+    if any(name.endswith("_experts") for name in fields):
+        return None
+    size = fields.get("head_dim") or hidden // heads
+    return ModelSizes(
+        family=str(fields.get("model_type")),
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        attention=heads * size,
+        keys=(fields.get("num_key_value_heads") or heads) * size,
+        inner=fields.get("intermediate_size") or fields.get("n_inner") or 4 * hidden,
+        vocabulary=vocabulary,
+        positions=positions,
+    )
 
 
 _Layers = Annotated[int, Range(1, 512)]

@@ -1,0 +1,182 @@
+"""Upper bounds of a step's memory, from the sizes of a model, in microseconds.
+
+Where a job needs a fraction of the GPU that it will train on, a bound decides as well as a prediction
+and no step has to be simulated. The counts are generous: every tensor that autograd could save in an
+eager step under autocast, all parts at once, and the activations a second time for captured graphs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from trainfit.hardware.model_shapes import ModelSizes
+from trainfit.planning.estimator.depths import Taken
+
+PLENTY = 0.6
+"""Share of the free memory that a bound may take to decide without a simulation."""
+_WORKSPACE = 0.5 * 2**30
+"""Workspaces of cuBLAS and kernels, and the allocator's rounding."""
+_LOSS_BYTES = 10
+"""Bytes per logit: half-precision logits, float32 ones and their gradient."""
+_RANK_BYTES = 2 * 4
+"""Bytes per adapter weight: it is one of two matrices."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Family:
+    """Traits of a family's blocks that decide what a step saves."""
+
+    gated: bool = False
+    """The feed-forward has two input matrices, whose outputs are multiplied."""
+    norms: int = 2
+    rms: bool = False
+    """Norms are written out in operations on float32 copies."""
+    head_norms: bool = False
+    """Queries and keys are normalised."""
+    positions: bool = True
+    """Positions are learned embeddings."""
+    slow_gelu: bool = False
+    """The activation is written out in operations."""
+
+
+_LLAMA = _Family(gated=True, rms=True, positions=False)
+_FAMILIES = {
+    "bert": _Family(),
+    "roberta": _Family(),
+    "xlm-roberta": _Family(),
+    "camembert": _Family(),
+    "electra": _Family(),
+    "deberta-v2": _Family(),
+    "modernbert": _Family(gated=True, positions=False),
+    "llama": _LLAMA,
+    "mistral": _LLAMA,
+    "qwen2": _LLAMA,
+    "qwen3": _Family(gated=True, rms=True, positions=False, head_norms=True),
+    "gemma2": _Family(gated=True, norms=4, rms=True, positions=False),
+    "gemma3_text": _Family(gated=True, norms=4, rms=True, positions=False, head_norms=True),
+    "gpt2": _Family(slow_gelu=True),
+    "trainfit_gpt": _Family(),
+}
+"""Families that the bounds were checked for; any other one is simulated."""
+
+
+def is_bounded(sizes: ModelSizes | None) -> bool:
+    """Tell if there is a bound for a model."""
+    return sizes is not None and sizes.family in _FAMILIES
+
+
+def block_weights(sizes: ModelSizes) -> int:
+    """Weights of the matrices of a block."""
+    matrices = 3 if _FAMILIES[sizes.family].gated else 2
+    attention = 2 * sizes.hidden * (sizes.attention + sizes.keys)
+    return attention + matrices * sizes.hidden * sizes.inner
+
+
+def count_weights(sizes: ModelSizes) -> int:
+    """Bound the number of weights; biases, norms, positions and a pooler count."""
+    family = _FAMILIES[sizes.family]
+    vectors = 4 * sizes.hidden + 2 * (sizes.attention + sizes.keys + sizes.inner)
+    blocks = sizes.layers * (block_weights(sizes) + vectors + 2 * family.norms * sizes.hidden)
+    rows = sizes.vocabulary + (sizes.positions + 8 if family.positions else 0)
+    return blocks + (rows + sizes.hidden + 1024) * sizes.hidden
+
+
+def block_bytes(sizes: ModelSizes, *, half: bool, method: str = "full") -> float:
+    """Bound the bytes per token that a block saves for its backward pass."""
+    family, hidden, inner = _FAMILIES[sizes.family], sizes.hidden, sizes.inner
+    wide = sizes.attention + 2 * sizes.keys
+    full = method == "full"
+    width = 2 if half else 4
+    # A cast of the input for each projection, their outputs, rotated copies, and the result.
+    attention = width * (3 * hidden + 2 * wide + 2 * sizes.attention + hidden)
+    if family.head_norms:
+        attention += 12 * (sizes.attention + sizes.keys)
+    if method in ("lora", "dora"):  # dropout before each adapter: a copy and a mask
+        attention += (width + 1) * (2 * hidden + sizes.attention)
+    if method == "dora":  # results of the layers, scaled
+        attention += 3 * width * (wide + hidden)
+    per_norm = 4 * (3 if full else 2) if family.rms else 4 * 2
+    norms = family.norms * per_norm * hidden
+    masks = 2 * hidden
+    # Weights that are not trained need no inputs in the backward pass.
+    kept = (4 if full else 3) if family.gated else 2
+    feed_forward = width * (kept * inner + (2 if family.gated else 1) * hidden)
+    if family.slow_gelu:
+        feed_forward += 24 * inner
+    return float(attention + norms + masks + feed_forward)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """A step on one device, as far as its memory goes."""
+
+    tokens: int
+    """Tokens of its largest micro-batch, padding included."""
+    longest: int
+    """Longest sequence, or width of padded rows."""
+    attention: str
+    """Path of attention, as the plan names it."""
+    evaluated: int
+    """Tokens of an evaluation's batch."""
+    ranks: int = 1
+    captured: bool = True
+    """Steps may be captured, with the activations in a pool of their own."""
+
+
+def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load) -> Taken:
+    """Bound the memory of a step; `arguments` are those of the job's probe."""
+    half = arguments["precision"] != "fp32"
+    weights = count_weights(sizes)
+    adapters = _adapters(sizes, arguments) if method in ("lora", "dora") else 0
+    trained = {"full": weights, "frozen": sizes.hidden * 64}.get(method, adapters)
+    stored = 4 if arguments.get("dtype", "float32") == "float32" else 2
+    casts = 2 * weights if half and stored == 4 else 0
+    block = block_bytes(sizes, half=half, method=method)
+    # Besides the blocks: embeddings, the head, and the gradients of a block under way.
+    passing = 2 * block + _attention_bytes(sizes, load, half)
+    saved = 0.0 if method == "frozen" else sizes.layers * (block + _scores(sizes, load))
+    activations = load.tokens * (saved + passing) + _loss(sizes, arguments, load)
+    if load.captured and method != "frozen":
+        activations *= 2
+    activations += load.evaluated * passing + 2 * 4 * sizes.vocabulary * sizes.hidden * (
+        method == "full"
+    )
+    parts = {
+        "weights": stored * weights + casts,
+        "adapters": 4 * adapters,
+        "gradients": 4 * trained * (1 if load.ranks == 1 else 2),
+        "optimizer": 8 * trained + (0 if arguments["optimizer"] == "adamw_fused" else 8 * trained),
+        "activations": activations,
+        "workspace": _WORKSPACE,
+    }
+    total = sum(parts.values())
+    return Taken(
+        **parts, peak_allocated=total, peak_reserved=total, fits=True, done=(), family=sizes.family
+    )
+
+
+def _adapters(sizes: ModelSizes, arguments: dict[str, Any]) -> int:
+    """Bound the weights of adapters on the projections of attention."""
+    wide = 4 * sizes.hidden + 2 * (sizes.attention + sizes.keys)
+    return int(sizes.layers * (arguments.get("lora_rank", 16) + 1) * wide)
+
+
+def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
+    """Bytes per token of one attention under way: DeBERTa's products with distances."""
+    if load.attention != "disentangled":
+        return 0.0
+    return 2 * sizes.heads * 2 * load.longest * (2 if half else 4) * 2
+
+
+def _scores(sizes: ModelSizes, load: Load) -> float:
+    """Bytes per token that a block saves where attention keeps its scores."""
+    return 20.0 * sizes.heads * load.longest if load.attention == "own" else 0.0
+
+
+def _loss(sizes: ModelSizes, arguments: dict[str, Any], load: Load) -> float:
+    """Bytes of a GPT's logits; a classifier has next to none."""
+    if sizes.family != "trainfit_gpt":
+        return 0.0
+    at_once = min(arguments.get("loss_chunk") or load.tokens, load.tokens)
+    return float(_LOSS_BYTES * at_once * sizes.vocabulary)
