@@ -13,7 +13,7 @@ import tune
 from trainfit.core.plan_records import TaskSpec
 from trainfit.jobs.tuned_plans import JobQuestion
 from trainfit.packing import ladder
-from trainfit.planning.fit import profile_cut
+from trainfit.planning.fit import profile_cuts
 
 RESULTS = Path(__file__).parent / "results"
 FILES = ("2026-11-15-estimator-h200.json", "2026-11-15-jobs-h200.json")
@@ -154,7 +154,7 @@ def _point(name: str, job: JobQuestion, one: dict[str, Any]) -> Truth:
     cuts = ladder(
         lengths, batch, plan["micro_batch_tokens"], padded=not plan["packed"], at_least=count
     )
-    cutting = profile_cut([lengths], cuts[0], batch, 1)
+    cutting = profile_cuts([lengths], cuts[:1], batch, 1)[0]
     assert cutting.cut.micro_batches == count, (name, one["point"])
     chosen = {"checkpointing": plan["gradient_checkpointing"], "compile": plan["compile"]}
     arguments = alike.task.arguments | cutting.shape | chosen

@@ -26,7 +26,7 @@ from trainfit.planning.estimator import depths
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, target
 from trainfit.planning.estimator.step_time import Done, Work, rates, seconds
-from trainfit.planning.fit import Speed, profile_cut
+from trainfit.planning.fit import Speed, profile_cuts
 from trainfit.planning.question import Pin, Question
 
 LAYERS, WIDTH, VOCABULARY, INNER, POSITIONS = 6, 128, 1000, 512, 256
@@ -355,7 +355,7 @@ def test_cuts_are_timed_by_their_tokens_and_their_number():
     )
     lengths = np.array([16, 32, 64, 128] * 64)
     cuts = (*coarser_cuts(lengths, 64, 64 * 128), *ladder(lengths, 64, 64 * 128, padded=True)[:1])
-    cuttings = [profile_cut([lengths], cut, 64, 1) for cut in cuts]
+    cuttings = profile_cuts([lengths], cuts, 64, 1)
     speed = Speed(gpu=find("h200"), precision="bf16", tf32=True)
 
     def times(done: Done) -> list[float]:

@@ -162,6 +162,8 @@ class MemoryEstimate(Record):
     """Largest error recorded on this architecture; None: nothing was recorded."""
     adapters_gib: float = 0.0
     """Weights of LoRA's or DoRA's adapters."""
+    bound: bool = False
+    """True: upper bounds by the sizes of the model, and no prediction of what will be used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -244,6 +246,8 @@ class Plan(Record):
         error = self.memory.error_percent
         stated = "" if error is None else f" ± {error:.1f}%"
         share = f"{peak / capacity:.0%}"
+        if self.memory.bound:
+            return f"{text}: at most {peak:.1f} GiB of {capacity:.1f} GiB ({share})"
         return f"{text}: predicted peak {peak:.2f} GiB{stated} of {capacity:.2f} GiB ({share})"
 
     def __repr__(self) -> str:

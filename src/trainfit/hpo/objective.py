@@ -64,7 +64,7 @@ class Objective:
         """Return the plan of a configuration, cached for all that take the same memory."""
         job = self._prepare(composed).typical().tuned_job(self._profile)
         room = room_on(self._profile, self._share)
-        return job_plan.answer(composed, job.question, self._profile, memory_gib=room)
+        return job_plan.answer(composed, job.question, self._profile, memory_gib=room, here=True)
 
     def train(
         self, composed: Composed, plan: Plan, fold: int, folder: Path, observers: Sequence[Observer]

@@ -22,7 +22,7 @@ from trainfit.core.records import HardwareProfile
 from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
-from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config
+from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config, sizes_of
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
@@ -86,14 +86,20 @@ def answer(
     *,
     memory_gib: float | None = None,
     ranks: int = 1,
+    here: bool = False,
 ) -> Plan:
-    """The planner's answer, with what was measured on this machine."""
+    """The planner's answer, with what was measured on this machine.
+
+    `here`: the job is about to run on it, so nothing is simulated where there is plenty of room.
+    """
     if asked.pinned("liger"):
         _check_liger(asked, profile)
     measured = None if profile.simulated else remembered(profile)
 
     def make(one: Question) -> Plan:
-        return planner.plan(one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured)
+        return planner.plan(
+            one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured, here=here
+        )
 
     if composed.task not in _FACTORIES:  # a job of the user's own
         return make(asked)
@@ -180,6 +186,7 @@ def question(
         factory=_FACTORIES[composed.task],
         arguments=arguments,
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
+        sizes=sizes_of(model_fields(config.model.name) | (arguments if causal else {})),
         workload=_workload(composed, lengths),
         more_folds=tuple(_cut_off(each, config.data.max_length) for each in folds),
         quick={} if causal else {"overrides": _FEW_TOKENS},

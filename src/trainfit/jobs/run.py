@@ -250,7 +250,9 @@ def make_plan(
     for a whole GPU is not theirs.
     """
     job = prepared.tuned_job(profile, ranks)
-    plan = job_plan.answer(job.composed, job.question, profile, memory_gib=memory_gib, ranks=ranks)
+    plan = job_plan.answer(
+        job.composed, job.question, profile, memory_gib=memory_gib, ranks=ranks, here=True
+    )
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)

@@ -48,7 +48,8 @@ class JobQuestion:
     def ask(self, pins: Mapping[str, Scalar]) -> Plan:
         """The planner's answer with these settings decided."""
         question = tuner.pinned(self.question, pins)
-        return job_plan.answer(self.composed, question, self.profile, ranks=self.ranks)
+        here = not self.profile.simulated
+        return job_plan.answer(self.composed, question, self.profile, ranks=self.ranks, here=here)
 
 
 def tune(

@@ -120,6 +120,8 @@ def _fewest(
     size = len(lengths)
     room = room or size
     count = max(min(start, size), divide_up(size, room), divide_up(sum(lengths), budget))
+    if count == 1:
+        return [list(range(size))]
     while True:  # ends, at the latest, with a micro-batch for each sequence
         groups: list[list[int]] = [[] for _ in range(count)]
         tokens = [0] * count

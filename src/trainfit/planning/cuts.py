@@ -22,7 +22,7 @@ from trainfit.planning.fit import (
     Fitter,
     Speed,
     StepCandidate,
-    profile_cut,
+    profile_cuts,
 )
 from trainfit.planning.question import Choice, Question
 
@@ -118,7 +118,7 @@ def _coarser(folds: Folds, effective: int, cap: int, ranks: int) -> tuple[Cuttin
     """Fit padded cuts with fewer micro-batches, for GPUs that start slower than they compute."""
     first, *others = arrays = as_arrays(folds)
     found = coarser_cuts(first, effective, cap, ranks=ranks, folds=others)
-    return tuple(profile_cut(arrays, cut, effective, ranks) for cut in found)
+    return profile_cuts(arrays, found, effective, ranks)
 
 
 @lru_cache(maxsize=16)
@@ -137,7 +137,7 @@ def _cut(
         at_most=steps,
         folds=others,
     )
-    return tuple(profile_cut(arrays, rung, effective, ranks) for rung in rungs)
+    return profile_cuts(arrays, rungs, effective, ranks)
 
 
 def as_arrays(folds: Folds) -> list[IntArray]:

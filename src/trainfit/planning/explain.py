@@ -237,8 +237,9 @@ def memory_of(
         peak_reserved_gib=reserved / GIB,
         capacity_gib=target.capacity / GIB,
         fits=taken.peak_allocated <= target.capacity if fits is None else fits,
+        bound=taken.bound,
         error_percent=None
-        if gpu is None
+        if gpu is None or taken.bound
         else recorded_error(gpu.compute_capability, compiled, taken.family),
     )
 

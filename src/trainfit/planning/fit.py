@@ -106,16 +106,25 @@ class StepCandidate:
     """Necessary operations of a step on a rank, for tokens of the data."""
 
 
-def profile_cut(folds: Sequence[IntArray], cut: Cut, effective: int, ranks: int) -> Cutting:
-    """Profile a cut on the first steps of each fold, cut as in training."""
-    batches: list[tuple[MicroBatch, IntArray]] = []
-    count = 0
+def profile_cuts(
+    folds: Sequence[IntArray], cuts: Sequence[Cut], effective: int, ranks: int
+) -> tuple[Cutting, ...]:
+    """Profile cuts on the first steps of each fold, cut as in training."""
+    steps: list[tuple[IntArray, IntArray]] = []
     for lengths in folds:
-        steps = deal_steps(lengths, effective, 0, 0)[: math.ceil(_LOOKED_AT / len(folds))]
-        whole = [step for step in steps if len(step) == min(effective, len(lengths))]
-        parts = [cut_step(lengths, step, cut, ranks)[0] for step in whole or steps[:1]]
-        batches += [(batch, lengths) for part in parts for batch in part if batch.sequences]
-        count += len(parts)
+        dealt = deal_steps(lengths, effective, 0, 0)[: math.ceil(_LOOKED_AT / len(folds))]
+        whole = [step for step in dealt if len(step) == min(effective, len(lengths))]
+        steps += [(step, lengths) for step in whole or dealt[:1]]
+    return tuple(_profile(steps, cut, ranks) for cut in cuts)
+
+
+def _profile(steps: Sequence[tuple[IntArray, IntArray]], cut: Cut, ranks: int) -> Cutting:
+    batches: list[tuple[MicroBatch, IntArray]] = [
+        (batch, lengths)
+        for step, lengths in steps
+        for batch in cut_step(lengths, step, cut, ranks)[0]
+        if batch.sequences
+    ]
     # Attention may grow with the square of the width, so a wide micro-batch counts for more.
     worst = max((b for b, _ in batches), key=lambda b: b.rows * b.width * (b.width + 1024))
     usual, lengths = sorted(batches, key=lambda b: b[0].tokens)[len(batches) // 2]
@@ -124,8 +133,8 @@ def profile_cut(folds: Sequence[IntArray], cut: Cut, effective: int, ranks: int)
         rows=worst.rows,
         width=worst.width,
         lengths=tuple(lengths[np.array(usual.sequences)].tolist()),
-        computed=sum(b.rows * b.width for b, _ in batches) / count,
-        tokens=sum(b.tokens for b, _ in batches) / count,
+        computed=sum(b.rows * b.width for b, _ in batches) / len(steps),
+        tokens=sum(b.tokens for b, _ in batches) / len(steps),
     )
 
 

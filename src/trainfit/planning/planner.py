@@ -2,7 +2,8 @@
 
 Settings that do not depend on memory are decided first (decide.py, cuts.py). Then the cuts of the
 step and the ways of checkpointing are compared by memory and speed (fit.py), and the winner is run
-in full on fake tensors before it is promised.
+in full on fake tensors before it is promised. On the machine that will train, an upper bound of the
+memory (bounds.py) decides instead where there is plenty of room.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.packing import Cut, PackedCut, PaddedCut
+from trainfit.planning import decide
+from trainfit.planning.bounds import bounded
 from trainfit.planning.cpu_choice import choose
 from trainfit.planning.cuts import (
     FixedSettings,
+    Selection,
     checkpointing_modes,
     fitter_for,
     fixed_settings,
@@ -36,7 +40,7 @@ from trainfit.planning.estimator.depths import folder_content, room_gained, spre
 from trainfit.planning.estimator.estimate import Target, start
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import Cutting, Fitter, Speed, StepCandidate
-from trainfit.planning.question import Question
+from trainfit.planning.question import Choice, Question
 
 _SAMPLE = 256
 _SM_STEP = 48
@@ -49,12 +53,19 @@ def plan(
     memory_gib: float | None = None,
     ranks: int = 1,
     measured: Measurements | None = None,
+    here: bool = False,
 ) -> Plan:
     """Plan a job on a machine; `memory_gib` bounds the memory of its GPU.
 
-    `measured` has the rates of `check --measure`, which make the times more accurate.
+    `measured` has the rates of `check --measure`, which make the times more accurate. `here`: the
+    job is about to run on this machine, so a bound of its memory will do.
     """
     target = target_for(profile, memory_gib)
+    if here and question.sizes is not None:
+        fixed = fixed_settings(question, profile, ranks)
+        best = bounded(question, fixed, target, ranks)
+        if best is not None:
+            return _by_bound(question, profile, fixed, best, target, ranks, measured)
     place = estimate.place("plans", *_asked(question, profile, target, ranks, measured))
     found = caches.read(Plan, place)
     if found is not None:
@@ -182,11 +193,7 @@ def _planned(
     *,
     exact: bool,
 ) -> Plan:
-    gpu = profile.gpu
-    spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
-    speed = Speed(
-        gpu=spec, precision=fixed.precision.value, tf32=fixed.tf32.value, measured=measured
-    )
+    speed = _speed(profile, fixed, measured)
     held = with_margin(target, fixed)
     later = may_compile(question, profile)
     selection = select(
@@ -204,8 +211,54 @@ def _planned(
     if exact and fits and best.taken.fits is None:
         best = fitter.exact(best, held, speed)
         fits = bool(best.taken.fits)
+    advice = () if fits else what_would_fit(question, fixed.arguments, best, held, exact)
+    made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, compiled)
+    return replace(made, advice=advice)
+
+
+def _by_bound(
+    question: Question,
+    profile: HardwareProfile,
+    fixed: FixedSettings,
+    best: StepCandidate,
+    target: Target,
+    ranks: int,
+    measured: Measurements | None,
+) -> Plan:
+    """Plan the coarsest cut, whose bound leaves plenty of room; nothing is simulated."""
+    speed = _speed(profile, fixed, measured)
+    selection = Selection(best=best, fits=True, candidates=[best])
+    compiled = decide.pinned(question, "compile") or Choice(
+        value=False, why="nothing was simulated to tell what it would save; measure it"
+    )
+    return _written(question, profile, fixed, selection, best, True, target, ranks, speed, compiled)
+
+
+def _speed(profile: HardwareProfile, fixed: FixedSettings, measured: Measurements | None) -> Speed:
+    gpu = profile.gpu
+    spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
+    return Speed(
+        gpu=spec, precision=fixed.precision.value, tf32=fixed.tf32.value, measured=measured
+    )
+
+
+def _written(
+    question: Question,
+    profile: HardwareProfile,
+    fixed: FixedSettings,
+    chosen: Selection,
+    best: StepCandidate,
+    fits: bool,
+    target: Target,
+    ranks: int,
+    speed: Speed,
+    compiled: Choice,
+) -> Plan:
+    """Write down the plan of a selection; `best` is its winner as it runs, perhaps compiled."""
+    gpu, measured = profile.gpu, speed.measured
+    held = with_margin(target, fixed)
     time = time_of(question, best, speed, ranks, fixed.effective.value)
-    choices = choices_for(question, profile, fixed, selection, held, compiled)
+    choices = choices_for(question, profile, fixed, chosen, held, compiled)
     lengths = sorted(question.workload.lengths)
     return Plan(
         fits=fits,
@@ -244,7 +297,6 @@ def _planned(
             for name, c in choices.items()
         ),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
-        advice=() if fits else what_would_fit(question, fixed.arguments, best, held, exact),
         assumptions=_assumptions(profile),
         **{f.name: choices[f.name].value for f in fields(Plan) if f.name in choices},
     )

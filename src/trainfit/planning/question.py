@@ -11,6 +11,7 @@ from trainfit.core.plan_records import Precision, Workload
 from trainfit.core.records import Cpu, Gpu, Record, Scalar
 from trainfit.core.settings import SETTINGS, unknown_pins
 from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.hardware.model_shapes import ModelSizes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -32,6 +33,8 @@ class Question(Record):
     arguments: dict[str, Any]
     layers: int
     """Number of equal blocks of the model."""
+    sizes: ModelSizes | None = None
+    """Sizes of the model, for bounds of its memory; None where they are not known."""
     workload: Workload
     """Its lengths are those of the first fold."""
     more_folds: tuple[tuple[int, ...], ...] = ()

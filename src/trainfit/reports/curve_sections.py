@@ -222,8 +222,9 @@ def _memory_levels(run: RunFiles) -> tuple[Reference, ...]:
     if run.plan is None or run.plan.memory is None or not on_gpu(run.plan):
         return ()
     memory = run.plan.memory
+    label = "upper bound" if memory.bound else "predicted peak"
     return (
-        Reference(y=memory.peak_allocated_gib, label="predicted peak"),
+        Reference(y=memory.peak_allocated_gib, label=label),
         Reference(y=memory.capacity_gib, label="capacity"),
     )
 

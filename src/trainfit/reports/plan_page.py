@@ -92,7 +92,8 @@ def _memory(memory: MemoryEstimate) -> Table:
     ]
     allocated, reserved = memory.peak_allocated_gib, memory.peak_reserved_gib
     together = "less than the sum: gradients come as activations go"
-    table = terminal.table("Memory in GiB", ("part",), ("GiB",))
+    title = "Memory in GiB, at most" if memory.bound else "Memory in GiB"
+    table = terminal.table(title, ("part",), ("GiB",))
     table.add_column(f"of {memory.capacity_gib:.2f}")
     for name, size in parts:
         table.add_row(name, f"{size:.2f}", _bar(size, memory.capacity_gib, "cyan"))
@@ -112,7 +113,12 @@ def _memory(memory: MemoryEstimate) -> Table:
     )
     left = memory.capacity_gib - reserved
     over = "given back in the run" if memory.fits else "missing"
-    error = Text(f"error {_error(memory) or UNRECORDED}", "dim")
+    error = Text(
+        "or more: an upper bound, nothing was simulated"
+        if memory.bound
+        else f"error {_error(memory) or UNRECORDED}",
+        "dim",
+    )
     table.add_row("headroom" if left >= 0 else over, f"{abs(left):.2f}", error)
     return table
 

@@ -234,7 +234,11 @@ def _rows(plan: Plan, run: RunFiles) -> Iterator[tuple[str, str, str, str, str]]
     if memory is not None:
         label = "peak memory, allocated" if comparable else "peak memory of tensors"
         measured = measured_memory(run) if comparable else None
-        yield _row(label, memory.peak_allocated_gib, memory.error_percent, measured, "gib")
+        if memory.bound:  # no prediction, so there is no difference to it
+            most = f"at most {shown(memory.peak_allocated_gib, 'gib')}"
+            yield label, most, MISSING, shown(measured, "gib"), MISSING
+        else:
+            yield _row(label, memory.peak_allocated_gib, memory.error_percent, measured, "gib")
         if not comparable:
             known = shown(measured_memory(run), "gib")
             yield "peak memory of the process", MISSING, MISSING, known, MISSING
@@ -280,9 +284,11 @@ def _stack(memory: MemoryEstimate, measured: float | None) -> Stack:
     shares = [IntervalRow(label=k, value=v, color=at) for at, (k, v) in enumerate(parts.items())]
     small = memory.peak_reserved_gib < memory.capacity_gib / 50
     note = f"{shown(memory.peak_reserved_gib, 'gib')} reserved of {memory.capacity_gib:.2f} GiB"
+    if memory.bound:
+        note = f"at most {note}"
     return Stack(
         id="memory",
-        title="Predicted memory at the peak",
+        title="Upper bound of the memory" if memory.bound else "Predicted memory at the peak",
         note=note + (", drawn without the rest" if small else ""),
         parts=tuple(part for part in shares if (part.value or 0) > (0 if small else _BOUND)),
         capacity=None if small else memory.capacity_gib,

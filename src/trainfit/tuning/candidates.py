@@ -18,7 +18,7 @@ from trainfit.kernels import supported
 from trainfit.packing import Cut, ladder
 from trainfit.planning.cuts import Folds, as_arrays
 from trainfit.planning.estimator.estimate import MARGIN
-from trainfit.planning.fit import profile_cut
+from trainfit.planning.fit import profile_cuts
 from trainfit.planning.question import Question
 
 Ask = Callable[[Mapping[str, Scalar]], Plan]
@@ -126,7 +126,7 @@ def _cut(
         at_most=count,
         folds=others,
     )
-    return rungs, profile_cut(arrays, rungs[0], effective, ranks).shape
+    return rungs, profile_cuts(arrays, rungs[:1], effective, ranks)[0].shape
 
 
 def _scaled(memory: MemoryEstimate | None, factor: float) -> MemoryEstimate | None:
@@ -164,7 +164,7 @@ def predicted_gib(base: Plan, plan: Plan) -> float:
         return 0.0
     factor = plan.micro_batch_tokens / base.micro_batch_tokens
     factor *= KEPT[plan.gradient_checkpointing] / KEPT[base.gradient_checkpointing]
-    if base.compile and not plan.compile:
+    if base.compile and not plan.compile and not memory.bound:
         factor *= _EAGER
     return memory.peak_reserved_gib + memory.activations_gib * (factor - 1)
 

@@ -83,12 +83,17 @@ def _memory(plan: Plan, trials: Sequence[Trial]) -> MemoryEstimate | None:
         for one in trials
         if one.peak_memory_gib is not None and one.peak_reserved_gib is not None
     ]
-    allocated = max([told.peak_allocated_gib, *(one for one, _ in seen)])
+    bound = told.bound and not seen
+    if bound or not told.bound:  # an upper bound gives way to what was measured
+        seen.append((told.peak_allocated_gib, told.peak_reserved_gib))
+    allocated = max(one for one, _ in seen)
+    others = told.peak_allocated_gib - told.activations_gib
     return replace(
         told,
-        activations_gib=told.activations_gib + allocated - told.peak_allocated_gib,
+        activations_gib=max(0.0, allocated - others),
         peak_allocated_gib=allocated,
-        peak_reserved_gib=max([told.peak_reserved_gib, *(one for _, one in seen)]),
+        peak_reserved_gib=max(one for _, one in seen),
+        bound=bound,
     )
 
 

@@ -41,6 +41,8 @@ class Taken:
     """Weighted lists of operations, whose times add up."""
     family: str = ""
     """Architecture of the model."""
+    bound: bool = False
+    """True where the bytes are upper bounds, and no step was run."""
 
 
 def take(
