@@ -66,6 +66,9 @@ class Optimization:
     compile_mode: Literal[
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ]
+    cuda_graph: Switch
+    """Capture whole steps as CUDA graphs: small steps no longer wait for Python. auto: where the
+    step has fixed shapes and the graph's memory fits."""
     gradient_accumulation_steps: Sequences | Auto
     """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool

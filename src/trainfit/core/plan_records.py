@@ -219,6 +219,8 @@ class Plan(Record):
     gradient_checkpointing: Literal["none", "selective", "full"]
     compile: bool
     compile_mode: str
+    cuda_graph: bool = False
+    """Capture whole steps as CUDA graphs."""
     liger: bool = False
     """Use Liger's kernels for norms and gated feed-forwards."""
     optimizer: Literal["adamw_fused", "adamw"]

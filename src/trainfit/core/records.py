@@ -375,7 +375,8 @@ class TrainTask(Protocol):
     A step is a fixed set of sequences. The engine decides how to cut it into micro-batches, so the
     loss of any subset is a sum, and `weight` says how much the subset counts.
 
-    A task may also have `indivisible = True`, where a step must be one micro-batch;
+    A task may also have `indivisible = True`, where a step must be one micro-batch; `capturable =
+    True`, where `loss` computes the same from the same batch and never waits for the device;
     `after_step(model, step)`, called after each update; and `state_dict()` with
     `load_state_dict(state)`, which checkpoints then keep.
     """

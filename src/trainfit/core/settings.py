@@ -148,6 +148,14 @@ SETTINGS = (
         tries=("reduce-overhead", "max-autotune-no-cudagraphs", "default"),
     ),
     Setting(
+        name="cuda_graph",
+        key="optimization.cuda_graph",
+        field="cuda_graph",
+        chosen_by="tune",
+        tries=(True, False),
+        gpu_only=True,
+    ),
+    Setting(
         name="liger",
         key="optimization.liger",
         field="liger",

@@ -107,6 +107,8 @@ class LoopSettings(Record):
     compile_mode: str = "default"
     compile_scope: Literal["blocks", "model"] = "blocks"
     """Compile repeated blocks (takes seconds) or the whole model with its loss (takes a minute)."""
+    cuda_graph: bool = False
+    """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
     sharding: Literal["none", "fsdp"] = "none"
     """With several ranks: each holds the whole model ("none") or a shard ("fsdp")."""
 

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -84,7 +85,7 @@ def is_plain_adamw(optimizer: torch.optim.Optimizer) -> bool:
         type(optimizer) is torch.optim.AdamW
         and len({bool(group["fused"]) for group in groups}) == 1
         and all(group["fused"] or group["foreach"] is False for group in groups)
-        and not any(isinstance(group["lr"], Tensor) for group in groups)
+        and not any(isinstance(group["lr"], Tensor) and not group["fused"] for group in groups)
         and not any(group[name] for group in groups for name in _UNUSUAL)
     )
 
@@ -201,12 +202,18 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 
 
 def set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
-    """Set the learning rate of each parameter group."""
+    """Set the learning rate of each parameter group, rounded to what a tensor of it holds."""
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
-            group["lr"] = rate
+            group["lr"] = float(np.float32(rate))
+
+
+def keep_rates_on_device(optimizer: torch.optim.Optimizer) -> None:
+    """Make the learning rates tensors, which a captured update reads anew at each replay."""
+    for group in optimizer.param_groups:
+        group["lr"] = torch.full((), group["lr"], device=group["params"][0].device)
 
 
 def create_state(optimizer: torch.optim.Optimizer) -> None:

@@ -8,8 +8,9 @@ replayed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from trainfit.core.errors import OutOfMemory, RunFailed
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
 from trainfit.engine import saved_state
+from trainfit.engine.captured import CapturedSteps
 from trainfit.engine.distributed import (
     Verdict,
     World,
@@ -81,6 +83,10 @@ class Buffers:
             same = version == buffer._version and buffer not in self._uncounted
             self._copies[buffer] = buffer._version, copy if same else buffer.detach().clone()
 
+    def forget(self) -> None:
+        """Drop the copies: a replayed graph writes without being counted."""
+        self._copies.clear()
+
     def put_back(self) -> None:
         """Restore the copied values."""
         for buffer, (version, copy) in self._copies.items():
@@ -112,6 +118,8 @@ class Parts:
     """Each rank holds a shard of the model (FSDP2)."""
     indivisible: str | None = None
     """Reason why a step must be one micro-batch; None where it can be cut."""
+    captured: CapturedSteps | None = None
+    """Whole steps as CUDA graphs, where they are captured."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +144,11 @@ def take_step(
 ) -> StepOutcome:
     """Take a step on all ranks, with the cut of `rung` or a finer one."""
     cuts, batches = parts.settings.cuts, loaded.batches
+    if parts.captured is not None:
+        numbers = parts.captured.take(partial(_whole_step, parts), batches, weight)
+        if numbers is not None:
+            parts.buffers.forget()
+            return StepOutcome(numbers, rung, stop)
     start = saved_state.take(parts.device)
     parts.buffers.keep()
     parameters = trained_parameters(parts.optimizer)
@@ -146,6 +159,8 @@ def take_step(
         if not agreed.out_of_memory:
             break
         parts.optimizer.zero_grad(set_to_none=True)
+        if parts.captured is not None and parts.captured.held:
+            parts.captured.stop("memory ran out beside them")
         give_back_memory()
         saved_state.put_back(start, parts.device)
         parts.buffers.put_back()
@@ -184,7 +199,15 @@ def _try(
     return torch.zeros(()), nothing
 
 
-def _accumulate(parts: Parts, batches: Iterable[Batch], weight: float) -> Tensor:
+def _whole_step(parts: Parts, batches: Sequence[Batch], weight: Tensor) -> StepNumbers:
+    """Take a step on one rank; memory that runs out is the caller's matter."""
+    return _finish(parts, _accumulate(parts, batches, weight))
+
+
+def _accumulate(parts: Parts, batches: Iterable[Batch], weight: float | Tensor) -> Tensor:
+    if isinstance(weight, float) and parts.device.type == "cuda":
+        # A captured step divides by a tensor; by a number, the GPU would round differently.
+        weight = torch.full((), weight, device=parts.device)
     return accumulate(
         parts.model,
         parts.task.loss,

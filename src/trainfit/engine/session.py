@@ -53,7 +53,7 @@ class Session:
     def __post_init__(self) -> None:
         """Start the clock of the first window."""
         self.mark = self.started
-        self.compiled = compile_seconds()
+        self.compiled = self._preparing()
         self.waits = Waits(self.parts.device)
         self.earlier_seconds = self.progress.seconds
         self.first_step, self.most_sequences, self.looked = self.progress.step, 0, False
@@ -79,6 +79,11 @@ class Session:
         factor = rate_factor(self.progress.step, self.total_steps, schedule)
         return [rate * factor for rate in self.parts.rates]
 
+    def _preparing(self) -> float:
+        """Seconds that torch.compile and capturing have taken in this process."""
+        captured = self.parts.captured
+        return compile_seconds() + (0.0 if captured is None else captured.seconds)
+
     def tell(self, kind: str, text: str, figures: Mapping[str, int] | None = None) -> None:
         """Record an event; programs read the `figures` and never the text."""
         event = Event(kind=kind, step=self.progress.step, seconds=self.seconds, text=text)
@@ -100,7 +105,7 @@ class Session:
         self.read(wait=True)
         window = self.progress.window
         window.seconds += time.perf_counter() - self.mark
-        compiling = max(0.0, compile_seconds() - self.compiled)
+        compiling = max(0.0, self._preparing() - self.compiled)
         window.compiling += compiling
         timeline.took("compile", compiling)
         window.waited += self.waits.take()
@@ -108,7 +113,7 @@ class Session:
 
     def go_on(self) -> None:
         """Restart the clock."""
-        self.mark, self.compiled = time.perf_counter(), compile_seconds()
+        self.mark, self.compiled = time.perf_counter(), self._preparing()
 
     def read(self, *, wait: bool) -> None:
         """Read losses and norms of past steps; skipped steps are recorded or end the run."""
@@ -192,13 +197,18 @@ class Session:
         if not self.parts.world.first:
             yield
             return
+        captured = self.parts.captured
         with (
             timeline.stage("receipt"),
             looking(
                 self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
             ) as look,
         ):
+            if captured is not None:
+                captured.renew = True
             yield
+        if captured is not None:
+            captured.renew = False
         with suppress(OSError):  # a run does not fail for its receipt
             if look.evidence is not None:
                 look.evidence.save(self.run / EVIDENCE, parents=False)
@@ -209,6 +219,9 @@ class Session:
     def took(self, loaded: LoadedStep, taken: StepOutcome) -> None:
         """Update the progress after a step."""
         progress, window = self.progress, self.progress.window
+        if self.parts.captured is not None:
+            for text in self.parts.captured.take_news():
+                self.tell("capture", text)
         progress.use_rung(taken.rung)
         retried(lambda: self.readings.add(progress.step, taken.numbers))
         progress.step += 1

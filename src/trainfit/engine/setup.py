@@ -15,6 +15,7 @@ from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.core.records import Record, TrainTask
 from trainfit.data.batches import StepLoader
 from trainfit.engine import checkpoint, fsdp, saved_state
+from trainfit.engine.captured import CapturedSteps
 from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
 from trainfit.engine.fsdp import shard
 from trainfit.engine.loop_settings import LoopSettings
@@ -24,6 +25,7 @@ from trainfit.engine.optimizer import (
     adopt,
     build_optimizer,
     is_plain_adamw,
+    keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
 )
@@ -143,7 +145,24 @@ def build_parts(
         sharded=sharded,
         rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         indivisible=indivisible,
+        captured=_captured_steps(task, settings, optimizer, world, device),
     )
+
+
+def _captured_steps(
+    task: TrainTask,
+    settings: LoopSettings,
+    optimizer: torch.optim.Optimizer,
+    world: World,
+    device: torch.device,
+) -> CapturedSteps | None:
+    """Prepare to capture whole steps; None where something in them may wait for the device."""
+    alone = device.type == "cuda" and world.size == 1 and settings.cuda_graph
+    fused = is_plain_adamw(optimizer) and optimizer.param_groups[0]["fused"]
+    if not (alone and fused and getattr(task, "capturable", False)) or settings.graphs:
+        return None
+    keep_rates_on_device(optimizer)
+    return CapturedSteps(device)
 
 
 def _fits(build: Callable[[], T], what: str) -> T:
@@ -248,8 +267,8 @@ def _restore(parts: Parts, folder: Path, frozen: str | None) -> tuple[Progress, 
         )
         saved_state.load_task_state(parts.task, contents.task, state.get("task"), parts.device)
     if parts.scale is not None and state["scale"] is not None:
-        factor, quiet = (torch.tensor(value, device=parts.device) for value in state["scale"])
-        parts.scale.factor, parts.scale.quiet_steps = factor, quiet
+        parts.scale.factor.fill_(state["scale"][0])
+        parts.scale.quiet_steps.fill_(state["scale"][1])
     progress = Progress.from_data(state["progress"], str(folder))
     progress.use_rung(min(progress.rung, len(parts.settings.cuts) - 1))
     states = state["random"]

@@ -45,10 +45,12 @@ class LossScale:
 
     def follow(self, finite: Tensor) -> None:
         """Adapt the scale after a step; `finite` says that its gradients did not overflow."""
-        quiet = torch.where(finite, self.quiet_steps + 1, 0.0)
-        grows = quiet >= _GROW_AFTER
-        self.factor = self.factor * torch.where(finite, torch.where(grows, 2.0, 1.0), 0.5)
-        self.quiet_steps = torch.where(grows, 0.0, quiet)
+        # Without torch.where, which copies its numbers from the host; in place, for captured steps.
+        kept = finite.float()
+        self.quiet_steps.add_(1).mul_(kept)
+        grows = (self.quiet_steps >= _GROW_AFTER).float()
+        self.factor.mul_((kept + 1) / 2).mul_(grows + 1)
+        self.quiet_steps.mul_(1 - grows)
 
 
 def loss_scale(precision: Precision, device: torch.device | str) -> LossScale | None:
@@ -93,7 +95,7 @@ def accumulate(
     model: nn.Module,
     loss: Loss,
     batches: Iterable[Mapping[str, Any]],
-    weight: float,
+    weight: float | Tensor,
     *,
     device_type: str,
     precision: Precision = "fp32",

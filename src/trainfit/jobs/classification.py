@@ -27,6 +27,8 @@ Probabilities = NDArray[np.float64]
 class ClassifierTask:
     """Labelled sequences, dealt into steps by length."""
 
+    capturable = True
+
     def __init__(
         self,
         build: Callable[[], EncoderClassifier],
@@ -48,7 +50,6 @@ class ClassifierTask:
         self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
         self._class_weights = None if class_weights is None else np.asarray(class_weights)
         self._longest = longest or (int(train.lengths.max()) if len(train) else None)
-        self._on_device: dict[torch.device, Tensor] = {}
 
     def build_model(self) -> nn.Module:
         """Build the model, on the CPU or on the device that it trains on."""
@@ -72,20 +73,27 @@ class ClassifierTask:
 
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
-    ) -> Mapping[str, Tensor]:
+    ) -> Mapping[str, Any]:
         """Make a packed micro-batch with `slots`, else a padded one."""
         if slots is None:
-            return collate_padded(self._train, sequences, rows, width, self._pad_id)
-        return collate_packed(self._train, sequences, width, slots, self._pad_id)
+            padded = collate_padded(self._train, sequences, rows, width, self._pad_id)
+            return padded | self._beside
+        packed = collate_packed(self._train, sequences, width, slots, self._pad_id)
+        # Without max_seqlen the kernel assumes sequences as long as the row, and is much slower.
+        return packed | {"max_seqlen": self._longest} | self._beside
 
-    def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
+    @property
+    def _beside(self) -> dict[str, Tensor]:
+        """The weights of the classes, where they have some."""
+        if self._class_weights is None:
+            return {}
+        return {"class_weights": torch.from_numpy(self._class_weights).float()}
+
+    def loss(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         """Sum the loss of a micro-batch; `weight` is computed from labels on the CPU."""
-        inputs: dict[str, Any] = {name: t for name, t in batch.items() if name != "labels"}
-        if "cu_seqlens" in inputs:
-            # Without it the kernel assumes sequences as long as the row, and is much slower.
-            inputs["max_seqlen"] = self._longest
-        labels = batch["labels"]
-        return classification_loss(model(**inputs), labels, self._weights_on(labels.device))
+        inputs = dict(batch)
+        labels, weights = inputs.pop("labels"), inputs.pop("class_weights", None)
+        return classification_loss(model(**inputs), labels, weights)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Metrics on the validation part."""
@@ -97,12 +105,6 @@ class ClassifierTask:
     def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
         """Probabilities of the validation part."""
         return predict(model, self._validation, batch_size, self._pad_id)
-
-    def _weights_on(self, device: torch.device) -> Tensor | None:
-        """Class weights on a device, copied once, since each copy would make it wait."""
-        if self._class_weights is not None and device not in self._on_device:
-            self._on_device[device] = torch.tensor(self._class_weights, device=device).float()
-        return self._on_device.get(device)
 
 
 def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], float] | None:

@@ -102,6 +102,7 @@ class FrozenTask(ClassifierTask):
         return {
             "pooled": nn.functional.pad(self._pooled["train"][chosen], (0, 0, 0, empty)),
             "labels": nn.functional.pad(labels, (0, empty), value=IGNORED),
+            **self._beside,
         }
 
     def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:

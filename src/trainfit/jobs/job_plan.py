@@ -196,6 +196,7 @@ def question(
         own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
         no_liger=facts.no_liger,
+        uncapturable=None,
         causal=causal,
         watts=watts,
         price_per_hour=price_per_hour,

@@ -28,6 +28,8 @@ Rows = NDArray[np.int64]
 class GptTask:
     """Blocks of a stream of tokens, in shuffled steps."""
 
+    capturable = True
+
     def __init__(
         self,
         build: Callable[[], Gpt],

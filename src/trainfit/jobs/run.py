@@ -354,6 +354,7 @@ def loop_settings(
         compile=plan.compile,
         compile_mode=plan.compile_mode,
         compile_scope=compile_scope,
+        cuda_graph=plan.cuda_graph,
         sharding=plan.sharding,
         eval_steps=training.eval_steps,
         eval_batch_size=plan.eval_batch_size,

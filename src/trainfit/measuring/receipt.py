@@ -40,7 +40,7 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
         "mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
         "fused_optimizer": plan.optimizer == "adamw_fused",
         "flash_attention": flash or None,
-        "cuda_graphs": plan.compile and plan.compile_mode in _GRAPH_MODES,
+        "cuda_graphs": plan.cuda_graph or (plan.compile and plan.compile_mode in _GRAPH_MODES),
         "gradient_clipping": clips,
         "set_to_none": True,
     }

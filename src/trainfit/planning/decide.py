@@ -268,6 +268,46 @@ def compiled_or_eager(
     return choice, candidate, still
 
 
+def captured(
+    question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
+) -> Choice:
+    """Capture whole steps as CUDA graphs where they can be."""
+    pin = pinned(question, "cuda_graph")
+    if pin is not None and not pin.value:
+        return pin
+    reason = _no_capture(question, profile, checkpointing, ranks)
+    if reason is not None:
+        asked = "; it was asked for" if pin is not None else ""
+        return Choice(value=False, why=f"{reason}{asked}", alternatives=("true",))
+    return pin or Choice(
+        value=True,
+        why="one launch for a whole step: small steps do not wait for Python",
+        alternatives=("false: the same numbers, a launch per kernel",),
+    )
+
+
+def _no_capture(
+    question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
+) -> str | None:
+    gpu = profile.gpu
+    if gpu is None or gpu.vendor != "nvidia":
+        return "CUDA graphs are for NVIDIA's GPUs"
+    if question.uncapturable is not None:
+        return question.uncapturable
+    if ranks > 1:
+        return "ranks agree on each step before it is finished"
+    if optimizer(question).value != "adamw_fused":
+        return "only the fused AdamW never waits for the GPU"
+    if checkpointing != "none":
+        return "recomputation reads the random state, which a graph cannot"
+    if question.pinned("compile") is True and question.pinned("compile_mode") in _GRAPH_MODES:
+        return "torch.compile makes CUDA graphs itself in this mode"
+    return None
+
+
+_GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
 def may_compile(question: Question, profile: HardwareProfile) -> bool:
     """Tell if `compiled_or_eager` may estimate the compiled step."""
     gpu = profile.gpu

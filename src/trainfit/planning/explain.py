@@ -25,6 +25,7 @@ def choices_for(
     chosen: Selection,
     held: Target,
     compiled: Choice,
+    graph: Choice,
 ) -> dict[str, Choice]:
     """Decide every setting that a plan explains, in the order of the page."""
     best = chosen.best
@@ -56,6 +57,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         "compile": compiled,
+        "cuda_graph": graph,
         "optimizer": decide.optimizer(question),
         **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(question, batch.value),

@@ -34,7 +34,7 @@ from trainfit.planning.cuts import (
     target_for,
     with_margin,
 )
-from trainfit.planning.decide import compiled_or_eager, may_compile
+from trainfit.planning.decide import captured, compiled_or_eager, may_compile
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content, room_gained, spread
 from trainfit.planning.estimator.estimate import Target, start
@@ -258,7 +258,8 @@ def _written(
     gpu, measured = profile.gpu, speed.measured
     held = with_margin(target, fixed)
     time = time_of(question, best, speed, ranks, fixed.effective.value)
-    choices = choices_for(question, profile, fixed, chosen, held, compiled)
+    graph = decide.captured(question, profile, best.checkpointing, ranks)
+    choices = choices_for(question, profile, fixed, chosen, held, compiled, graph)
     lengths = sorted(question.workload.lengths)
     return Plan(
         fits=fits,

@@ -52,6 +52,8 @@ class Question(Record):
     """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
     no_liger: str | None = "Liger is for transformers' models"
     """Reason why Liger has no kernels for the model; None: it has."""
+    uncapturable: str | None = "its loss may wait for the GPU"
+    """Reason why steps cannot be captured as CUDA graphs; None: they can."""
     causal: bool = False
     """True for next-token prediction on blocks of one length, without packing or padding."""
     indivisible: bool = False

@@ -1,0 +1,151 @@
+"""Whole steps as CUDA graphs: captured once for each shape, then replayed by one launch.
+
+A small step waits for Python, which starts thousands of kernels one by one. A graph starts them
+all at once and runs the same kernels on the same memory. So whatever changes from step to step is
+written into fixed memory before a replay: the batch, its weight, the learning rates, the state of
+the random generator (by torch) and the loss scale (by the graph itself).
+
+The first step of a shape runs eagerly, because kernels are chosen and compiled in it; the second
+one is captured. A step that cannot be captured runs eagerly, with the same result.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trainfit.core.errors import reason
+from trainfit.data.batches import Batch
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.step import StepNumbers
+
+Work = Callable[[Sequence[Batch], Tensor], StepNumbers]
+"""Takes a whole step: micro-batches on the device, and the weight of the step."""
+_MOST = 24
+"""Shapes that are captured; steps of further ones run eagerly."""
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One captured step with its fixed inputs and outputs."""
+
+    graph: Any
+    batches: list[dict[str, Any]]
+    weight: Tensor
+    numbers: StepNumbers
+
+    def replay(self, batches: Sequence[Batch], weight: float) -> StepNumbers:
+        for fixed, batch in zip(self.batches, batches, strict=True):
+            for name, value in batch.items():
+                if isinstance(value, Tensor):
+                    fixed[name].copy_(value, non_blocking=True)
+        self.weight.fill_(weight)
+        self.graph.replay()
+        return self.numbers
+
+
+@dataclass
+class CapturedSteps:
+    """The captured steps of a model and its optimizer, by the shapes of their micro-batches."""
+
+    device: torch.device
+    obstacle: str | None = None
+    """Reason why steps are not captured any more; None while they are."""
+    renew: bool = False
+    """Capture the next step anew: a profile of it shows operators as well as kernels."""
+    seconds: float = 0.0
+    """Time that capturing has taken."""
+    news: list[str] = field(default_factory=list)
+    """Events that `take_news` has not returned yet."""
+    _graphs: dict[Hashable, _Graph] = field(default_factory=dict)
+    _seen: set[Hashable] = field(default_factory=set)
+    _pool: Any = None
+
+    def take(self, work: Work, batches: Sequence[Batch], weight: float) -> StepNumbers | None:
+        """Replay a step, captured now if its shape is new; None: take it eagerly.
+
+        The numbers are overwritten by the next step.
+        """
+        if self.obstacle is not None:
+            return None
+        key = shapes(batches)
+        graph = None if self.renew else self._graphs.get(key)
+        if graph is None:
+            if key not in self._seen or len(self._graphs) >= _MOST:
+                self._seen.add(key)
+                return None
+            graph = self._capture(key, work, batches)
+        return None if graph is None else graph.replay(batches, weight)
+
+    def _capture(self, key: Hashable, work: Work, batches: Sequence[Batch]) -> _Graph | None:
+        started = time.perf_counter()
+        self._graphs.pop(key, None)
+        try:
+            captured = self._captured(work, batches)
+        except Exception as error:  # noqa: BLE001  whatever it was, eager steps go on
+            memory = is_out_of_memory(error)
+            self.stop("memory ran out while capturing" if memory else reason(error))
+        else:
+            self._graphs[key] = captured
+            took = time.perf_counter() - started
+            self.seconds += took
+            if not self.renew:
+                self.news.append(
+                    f"steps of {len(batches)} micro-batch{'es' if len(batches) > 1 else ''} are "
+                    f"replayed as one CUDA graph, captured in {took:.1f} s"
+                )
+            return captured
+        give_back_memory()
+        return None
+
+    def _captured(self, work: Work, batches: Sequence[Batch]) -> _Graph:
+        fixed = [
+            {
+                name: torch.empty_like(value, device=self.device)
+                if isinstance(value, Tensor)
+                else value
+                for name, value in batch.items()
+            }
+            for batch in batches
+        ]
+        weight = torch.ones((), device=self.device)
+        if self._pool is None:
+            self._pool = torch.cuda.graph_pool_handle()
+        graph = torch.cuda.CUDAGraph()
+        # Thread-local: a checkpoint may be copied in another thread meanwhile.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            numbers = work(fixed, weight)
+        return _Graph(graph, fixed, weight, numbers)
+
+    def stop(self, why: str) -> None:
+        """Free all graphs, and capture none from here on."""
+        self.obstacle = why
+        self.news.append(f"steps are not captured as CUDA graphs from here: {why}")
+        self._graphs.clear()
+        self._pool = None
+
+    def take_news(self) -> list[str]:
+        """Return the events since the last call."""
+        news, self.news = self.news, []
+        return news
+
+    @property
+    def held(self) -> bool:
+        """True where graphs hold memory."""
+        return bool(self._graphs)
+
+
+def shapes(batches: Sequence[Batch]) -> Hashable:
+    """Key of a step: names, shapes and dtypes of its tensors, and its other values."""
+    return tuple(
+        tuple(
+            (name, value.shape, value.dtype) if isinstance(value, Tensor) else (name, value)
+            for name, value in sorted(batch.items())
+        )
+        for batch in batches
+    )
