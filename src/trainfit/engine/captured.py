@@ -85,11 +85,15 @@ class CapturedSteps:
     def _capture(self, key: Hashable, work: Work, batches: Sequence[Batch]) -> _Graph | None:
         started = time.perf_counter()
         self._graphs.pop(key, None)
+        generator = torch.cuda.default_generators[self._index]
+        before = generator.clone_state()
         try:
             captured = self._captured(work, batches)
         except Exception as error:  # noqa: BLE001  whatever it was, eager steps go on
             memory = is_out_of_memory(error)
             self.stop("memory ran out while capturing" if memory else reason(error))
+            # A capture that broke off leaves the generator in it.
+            generator.graphsafe_set_state(before)
         else:
             self._graphs[key] = captured
             took = time.perf_counter() - started
@@ -121,6 +125,10 @@ class CapturedSteps:
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             numbers = work(fixed, weight)
         return _Graph(graph, fixed, weight, numbers)
+
+    @property
+    def _index(self) -> int:
+        return torch.cuda.current_device() if self.device.index is None else self.device.index
 
     def stop(self, why: str) -> None:
         """Free all graphs, and capture none from here on."""

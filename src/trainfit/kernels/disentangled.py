@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -122,18 +123,30 @@ def packed_attention(
     layout: Layout, config: PretrainedConfig, dtype: torch.dtype
 ) -> DisentangledAttention:
     """Build the attention of a packed batch, once for all layers, which compute in `dtype`."""
-    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
-
     longest = min(layout.max_seqlen, layout.ids.shape[1])
     to_other = torch.arange(1 - longest, 1 + longest, device=layout.ids.device)
     distances = torch.stack([-to_other, to_other])  # DeBERTa counts from the key to the query
     buckets, most = config.position_buckets, _most(config)
     if buckets > 0:
-        distances = make_log_bucket_position(distances, buckets, most).long()
+        distances = log_buckets(distances, buckets, most)
     span = buckets if buckets > 0 else most
     rows = (distances + span).clamp(0, 2 * span - 1)
     chosen = rows[..., None] == torch.arange(2 * span, device=rows.device)
     return DisentangledAttention(starts_of(layout), longest, chosen.to(dtype))
+
+
+def log_buckets(distances: Tensor, buckets: int, most: int) -> Tensor:
+    """Round distances beyond half the buckets to logarithmic ones.
+
+    transformers' make_log_bucket_position does the same with numbers that it copies from the host,
+    which a step that is captured cannot.
+    """
+    middle = buckets // 2
+    inside = (distances < middle) & (distances > -middle)
+    size = distances.abs().masked_fill(inside, middle - 1)
+    whole = float(np.log(np.float32((most - 1) / middle)))
+    rounded = torch.ceil(torch.log(size / middle) / whole * (middle - 1)) + middle
+    return torch.where(size <= middle, distances, (rounded * distances.sign()).long())
 
 
 def obstacle(
