@@ -62,9 +62,7 @@ def classifier(name: str) -> TrainTask:
 
 
 def gpt() -> TrainTask:
-    shape = GptShape(
-        vocab_size=96, block_size=32, n_layer=2, n_head=2, n_embd=64, dropout=0.1
-    )
+    shape = GptShape(vocab_size=96, block_size=32, n_layer=2, n_head=2, n_embd=64, dropout=0.1)
     tokens = np.random.default_rng(0).integers(0, 90, 32 * 72 + 1).astype(np.uint16)
     return GptTask(
         lambda: Gpt(shape),
