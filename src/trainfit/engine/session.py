@@ -52,8 +52,7 @@ class Session:
 
     def __post_init__(self) -> None:
         """Start the clock of the first window."""
-        self.mark = self.started
-        self.compiled = self._preparing()
+        self.go_on()
         self.waits = Waits(self.parts.device)
         self.earlier_seconds = self.progress.seconds
         self.first_step, self.most_sequences, self.looked = self.progress.step, 0, False
@@ -79,11 +78,6 @@ class Session:
         factor = rate_factor(self.progress.step, self.total_steps, schedule)
         return [rate * factor for rate in self.parts.rates]
 
-    def _preparing(self) -> float:
-        """Seconds that torch.compile and capturing have taken in this process."""
-        captured = self.parts.captured
-        return compile_seconds() + (0.0 if captured is None else captured.seconds)
-
     def tell(self, kind: str, text: str, figures: Mapping[str, int] | None = None) -> None:
         """Record an event; programs read the `figures` and never the text."""
         event = Event(kind=kind, step=self.progress.step, seconds=self.seconds, text=text)
@@ -105,15 +99,23 @@ class Session:
         self.read(wait=True)
         window = self.progress.window
         window.seconds += time.perf_counter() - self.mark
-        compiling = max(0.0, self._preparing() - self.compiled)
-        window.compiling += compiling
-        timeline.took("compile", compiling)
+        compiled, captured = self._preparing()
+        compiling, capturing = compiled - self.compiled, captured - self.captured
+        window.compiling += max(0.0, compiling + capturing)
+        timeline.took("compile", max(0.0, compiling))
+        timeline.took("capture", capturing)
         window.waited += self.waits.take()
         self.go_on()
 
     def go_on(self) -> None:
         """Restart the clock."""
-        self.mark, self.compiled = time.perf_counter(), self._preparing()
+        self.mark = time.perf_counter()
+        self.compiled, self.captured = self._preparing()
+
+    def _preparing(self) -> tuple[float, float]:
+        """Seconds that torch.compile and capturing have taken in this process."""
+        captured = self.parts.captured
+        return compile_seconds(), 0.0 if captured is None else captured.seconds
 
     def read(self, *, wait: bool) -> None:
         """Read losses and norms of past steps; skipped steps are recorded or end the run."""
