@@ -60,6 +60,8 @@ class CapturedSteps:
     """Capture the next step anew: a profile of it shows operators as well as kernels."""
     seconds: float = 0.0
     """Time that capturing has taken."""
+    peak: int = 0
+    """Most bytes in use in a step, measured while it was captured."""
     news: list[str] = field(default_factory=list)
     """Events that `take_news` has not returned yet."""
     _graphs: dict[Hashable, _Graph] = field(default_factory=dict)
@@ -96,6 +98,7 @@ class CapturedSteps:
             generator.graphsafe_set_state(before)
         else:
             self._graphs[key] = captured
+            self.peak = max(self.peak, torch.cuda.max_memory_allocated(self.device))
             took = time.perf_counter() - started
             self.seconds += took
             if not self.renew:

@@ -31,6 +31,7 @@ from typing import Any
 import psutil
 import safetensors
 import safetensors.torch
+import torch
 from torch import Tensor, nn
 
 from trainfit.core import codec
@@ -188,8 +189,9 @@ def _prune(run: Path, keep: int, best_step: int | None) -> None:
             shutil.rmtree(doomed, ignore_errors=True)
 
 
-_ROOM = 1.5
-"""Bytes of the host's memory that must be free for each byte that is copied there."""
+_ROOM = 3
+"""Bytes of the host's memory that must be free for each byte that is copied there: pinned memory
+is rounded up, and the best weights are copied once more."""
 
 
 class CheckpointWriter:
@@ -216,21 +218,26 @@ class CheckpointWriter:
         self._pool.shutdown()
 
 
-def on_host(contents: Contents) -> Contents | None:
-    """Copy a checkpoint's contents to the host's memory; None where there is no room."""
-    tensors = [*contents.model.values(), *contents.optimizer.values(), *contents.task.values()]
-    if sum(t.nbytes for t in tensors) * _ROOM > psutil.virtual_memory().available:
+def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
+    """Copy a checkpoint's contents to pinned memory, kept for the next; None without room."""
+    named = {
+        f"{part}/{name}": tensor.detach()
+        for part in ("model", "optimizer", "task")
+        for name, tensor in getattr(contents, part).items()
+    }
+    new = {n: t for n, t in named.items() if n not in pinned or pinned[n].shape != t.shape}
+    if sum(t.nbytes for t in new.values()) * _ROOM > psutil.virtual_memory().available:
         return None
+    for name, tensor in new.items():
+        pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    for name, tensor in named.items():
+        pinned[name].copy_(tensor, non_blocking=True)
+    torch.cuda.synchronize()
 
-    def copied(tensor: Tensor) -> Tensor:
-        return tensor.detach().to("cpu", copy=True)
+    def part(which: str) -> dict[str, Tensor]:
+        return {name: pinned[f"{which}/{name}"] for name in getattr(contents, which)}
 
-    return Contents(
-        model={name: copied(tensor) for name, tensor in contents.model.items()},
-        optimizer={name: copied(tensor) for name, tensor in contents.optimizer.items()},
-        state=contents.state,
-        task={name: copied(tensor) for name, tensor in contents.task.items()},
-    )
+    return Contents(part("model"), part("optimizer"), contents.state, part("task"))
 
 
 # ── reading ───────────────────────────────────────────────────────────────────────────────────

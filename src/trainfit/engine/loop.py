@@ -38,6 +38,7 @@ from trainfit.engine.relaunch import writing
 from trainfit.engine.saved_state import frozen_checksum
 from trainfit.engine.session import Session
 from trainfit.engine.setup import describe
+from trainfit.engine.shared import Shared, take_over
 from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup
@@ -56,6 +57,7 @@ def train(
     ideal_seconds: Callable[[Sequence[int]], float] | None = None,
     opening: Callable[[Parts], RunSetup] = describe,
     make_optimizer: Callable[[nn.Module], Optimizer] | None = None,
+    shared: Shared | None = None,
 ) -> RunResult:
     """Train `task` in the folder `run`; with `resume`, continue from its newest good checkpoint.
 
@@ -66,16 +68,22 @@ def train(
     `ideal_seconds` computes how long a step of sequences of these lengths would take at the peak of
     all devices, for the MFU. `line` makes the lines of train.log, and `opening` records the
     settings in effect. `make_optimizer` replaces the optimizer of the settings; the schedule scales
-    the learning rate of each of its groups.
+    the learning rate of each of its groups. Runs of the same model, such as the folds of a job,
+    share its memory and code by `shared`, with the same result.
     """
     with ExitStack() as stack:
         world, device = stack.enter_context(joined(settings.device))
         stack.enter_context(writing(run, world))
         request = stack.enter_context(stop_on_signals())
         stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))
+        shared = shared or Shared()
         model = setup.build_model(task)
-        frozen = frozen_checksum(model)
-        parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
+        parts = take_over(shared, task, settings, model)
+        if parts is None:
+            shared.frozen = frozen_checksum(model)
+            parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
+        del model
+        shared.parts, frozen = parts, shared.frozen
         stack.enter_context(closing(parts.loader))
         if world.size > 1:  # ranks start with the same weights, then draw different dropout
             stack.enter_context(applied(RuntimeSettings(seed=settings.seed + world.rank)))
@@ -92,6 +100,7 @@ def train(
             line=line,
             ideal_seconds=ideal_seconds,
             saved_step=start.progress.step if start.resumed else None,
+            shared=shared,
         )
         stack.callback(session.writer.close)
         session.open(opening(parts))

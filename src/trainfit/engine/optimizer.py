@@ -204,13 +204,14 @@ def trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
 def set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
     """Set the learning rate of each parameter group.
 
-    For a fused kernel it is rounded to float32, as the tensor of a captured step holds it.
+    For a fused kernel on a GPU it is rounded to float32, as the tensor of a captured step holds it.
     """
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         if isinstance(group["lr"], Tensor):
             group["lr"].fill_(rate)
         else:
-            group["lr"] = float(np.float32(rate)) if group.get("fused") else rate
+            on_gpu = group["params"][0].is_cuda
+            group["lr"] = float(np.float32(rate)) if on_gpu and group.get("fused") else rate
 
 
 def keep_rates_on_device(optimizer: torch.optim.Optimizer) -> None:

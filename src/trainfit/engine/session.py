@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -20,6 +21,7 @@ from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
+from trainfit.engine.shared import Shared
 from trainfit.engine.step import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
@@ -44,6 +46,7 @@ class Session:
     ideal_seconds: Callable[[Sequence[int]], float] | None
     frozen: str | None
     """Checksum of the frozen weights."""
+    shared: Shared
     saved_step: int | None = None
     readings: Readings = field(default_factory=Readings)
     memory: MemoryTracker = field(default_factory=MemoryTracker)
@@ -169,7 +172,7 @@ class Session:
         """Write a row about the window, and begin a new one."""
         self.pause()
         progress = self.progress
-        progress.peak_memory = max(progress.peak_memory, self.memory.update().peak)
+        progress.peak_memory = self._peak()
         row = make_row(
             progress,
             total_steps=self.total_steps,
@@ -183,6 +186,11 @@ class Session:
             observer.on_log(row)
         progress.window = Window()
         self.go_on()
+
+    def _peak(self) -> int:
+        """Most bytes in use so far; those of a replayed step were counted when it was captured."""
+        captured = 0 if self.parts.captured is None else self.parts.captured.peak
+        return max(self.progress.peak_memory, self.memory.update().peak, captured)
 
     @contextmanager
     def profiled(self, loaded: LoadedStep) -> Iterator[None]:
@@ -310,10 +318,11 @@ class Session:
         states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        copied = checkpoint.on_host(contents) if self.writes_alongside else None
+        copied = None
+        if self.writes_alongside:
+            copied = checkpoint.on_host(contents, self.shared.host)
         if copied is not None:
-            kept: checkpoint.Contents = copied
-            self.writer.start(lambda: checkpoint.save(self.run, kept, keep=keep, best_step=best))
+            self.writer.start(partial(self._write, copied, keep, best))
         elif parts.sharded:
             checkpoint.save_sharded(self.run, contents, parts.world, keep=keep, best_step=best)
         else:
@@ -322,6 +331,12 @@ class Session:
                     checkpoint.save(self.run, contents, keep=keep, best_step=best)
         self.saved_step = progress.step
         self.go_on()
+
+    def _write(self, copied: checkpoint.Contents, keep: int, best: int | None) -> None:
+        """Write a checkpoint from host memory, where the best weights are kept as well."""
+        if best == copied.state["step"]:
+            self.shared.best = {name: tensor.clone() for name, tensor in copied.model.items()}
+        checkpoint.save(self.run, copied, keep=keep, best_step=best)
 
     @property
     def writes_alongside(self) -> bool:
@@ -364,7 +379,7 @@ class Session:
             steps=progress.step,
             seconds=self.seconds,
             metrics=progress.best_metrics if best else progress.metrics,
-            peak_memory_gib=max(progress.peak_memory, self.memory.update().peak) / GIB,
+            peak_memory_gib=self._peak() / GIB,
             events=progress.events,
             best_step=progress.best_step,
             cuts=progress.cuts,

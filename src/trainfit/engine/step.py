@@ -43,6 +43,11 @@ class LossScale:
         self.factor = torch.tensor(_FIRST_SCALE, device=device)
         self.quiet_steps = torch.tensor(0.0, device=device)
 
+    def reset(self) -> None:
+        """Begin anew, in the same memory."""
+        self.factor.fill_(_FIRST_SCALE)
+        self.quiet_steps.zero_()
+
     def follow(self, finite: Tensor) -> None:
         """Adapt the scale after a step; `finite` says that its gradients did not overflow."""
         # Without torch.where, which copies its numbers from the host; in place, for captured steps.
