@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import inspect
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trainfit.core.codec import Range
 from trainfit.core.errors import BadInput, did_you_mean
-from trainfit.core.plan_records import Precision
+from trainfit.core.plan_records import Plan, Precision
 from trainfit.core.records import Record
-from trainfit.packing import PackedCut, PaddedCut
+from trainfit.packing import Cut, PackedCut, PaddedCut
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -152,6 +153,65 @@ class LoopSettings(Record):
         rungs = [rung for _, rung in self.cut_changes]
         if any(not 0 <= rung < len(self.cuts) for rung in rungs):
             raise BadInput(f"the rungs to replay are {rungs}", f"the ladder has {len(self.cuts)}")
+
+
+def loop_settings(
+    config: Any,
+    plan: Plan,
+    cuts: Sequence[Cut],
+    *,
+    device: str,
+    seed: int,
+    metric: str,
+    greater_is_better: bool = True,
+    compile_scope: Any = "blocks",
+) -> LoopSettings:
+    """Return the loop's settings: numbers of the configuration, decisions of the plan."""
+    training = config.training
+    betas = (getattr(training, "beta1", 0.9), getattr(training, "beta2", 0.999))
+    return LoopSettings(
+        epochs=training.num_epochs,
+        max_steps=training.max_steps,
+        seed=seed,
+        device=device,
+        precision=plan.precision,
+        cuts=tuple(cuts),
+        optimizer=OptimizerSettings(
+            kind=plan.optimizer,
+            learning_rate=training.learning_rate,
+            weight_decay=training.weight_decay,
+            betas=betas,
+            max_grad_norm=training.max_grad_norm,
+        ),
+        schedule=ScheduleSettings(
+            kind=training.scheduler,
+            warmup_ratio=training.warmup_ratio,
+            warmup_steps=training.warmup_steps,
+            min_ratio=getattr(training, "min_learning_rate_ratio", 0.0),
+        ),
+        loader=LoaderSettings(
+            num_workers=plan.num_workers,
+            pin_memory=plan.pin_memory,
+            persistent_workers=plan.persistent_workers,
+            prefetch_factor=plan.prefetch_factor,
+        ),
+        compile=plan.compile,
+        compile_mode=plan.compile_mode,
+        compile_scope=compile_scope,
+        cuda_graph=plan.cuda_graph,
+        sharding=plan.sharding,
+        eval_steps=training.eval_steps,
+        eval_batch_size=plan.eval_batch_size,
+        metric=metric,
+        greater_is_better=greater_is_better,
+        early_stopping_patience=training.early_stopping_patience,
+        logging_steps=training.logging_steps,
+        checkpoint_steps=training.checkpoint_steps,
+        keep_checkpoints=training.keep_checkpoints,
+        nonfinite=training.nonfinite,
+        profile_step=training.profile_step,
+        drop_last=training.drop_last,
+    )
 
 
 def optimizer_classes() -> dict[str, type[Optimizer]]:

@@ -42,6 +42,7 @@ def take_over(
     if before is None or not _suits(before, settings, model):
         shared.parts = None
         return None
+    before.model.train()
     if _copy(model, before.model):
         shared.frozen = frozen_checksum(before.model)
     for state in before.optimizer.state.values():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,11 +15,21 @@ from trainfit.conf.schema import EncoderModel
 from trainfit.core.plan_records import Plan
 from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.tokens import IntArray, Tokens
+from trainfit.engine.recovery import Parts
+from trainfit.engine.setup import describe
+from trainfit.jobs import tuned_plans
 from trainfit.jobs.metrics import class_metrics
-from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier, classification_loss
+from trainfit.jobs.models.backbone import Traits, packed_obstacle
+from trainfit.jobs.models.classifier import (
+    EncoderClassifier,
+    Head,
+    build_classifier,
+    classification_loss,
+)
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.measuring import flops
-from trainfit.packing import deal_steps
+from trainfit.packing import PackedCut, deal_steps
+from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
 
 Probabilities = NDArray[np.float64]
@@ -118,6 +129,45 @@ def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], 
     with torch.device("meta"):
         encoder = build_classifier(settings).encoder
     return flops.ideal_seconds(flops.count_flops(encoder), peak)
+
+
+def opening(parts: Parts, plan: Plan) -> RunSetup:
+    """Record the settings in effect, with the attention that the model will really take."""
+    return replace(
+        describe(parts, _attention(parts)),
+        method=plan.workload.method,
+        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
+    )
+
+
+def _attention(parts: Parts) -> AttentionPath | None:
+    model = parts.model
+    if isinstance(model, Head):
+        return AttentionPath(kind="frozen")
+    if not isinstance(model, EncoderClassifier):
+        return None
+    if not isinstance(parts.settings.cuts[0], PackedCut):
+        return _on_padded_rows(model.traits)
+    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    precision = halves.get(parts.settings.precision)
+    return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
+
+
+def _on_padded_rows(traits: Traits) -> AttentionPath | None:
+    """Attention that does not go through SDPA; None where it does."""
+    if traits.own_attention:
+        return AttentionPath(kind="own")
+    return None if traits.softcap is None else AttentionPath(kind="products")
+
+
+def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
+    """The kernel that attends within packed rows, or the reason for a mask."""
+    kind: AttentionKind = "varlen" if traits.softcap is None else "softcap"
+    if traits.own_attention:
+        kind = "disentangled"
+    if obstacle is not None:
+        kind = "mask"
+    return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
 def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:

@@ -27,25 +27,22 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Dataset, IntArray, Tokens
-from trainfit.engine.loop_settings import LoopSettings
-from trainfit.engine.recovery import Parts
+from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.saved_state import find_nonfinite
-from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
 from trainfit.jobs.baselines import Arrays, in_background
-from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds
+from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds, opening
 from trainfit.jobs.configuration import Chosen
-from trainfit.jobs.frozen import FrozenTask, Head, SharedFeatures
-from trainfit.jobs.models.backbone import Traits, packed_obstacle
+from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
-from trainfit.jobs.run import Run, loop_settings
+from trainfit.jobs.run import Run
 from trainfit.jobs.scores import FoldScores, JobResult
-from trainfit.packing import PackedCut, ladder
+from trainfit.packing import ladder
 from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
-from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
@@ -201,13 +198,17 @@ class PreparedEncoder:
         """Train and judge every fold, and summarise them."""
         finished, beaten = list[FoldScores](), dict[str, float]()
         wanted = run.world.first and self.config.baselines
-        with in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines:
+        with (
+            kept_in_memory(),
+            in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines,
+        ):
             for number in range(len(self.datasets)):
                 with timeline.stage("between folds", number + 1 if self.cross_validated else None):
                     scored = self._fold(run, number, resume)
                 if scored is None:
                     return self._end(run, finished, beaten)
                 finished.append(scored)
+            run.settle()
             if wanted:
                 with run.show.busy("scoring the baselines"), timeline.stage("baselines"):
                     beaten = baselines()
@@ -232,8 +233,8 @@ class PreparedEncoder:
     ) -> FoldScores:
         """Score the best weights on what was held out, and export them."""
         dataset, plan = self.datasets[number], run.plan
-        model = run.best_model(partial(_build, self, plan, run.device), folder, number)
-        assert isinstance(model, EncoderClassifier)
+        build = partial(_build, self, plan, run.device)
+        model = run.best_model(EncoderClassifier, build, folder, number)
         found, size = predict_within(
             model,
             dataset.test,
@@ -245,10 +246,32 @@ class PreparedEncoder:
         judged = scores.judge(dataset, found, result, number + 1, criteria=criteria)
         if not run.world.first:
             return judged
-        with run.show.busy("writing the model"), timeline.stage("export"):
-            facts = self._export_facts(size)
-            exports.write_classifier(folder / "export", model, self.chosen.tokenizer, facts)
-        rows = scores.rows(self.ids[number], dataset, found, number + 1)
+        weights = run.shared.best
+        run.later(partial(self._write, run, folder, title, model, weights, judged, found, size))
+        return judged
+
+    def _write(
+        self,
+        run: Run,
+        folder: Path,
+        title: str,
+        model: EncoderClassifier,
+        weights: Mapping[str, torch.Tensor] | None,
+        judged: FoldScores,
+        found: Probabilities,
+        eval_batch_size: int,
+    ) -> None:
+        """Write the model, the predictions and, last, the scores: then the fold is done."""
+        dataset, facts = self.datasets[judged.fold - 1], self._export_facts(eval_batch_size)
+        exports.write_classifier(
+            folder / "export",
+            model,
+            self.chosen.tokenizer,
+            facts,
+            weights=weights,
+            base=self._base(run, folder),
+        )
+        rows = scores.rows(self.ids[judged.fold - 1], dataset, found, judged.fold)
         write_whole(folder / "predictions.csv", scores.as_csv(rows), parents=False)
         judged.save(folder / "scores.json", parents=False)
         if self.cross_validated:
@@ -257,7 +280,14 @@ class PreparedEncoder:
                 journal.line(f"{title}: held-out f1 {judged.overall.f1:.4f}")
             # The weights are in the export; five folds' optimizer states would fill a disk.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-        return judged
+
+    def _base(self, run: Run, folder: Path) -> Path | None:
+        """Export of another fold with the same frozen weights, where there is one."""
+        if self.chosen.weights == "random" or not self.cross_validated:
+            return None
+        others = (run.folder / f"fold-{n + 1}" for n in range(len(self.datasets)))
+        written = (fold for fold in others if (fold / "scores.json").is_file())
+        return next((fold / "export" for fold in written if fold != folder), None)
 
     def _export_facts(self, eval_batch_size: int) -> dict[str, Any]:
         return {
@@ -346,45 +376,6 @@ def encoder_settings(
         folds=others,
     )
     return loop_settings(config, plan, cuts, device=device, seed=config.seed, metric=METRIC)
-
-
-def opening(parts: Parts, plan: Plan) -> RunSetup:
-    """Record the settings in effect, with the attention that the model will really take."""
-    return replace(
-        describe(parts, _attention(parts)),
-        method=plan.workload.method,
-        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
-    )
-
-
-def _attention(parts: Parts) -> AttentionPath | None:
-    model = parts.model
-    if isinstance(model, Head):
-        return AttentionPath(kind="frozen")
-    if not isinstance(model, EncoderClassifier):
-        return None
-    if not isinstance(parts.settings.cuts[0], PackedCut):
-        return _on_padded_rows(model.traits)
-    halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
-    precision = halves.get(parts.settings.precision)
-    return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
-
-
-def _on_padded_rows(traits: Traits) -> AttentionPath | None:
-    """Attention that does not go through SDPA; None where it does."""
-    if traits.own_attention:
-        return AttentionPath(kind="own")
-    return None if traits.softcap is None else AttentionPath(kind="products")
-
-
-def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
-    """The kernel that attends within packed rows, or the reason for a mask."""
-    kind: AttentionKind = "varlen" if traits.softcap is None else "softcap"
-    if traits.own_attention:
-        kind = "disentangled"
-    if obstacle is not None:
-        kind = "mask"
-    return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
 def _cap(config: EncoderConfig, plan: Plan, longest: int) -> int:

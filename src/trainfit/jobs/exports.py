@@ -16,9 +16,10 @@ end, so that it is complete or not there.
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
@@ -38,6 +39,7 @@ from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.sources import without_bars
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from trainfit.data.tokenizers import Tokenizer
@@ -47,12 +49,24 @@ _CHECKSUM_FIX = "export the model again, or get another copy of it"
 
 
 def write_classifier(
-    folder: Path, model: EncoderClassifier, tokenizer: Tokenizer, facts: dict[str, Any]
+    folder: Path,
+    model: EncoderClassifier,
+    tokenizer: Tokenizer,
+    facts: dict[str, Any],
+    *,
+    weights: Mapping[str, Tensor] | None = None,
+    base: Path | None = None,
 ) -> None:
-    """Write `model` with its tokenizer; `facts` go into head.json."""
+    """Write `model` with its tokenizer; `facts` go into head.json.
+
+    `weights` replace those of the model with the same names. `base` is an export of a model with
+    the same frozen weights: where adapters were trained, its files are linked.
+    """
+    state = {**model.state_dict(), **(weights or {})}
+    encoder = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
     head = {
         name: tensor.detach().cpu().contiguous()
-        for name, tensor in model.state_dict().items()
+        for name, tensor in state.items()
         if not name.startswith("encoder.")
     }
     settings = model.settings
@@ -64,7 +78,7 @@ def write_classifier(
         **facts,
     }
     with written_whole(folder) as unfinished:
-        _write_encoder(unfinished, model.encoder)
+        _write_encoder(unfinished, model.encoder, encoder, base)
         safetensors.torch.save_file(head, unfinished / "head.safetensors")
         _write_tokenizer(unfinished, tokenizer, model)
         write_whole(unfinished / "head.json", json.dumps(known, indent=2) + "\n")
@@ -98,15 +112,19 @@ def written_whole(folder: Path) -> Iterator[Path]:
         ) from error
 
 
-def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
+def _write_encoder(
+    folder: Path, encoder: PreTrainedModel, state: dict[str, Tensor], base: Path | None
+) -> None:
     if not getattr(encoder, "_hf_peft_config_loaded", False):
-        encoder.save_pretrained(folder / "encoder")
+        encoder.save_pretrained(folder / "encoder", state_dict=state)
         return
-    encoder.save_pretrained(folder / "adapter")
+    encoder.save_pretrained(folder / "adapter", state_dict=state)
+    if base is not None and _linked(base / "encoder", folder / "encoder"):
+        return
     # With adapters, save_pretrained writes them alone: the base weights need a second call.
     weights = {
         name.replace(".base_layer.", "."): tensor
-        for name, tensor in encoder.state_dict().items()
+        for name, tensor in state.items()
         if "lora_" not in name
     }
     encoder._hf_peft_config_loaded = False
@@ -114,6 +132,16 @@ def _write_encoder(folder: Path, encoder: PreTrainedModel) -> None:
         encoder.save_pretrained(folder / "encoder", state_dict=weights)
     finally:
         encoder._hf_peft_config_loaded = True
+
+
+def _linked(source: Path, target: Path) -> bool:
+    """Give the files of `source` a second name in `target`; False where the disk has no links."""
+    try:
+        shutil.copytree(source, target, copy_function=os.link)
+    except (OSError, shutil.Error):
+        shutil.rmtree(target, ignore_errors=True)
+        return False
+    return True
 
 
 def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifier) -> None:

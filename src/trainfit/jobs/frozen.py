@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainfit.data.tokens import Tokens
 from trainfit.jobs.classification import ClassifierTask, Probabilities
-from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier, Head
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.runs import timeline
 
@@ -50,18 +50,6 @@ class SharedFeatures:
                 found = compute(tokens.subset(missing))
             known.update(zip((starts[place] for place in missing), found, strict=True))
         return np.stack([known[start] for start in starts])
-
-
-class Head(nn.Module):
-    """Dropout and head of a classifier, on pooled outputs."""
-
-    def __init__(self, model: EncoderClassifier) -> None:
-        super().__init__()
-        self.dropout, self.head = model.dropout, model.head
-
-    def forward(self, pooled: Tensor) -> Tensor:
-        logits: Tensor = self.head(self.dropout(pooled))
-        return logits
 
 
 class FrozenTask(ClassifierTask):

@@ -23,7 +23,7 @@ from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens
 from trainfit.engine.distributed import World, first_says, gather
-from trainfit.engine.loop_settings import LoopSettings
+from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
@@ -34,7 +34,7 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
-from trainfit.jobs.run import Run, Show, loop_settings, train_job
+from trainfit.jobs.run import Run, Show, train_job
 from trainfit.measuring import flops
 from trainfit.packing import ladder
 from trainfit.runs import timeline

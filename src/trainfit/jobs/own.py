@@ -24,13 +24,13 @@ from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record, Scalar
-from trainfit.engine.loop_settings import LoopSettings
+from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.run import Run, Show, loop_settings, train_job
+from trainfit.jobs.run import Run, Show, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
 from trainfit.runs import timeline
@@ -248,7 +248,7 @@ class PreparedJob:
         result = run.train(0, run.folder, "", resume=resume)
         metrics = result.metrics
         if result.status == "finished":
-            model = run.best_model(self.job.model, run.folder)
+            model = run.best_model(nn.Module, self.job.model, run.folder)
             size = run.plan.effective_batch_size
             metrics = run.evaluate(OwnTask(self, self.job.model, size, held_out=self.test), model)
             if run.world.first:

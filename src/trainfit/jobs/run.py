@@ -15,10 +15,11 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -31,21 +32,19 @@ from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult, TrainTask
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, first_says, joined
-from trainfit.engine.loop_settings import (
-    LoaderSettings,
-    LoopSettings,
-    OptimizerSettings,
-    ScheduleSettings,
-)
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import find_launch, writing
+from trainfit.engine.saved_state import load_model
+from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, tuned_plans
 from trainfit.measuring.receipt import save_receipt
-from trainfit.packing import Cut
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runtime import applied
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -124,6 +123,10 @@ class Run:
     show: Show
     changes: Mapping[str, Any] = field(default_factory=dict)
     """Fields of LoopSettings that a comparison changes."""
+    shared: Shared = field(default_factory=Shared)
+    """Model, optimizer and code that all folds train with."""
+    _behind: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "export"))
+    _written: list[Future[None]] = field(default_factory=list)
 
     @property
     def idle_cores(self) -> int:
@@ -145,6 +148,7 @@ class Run:
             self.settings(fold),
             folder,
             resume=resume,
+            shared=self.shared,
             observers=self.show.watch(title),
             trackers=self.show.track(folder) if first else (),
             **extras,
@@ -157,14 +161,42 @@ class Run:
         return result
 
     @timeline.stage("judge")
-    def best_model(self, build: Callable[[], nn.Module], folder: Path, fold: int = 0) -> nn.Module:
-        """Build the model as the engine did and load the weights of its best evaluation."""
+    def best_model(
+        self, kind: type[ModuleT], build: Callable[[], ModuleT], folder: Path, fold: int = 0
+    ) -> ModuleT:
+        """Return the model with the weights of its best evaluation.
+
+        It is the model that was trained, where that is of the `kind` and its best weights are in
+        memory; else `build` makes one as the engine did, and the checkpoint is read.
+        """
+        parts, best = self.shared.parts, self.shared.best
+        if parts is not None and best is not None and isinstance(parts.model, kind):
+            load_model(parts.model, best)
+            return parts.model.eval()
+        self.shared.best = None
         with applied(RuntimeSettings(seed=self.settings(fold).seed)):
             model = build()  # with the engine's seed: weights that are not trained are not saved
         checkpoint.load_weights(folder, model, best=True)
         return model.to(self.device).eval()
 
-    @timeline.stage("judge")
+    def later(self, work: Callable[[], None]) -> None:
+        """Do the work that ends a fold beside the next fold, on a GPU; else now.
+
+        It may use `shared.best` and what no fold changes, but not the model's trained weights.
+        """
+        if self.shared.best is None:
+            with self.show.busy("writing the model"), timeline.stage("export"):
+                work()
+        else:
+            self._written.append(self._behind.submit(work))
+
+    def settle(self) -> None:
+        """Wait until everything is written, and raise what went wrong."""
+        with self.show.busy("writing the model"), timeline.stage("export"):
+            for one in self._written:
+                one.result()
+        self._written.clear()
+
     def evaluate(self, task: TrainTask, model: nn.Module) -> dict[str, float]:
         """Score a model as the loop's evaluations do."""
         with torch.no_grad(), autocast(self.device.type, self.plan.precision):
@@ -306,65 +338,3 @@ def _check_same_data(run: Path, prepared: Prepared) -> None:
         raise BadInput(what, "give a run's folder") from None
     if before != prepared.facts()["checksum"]:
         raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")
-
-
-# ── the loop's settings ───────────────────────────────────────────────────────────────────────
-
-
-def loop_settings(
-    config: Any,
-    plan: Plan,
-    cuts: Sequence[Cut],
-    *,
-    device: str,
-    seed: int,
-    metric: str,
-    greater_is_better: bool = True,
-    compile_scope: Any = "blocks",
-) -> LoopSettings:
-    """Return the loop's settings: numbers of the configuration, decisions of the plan."""
-    training = config.training
-    betas = (getattr(training, "beta1", 0.9), getattr(training, "beta2", 0.999))
-    return LoopSettings(
-        epochs=training.num_epochs,
-        max_steps=training.max_steps,
-        seed=seed,
-        device=device,
-        precision=plan.precision,
-        cuts=tuple(cuts),
-        optimizer=OptimizerSettings(
-            kind=plan.optimizer,
-            learning_rate=training.learning_rate,
-            weight_decay=training.weight_decay,
-            betas=betas,
-            max_grad_norm=training.max_grad_norm,
-        ),
-        schedule=ScheduleSettings(
-            kind=training.scheduler,
-            warmup_ratio=training.warmup_ratio,
-            warmup_steps=training.warmup_steps,
-            min_ratio=getattr(training, "min_learning_rate_ratio", 0.0),
-        ),
-        loader=LoaderSettings(
-            num_workers=plan.num_workers,
-            pin_memory=plan.pin_memory,
-            persistent_workers=plan.persistent_workers,
-            prefetch_factor=plan.prefetch_factor,
-        ),
-        compile=plan.compile,
-        compile_mode=plan.compile_mode,
-        compile_scope=compile_scope,
-        cuda_graph=plan.cuda_graph,
-        sharding=plan.sharding,
-        eval_steps=training.eval_steps,
-        eval_batch_size=plan.eval_batch_size,
-        metric=metric,
-        greater_is_better=greater_is_better,
-        early_stopping_patience=training.early_stopping_patience,
-        logging_steps=training.logging_steps,
-        checkpoint_steps=training.checkpoint_steps,
-        keep_checkpoints=training.keep_checkpoints,
-        nonfinite=training.nonfinite,
-        profile_step=training.profile_step,
-        drop_last=training.drop_last,
-    )

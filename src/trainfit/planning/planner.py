@@ -34,7 +34,7 @@ from trainfit.planning.cuts import (
     target_for,
     with_margin,
 )
-from trainfit.planning.decide import captured, compiled_or_eager, may_compile
+from trainfit.planning.decide import compiled_or_eager, may_compile
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content, room_gained, spread
 from trainfit.planning.estimator.estimate import Target, start

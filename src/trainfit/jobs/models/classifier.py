@@ -253,6 +253,18 @@ class EncoderClassifier(nn.Module):
         return self
 
 
+class Head(nn.Module):
+    """Dropout and head of a classifier, on pooled outputs of a frozen encoder."""
+
+    def __init__(self, model: EncoderClassifier) -> None:
+        super().__init__()
+        self.dropout, self.head = model.dropout, model.head
+
+    def forward(self, pooled: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.dropout(pooled))
+        return logits
+
+
 def classification_loss(
     logits: Tensor, labels: Tensor, class_weights: Tensor | None = None
 ) -> Tensor:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -60,15 +62,54 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
                 text, dtype=dtype, trust_remote_code=False
             )
         return random
-    with refusing(partial(_unreadable, place)), without_bars():
+    kept, key = _KEPT.get(), (place, str(dtype), config.to_json_string())
+    if kept is not None and key in kept:
+        return copy.deepcopy(kept[key])
+    model, complete = _read(config, place, dtype)
+    if kept is not None and complete:
+        kept[key] = copy.deepcopy(model)
+    return model
+
+
+def _read(config: PretrainedConfig, place: str, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
+    """Read a model; True where all of its weights were there, but for a pooler's.
+
+    Random numbers for those that were not leave no trace in the generator: what is drawn later is
+    the same if the model comes from memory.
+    """
+    from torch.random import fork_rng
+
+    with refusing(partial(_unreadable, place)), without_bars(), fork_rng(devices=[]):
         # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
-        whole = _class_of(config).from_pretrained(
-            None, config=config, state_dict=state, dtype=dtype, trust_remote_code=False
+        kind: Any = _class_of(config)
+        whole, info = kind.from_pretrained(
+            None,
+            config=config,
+            state_dict=state,
+            dtype=dtype,
+            trust_remote_code=False,
+            output_loading_info=True,
         )
     # Only the text part of a model of text and images is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
-    return model
+    return model, all("pooler" in name for name in info["missing_keys"])
+
+
+_KEPT: ContextVar[dict[tuple[str, str, str], PreTrainedModel] | None] = ContextVar(
+    "kept", default=None
+)
+"""Models that were read inside `kept_in_memory`."""
+
+
+@contextmanager
+def kept_in_memory() -> Iterator[None]:
+    """Read each model once inside a block, and build it from host memory from then on."""
+    token = _KEPT.set({})
+    try:
+        yield
+    finally:
+        _KEPT.reset(token)
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
