@@ -42,6 +42,7 @@ from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model, load_task_state
 from trainfit.runs import timeline
+from trainfit.measuring.timing import synchronize
 from trainfit.runs.run_folder import identity
 
 _FOLDER = "checkpoints"
@@ -233,10 +234,10 @@ def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
     if sum(t.nbytes for t in new.values()) * _ROOM > psutil.virtual_memory().available:
         return None
     for name, tensor in new.items():
-        pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
     for name, tensor in named.items():
         pinned[name].copy_(tensor, non_blocking=True)
-    torch.cuda.synchronize()
+    synchronize()
 
     def part(which: str) -> dict[str, Tensor]:
         return {name: pinned[f"{which}/{name}"] for name in getattr(contents, which)}
