@@ -32,7 +32,9 @@ def test_a_fold_has_the_bits_of_a_run_of_its_own(tmp_path: Path, options: dict[s
     for fold, sequences in enumerate((38, 30, 44)):
         task = ToyTask(sequences=sequences, **options)
         chosen = replace(settings(task), seed=fold, epochs=2.0)
-        alone = trained(ToyTask(sequences=sequences, **options), chosen, tmp_path / f"a{fold}", None)
+        alone = trained(
+            ToyTask(sequences=sequences, **options), chosen, tmp_path / f"a{fold}", None
+        )
         assert trained(task, chosen, tmp_path / f"s{fold}", shared) == alone
         assert shared.parts is not None
         models.add(id(shared.parts.model))
