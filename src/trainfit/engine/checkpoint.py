@@ -41,8 +41,8 @@ from trainfit.engine import fsdp
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model, load_task_state
-from trainfit.runs import timeline
 from trainfit.measuring.timing import synchronize
+from trainfit.runs import timeline
 from trainfit.runs.run_folder import identity
 
 _FOLDER = "checkpoints"
