@@ -186,6 +186,8 @@ def write_model(folder: Path, name: str, texts: Sequence[str], *, tiny: bool) ->
         vocabulary=min(config.vocab_size, 8192),
         pad_id=pad if isinstance(pad, int) and 0 <= pad <= 4 else 0,
     )
+    if (getattr(config, "type_vocab_size", None) or 0) < 2:
+        tokenizer.model_input_names = ["input_ids", "attention_mask"]
     tokenizer.save_pretrained(folder)
 
 

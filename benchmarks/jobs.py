@@ -190,7 +190,8 @@ class Bench:
         others = [one for one in earlier if one.get("id") != self.record["id"]]
         content = {"records": [*others, self.record]}
         write_whole(self.out, json.dumps(content, indent=1) + "\n")
-        shown = {name: value for name, value in run.items() if name not in ("stages", "plan_time")}
+        long = ("stages", "plan_time", "trials", "folds")
+        shown = {name: value for name, value in run.items() if name not in long}
         print(json.dumps(shown), flush=True)
 
 
@@ -199,19 +200,18 @@ class Bench:
 
 def trainfit_words(bench: Bench, job: Job, runs: Path) -> list[str]:
     """The command line after `trainfit`, as a user would write it."""
-    data, size = bench.scratch / "data", f"training.effective_batch_size={job.batch}"
+    data, size = data_folder(bench, job), f"training.effective_batch_size={job.batch}"
     words = [*job.command.split(), f"runs_dir={runs}"]
     if bench.name == "embedded":
         tiny = ("training.num_epochs=1",) if bench.tiny else ()
         return [*words, *job.words, *tiny]
     if job.kind == "tokens":
         shape = "gpt-tiny" if bench.tiny else "gpt-124m"
-        words += [f"data.data_dir={data / 'tokens'}", f"model.name={shape}", size]
+        words += [f"data.data_dir={data}", f"model.name={shape}", size]
         words += ["training.warmup_steps=30", f"training.learning_rate={job.learning_rate}"]
     else:
-        source = f"data.train={data / 'texts' / 'texts.csv'}"
-        if job.kind == "pairs":
-            source = f"data.data_dir={data / folder_name(job)}"
+        pairs = job.kind == "pairs"
+        source = f"data.data_dir={data}" if pairs else f"data.train={data / 'texts.csv'}"
         batch = f"training.effective_batch_size={','.join(map(str, batches(job)))}"
         frozen = job.method == "frozen"
         words += [source, f"model.name={model_folder(bench, job)}", batch if job.trials else size]
@@ -232,7 +232,7 @@ def run_trainfit(bench: Bench, job: Job, cold: bool) -> dict[str, Any]:
     """A run of the command, with what its folder says about it."""
     runs = bench.scratch / "runs"
     shutil.rmtree(runs, ignore_errors=True)
-    caches = bench.scratch / "caches" / "trainfit"
+    caches = bench.scratch / "caches" / bench.name / "trainfit"
     words = [sys.executable, "-m", "trainfit", *trainfit_words(bench, job, runs)]
     found = timed(bench, words, caches, cold)
     if "error" not in found:
@@ -285,8 +285,10 @@ def read_study(bench: Bench, runs: Path) -> dict[str, Any]:
     )
     trials = json.loads(said.stdout)["trials"]
     trials_file(bench).write_text(json.dumps([one["params"] for one in trials]))
-    best = max((one["value"] for one in trials if one["value"] is not None), default=None)
-    return {"trials": trials, "f1": best}
+    result = json.loads((runs / "hpo-jobs" / "result.json").read_text())
+    kept = ("params", "value", "state", "seconds")
+    shown = [{name: one[name] for name in kept} for one in trials]
+    return {"trials": shown, "f1": result["best"]["test"]["f1"]}
 
 
 def trials_file(bench: Bench) -> Path:
@@ -305,7 +307,7 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: tuple[str, int]) ->
         "job_kind": "study" if job.trials else job.kind,
         "kind": job.kind,
         "model": str(model_folder(bench, job)),
-        "data": str(bench.scratch / "data" / folder_name(job)),
+        "data": str(data_folder(bench, job)),
         "parts": str(parts_file(bench, job)),
         "scratch": str(scratch),
         "result": str(scratch / "result.json"),
@@ -326,7 +328,7 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: tuple[str, int]) ->
     }
     (scratch / "spec.json").write_text(json.dumps(spec))
     words = [sys.executable, str(HERE / "trainer_job.py"), str(scratch / "spec.json")]
-    found = timed(bench, words, bench.scratch / "caches" / "trainer", cold)
+    found = timed(bench, words, bench.scratch / "caches" / bench.name / "trainer", cold)
     result = scratch / "result.json"
     said = json.loads(result.read_text()) if result.exists() else {}
     shutil.rmtree(scratch, ignore_errors=True)
@@ -391,8 +393,8 @@ def timed(bench: Bench, words: list[str], caches: Path, cold: bool) -> dict[str,
 # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def folder_name(job: Job) -> str:
-    return {"pairs": f"posts-{job.scale}-{job.posts}"}.get(job.kind, job.kind)
+def data_folder(bench: Bench, job: Job) -> Path:
+    return bench.scratch / "data" / f"{job.kind}-{job.scale}-{job.tokens or job.posts}"
 
 
 def model_folder(bench: Bench, job: Job) -> Path:
@@ -401,7 +403,7 @@ def model_folder(bench: Bench, job: Job) -> Path:
 
 
 def parts_file(bench: Bench, job: Job) -> Path:
-    return bench.scratch / f"parts-{bench.name}-{folder_name(job)}.json"
+    return bench.scratch / f"parts-{bench.name}-{data_folder(bench, job).name}.json"
 
 
 def batches(job: Job) -> list[int]:
@@ -414,7 +416,7 @@ def make_files(bench: Bench, jobs: list[Job]) -> None:
     folds = [f"cv.folds={job.folds}"] if job.folds else []
     spec = {
         "kind": job.kind,
-        "data": str(bench.scratch / "data" / folder_name(job)),
+        "data": str(data_folder(bench, job)),
         "parts": str(parts_file(bench, job)),
         "models": {str(model_folder(bench, one)): one.model for one in jobs},
         "posts": job.posts,

@@ -297,6 +297,8 @@ def search() -> None:
     trials = json.loads(Path(SPEC["trials_file"]).read_text())
     for params in trials:
         study.enqueue_trial(params)
+    drawn = {params["training.effective_batch_size"] for params in trials}
+    batches = sorted(drawn | set(SPEC["batches"]))
 
     def objective(trial: optuna.Trial) -> float:
         changes = changes_of(
@@ -312,7 +314,7 @@ def search() -> None:
                     "training.scheduler", ["linear", "cosine"]
                 ),
                 "training.effective_batch_size": trial.suggest_categorical(
-                    "training.effective_batch_size", SPEC["batches"]
+                    "training.effective_batch_size", batches
                 ),
             }
         )
