@@ -35,25 +35,15 @@ __all__ = [
 def detect_gpu_info() -> dict[str, Any]:
     """The first GPU in plain values; without one, has_gpu is False and the rest is empty."""
     profile = detect()
-    if not profile.gpus:
-        return {
-            "has_gpu": False,
-            "gpu_count": 0,
-            "gpu_name": None,
-            "gpu_memory_gb": 0.0,
-            "compute_capability": None,
-            "supports_bfloat16": False,
-            "supports_tf32": False,
-        }
-    gpu = profile.gpus[0]
+    gpu = profile.gpu
     return {
-        "has_gpu": True,
+        "has_gpu": gpu is not None,
         "gpu_count": len(profile.gpus),
-        "gpu_name": gpu.name,
-        "gpu_memory_gb": gpu.memory_gib,
-        "compute_capability": gpu.compute_capability,
-        "supports_bfloat16": gpu.native_bf16,
-        "supports_tf32": gpu.tf32,
+        "gpu_name": gpu.name if gpu else None,
+        "gpu_memory_gb": gpu.memory_gib if gpu else 0.0,
+        "compute_capability": gpu.compute_capability if gpu else None,
+        "supports_bfloat16": gpu is not None and gpu.native_bf16,
+        "supports_tf32": gpu is not None and gpu.tf32,
     }
 
 

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
+from types import FunctionType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +24,15 @@ from hardware_fakes import (
 
 from trainfit.cli.main import run
 from trainfit.core.records import CompileSupport, Note
-from trainfit.doctor import Finding, MachineFacts, examine, gather, is_healthy
+from trainfit.doctor import (
+    Finding,
+    MachineFacts,
+    examine,
+    gather,
+    is_healthy,
+    machine_checks,
+    run_checks,
+)
 from trainfit.doctor.facts import (
     DiskRates,
     GpuActivity,
@@ -302,6 +310,16 @@ def test_every_note_of_detection_is_a_finding():
     # cores are assumed of machines that are not here.
     elsewhere = {"memory_in_use", "cpu_bf16_dies", "assumed_cores"}
     assert codes <= {check.fault.id for check in CHECKS} | elsewhere
+
+
+def test_every_function_has_a_row_of_signs_yaml():
+    """A check is found by its name, so one without a row would never run."""
+    for module in (machine_checks, run_checks):
+        found = {
+            n for n, f in vars(module).items() if getattr(f, "__module__", "") == module.__name__
+        }
+        public = {n for n in found if isinstance(getattr(module, n), FunctionType) and n[0] != "_"}
+        assert public - {"examine", "examine_run"} <= {check.fault.id for check in module.CHECKS}
 
 
 # ── gathering ─────────────────────────────────────────────────────────────────────────────────

@@ -8,11 +8,11 @@ from rich.console import Console, RenderableType
 
 from trainfit.core.plan_records import Plan, Reason, TimeEstimate
 from trainfit.core.records import Measurement
+from trainfit.reports.model import duration
 from trainfit.reports.plan_page import (
     UNRECORDED,
     comparison,
     comparison_data,
-    duration,
     plan_page,
     ranked,
 )

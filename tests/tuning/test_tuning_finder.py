@@ -184,7 +184,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
     monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
-    found = finder._probe(job, replace(here, gpus=(gpu,)), fake, 0.0)
+    found = finder._on_gpu(job, replace(here, gpus=(gpu,)), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
     assert found.recommended_rows == int(0.9 * found.largest_rows)
     assert len(found.probes) == len(fake.runs) <= 3
@@ -207,7 +207,7 @@ def test_a_task_spec_that_cannot_be_predicted_is_probed_all_the_same(monkeypatch
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
     monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(factory="trainfit.core.errors:BadInput")
-    found = finder._probe(job, replace(here, gpus=here.gpus), fake, 0.0)
+    found = finder._on_gpu(job, replace(here, gpus=here.gpus), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
     assert any(reason.startswith("no prediction") for reason in found.reasons)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -44,8 +44,8 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
         measured = None if profile.simulated else remembered(profile)
     specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
     if as_json:
-        data = _data(profile, specs, _recommended(profile), measured)
-        click.echo(codec.for_programs(data))
+        more = {"datasheet": specs, "recommended": _recommended(profile), "measured": measured}
+        click.echo(codec.for_programs(codec.encode(profile) | codec.encode(more)))
     elif short:
         lines = [terminal.gpu_line(g) for g in profile.gpus]
         click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
@@ -101,13 +101,3 @@ def _measure(profile: HardwareProfile, quiet: bool) -> Measurements:
             measured = measure(profile, progress=lambda name: status.update(f"measuring {name}"))
     remember(measured)
     return measured
-
-
-def _data(profile: Any, specs: Any, recommended: Any, measured: Any) -> dict[str, Any]:
-
-    return {
-        **codec.encode(profile),
-        "datasheet": codec.encode(specs),
-        "recommended": codec.encode(recommended),
-        "measured": codec.encode(measured),
-    }

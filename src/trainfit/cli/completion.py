@@ -109,8 +109,5 @@ def _words(kind: Any) -> list[Any]:
 
 
 def _shown(value: Any) -> str:
-    return {True: "true", False: "false", None: "null"}[value] if _is_word(value) else str(value)
-
-
-def _is_word(value: Any) -> bool:
-    return value is None or isinstance(value, bool)
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

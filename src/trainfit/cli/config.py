@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -11,7 +11,7 @@ from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.core import codec
 
 if TYPE_CHECKING:
-    from trainfit.conf import Composed
+    pass
 
 
 config_option = click.option(
@@ -44,24 +44,17 @@ def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if as_json:
-        click.echo(codec.for_programs(_data(composed)))
+        values = {
+            key: {"value": value, "from": composed.origins[key]}
+            for key, value in composed.values().items()
+        }
+        about = {name: getattr(composed, name) for name in ("task", "hardware", "experiment")}
+        click.echo(codec.for_programs(about | {"values": values}))
         return
     console = terminal.console()
     experiment = f", experiment {composed.experiment}" if composed.experiment else ""
     console.print(f"{composed.task} with hardware {composed.hardware}{experiment}")
     console.print(terminal.config_table(composed))
-
-
-def _data(composed: Composed) -> dict[str, Any]:
-    return {
-        "task": composed.task,
-        "hardware": composed.hardware,
-        "experiment": composed.experiment,
-        "values": {
-            key: {"value": value, "from": composed.origins[key]}
-            for key, value in composed.values().items()
-        },
-    }
 
 
 @click.command()

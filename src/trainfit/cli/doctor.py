@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -39,7 +39,7 @@ def command(log: Path | None, run: str | None, as_json: bool) -> int:
     findings = _find(log, run, quiet=as_json)
     healthy = is_healthy(findings)
     if as_json:
-        click.echo(codec.for_programs(_data(findings, healthy)))
+        click.echo(codec.for_programs({"healthy": healthy, "findings": codec.encode(findings)}))
     else:
         terminal.console().print(page(findings, healthy))
     return 0 if healthy else 1
@@ -89,8 +89,3 @@ def _finding(finding: Finding) -> RenderableType:
     shown.add_row(title.append(f" ({finding.id})", "dim"))
     shown.add_row(Padding(grid, (0, 0, 1, 2)))
     return shown
-
-
-def _data(findings: Sequence[Finding], healthy: bool) -> dict[str, Any]:
-
-    return {"healthy": healthy, "findings": codec.encode(findings)}

@@ -85,7 +85,7 @@ def _search(
     best = finish(opened, objectives.get) if ended == "done" else None
     result = summarise(opened, best, time.perf_counter() - begun)
     if as_json:
-        click.echo(codec.for_programs(_encoded(result), None))
+        click.echo(codec.for_programs(codec.encode(result), None))
     else:
         again = " ".join(["trainfit hpo", task, *setting.words])
         terminal.console().print(study_page(result, str(setting.folder), again))
@@ -120,6 +120,7 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
     from trainfit.hpo.fleet import check_room, run_fleet, seats, work
     from trainfit.hpo.run_trial import run_trial
     from trainfit.hpo.status import status_of
+    from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
     board = Board(terminal.console(stderr=True))
@@ -127,15 +128,9 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
     if workers == 1:
         run = partial(run_trial, opened, objectives.get())
         return work(opened.desk(), run, tell=lambda *_: board.show(status_of(opened)))
-    taken = seats(workers, _gpus(opened), os.environ)
+    taken = seats(workers, len(machine(opened.setting.composed).gpus), os.environ)
     check_room(opened, objectives.get, taken)
     return run_fleet(opened.setting, taken, lambda: board.show(status_of(opened)))
-
-
-def _gpus(opened: OpenStudy) -> int:
-    from trainfit.jobs.job_plan import machine
-
-    return len(machine(opened.setting.composed).gpus)
 
 
 def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float) -> int:
@@ -194,12 +189,12 @@ def status(study: str | None, storage: str | None, as_json: bool) -> None:
         every = [status_of(find_study(name, url)) for name in names]
     if study is not None:
         if as_json:
-            click.echo(codec.for_programs(_encoded(every[0]), None))
+            click.echo(codec.for_programs(codec.encode(every[0]), None))
         else:
             console.print(status_page(every[0]))
         return
     if as_json:
-        click.echo(json.dumps(_encoded(every)))
+        click.echo(json.dumps(codec.encode(every)))
     else:
         console.print(studies_page(every))
 
@@ -228,7 +223,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
         return INTERRUPTED
     path = opened.setting.folder / "best.yaml"
     if as_json:
-        click.echo(codec.for_programs({**_encoded(found), "config": str(path)}, None))
+        click.echo(codec.for_programs({**codec.encode(found), "config": str(path)}, None))
         return 0
     scores = ", ".join(f"{name} {value:.4f}" for name, value in found.test.items())
     click.echo(f"trial {found.trial} of {study}: {opened.setting.hpo.metric} {found.value:.4f}")
@@ -249,8 +244,3 @@ def _default_storage() -> str:
             "there is no study in runs/hpo.db", f"give the storage with --storage or {STORAGE}"
         )
     return default_storage(Path("runs"))
-
-
-def _encoded(record: Any) -> Any:
-
-    return codec.encode(record)

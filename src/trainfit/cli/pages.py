@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from trainfit.core import codec
+from trainfit.core.plan_records import shown
 from trainfit.core.records import Scalar
 from trainfit.measuring.timing import median_interval
 from trainfit.reports import terminal
@@ -76,13 +77,7 @@ def describe(settings: dict[str, Scalar]) -> str:
     """Changed settings in words."""
     if not settings:
         return "as planned"
-    return ", ".join(f"{name}={_value(value)}" for name, value in settings.items())
-
-
-def _value(value: Scalar) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"{value:,}" if isinstance(value, int) else str(value)
+    return ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
 
 
 def result_page(result: TuneResult) -> RenderableType:

@@ -87,15 +87,9 @@ def command(
     if form == "table":
         terminal.console().print(page.plan_page(made))
     elif form == "json":
-        click.echo(codec.for_programs(data(made)))
+        click.echo(codec.for_programs(codec.encode(made)))
     else:
         _hand_over(form, made, composed)
-
-
-def data(plan: Plan) -> dict[str, Any]:
-    """A plan for a program."""
-    encoded: dict[str, Any] = codec.encode(plan)
-    return encoded
 
 
 def _compare(composed: Composed, watts: float | None, price: float | None, form: str) -> None:

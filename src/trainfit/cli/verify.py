@@ -53,6 +53,7 @@ def command(
     """
     from trainfit.cli import verify_pages as pages
     from trainfit.core.errors import BadInput
+    from trainfit.runs import run_folder
 
     if as_json and markdown:
         raise BadInput("--json and --markdown were both given", "give one of them")
@@ -62,7 +63,7 @@ def command(
     if words is not None:
         code, verified = _observe(words, quiet=(as_json or markdown) and output is None)
     else:
-        verified = pages.of_run(_find(str(run)))
+        verified = pages.of_run(run_folder.find(str(run), Path("runs")))
     if verified is None:
         return code or 1
     text: Any = None
@@ -87,12 +88,6 @@ def _show(verified: Verified, text: str | None, output: Path | None) -> None:
         click.echo(text, nl=False)
     else:
         terminal.console().print(pages.table(verified))
-
-
-def _find(run: str) -> Path:
-    from trainfit.runs import run_folder
-
-    return run_folder.find(run, Path("runs"))
 
 
 def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:

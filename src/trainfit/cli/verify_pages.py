@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core import codec
-from trainfit.core.records import Receipt, ReceiptItem
+from trainfit.core.records import Receipt
 from trainfit.measuring.observe import Observed
 from trainfit.measuring.receipt import EVIDENCE, read_receipt
 from trainfit.measuring.trace import Evidence
@@ -108,72 +108,41 @@ def _word(value: Any) -> str:
 
 # ── Markdown ──────────────────────────────────────────────────────────────────────────────────
 
+_MARKS = {
+    "active": "✅ ACTIVE",
+    "not_active": "❌ NOT ACTIVE",
+    "off": "⚠️ OFF",
+    "not_applicable": "➖ NOT APPLICABLE",
+}
+
 
 def markdown(verified: Verified) -> str:
     """Status report: active and inactive settings, metrics, recommendations by priority."""
-    receipt = verified.receipt
-    enabled = [item for item in receipt.items if item.status == "active"]
-    others = [item for item in receipt.items if item.status != "active"]
-    others.sort(key=lambda item: list(_STATUS).index(item.status))
-    lines = [
-        "# Hardware Optimization Status Report",
-        f"## Generated: {date.today().isoformat()}",
-        "",
-        f"What ran in {receipt.run}, by evidence of one profiled step.",
-        *_machine(verified.evidence),
-        "",
-        "---",
-        "",
-        "## ✅ ENABLED OPTIMIZATIONS",
-        *_sections(enabled),
-        "",
-        "---",
-        "",
-        "## ⚠️ DISABLED/NOT ACTIVE OPTIMIZATIONS",
-        *_sections(others),
-        "",
-        "---",
-        "",
-        "## 📊 PERFORMANCE METRICS",
-        "",
-        *_metrics(verified),
-        "",
-        "---",
-        "",
-        "## 🔧 RECOMMENDED IMPROVEMENTS",
-        *_recommendations(verified),
-        "",
-        "---",
-        "",
-        "## 🎯 CONCLUSION",
-        "",
-        f"**Overall Optimization Status**: {receipt.verdict()}",
-    ]
-    return "\n".join(lines) + "\n"
+    from jinja2 import Environment, StrictUndefined
 
-
-def _machine(evidence: Evidence | None) -> list[str]:
-    if evidence is None:
-        return []
-    device = evidence.device_name or evidence.device.upper()
-    return [f"Step {evidence.step}, on {device}, torch {evidence.torch}."]
-
-
-def _sections(items: list[ReceiptItem]) -> Iterator[str]:
-    marks = {"active": "✅ ACTIVE", "not_active": "❌ NOT ACTIVE", "off": "⚠️ OFF"}
-    if not items:
-        yield from ("", "None.")
-    for number, item in enumerate(items, 1):
-        title = _title(item.name)
-        yield from ("", f"### {number}. **{title}** {marks.get(item.status, '➖ NOT APPLICABLE')}")
-        if item.requested is not None:
-            yield f"- **Requested**: {_word(item.requested)}"
-        if item.observed is not None:
-            yield f"- **Observed**: {_word(item.observed)}"
-        name = "Why" if item.status in ("not_active", "not_applicable") else "Evidence"
-        yield f"- **{name}**: {item.evidence}"
-        if item.mend:
-            yield f"- **Recommendation**: {item.mend}"
+    options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
+    environment = Environment(undefined=StrictUndefined, **options)  # type: ignore[arg-type]
+    environment.filters["word"] = _word
+    text = Path(__file__).with_name("status_report.md.j2").read_text(encoding="utf-8")
+    receipt, figures = verified.receipt, verified.figures
+    items = sorted(receipt.items, key=lambda item: list(_STATUS).index(item.status))
+    return environment.from_string(text).render(
+        today=date.today().isoformat(),
+        receipt=receipt,
+        evidence=verified.evidence,
+        items={
+            "✅ ENABLED OPTIMIZATIONS": [i for i in items if i.status == "active"],
+            "⚠️ DISABLED/NOT ACTIVE OPTIMIZATIONS": [i for i in items if i.status != "active"],
+        },
+        marks=_MARKS,
+        title=_title,
+        metrics={title: form.format(figures[n]) for n, title, form in _METRICS if n in figures},
+        improvements={
+            "High Priority": [(item.name, item.mend) for item in receipt.items if item.mend],
+            "Medium Priority": list(_medium(verified)),
+            "Low Priority (Optional)": list(_low(verified)),
+        },
+    )
 
 
 def _title(name: str) -> str:
@@ -188,29 +157,6 @@ _METRICS = (
     ("memory_gib", "Peak memory", "{:.2f} GiB"),
     ("wait_share", "Waiting for data", "{:.1%} of the time"),
 )
-
-
-def _metrics(verified: Verified) -> Iterator[str]:
-    known = [m for m in _METRICS if m[0] in verified.figures]
-    for name, title, form in known:
-        yield f"- **{title}**: {form.format(verified.figures[name])}"
-    if not known:
-        yield "Nothing was measured."
-
-
-def _recommendations(verified: Verified) -> Iterator[str]:
-    failed = [(item.name, item.mend) for item in verified.receipt.items if item.mend]
-    yield from _advice("High Priority", failed)
-    yield from _advice("Medium Priority", list(_medium(verified)))
-    yield from _advice("Low Priority (Optional)", list(_low(verified)))
-
-
-def _advice(title: str, advice: list[tuple[str, str]]) -> Iterator[str]:
-    yield from ("", f"### {title}:")
-    for number, (name, text) in enumerate(advice, 1):
-        yield f"{number}. **{_title(name)}**: {text}"
-    if not advice:
-        yield "None."
 
 
 def _medium(verified: Verified) -> Iterator[tuple[str, str]]:

@@ -73,12 +73,9 @@ def _section(kind: type, composed: Composed, prefix: str, depth: int) -> Iterato
             yield f"{field.name}:"
             yield from _section(inner, composed, f"{prefix}{field.name}.", depth + 1)
         else:
-            yield from _comment(_told(texts.get(field.name, ""), inner), depth)
+            text = f"{texts.get(field.name, '')} Takes {codec.describe(inner)}."
+            yield from _comment(" ".join(text.split()), depth)
             yield f"{'  ' * depth}#{field.name}: {_plain(values[prefix + field.name])}"
-
-
-def _told(text: str, kind: Any) -> str:
-    return " ".join([*text.split(), f"Takes {codec.describe(kind)}."])
 
 
 def _comment(text: str, depth: int) -> Iterator[str]:

@@ -77,7 +77,8 @@ def tokenizer_files(place: str) -> dict[str, str]:
                 "name a tokenizer class of transformers, or leave tokenizer_class out",
             )
         for key, value in settings.items():
-            if key.endswith(("_file", "_files")) and _leads_out(value):
+            outside = any(Path(name).name != name for name in _names(value))
+            if key.endswith(("_file", "_files")) and outside:
                 own = fetch(place, Path(value).name) if isinstance(value, str) else None
                 if own is None:
                     raise BadInput(
@@ -86,10 +87,6 @@ def tokenizer_files(place: str) -> dict[str, str]:
                     )
                 found[key] = str(own)
     return found
-
-
-def _leads_out(value: Any) -> bool:
-    return any(Path(name).name != name for name in _names(value))
 
 
 def _names(value: Any) -> list[str]:

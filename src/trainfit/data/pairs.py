@@ -70,7 +70,13 @@ def nli_dataset(
         if not part.size:
             raise BadInput(f"the {name} part has no pairs", "give it a share of the data")
     datasets = {name: tokens.subset(part) for name, part in parts.items()}
-    return Dataset(**datasets, metadata=_metadata(datasets))
+    metadata = {
+        "classes": list(CLASSES),
+        "criteria": [criterion.code for criterion in CRITERIA],
+        "class_weights": balanced_weights(datasets["train"].labels, CLASSES),
+        **{name: _describe(part) for name, part in datasets.items()},
+    }
+    return Dataset(**datasets, metadata=metadata)
 
 
 def sample_negatives(
@@ -83,15 +89,6 @@ def sample_negatives(
     count = min(negative.size, round(ratio * positive.size))
     drawn = np.random.default_rng((seed, 7)).choice(negative, count, replace=False)
     return np.sort(np.concatenate([positive, drawn]))
-
-
-def _metadata(parts: dict[str, Tokens]) -> dict[str, Any]:
-    """Counts, classes and class weights of the parts, without any text."""
-    return {
-        "classes": list(CLASSES),
-        "criteria": [criterion.code for criterion in CRITERIA],
-        "class_weights": balanced_weights(parts["train"].labels, CLASSES),
-    } | {name: _describe(part) for name, part in parts.items()}
 
 
 def _describe(part: Tokens) -> dict[str, Any]:

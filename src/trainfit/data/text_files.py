@@ -84,7 +84,8 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Iterator[R
     number = 0
     try:
         header = next(lines, [])
-        places = {_first(names): _place(path, header, names) for names in columns}
+        spellings = [(names,) if isinstance(names, str) else names for names in columns]
+        places = {names[0]: _place(path, header, names) for names in spellings}
         for number, values in enumerate(lines, 1):
             if not values:
                 continue
@@ -102,12 +103,7 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Iterator[R
         ) from None
 
 
-def _first(names: str | tuple[str, ...]) -> str:
-    return names if isinstance(names, str) else names[0]
-
-
-def _place(path: Path, header: list[str], names: str | tuple[str, ...]) -> int:
-    spellings = (names,) if isinstance(names, str) else names
+def _place(path: Path, header: list[str], spellings: tuple[str, ...]) -> int:
     places = [place for place, name in enumerate(header) if name in spellings]
     if len(places) > 1:
         raise BadInput(f"{path} has the column {spellings[0]} twice", "rename one of them")

@@ -189,7 +189,8 @@ def _write(
                     "name the right column (data.label_column)",
                 )
             classes.write(np.array(numbers, dtype=np.int32).tobytes())
-            groups.write(b"".join(_group(name) for name in chunk.groups))
+            for name in chunk.groups:  # a hash of its name, so that no table of groups is needed
+                groups.write(hashlib.blake2b(name.encode(), digest_size=8).digest())
             sequences += sizes.size
             tokens += flat.size
             if progress is not None:
@@ -204,11 +205,6 @@ def _write(
 
 def _checksums(folder: Path) -> dict[str, str]:
     return {name: checksum(folder / name) for name in _FILES}
-
-
-def _group(name: str) -> bytes:
-    """Hash a group's name to a number, so that no table of groups is needed."""
-    return hashlib.blake2b(name.encode(), digest_size=8).digest()
 
 
 def _open(folder: Path) -> LabelledTokens | None:

@@ -7,8 +7,9 @@ import shutil
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,21 +55,40 @@ def watch_gpus(
     name_of: Callable[[int], str | None],
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[GpuActivity, ...]:
-    """Watch what other processes do on each GPU; empty where NVML does not answer."""
-    try:
-        nvml = load()
-    except ImportError:
+    """Watch what other processes do on each GPU; empty where NVML or a GPU does not answer."""
+    report = probe_nvml(load, pid)
+    if report.error:
         return ()
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return ()
-    try:
-        return _watch(nvml, pid, name_of, sleep)
-    except nvml.NVMLError:  # a GPU that fell off the bus: detection says so
-        return ()
-    finally:
-        nvml.nvmlShutdown()
+    working = [
+        tuple(
+            GpuProcess(pid=process, name=name_of(process), memory_gib=gib)
+            for process, gib in gpu.processes
+            if process != pid
+        )
+        for gpu in report.gpus
+    ]
+    samples = []
+    for _ in range(SAMPLES if any(working) else 0):
+        sleep(SECONDS / SAMPLES)
+        samples.append([gpu.state.utilisation_percent for gpu in probe_nvml(load, pid).gpus])
+    return tuple(
+        GpuActivity(
+            index=index,
+            name=gpu.name,
+            memory_gib=gpu.memory_gib or 0.0,
+            used_gib=gpu.state.memory_used_gib or 0.0,
+            processes=processes,
+            utilisation=tuple(
+                share
+                for sample in samples
+                for share in sample[index : index + 1]
+                if share is not None
+            )
+            if processes
+            else (),
+        )
+        for index, (gpu, processes) in enumerate(zip(report.gpus, working, strict=True))
+    )
 
 
 def process_name(pid: int) -> str | None:
@@ -79,63 +99,6 @@ def process_name(pid: int) -> str | None:
         return str(psutil.Process(pid).name())
     except psutil.Error:
         return None
-
-
-def _watch(
-    nvml: Any,
-    pid: int,
-    name_of: Callable[[int], str | None],
-    sleep: Callable[[float], object],
-) -> tuple[GpuActivity, ...]:
-    handles = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    working = [tuple(_processes(nvml, handle, pid, name_of)) for handle in handles]
-    samples: list[list[int]] = [[] for _ in handles]
-    for _ in range(SAMPLES if any(working) else 0):
-        sleep(SECONDS / SAMPLES)
-        for handle, processes, taken in zip(handles, working, samples, strict=True):
-            if processes:
-                taken += _utilisation(nvml, handle)
-    return tuple(
-        _activity(nvml, index, handle, processes, tuple(taken))
-        for index, (handle, processes, taken) in enumerate(
-            zip(handles, working, samples, strict=True)
-        )
-    )
-
-
-def _activity(
-    nvml: Any, index: int, handle: Any, processes: tuple[GpuProcess, ...], taken: tuple[int, ...]
-) -> GpuActivity:
-    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
-    return GpuActivity(
-        index=index,
-        name=nvml.nvmlDeviceGetName(handle),
-        memory_gib=memory.total / GIB,
-        used_gib=memory.used / GIB,
-        processes=processes,
-        utilisation=taken,
-    )
-
-
-def _processes(
-    nvml: Any, handle: Any, pid: int, name_of: Callable[[int], str | None]
-) -> Iterator[GpuProcess]:
-    try:
-        found = nvml.nvmlDeviceGetComputeRunningProcesses(handle)
-    except nvml.NVMLError:  # some containers and GPUs do not tell
-        return
-    for process in found:
-        if process.pid != pid:
-            used = process.usedGpuMemory
-            gib = None if used is None else used / GIB
-            yield GpuProcess(pid=process.pid, name=name_of(process.pid), memory_gib=gib)
-
-
-def _utilisation(nvml: Any, handle: Any) -> list[int]:
-    try:
-        return [int(nvml.nvmlDeviceGetUtilizationRates(handle).gpu)]
-    except nvml.NVMLError:
-        return []
 
 
 _PIECE = 4 << 20
@@ -227,7 +190,7 @@ def disk_rates(folder: Path, piece: int = _PIECE) -> DiskRates | None:
         with tempfile.TemporaryFile(dir=folder, prefix=".trainfit-disk-", buffering=0) as file:
             started = time.perf_counter()
             while len(write) < _PIECES and time.perf_counter() - started < _DISK_SECONDS:
-                write.append(_timed(lambda: _write_through(file, data)))
+                write.append(_timed(partial(_write_through, file, data)))
             if hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
             file.seek(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -112,25 +112,18 @@ def _flat(steps: Iterable[Any]) -> Iterator[str]:
 
 def checks(
     section: str,
-    looks: Iterable[Callable[[F], Iterable[Seen]]],
+    looks: Mapping[str, Any],
     otherwise: Callable[[Fault, F], Iterable[Seen]] | None = None,
 ) -> tuple[Check[F], ...]:
     """One check for each fault of a section: the function of its name, or else `otherwise`."""
-    by_name = {getattr(look, "__name__", ""): look for look in looks}
     made = []
-    for row in tables()[section]:
-        one = fault(row)
-        look = by_name.pop(one.id, None)
-        if look is None:
-            assert otherwise is not None, f"no function looks for {one.id}"
-            look = _with(otherwise, one)
+    for one in map(fault, tables()[section]):
+        look = (
+            looks.get(one.id) if otherwise is None else looks.get(one.id, partial(otherwise, one))
+        )
+        assert look is not None, f"no function looks for {one.id}"
         made.append(Check(fault=one, look=look))
-    assert not by_name, f"signs.yaml has no {', '.join(by_name)}"
     return tuple(made)
-
-
-def _with(look: Callable[[Fault, F], Iterable[Seen]], one: Fault) -> Callable[[F], Iterable[Seen]]:
-    return lambda facts: look(one, facts)
 
 
 def numbered(steps: Sequence[str]) -> str:

@@ -256,29 +256,7 @@ def _fix(id: str) -> tuple[str, ...]:
 
 CHECKS: tuple[Check[MachineFacts], ...] = checks(
     "machine",
-    (
-        no_driver,
-        no_gpu,
-        hidden_gpus,
-        driver_behind,
-        nccl_missing,
-        nccl_interface,
-        tf32_forbidden,
-        memory_held,
-        gpu_underused,
-        gpu_memory_unused,
-        allocator,
-        compile_support,
-        shm_full,
-        file_limit,
-        disk_space,
-        disk_unwritable,
-        disk_slow,
-        few_cores,
-        threads,
-        host_memory,
-        slow_variables,
-    ),
+    globals(),
     otherwise=lambda fault, facts: _noted(fault.id, facts, fault.fix),
 )
 

@@ -270,25 +270,7 @@ def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
             return
 
 
-CHECKS: tuple[Check[RunFacts], ...] = checks(
-    "run",
-    (
-        run_failed,
-        run_out_of_memory,
-        run_not_finite,
-        run_overflows,
-        run_bf16_emulated,
-        run_full_precision,
-        run_low_mfu,
-        run_waits,
-        run_underused,
-        run_evaluation_time,
-        run_slowing,
-        run_memory_unused,
-        run_over_plan,
-        run_evaluation_memory,
-    ),
-)
+CHECKS: tuple[Check[RunFacts], ...] = checks("run", globals())
 _IN_NUMBERS = frozenset({"trainfit_oom", "nan_loss", "low_mfu"})
 """Faults of a log that the run's own numbers and events tell better."""
 

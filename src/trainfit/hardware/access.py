@@ -47,8 +47,9 @@ def resolve(value: str | None, uuids: Sequence[Sequence[str]] | None = None) -> 
     chosen: list[int | str] = []
     entries = [entry.strip() for entry in value.split(",")]
     for position, entry in enumerate(entries):
-        if _ends_list(entry, last=position == len(entries) - 1):
-            break
+        last = position == len(entries) - 1
+        if entry.startswith("-") or entry == "NoDevFiles" or (entry == "" and last):
+            break  # these end the list
         try:
             device = _read(entry, uuids)
             if chosen and _kind(device) != _kind(chosen[0]):
@@ -59,11 +60,6 @@ def resolve(value: str | None, uuids: Sequence[Sequence[str]] | None = None) -> 
             return Visibility(value=value, chosen=(), problem=f"{entry!r} is there twice")
         chosen.append(device)
     return Visibility(value=value, chosen=tuple(chosen))
-
-
-def _ends_list(entry: str, last: bool) -> bool:
-    """Tell an entry that ends the list: a negative number, nothing at its end, or NoDevFiles."""
-    return entry.startswith("-") or entry == "NoDevFiles" or (entry == "" and last)
 
 
 def _kind(device: int | str) -> str:

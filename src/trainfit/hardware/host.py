@@ -46,7 +46,8 @@ def _groups(root: Path, controller: str) -> Iterator[Path]:
         for member_of, path in memberships:
             both_version_2 = not mounted_for and not member_of
             if both_version_2 or controller in mounted_for & member_of:
-                yield from _upwards(root / point.lstrip("/"), _below(path, mounted))
+                below = _below(path, mounted)
+                yield from (root / point.lstrip("/") / part for part in (below, *below.parents))
 
 
 def _memberships(root: Path) -> Iterator[tuple[frozenset[str], str]]:
@@ -74,12 +75,6 @@ def _below(path: str, mounted: str) -> PurePosixPath:
         return PurePosixPath(path).relative_to(mounted)
     except ValueError:  # hidden by a namespace: only the top is readable
         return PurePosixPath()
-
-
-def _upwards(top: Path, below: PurePosixPath) -> Iterator[Path]:
-    """Yield the folder of a group and those above it, up to the mount point `top`."""
-    for part in (below, *below.parents):
-        yield top / part
 
 
 def _quota(group: Path) -> float | None:

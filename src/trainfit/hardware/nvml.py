@@ -118,6 +118,8 @@ class NvmlGpu:
     state: GpuState = field(default_factory=GpuState)
     own_gib: float | None = None
     """Memory of this process; None when the driver does not list it."""
+    processes: tuple[tuple[int, float | None], ...] = ()
+    """Process and GiB of each that computes on the GPU."""
     mig_on: bool = False
     slices: tuple[NvmlGpu, ...] = ()
 
@@ -239,6 +241,7 @@ def _gpu(nvml: Any, handle: Any, pid: int) -> NvmlGpu:
         capability=_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
         state=_state(nvml, handle, memory),
         own_gib=_own_memory(nvml, handle, pid),
+        processes=tuple(_processes(nvml, handle, "Compute")),
         mig_on=mig_on,
         slices=tuple(_slices(nvml, handle, pid)) if mig_on else (),
     )
@@ -268,11 +271,19 @@ def _memory(nvml: Any, handle: Any) -> Any:
 
 def _own_memory(nvml: Any, handle: Any, pid: int) -> float | None:
     """Query the memory of process `pid` on the GPU."""
-    for kind in ("Compute", "Graphics"):
-        for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
-            if process.pid == pid and process.usedGpuMemory is not None:
-                return float(process.usedGpuMemory) / GIB
-    return None
+    found = (
+        gib
+        for kind in ("Compute", "Graphics")
+        for process, gib in _processes(nvml, handle, kind)
+        if process == pid and gib is not None
+    )
+    return next(found, None)
+
+
+def _processes(nvml: Any, handle: Any, kind: str) -> Iterator[tuple[int, float | None]]:
+    for process in _ask(nvml, f"nvmlDeviceGet{kind}RunningProcesses", handle) or ():
+        used = process.usedGpuMemory
+        yield process.pid, None if used is None else used / GIB
 
 
 def _state(nvml: Any, handle: Any, memory: Any) -> GpuState:
@@ -282,6 +293,7 @@ def _state(nvml: Any, handle: Any, memory: Any) -> GpuState:
     limits = ask("PowerManagementLimitConstraints")
     utilisation = ask("UtilizationRates")
     ecc = ask("EccMode")
+    bits = _first(ask, ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons")) or 0
     return GpuState(
         memory_used_gib=memory and memory.used / GIB,
         power_limit_w=_watts(ask("EnforcedPowerLimit") or ask("PowerManagementLimit")),
@@ -291,9 +303,7 @@ def _state(nvml: Any, handle: Any, memory: Any) -> GpuState:
         clock_sm_mhz=ask("ClockInfo", nvml.NVML_CLOCK_SM),
         clock_sm_max_mhz=ask("MaxClockInfo", nvml.NVML_CLOCK_SM),
         clock_memory_mhz=ask("ClockInfo", nvml.NVML_CLOCK_MEM),
-        throttle_reasons=_reasons(
-            _first(ask, ("CurrentClocksEventReasons", "CurrentClocksThrottleReasons"))
-        ),
+        throttle_reasons=tuple(name for bit, name in _THROTTLE_REASONS.items() if bits & bit),
         utilisation_percent=utilisation and utilisation.gpu,
         ecc=None if ecc is None else ecc[0] == 1,
         pcie=PcieLink(
@@ -313,7 +323,3 @@ def _first(ask: Callable[..., Any], questions: tuple[str, ...], *arguments: Any)
 
 def _watts(milliwatts: int | None) -> float | None:
     return None if milliwatts is None else milliwatts / 1000
-
-
-def _reasons(bits: int | None) -> tuple[str, ...]:
-    return tuple(name for bit, name in _THROTTLE_REASONS.items() if (bits or 0) & bit)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 from trainfit.doctor import diagnose_text
-from trainfit.doctor.finding import numbered
+from trainfit.doctor.finding import numbered, tables
 from trainfit.doctor.out_of_memory import Numbers, kind_of, read_numbers
 
 _HEAD = "trainfit:"
@@ -16,34 +16,6 @@ _MODULES = {
     "pytorch_lightning.": "lightning",
 }
 """Modules of a traceback that tell the framework; a loop without any is torch's."""
-_LESS_MEMORY: Mapping[str, tuple[str, ...]] = {
-    "transformers": (
-        "Halve per_device_train_batch_size and double gradient_accumulation_steps: the effective "
-        "batch stays the same.",
-        "Recompute activations: gradient_checkpointing=True.",
-        "Cut sequences shorter: the tokenizer's max_length, with truncation=True.",
-        "If it happens in an evaluation: lower per_device_eval_batch_size, and set "
-        "eval_accumulation_steps=1 so that predictions leave the GPU.",
-        "Train less of the model: wrap it by peft.get_peft_model with a LoraConfig.",
-    ),
-    "lightning": (
-        "Halve the batch_size of the DataLoader and double Trainer(accumulate_grad_batches=...): "
-        "the effective batch stays the same.",
-        "Recompute activations: torch.utils.checkpoint around the blocks of the module, or "
-        "gradient_checkpointing_enable() of a transformers model in it.",
-        "Use half precision if it is not on: Trainer(precision='bf16-mixed').",
-        "Cut sequences shorter in the dataset or the collate function.",
-        "If it happens in a validation: lower the batch_size of the validation DataLoader.",
-    ),
-    "torch": (
-        "Halve the batch size and call optimizer.step() after every second batch, with each loss "
-        "divided by 2: the effective batch stays the same.",
-        "Recompute activations: torch.utils.checkpoint.checkpoint around the blocks of the model.",
-        "Use half precision if it is not on: torch.autocast('cuda', dtype=torch.bfloat16).",
-        "Cut sequences shorter, or use smaller images.",
-        "If it happens in an evaluation: run it under torch.no_grad() with smaller batches.",
-    ),
-}
 _EXPANDABLE = (
     "`export PYTORCH_ALLOC_CONF=expandable_segments:True` before Python starts "
     "(PYTORCH_CUDA_ALLOC_CONF before torch 2.9)"
@@ -86,7 +58,7 @@ def framework_of(error: BaseException) -> str:
 
 def _steps(kind: str, numbers: Numbers, framework: str) -> tuple[str, ...]:
     """Steps for running out of memory, in the order to try them."""
-    steps = _LESS_MEMORY[framework]
+    steps = tables()["elsewhere"][framework]
     grow = f"If much is reserved but unallocated: {_EXPANDABLE}."
     if kind == "cuda_oom_fragmented":
         amount = f"{numbers.unallocated or 0:.1f} GiB are reserved but unallocated"

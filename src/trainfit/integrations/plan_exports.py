@@ -89,6 +89,7 @@ def exported(plan: Plan, config: Config, tool: Literal["hf", "loader"]) -> dict[
 def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
     """Keywords of transformers' TrainingArguments."""
     training, batch = config.training, even_batch(plan)
+    flat = training.scheduler == "constant" and _warmup(config)
     arguments: dict[str, Any] = {
         "per_device_train_batch_size": batch.size,
         "gradient_accumulation_steps": batch.accumulation,
@@ -97,7 +98,7 @@ def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
         "learning_rate": training.learning_rate,
         "weight_decay": training.weight_decay,
         "warmup_steps": _warmup(config),
-        "lr_scheduler_type": _scheduler(config),
+        "lr_scheduler_type": "constant_with_warmup" if flat else training.scheduler,
         "max_grad_norm": training.max_grad_norm or 0.0,
         "bf16": plan.precision == "bf16",
         "fp16": plan.precision == "fp16",
@@ -188,11 +189,6 @@ def _warmup(config: Config) -> float:
     """Warm-up as transformers reads it: steps, or a share of them below 1."""
     ratio, steps = config.training.warmup_ratio, config.training.warmup_steps
     return min(ratio, math.nextafter(1, 0)) if ratio is not None else steps or 0
-
-
-def _scheduler(config: Config) -> str:
-    name = config.training.scheduler
-    return "constant_with_warmup" if name == "constant" and _warmup(config) else name
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,9 @@ def compiler_of(trace: Trace) -> CompilerSeen:
         return CompilerSeen(regions=len(ran), graph_launches=launches)
     frames = dynamo.get_compilation_metrics()
     resumed = {str(f.compile_id) for f in frames if (f.co_name or "").startswith(_RESUMED)}
-    reasons = dict.fromkeys(_line(text) for text in dynamo.counters["graph_break"])
+    reasons = dict.fromkeys(
+        t.strip().partition("\n")[0][:200] for t in dynamo.counters["graph_break"]
+    )
     failures = dict.fromkeys(_failure(frame) for frame in frames if frame.fail_type)
     return CompilerSeen(
         regions=len(ran),
@@ -54,11 +56,6 @@ def compiler_of(trace: Trace) -> CompilerSeen:
 def _failure(frame: Any) -> str:
     kind = str(frame.fail_type).rpartition(".")[2].removesuffix("'>")
     return f"{kind}: {' '.join(str(frame.fail_reason or '').split())}"[:200]
-
-
-def _line(text: str) -> str:
-    """First line of the compiler's message."""
-    return next((line.strip() for line in text.splitlines() if line.strip()), "")[:200]
 
 
 _WORKER = "pt_data_worker"

@@ -49,9 +49,11 @@ def time_loader(
 
     A shorter loader is timed to its end; the time of a single batch includes the workers' start.
     """
+    import torch
+
     if num_batches < 1:
         raise BadInput(f"num_batches is {num_batches}", "time at least 1 batch")
-    target = _default_device() if device is None else device
+    target = device or ("cuda" if torch.cuda.is_available() else "cpu")
     rows: list[tuple[float, float, float]] = []
     iterator = iter(loader)
     while len(rows) < num_batches + 1:
@@ -92,12 +94,6 @@ def benchmark_dataloader(dataloader: Iterable[Any], num_batches: int = 10) -> fl
     print(f"  Copy to device: {timing.copy * 1000:.2f} ms")
     print(f"  Total: {timing.total * 1000:.2f} ms per batch")
     return timing.total
-
-
-def _default_device() -> str:
-    import torch
-
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def _to(batch: Any, device: torch.device | str) -> Any:

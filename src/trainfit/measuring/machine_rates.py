@@ -84,7 +84,7 @@ def _items(
 ) -> Iterator[tuple[str, Callable[[], list[Measurement]]]]:
     gpu = profile.gpu
     spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
-    device = _torch_device(profile)
+    device = "cpu" if gpu is None else "mps" if gpu.vendor == "apple" else "cuda"
     kinds = ["fp32"]
     if gpu is not None:
         kinds = [k for k, there in (("bf16", gpu.native_bf16), ("fp16", gpu.fp16)) if there]
@@ -99,12 +99,6 @@ def _items(
         yield "copies from the host, pageable", partial(_host_to_device, pinned=False)
         yield "launches", _launches
     yield "reads from the disk", partial(_disk, folder)
-
-
-def _torch_device(profile: HardwareProfile) -> str:
-    if not profile.gpus:
-        return "cpu"
-    return "mps" if profile.gpus[0].vendor == "apple" else "cuda"
 
 
 def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:

@@ -119,7 +119,10 @@ class Observation:
                 self._times.append(time.perf_counter())
                 del self._times[1:-1]
                 self._timed += 1
-        elif count >= self._warm_up and count > self._looked_steps and _is_first_rank():
+        elif (
+            count > max(self._warm_up - 1, self._looked_steps)
+            and os.environ.get("RANK", "0") == "0"
+        ):
             self._begin_look(optimizer, count)
 
     def stop(self) -> None:
@@ -215,10 +218,6 @@ class Passes:
 
 def _weights(optimizer: Any) -> list[Any]:
     return [weight for group in optimizer.param_groups for weight in group["params"]]
-
-
-def _is_first_rank() -> bool:
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

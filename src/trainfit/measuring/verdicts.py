@@ -74,7 +74,8 @@ def mixed_precision(requested: Scalar, seen: Evidence) -> Judgement | str:
     products = seen.products
     if products.dtype is None:
         return "no matrix product was seen in the step"
-    shares = ", ".join(f"{share:.0%} {name}" for name, share in _by_share(products.shares))
+    most_first = sorted(products.shares.items(), key=lambda pair: -pair[1])
+    shares = ", ".join(f"{share:.0%} {name}" for name, share in most_first)
     kernel = f"; longest kernel {products.kernels[0]}" if products.kernels else ""
     evidence = f"matrix products by operations: {shares}{kernel}"
     observed = products.dtype if products.dtype in _HALF else "off"
@@ -98,10 +99,6 @@ def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
         "no tensor was cast: autocast was off in the forward pass",
         "run forward and loss under torch.autocast, with the type of the device in use",
     )
-
-
-def _by_share(shares: dict[str, float]) -> list[tuple[str, float]]:
-    return sorted(shares.items(), key=lambda pair: -pair[1])
 
 
 def tf32(_: Scalar, seen: Evidence) -> Judgement | str:

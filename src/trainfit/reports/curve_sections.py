@@ -102,7 +102,9 @@ def speed_section(run: RunFiles) -> Section:
     samples = [figure for spec in _GPUS for figure in _gpu_plot(run, spec)]
     blocks += samples
     if not samples:
-        blocks.append(Remark(text=f"No GPU utilisation or temperature: {_why_no_samples(run)}."))
+        asked = "the driver was not asked, or did not answer"
+        why = asked if on_gpu(run.plan) else "the run used no GPU that the catalogue knows"
+        blocks.append(Remark(text=f"No GPU utilisation or temperature: {why}."))
     return Section(id="speed", title="Speed and memory", blocks=tuple(blocks))
 
 
@@ -252,12 +254,6 @@ def _why_no_mfu(run: RunFiles) -> str:
     if run.plan is not None and run.plan.workload.method == "frozen":
         return "most of the work of a frozen encoder is done before the first step"
     return "the peak of this GPU or the work of a step is not known"
-
-
-def _why_no_samples(run: RunFiles) -> str:
-    if on_gpu(run.plan):
-        return "the driver was not asked, or did not answer"
-    return "the run used no GPU that the catalogue knows"
 
 
 _COMPARED: tuple[tuple[str, PlotSpec], ...] = (

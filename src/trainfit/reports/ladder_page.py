@@ -17,7 +17,9 @@ from trainfit.tuning.tuned_cache import Interval
 
 def ladder_page(ladder: Ladder) -> RenderableType:
     """Tables of each optimization, of the best without each, and of those not applicable."""
-    parts: list[RenderableType] = [Text(_title(ladder), "bold")]
+    name = f"{ladder.title}: " if ladder.title else ""
+    title = f"{name}one optimization after another, on {ladder.device}"
+    parts: list[RenderableType] = [Text(title, "bold")]
     parts += _table("optimization", "over the last", ladder.steps)
     if ladder.without:
         parts += ["", *_table("the best without", "of the best", ladder.without)]
@@ -78,11 +80,6 @@ def rate(step: LadderStep) -> str:
     if found is None:
         return step.status
     return f"{plain(found.value)} ({plain(found.low)}–{plain(found.high)})"
-
-
-def _title(ladder: Ladder) -> str:
-    name = f"{ladder.title}: " if ladder.title else ""
-    return f"{name}one optimization after another, on {ladder.device}"
 
 
 def _table(first: str, against: str, steps: tuple[LadderStep, ...]) -> list[RenderableType]:

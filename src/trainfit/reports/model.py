@@ -49,13 +49,20 @@ class Reference(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lines(Record):
-    """A plot of lines over one x axis."""
+class _Drawn(Record):
+    """Fields that all figures have."""
 
-    kind: str = "lines"
+    kind: str
     id: str
     title: str
     note: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Lines(_Drawn):
+    """A plot of lines over one x axis."""
+
+    kind: str = "lines"
     x_label: str = "step"
     form: Form = "number"
     series: tuple[Series, ...]
@@ -80,13 +87,10 @@ class IntervalRow(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Intervals(Record):
+class Intervals(_Drawn):
     """Rows of dots with their intervals, or of bars from zero, on one axis."""
 
     kind: str = "intervals"
-    id: str
-    title: str
-    note: str = ""
     form: Form = "number"
     rows: tuple[IntervalRow, ...]
     bars: bool = False
@@ -96,13 +100,10 @@ class Intervals(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Stack(Record):
+class Stack(_Drawn):
     """Parts of a whole, against its capacity."""
 
     kind: str = "stack"
-    id: str
-    title: str
-    note: str = ""
     form: Form = "gib"
     parts: tuple[IntervalRow, ...]
     capacity: float | None = None
@@ -110,13 +111,10 @@ class Stack(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Matrix(Record):
+class Matrix(_Drawn):
     """Counts by true class, then by predicted class."""
 
     kind: str = "matrix"
-    id: str
-    title: str
-    note: str = ""
     labels: tuple[str, ...]
     counts: tuple[tuple[int, ...], ...]
 
@@ -131,13 +129,10 @@ class ParallelAxis(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Parallel(Record):
+class Parallel(_Drawn):
     """A line for each trial across its parameters, which are at places from 0 to 1."""
 
     kind: str = "parallel"
-    id: str
-    title: str
-    note: str = ""
     axes: tuple[ParallelAxis, ...]
     places: tuple[tuple[float | None, ...], ...]
     values: tuple[float | None, ...]

@@ -13,7 +13,8 @@ from rich.text import Text
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate, shown
 from trainfit.core.settings import SETTINGS
 from trainfit.reports import terminal
-from trainfit.reports.model import duration
+from trainfit.reports.model import Form
+from trainfit.reports.model import shown as in_units
 
 UNRECORDED = "not recorded on this architecture"
 FIELDS = tuple(row.field for row in SETTINGS if row.field and "." not in row.field)
@@ -134,25 +135,20 @@ def _bar(size: float, capacity: float, style: str = "cyan") -> ProgressBar:
 
 
 def _time(time: TimeEstimate, sized: bool) -> RenderableType:
-    rows: list[tuple[str, float | None, str]] = [
-        *([("tokens/s", time.tokens_per_second, "{:,.0f}")] if sized else []),
-        ("samples/s", time.samples_per_second, "{:,.1f}"),
-        ("MFU", time.mfu, "{:.1%}"),
+    rows: list[tuple[str, float | None, Form]] = [
+        ("tokens/s", time.tokens_per_second, "count"),
+        ("samples/s", time.samples_per_second, "number"),
+        ("MFU", time.mfu, "percent"),
+        ("step", time.step_seconds, "duration"),
+        ("epoch", time.epoch_seconds, "duration"),
+        ("total", time.total_seconds, "duration"),
     ]
-    cells = [(name, None if n is None else form.format(n)) for name, n, form in rows]
-    cells += [
-        (name, None if n is None else duration(n))
-        for name, n in (
-            ("step", time.step_seconds),
-            ("epoch", time.epoch_seconds),
-            ("total", time.total_seconds),
-        )
-    ]
-    if all(cell is None for _, cell in cells):
+    rows = rows if sized else rows[1:]
+    if all(value is None for _, value, _ in rows):
         return Text(f"Time: {UNRECORDED}")
     table = terminal.table("Time", ("", ""), show_header=False)
-    for name, cell in cells:
-        table.add_row(name, UNRECORDED if cell is None else cell)
+    for name, value, form in rows:
+        table.add_row(name, UNRECORDED if value is None else in_units(value, form))
     if time.energy_kwh is not None:
         table.add_row("energy", f"{time.energy_kwh:,.2f} kWh")
     if time.cost is not None:

@@ -15,7 +15,7 @@ from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.core.files import write_output
 from trainfit.core.records import Record
 from trainfit.reports.curve_sections import comparison, main_score, speed_section, training_section
-from trainfit.reports.model import Block, Chapter, Headline, Remark, Section, shown
+from trainfit.reports.model import Chapter, Headline, Remark, Section, shown
 from trainfit.reports.run_sections import (
     device_of,
     events_section,
@@ -155,7 +155,8 @@ def _chapter(run: RunFiles, at: int) -> Chapter:
     none: list[Headline] = []
     run, headlines = _or_without("headlines", _headlines, run, none)
     if made[-1] is None:  # with what is said of the others
-        made.append(Section(id="problems", title="Problems", blocks=_remarks(run)))
+        problems = tuple(Remark(text=text, tone="warning") for text in run.problems)
+        made.append(Section(id="problems", title="Problems", blocks=problems))
     return Chapter(
         id=f"run-{at + 1}",
         title=run.name,
@@ -175,10 +176,6 @@ def _or_without(
     except MALFORMED as error:
         problem = f"the {what} is left out: a file of the run is damaged ({type(error).__name__})"
         return replace(run, problems=(*run.problems, problem)), nothing
-
-
-def _remarks(run: RunFiles) -> tuple[Block, ...]:
-    return tuple(Remark(text=text, tone="warning") for text in run.problems)
 
 
 def _subtitle(run: RunFiles) -> str:

@@ -6,7 +6,7 @@ nine criteria of one post are not nine independent answers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 
 from trainfit.core.errors import MALFORMED
 from trainfit.core.files import open_regular
-from trainfit.core.records import Scalar
 from trainfit.reports.model import (
     Block,
     IntervalRow,
@@ -118,7 +117,8 @@ def read_predictions(path: Path) -> Predictions | None:
         if columns == ["score"]:
             scores = np.hstack([1 - scores, scores])
         labels = table["label"].to_numpy().astype(np.int64)
-        if not (scores.size and np.isfinite(scores).all() and _within(labels, scores.shape[1])):
+        known = ((labels >= 0) & (labels < scores.shape[1])).all()
+        if not (scores.size and np.isfinite(scores).all() and known):
             return None
         return Predictions(
             table["fold"].to_numpy().astype(np.int64),
@@ -130,10 +130,6 @@ def read_predictions(path: Path) -> Predictions | None:
         )
     except (OSError, ArrowException, *MALFORMED):
         return None
-
-
-def _within(labels: Ints, classes: int) -> bool:
-    return bool(((labels >= 0) & (labels < classes)).all())
 
 
 def roc_curve(positive: Truth, scores: Floats) -> Curve | None:
@@ -204,14 +200,23 @@ def _f1(found: Predictions, label: int, posts: Ints, weights: Ints) -> Floats:
 def scores_section(run: RunFiles) -> Section | None:
     """Tables and plots of the scores; None for a run without any."""
     metrics = run.results.get("metrics") or _only_fold(run)
-    found = _predictions(run)
+    found = read_predictions(run.folder / "predictions.csv")
     blocks: list[Block] = []
     if metrics:
         blocks.append(_table(metrics, run))
     if found is not None:
         blocks += _intervals(found, run)
     if metrics and "confusion" in metrics:
-        blocks.append(_confusion(metrics["confusion"], run))
+        counts = tuple(tuple(map(int, row)) for row in metrics["confusion"])
+        blocks.append(
+            Matrix(
+                id="confusion",
+                title="Confusion",
+                note="rows are true, columns predicted",
+                labels=class_names(run, len(counts)),
+                counts=counts,
+            )
+        )
     if found is not None:
         blocks += _curves(found, run)
     if by_criterion := run.results.get("by_criterion"):
@@ -229,11 +234,6 @@ def _only_fold(run: RunFiles) -> Mapping[str, Any]:
     return found if len(run.parts) == 1 else {}
 
 
-def _predictions(run: RunFiles) -> Predictions | None:
-    path: Path = run.folder / "predictions.csv"
-    return read_predictions(path) if path.is_file() else None
-
-
 def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
     """Names of the classes in the data, or their numbers."""
     folds = run.data.get("folds") or [{}]
@@ -241,28 +241,36 @@ def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
 
 
-def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
-    rows: list[tuple[Scalar, ...]] = []
+def score_rows(
+    metrics: Mapping[str, Any], baselines: Mapping[str, float], names: Collection[str] = FIGURES
+) -> tuple[list[tuple[str, ...]], int]:
+    """Rows of the folds with their mean, or of the one model, then baselines; and the main row."""
     folds: Sequence[Mapping[str, Any]] = metrics.get("folds") or ()
+    rows = [(f"fold {n}", *_scores(fold, names)) for n, fold in enumerate(folds, 1)]
+    if folds:
+        rows.append(("mean", *_scores(metrics["mean"], names)))
+        rows.append(("standard deviation", *_scores(metrics["std"], names)))
+        rows.append(("95% interval", *(pair(metrics["ci95"].get(name)) for name in names)))
+    else:
+        rows.append(("model", *_scores(metrics, names)))
+    for name, value in baselines.items():
+        rows.append((BASELINES.get(name, name), four(value), *[""] * (len(names) - 1)))
+    return rows, len(folds)
+
+
+def _scores(figures: Mapping[str, Any], names: Collection[str]) -> list[str]:
+    return [four(figures.get(name)) for name in names]
+
+
+def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     own = run.results.get("metric")  # a job of the user's own has figures of its own
     titles = {name: name.replace("_", " ") for name in metrics} if own else FIGURES
-    for number, fold in enumerate(folds, 1):
-        rows.append((f"fold {number}", *(four(fold.get(name)) for name in FIGURES)))
-    if folds:
-        rows.append(("mean", *(four(metrics["mean"].get(name)) for name in FIGURES)))
-        rows.append(("standard deviation", *(four(metrics["std"].get(n)) for n in FIGURES)))
-        rows.append(("95% interval", *(pair(metrics["ci95"].get(name)) for name in FIGURES)))
-        strong = (len(folds),)
-    else:
-        rows.append(("model", *(four(metrics.get(name)) for name in titles)))
-        strong = (0,)
-    for name, value in (run.results.get("baselines") or {}).items():
-        rows.append((BASELINES.get(name, name), four(value), *[""] * (len(FIGURES) - 1)))
+    rows, main = score_rows(metrics, run.results.get("baselines") or {}, titles)
     return Table(
         columns=("", *titles.values()),
         rows=tuple(rows),
-        strong=strong,
-        note="The interval is Student's t over the folds." if folds else "",
+        strong=(main,),
+        note="The interval is Student's t over the folds." if main else "",
     )
 
 
@@ -309,16 +317,6 @@ def _row(label: str, part: Predictions, color: int) -> IntervalRow:
     )
 
 
-def _confusion(counts: Sequence[Sequence[int]], run: RunFiles) -> Matrix:
-    return Matrix(
-        id="confusion",
-        title="Confusion",
-        note="rows are true, columns predicted",
-        labels=class_names(run, len(counts)),
-        counts=tuple(tuple(map(int, row)) for row in counts),
-    )
-
-
 def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
     """ROC and precision–recall: by fold and together, or one class against the rest."""
     for name, title, curve in (
@@ -327,9 +325,10 @@ def _curves(found: Predictions, run: RunFiles) -> Iterator[Lines]:
     ):
         series: list[Series] = []
         for label, color, positive, scores in _sets(found, run):
-            points = curve(positive, scores)
-            if points is not None:
-                series.append(_series(label, points, color))
+            if (points := curve(positive, scores)) is not None:
+                x, y = (tuple(values.tolist()) for values in points)
+                style: Any = "line" if color < 0 else "faint"
+                series.append(Series(name=label, x=x, y=y, color=color, style=style))
         if series:
             share = float((found.labels == 1).mean())
             level = (Reference(y=share, label="chance"),) if name != "roc" else ()
@@ -357,12 +356,6 @@ def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, An
         yield f"fold {number}", color, part.labels == 1, part.chances[:, 1]
     label = "all folds" if len(folds) > 1 else "model"
     yield label, -1, found.labels == 1, found.chances[:, 1]
-
-
-def _series(name: str, points: Curve, color: int) -> Series:
-    x, y = points
-    style: Any = "line" if color < 0 else "faint"
-    return Series(name=name, x=tuple(x.tolist()), y=tuple(y.tolist()), color=color, style=style)
 
 
 def _criteria_table(

@@ -109,9 +109,13 @@ def config_table(composed: Composed) -> Table:
 
 
 def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
+    others = gpu.state.memory_used_by_others_gib
     title = f"{gpu.name} (from the catalogue, not in this machine)" if simulated else gpu.name
     rows: list[tuple[str, str]] = [
-        ("Memory", f"{gpu.memory_gib:.2f} GiB{_memory_use(gpu)}"),
+        (
+            "Memory",
+            f"{gpu.memory_gib:.2f} GiB" + (f", {others:.2f} used by others" if others else ""),
+        ),
         ("Compute capability", gpu.compute_capability),
         ("FP16", _yes(gpu.fp16) + ("" if gpu.fp16 else " (no matrix units)")),
         ("BFloat16", _yes(gpu.native_bf16) + ("" if gpu.native_bf16 else " (not native)")),
@@ -127,11 +131,6 @@ def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
             rows.append(("MFU target", f"good {good}, excellent {excellent}"))
     rows += _state_rows(gpu)
     return Panel(_grid(rows), title=f"GPU {gpu.index}: {title}", title_align="left")
-
-
-def _memory_use(gpu: Gpu) -> str:
-    others = gpu.state.memory_used_by_others_gib
-    return "" if not others else f", {others:.2f} used by others"
 
 
 def _state_rows(gpu: Gpu) -> list[tuple[str, str]]:

@@ -28,7 +28,7 @@ from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
-from trainfit.reports.score_sections import BASELINES, FIGURES, four, pair
+from trainfit.reports.score_sections import FIGURES, four, score_rows
 
 
 def gpt_page(result: GptResult) -> RenderableType:
@@ -152,7 +152,8 @@ class PlainLines(Observer):
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
         """Print the validation scores."""
-        self._print(f"step {step}: validation {_figures(metrics)}")
+        figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
+        self._print(f"step {step}: validation {figures}")
 
     def on_event(self, event: Event) -> None:
         """Print the event."""
@@ -261,20 +262,11 @@ def result_page(result: JobResult) -> RenderableType:
 
 
 def _scores(result: JobResult) -> Table:
-    metrics = result.metrics
-    folds = metrics.get("folds")
-    title = f"Held-out scores over {len(folds)} folds" if folds else "Held-out test scores"
+    rows, main = score_rows(result.metrics, result.baselines)
+    title = f"Held-out scores over {main} folds" if main else "Held-out test scores"
     table = terminal.table(title, ("",), FIGURES)
-    for number, fold in enumerate(folds or [], 1):
-        table.add_row(f"fold {number}", *(four(fold.get(name)) for name in FIGURES))
-    if folds:
-        table.add_row("mean", *(four(metrics["mean"].get(n)) for n in FIGURES), style="bold")
-        table.add_row("std", *(four(metrics["std"].get(name)) for name in FIGURES))
-        table.add_row("95% interval", *(pair(metrics["ci95"].get(n)) for n in FIGURES))
-    else:
-        table.add_row("model", *(four(metrics.get(name)) for name in FIGURES), style="bold")
-    for name, value in result.baselines.items():
-        table.add_row(BASELINES.get(name, name), four(value))
+    for at, row in enumerate(rows):
+        table.add_row(*row, style="bold" if at == main else None)
     return table
 
 
@@ -285,7 +277,3 @@ def _criteria(by_criterion: Mapping[str, Metrics]) -> Table:
         cells = [four(getattr(one, name)) for name in FIGURES]
         table.add_row(code, *cells, str(positives), str(one.count))
     return table
-
-
-def _figures(metrics: Mapping[str, float]) -> str:
-    return ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())

@@ -226,15 +226,14 @@ def _graphs(space: Space, plan: Plan) -> Iterator[Variant]:
     yield from _mode(space, plan, "reduce-overhead", why)
 
 
-def _autotune(space: Space, plan: Plan) -> Iterator[Variant]:
-    """Compile mode max-autotune without CUDA graphs, which takes the longest to compile."""
-    yield from _mode(space, plan, "max-autotune-no-cudagraphs")
-
-
 def _mode(space: Space, plan: Plan, mode: str, why: str = "") -> Iterator[Variant]:
     if plan.compile and space.free("compile", "compile_mode"):
         other = "default" if plan.compile_mode == mode else mode
         yield Variant(plan=changed(plan, compile_mode=other), skipped=why)
+
+
+# It takes the longest to compile.
+_autotune = partial(_mode, mode="max-autotune-no-cudagraphs")
 
 
 def _budget(space: Space, plan: Plan) -> Iterator[Variant]:

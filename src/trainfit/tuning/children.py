@@ -21,7 +21,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 from typing import Protocol, Self, TextIO
 
 from trainfit.core.errors import RunFailed
@@ -128,12 +127,7 @@ class Children:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        _kind: type[BaseException] | None,
-        _error: BaseException | None,
-        _trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         for child in self._children.values():
             child.end()
         self._children.clear()

@@ -29,7 +29,7 @@ from trainfit.core.errors import (
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
 from trainfit.engine.loop import epoch_steps, train
-from trainfit.engine.loop_settings import LoaderSettings, LoopSettings
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.measuring.timing import GIB, MemoryTracker, median_interval, synchronize
@@ -76,7 +76,8 @@ class Clock(Observer):
             self._tokens.append(sum(int(lengths[at]) for at in step))
         self._cuda = settings.device.startswith("cuda")
         self._graphs = settings.graphs
-        self._ahead = _fetched_ahead(settings.loader)
+        # Steps that workers hold ready, at the most.
+        self._ahead = settings.loader.num_workers * (settings.loader.prefetch_factor or 2)
 
     def on_start(self, step: int, _total_steps: int) -> None:
         """Start the clock: the model is built."""
@@ -160,11 +161,6 @@ class Clock(Observer):
         return [self._sizes[at] for at in places], [self._tokens[at] for at in places]
 
 
-def _fetched_ahead(loader: LoaderSettings) -> int:
-    """Largest number of steps that workers hold ready."""
-    return loader.num_workers * (loader.prefetch_factor or 2)
-
-
 _NEVER = 2**31
 """A number of steps that no trial reaches."""
 
@@ -193,7 +189,8 @@ def run_trial(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", TrainfitWarning)
         failure = _outcome(candidate, clock)
-    _clean_up()
+    forget_compiled()  # torch limits its number
+    give_back_memory()
     said = [str(w.message) for w in caught if issubclass(w.category, TrainfitWarning)]
     trial = Trial(
         settings=candidate.settings,
@@ -267,12 +264,6 @@ def _with_rates(trial: Trial, clock: Clock) -> Trial:
 
 def _rates(amounts: list[int], seconds: list[float]) -> list[float]:
     return [amount / max(took, 1e-9) for amount, took in zip(amounts, seconds, strict=True)]
-
-
-def _clean_up() -> None:
-    """Free compiled code, whose number torch limits, and memory for the next trial."""
-    forget_compiled()
-    give_back_memory()
 
 
 def _in_one_line(error: BaseException) -> str:

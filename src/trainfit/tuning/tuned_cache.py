@@ -182,7 +182,8 @@ def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneRe
         if not changed and kept.identity == named:
             return kept.result
         what = ", ".join(changed) or "the job"
-        _warn(f"what was tuned before is stale and was ignored (changed since: {what})")
+        text = f"what was tuned before is stale and was ignored (changed since: {what})"
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
     return None
 
 
@@ -221,7 +222,3 @@ def _plain(values: dict[str, Any]) -> dict[str, Any]:
     """Convert values to the form in which JSON returns them."""
     plain: dict[str, Any] = json.loads(codec.dumps(values, indent=None))
     return plain
-
-
-def _warn(text: str) -> None:
-    warnings.warn(text, TrainfitWarning, stacklevel=3)

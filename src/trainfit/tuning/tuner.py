@@ -164,7 +164,12 @@ def tune(
     """
     if not minutes > 0:
         raise BadInput(f"minutes is {minutes:g}", "give a number above 0")
-    ask = ask or partial(_ask, question, profile, ranks)
+
+    def plan(pins: Mapping[str, Scalar]) -> Plan:
+        decided = pinned(question, pins)
+        return planner.plan(decided, profile, ranks=ranks, measured=remembered(profile))
+
+    ask = ask or plan
     began = time.monotonic()
     with _children(profile, task) as children, sampled() as samples:
         base = ask({})
@@ -184,13 +189,6 @@ def tune(
     if keep and result.samples_per_second is not None:
         tuned_cache.write(question, profile, result, ranks)
     return result
-
-
-def _ask(
-    question: Question, profile: HardwareProfile, ranks: int, pins: Mapping[str, Scalar]
-) -> Plan:
-    decided = pinned(question, pins)
-    return planner.plan(decided, profile, ranks=ranks, measured=remembered(profile))
 
 
 def pinned(question: Question, pins: Mapping[str, Scalar]) -> Question:

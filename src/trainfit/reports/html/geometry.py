@@ -51,7 +51,8 @@ def linear(low: float, high: float, count: int = 4, *, tight: bool = False) -> P
         low, high = math.floor(low / step + 1e-9) * step, math.ceil(high / step - 1e-9) * step
     first = math.ceil(low / step - 1e-9)
     last = math.floor(high / step + 1e-9)
-    ticks = tuple(_clean(n * step) for n in range(first, last + 1))
+    # In 12 digits: 0.30000000000000004 is 0.3.
+    ticks = tuple(float(f"{n * step:.12g}") for n in range(first, last + 1))
     return PlotAxis(low, high, ticks)
 
 
@@ -78,11 +79,6 @@ def thinned(ticks: Sequence[float], most: int) -> tuple[float, ...]:
 def _round_step(rough: float) -> float:
     power = 10.0 ** math.floor(math.log10(rough))
     return next(power * n for n in (1, 2, 5, 10) if power * n >= rough * 0.999)
-
-
-def _clean(value: float) -> float:
-    """Drop rounding errors: 0.30000000000000004 becomes 0.3."""
-    return float(f"{value:.12g}")
 
 
 URGENT = ("oom", "failed", "skipped")

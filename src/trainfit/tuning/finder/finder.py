@@ -133,26 +133,16 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
     profile = detect() if profile is None else profile
     if profile.simulated:
         raise BadInput("the GPU is not here to be asked", "plan for it instead: trainfit plan")
-    return _on_gpu(job, profile, began) if _has_cuda(profile) else _on_cpu(job, profile, began)
-
-
-def _has_cuda(profile: HardwareProfile) -> bool:
-    return (
-        profile.torch is not None
-        and profile.torch.backend in ("cuda", "rocm")
-        and bool(profile.gpus)
-    )
-
-
-def _on_gpu(job: BatchSizeJob, profile: HardwareProfile, began: float) -> BatchSizeFound:
+    if not profile.gpus or profile.torch is None or profile.torch.backend not in ("cuda", "rocm"):
+        return _on_cpu(job, profile, began)
     from trainfit.runtime import applied
     from trainfit.tuning.finder.device import device_for_probes
 
     with applied(job.runtime), device_for_probes(job.memory_gib) as device:
-        return _probe(job, profile, device, began)
+        return _on_gpu(job, profile, device, began)
 
 
-def _probe(
+def _on_gpu(
     job: BatchSizeJob, profile: HardwareProfile, device: ProbeDevice, began: float
 ) -> BatchSizeFound:
     from trainfit.tuning.finder.device import Steps, measure_on
@@ -300,7 +290,10 @@ def page(found: BatchSizeFound) -> str:
     lines += ["", "Step", f"  {_step(found)}", "", "Memory", *_memory(found)]
     if found.probes:
         lines += ["", "Probes", *_probes(found)]
-    lines += ["", *(f"- {reason}" for reason in found.reasons), f"- {_time(found)}"]
+    after = found.seconds_after_build
+    built = "" if after is None else f", {after:.1f} s of them after the model was built"
+    lines += ["", *(f"- {reason}" for reason in found.reasons)]
+    lines.append(f"- took {found.seconds:.1f} s{built}")
     return "\n".join(lines)
 
 
@@ -337,9 +330,3 @@ def _probes(found: BatchSizeFound) -> list[str]:
         peaks = f"{probe.peak_allocated_gib:>8.2f} GiB{probe.peak_reserved_gib:>8.2f} GiB"
         lines.append(f"  {probe.rows:>8}{peaks}{predicted:>12}{probe.seconds:>12.4f}")
     return lines
-
-
-def _time(found: BatchSizeFound) -> str:
-    whole = f"took {found.seconds:.1f} s"
-    after = found.seconds_after_build
-    return whole if after is None else f"{whole}, {after:.1f} s of them after the model was built"

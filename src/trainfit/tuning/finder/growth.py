@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from trainfit.core.errors import RunFailed
@@ -74,12 +74,6 @@ def law(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     spread = sum((x - across) ** 2 for x, _ in points)
     slope = sum((x - across) * (y - up) for x, y in points) / spread if spread else 0.0
     return up - slope * across, slope
-
-
-def line(points: Sequence[tuple[float, float]]) -> Callable[[float], float]:
-    """Line of least squares as a function."""
-    fixed, each = law(points)
-    return lambda x: fixed + each * x
 
 
 GIB = 1 << 30
@@ -162,7 +156,8 @@ class Search:
             above = min((r for r in self.known if r > rows), default=None)
             if self.settled and below is not None and above is not None:
                 share = (rows - below) / (above - below)
-                return _between(self.known[below], self.known[above], share)
+                low, high = asdict(self.known[below]), asdict(self.known[above])
+                return Peak(**{name: low[name] + share * (high[name] - low[name]) for name in low})
             assert self.predict is not None
             self.known[rows] = self.predict(rows)
         return self.known[rows]
@@ -170,7 +165,8 @@ class Search:
     def off(self, rows: int) -> float:
         """Error of the prediction in bytes, by the line through the last two probes."""
         points = [(p.rows, p.allocated - self.peak(p.rows).allocated) for p in self.probes[-2:]]
-        return line(points)(rows) if points else 0.0
+        fixed, each = law(points) if points else (0.0, 0.0)
+        return fixed + each * rows
 
     def pieces(self) -> float:
         """Fragmentation beyond the predicted one, in bytes, by the last probe."""
@@ -280,15 +276,6 @@ def _by_line(found: Search) -> int:
             fixed, each = lines[1]
     top = found.asked.at_most if found.ran_out is None else found.ran_out - 1
     return min(top, max(last.rows, int((found.room() - fixed) / each))) if each > 0 else top
-
-
-def _between(low: Peak, high: Peak, share: float) -> Peak:
-    def line(name: str) -> float:
-        first: float = getattr(low, name)
-        return first + share * float(getattr(high, name) - first)
-
-    names = ("allocated", "reserved", "needed")
-    return Peak(**{name: line(name) for name in names})
 
 
 def knee(probes: Sequence[Measured], at_least: int, recommended: int) -> int | None:

@@ -90,14 +90,11 @@ def naive_plan(best: Plan) -> Plan:
     )
 
 
-def naive_habits(best: Plan) -> Naive:
-    """Naive habits that make a difference to the job."""
-    return Naive(eager=best.attention in FUSIBLE, shuffled=len(set(best.workload.lengths)) > 1)
-
-
 def setting(best: Plan, rungs: Iterable[Rung]) -> tuple[Plan, Naive]:
     """Plan and habits of the baseline with these rungs."""
-    plan, naive = naive_plan(best), naive_habits(best)
+    plan = naive_plan(best)
+    # Those habits that make a difference to the job.
+    naive = Naive(eager=best.attention in FUSIBLE, shuffled=len(set(best.workload.lengths)) > 1)
     for rung in rungs:
         runtime = replace(plan.runtime, **rung.runtime)
         plan = replace(plan, runtime=runtime, **rung.plan)
