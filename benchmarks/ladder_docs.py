@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+from trainfit.cli.pages import closing_lines, rate, times
 from trainfit.core import codec
 from trainfit.measuring.timing import ratio_interval
-from trainfit.reports.ladder_page import closing_lines, rate, times
 from trainfit.reports.model import shown
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval

@@ -214,7 +214,7 @@ def ladder(
     shown: dict[str, Any],
     keep: Any,
 ) -> None:
-    from trainfit.reports.ladder_page import step_line
+    from trainfit.cli.pages import step_line
     from trainfit.tuning.ladder.climb import climb
     from trainfit.tuning.ladder.rungs import NAIVE_FACTORY
 

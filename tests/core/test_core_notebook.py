@@ -4,7 +4,7 @@ from html.parser import HTMLParser
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.core.records import html_table
+from trainfit.core.tables import html_table
 
 
 class Reader(HTMLParser):

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
-from trainfit.jobs import ClassifierSettings, build_classifier
-from trainfit.jobs.models.classifier import classification_loss
+from trainfit.jobs.models.classifier import build_classifier, classification_loss
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
 IGNORED = -100
 SMALL = {

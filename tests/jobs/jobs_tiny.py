@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig, Qwen3Config
 
-from trainfit.jobs import ClassifierSettings, EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
 # A wide start makes every term of the model matter: at 0.02 attention is nearly a plain mean.
 _COMMON: dict[str, Any] = {

@@ -12,7 +12,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs import EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels.layout import lay_out
 
 FAMILIES = (*TINY, *CONFIGS)

@@ -15,7 +15,8 @@ LENGTH, ROWS = 128, 8
 def classifier(packed: bool = False, **settings: Any) -> tuple[Any, Any]:
     import torch
 
-    from trainfit.jobs import ClassifierSettings, build_classifier, classification_loss
+    from trainfit.jobs.models.classifier import build_classifier, classification_loss
+    from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
     model = build_classifier(ClassifierSettings(**settings))
 
@@ -46,7 +47,7 @@ def gpt(name: str) -> tuple[Any, Any]:
     import torch
 
     from trainfit.engine.optimizer import parameter_groups
-    from trainfit.jobs import build_gpt
+    from trainfit.jobs.models.gpt_model import build_gpt
 
     model = build_gpt(name)
 

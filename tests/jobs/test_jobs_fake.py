@@ -12,7 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.nn import functional
 
 from trainfit.hardware.model_shapes import model_shape
-from trainfit.jobs import ClassifierSettings, build_classifier, build_encoder, classification_loss
+from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.classifier import build_classifier, classification_loss
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
 EVERY_METHOD = [("gemma-3-1b-it", method) for method in ("frozen", "lora", "dora")]
 

@@ -17,9 +17,11 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trainfit.core.errors import BadInput
 from trainfit.engine.optimizer import parameter_groups
 from trainfit.hardware.model_shapes import model_shape
-from trainfit.jobs import Gpt, GptShape, build_gpt
 from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import (
+    Gpt,
+    GptShape,
+    build_gpt,
     gpt_shape,
     summed_cross_entropy,
 )

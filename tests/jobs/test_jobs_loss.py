@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch.nn import functional
 
-from trainfit.jobs import classification_loss
+from trainfit.jobs.models.classifier import classification_loss
 
 LOGITS = torch.randn(7, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 LABELS = torch.tensor([0, 2, 1, 1, 0, 2, 2])

@@ -24,8 +24,8 @@ from trainfit.conf import compose
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.codec import decode, encode
 from trainfit.core.errors import BadConfig, BadInput
-from trainfit.jobs import ClassifierSettings, build_encoder
-from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
 from trainfit.jobs.nli import build_model as nli_model
 from trainfit.jobs.textclass import build_model as textclass_model
 

@@ -13,8 +13,9 @@ from transformers import AutoModel, AutoTokenizer
 
 from trainfit.data import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
-from trainfit.jobs import EncoderClassifier, exports
+from trainfit.jobs import exports
 from trainfit.jobs.classification import predict
+from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.predict import load_export
 
 FAMILIES = ("bert-base", "modernbert-base", "gemma-3-1b-it", "deberta-v3-base")

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from trainfit.jobs import ClassifierSettings, EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
 VOCABULARY = 90
 FILLER = 89

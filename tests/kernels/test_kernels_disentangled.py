@@ -12,7 +12,8 @@ from kernels_tiny import FILLER, in_the_interpreter, logits_and_gradients, packe
 from torch import Tensor
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs import ClassifierSettings, EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.kernels import disentangled
 from trainfit.kernels.supported import model_obstacle
 

@@ -15,8 +15,9 @@ from trainfit.conf import compose
 from trainfit.core.errors import BadInput
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
-from trainfit.jobs import ClassifierSettings, build_classifier, job_plan
-from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs import job_plan
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.kernels import supported
 from trainfit.measuring.receipt import make_receipt
 from trainfit.measuring.trace import Evidence

@@ -10,7 +10,7 @@ import torch
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, padded, tiny
 from torch import Tensor
 
-from trainfit.jobs import EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels import attention
 from trainfit.kernels.attention import masked_attention
 from trainfit.kernels.layout import lay_out

@@ -46,7 +46,8 @@ def test_what_the_backward_pass_takes_while_it_runs(
 
 
 def packed_step(tokens: int, lengths: list[int], longest: int, **settings: Any) -> tuple[Any, Any]:
-    from trainfit.jobs import ClassifierSettings, build_classifier, classification_loss
+    from trainfit.jobs.models.classifier import build_classifier, classification_loss
+    from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
     model = build_classifier(ClassifierSettings(**settings))
 

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from trainfit.cli.pages import ladder_page, write_ladder
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.measuring import timing
 from trainfit.measuring.timing import median_interval, ratio_interval, rounds_interval
-from trainfit.reports.ladder_page import ladder_page, write_ladder
 from trainfit.reports.plots import ladder_plot
 from trainfit.reports.study_sections import ladder_section
 from trainfit.runs.reader import read_run

@@ -102,10 +102,9 @@ def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path |
 
 def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.pages import watched
+    from trainfit.cli.pages import ladder_page, step_line, watched, write_ladder
     from trainfit.jobs.tuned_plans import trial_task, with_tuned
     from trainfit.reports import terminal
-    from trainfit.reports.ladder_page import ladder_page, step_line, write_ladder
     from trainfit.tuning.ladder.climb import MINUTES, climb
 
     minutes = minutes or MINUTES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
@@ -25,6 +26,8 @@ GROUPS = ("hardware", "experiment")
 OWN = "own"
 """Folder of the YAML files that jobs of the user's own share."""
 _LONGEST_WORD = 20_000
+# A word that Hydra reads as a text, unlike a number or true.
+_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -232,7 +235,8 @@ def _written(value: Any) -> str:
     from hydra.core.override_parser.types import Quote, QuotedString
 
     if isinstance(value, str):
-        return QuotedString(text=value, quote=Quote.double).with_quotes()
+        plain = _PLAIN.fullmatch(value)
+        return value if plain else QuotedString(value, Quote.single).with_quotes()
     if isinstance(value, Mapping):
         items = (f"{_written(str(key))}:{_written(item)}" for key, item in value.items())
         return f"{{{','.join(items)}}}"

@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Measurement, Record, Scalar, text_table
+from trainfit.core.records import Measurement, Record, Scalar
+from trainfit.core.tables import text_table
 
 Precision = Literal["bf16", "fp16", "fp32"]
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -17,15 +16,12 @@ from typing import Any, Literal
 import yaml
 
 from trainfit.conf import Composed, Config, keys
-from trainfit.conf.composition import flat_values
+from trainfit.conf.composition import as_word, flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
 from trainfit.jobs.job import Job
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.registry import is_own, load
-
-# A word that Hydra reads as a text, unlike a number or true.
-_PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
 @dataclass(frozen=True, slots=True)
@@ -337,7 +333,7 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
     groups = {"hardware": composed.hardware}
     if composed.experiment is not None:
         groups["experiment"] = composed.experiment
-    return [f"{key}={_spelled(value)}" for key, value in {**groups, **chosen, **pinned}.items()]
+    return [as_word(key, value) for key, value in {**groups, **chosen, **pinned}.items()]
 
 
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
@@ -383,14 +379,3 @@ def _variables(plan: Plan) -> dict[str, str]:
     if runtime.num_threads is not None:
         variables["OMP_NUM_THREADS"] = str(runtime.num_threads)
     return variables
-
-
-def _spelled(value: Any) -> str:
-    """Value in Hydra's grammar, quoted where a bare word would mean something else."""
-    from hydra.core.override_parser.types import Quote, QuotedString
-
-    if value is None or isinstance(value, bool):
-        return {None: "null", True: "true", False: "false"}[value]
-    if not isinstance(value, str):
-        return str(value)
-    return value if _PLAIN.fullmatch(value) else QuotedString(value, Quote.single).with_quotes()

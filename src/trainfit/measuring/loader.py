@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.measuring.timing import synchronize
 
 if TYPE_CHECKING:
     import torch
@@ -64,11 +65,11 @@ def time_loader(
             break
         fetched = time.perf_counter()
         moved = _to(batch, target)
-        _synchronize(target)
+        synchronize()
         copied = time.perf_counter()
         if step is not None:
             step(moved)
-            _synchronize(target)
+            synchronize()
         rows.append((fetched - started, copied - fetched, time.perf_counter() - copied))
     if not rows:
         return None
@@ -107,10 +108,3 @@ def _to(batch: Any, device: torch.device | str) -> Any:
     if isinstance(batch, (list, tuple)):
         return type(batch)(_to(item, device) for item in batch)
     return batch
-
-
-def _synchronize(device: torch.device | str) -> None:
-    import torch
-
-    if torch.device(device).type == "cuda":
-        torch.cuda.synchronize(device)

@@ -6,11 +6,10 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from trainfit.core import caches
 from trainfit.core.errors import BadInput
@@ -18,10 +17,8 @@ from trainfit.core.files import cache_folder
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import HardwareProfile, Measurement, Measurements
 from trainfit.hardware.catalogue import GpuSpec, find
+from trainfit.measuring.timing import time_work
 from trainfit.runtime import applied
-
-if TYPE_CHECKING:
-    import torch
 
 ITEM_SECONDS = 0.8
 REST_SECONDS = 0.3
@@ -115,7 +112,7 @@ def _matmul(kind: str, device: str, spec: GpuSpec | None) -> list[Measurement]:
         a = torch.randn(size, size, device=device).to(dtype)
         b = torch.randn(size, size, device=device).to(dtype)
         out = torch.empty_like(a)
-        seconds = _time(lambda: torch.mm(a, b, out=out), device)
+        seconds = _time(lambda: torch.mm(a, b, out=out))
     peak = spec.peak_tflops(kind) if spec is not None else None
     rate = partial(_measurement, unit="TFLOP/s", amount=2 * size**3 / 1e12, datasheet=peak)
     if device == "cpu" or len(seconds) < 2 * BURST:
@@ -133,7 +130,7 @@ def _copy(device: str, spec: GpuSpec | None) -> list[Measurement]:
     size = 256 * MIB if device == "cpu" else _spare_bytes(device)
     source = torch.randint(0, 255, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
-    seconds = _time(lambda: target.copy_(source), device)
+    seconds = _time(lambda: target.copy_(source))
     peak = spec.bandwidth_gbs if spec is not None else None
     return [_measurement("copy", "GB/s", 2 * size / 1e9, seconds, peak)]
 
@@ -152,7 +149,7 @@ def _host_to_device(pinned: bool) -> list[Measurement]:
     size = 256 * MIB
     source = torch.ones(size, dtype=torch.uint8, pin_memory=pinned)
     target = torch.empty(size, dtype=torch.uint8, device="cuda")
-    seconds = _time(lambda: target.copy_(source, non_blocking=True), "cuda")
+    seconds = _time(lambda: target.copy_(source, non_blocking=True))
     name = "host_to_device_pinned" if pinned else "host_to_device_pageable"
     return [_measurement(name, "GB/s", size / 1e9, seconds, None)]
 
@@ -214,29 +211,14 @@ def _read_cold(handle: int) -> float:
     return time.perf_counter() - started
 
 
-def _time(work: Callable[[], torch.Tensor], device: str) -> list[float]:
-    """Seconds of each repetition after a warm-up, for ITEM_SECONDS in all."""
-    import torch
-
-    synchronize: Callable[[], object] = {
-        "cuda": torch.cuda.synchronize,
-        "mps": torch.mps.synchronize,
-    }.get(device, lambda: None)
-    for _ in range(WARM_UP):
-        work()
-    synchronize()
-    samples: list[float] = []
-    deadline = time.perf_counter() + ITEM_SECONDS
-    while (time.perf_counter() < deadline and len(samples) < MOST_SAMPLES) or not samples:
-        started = time.perf_counter()
-        work()
-        synchronize()
-        samples.append(time.perf_counter() - started)
-    return samples
+def _time(work: Callable[[], object]) -> Sequence[float]:
+    """Seconds of each repetition after a warm-up, for about ITEM_SECONDS in all."""
+    timing = time_work(work, warm_up=WARM_UP, repeats=MOST_SAMPLES, most_seconds=ITEM_SECONDS)
+    return timing.seconds
 
 
 def _measurement(
-    name: str, unit: str, amount: float, seconds: list[float], datasheet: float | None
+    name: str, unit: str, amount: float, seconds: Sequence[float], datasheet: float | None
 ) -> Measurement:
     """Rates of the samples, and their median."""
     rates = tuple(amount / s for s in seconds)

@@ -181,7 +181,10 @@ def time_work(
     for _ in range(warm_up):
         work()
     synchronize()
-    _reset_peak()
+    if cuda_in_use():
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
     seconds: list[float] = []
     began = clock()
     while len(seconds) < repeats:
@@ -203,17 +206,12 @@ def time_work(
 
 def synchronize() -> None:
     """Wait for the GPU, if there is one in use."""
-    if cuda_in_use():
-        import torch
+    import torch
 
+    if cuda_in_use():
         torch.cuda.synchronize()
-
-
-def _reset_peak() -> None:
-    if cuda_in_use():
-        import torch
-
-        torch.cuda.reset_peak_memory_stats()
+    elif torch.backends.mps.is_available():
+        torch.mps.synchronize()
 
 
 def _peaks() -> tuple[float | None, float | None]:

@@ -13,8 +13,8 @@ from typing import Any
 from trainfit.core import codec
 from trainfit.core.errors import TrainfitError
 from trainfit.core.files import is_file
-from trainfit.reports.ladder_page import times
 from trainfit.reports.model import (
+    MISSING,
     Block,
     Chapter,
     Headline,
@@ -32,6 +32,7 @@ from trainfit.reports.model import (
 )
 from trainfit.runs.reader import RunFiles, read_object
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.tuned_cache import Interval
 
 _MOST_CURVES = 60
 
@@ -246,6 +247,15 @@ def _table(steps: Sequence[LadderStep], against: str, title: str = "") -> Table:
     )
     columns = ("optimization", "samples/s", "speed-up", against, "peak memory", "note")
     return Table(title=title, columns=columns, rows=rows)
+
+
+def times(interval: Interval | None) -> str:
+    """A ratio with its interval."""
+    if interval is None:
+        return MISSING
+    if interval.low == interval.high:
+        return f"{interval.value:.2f}×"
+    return f"{interval.value:.2f}× ({interval.low:.2f}–{interval.high:.2f})"
 
 
 def _speed(step: LadderStep) -> IntervalRow:

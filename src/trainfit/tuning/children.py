@@ -17,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol, Self, TextIO
+from typing import Self, TextIO
 
 from trainfit.core.errors import RunFailed
 from trainfit.core.plan_records import Plan
@@ -102,18 +102,8 @@ def mode_of(plan: Plan) -> str:
     return plan.compile_mode if plan.compile else "eager"
 
 
-class RunTrial(Protocol):
-    """Function that runs one trial, such as Children.run; whatever goes wrong is its status."""
-
-    def __call__(
-        self,
-        candidate: TrialCandidate,
-        *,
-        steps: int,
-        warm_up: int,
-        limit: float,
-        most_seconds: float | None = None,
-    ) -> Trial: ...
+RunTrial = Callable[..., Trial]
+"""Runs one trial, as Children.run does; whatever goes wrong is its status."""
 
 
 class Children:
