@@ -40,7 +40,7 @@ def train(task: str | type[Job], *overrides: str, resume: str | Path | None = No
 
 
 def tune(task: str | type[Job], *overrides: str, minutes: float = 3.0) -> TuneResult:
-    """Measure for so many minutes what is fastest here, and keep it for `train`."""
+    """Measure for `minutes` which settings are fastest here, and keep them for `train`."""
     from trainfit.jobs import configuration, job_plan, registry, tuned_plans
 
     name = name_of(task)

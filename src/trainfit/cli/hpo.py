@@ -113,7 +113,7 @@ class _Objectives:
 
 
 def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
-    """The trials, in this process or in several."""
+    """Run the trials, in this process or in several; return how they ended."""
     import os
 
     from trainfit.cli.pages import Board

@@ -80,7 +80,7 @@ def trial_line(trial: Trial) -> str:
 
 
 def describe(settings: dict[str, Scalar]) -> str:
-    """Changed settings in words."""
+    """Settings that differ from the plan, in words."""
     if not settings:
         return "as planned"
     return ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
@@ -237,7 +237,6 @@ class Board:
     """Prints each finished trial once, and the study's progress."""
 
     def __init__(self, console: Console) -> None:
-        """Print on `console`."""
         self._console = console
         self._seen: set[int] = set()
 

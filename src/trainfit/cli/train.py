@@ -63,7 +63,7 @@ def command(
 def _composed(
     task: str, overrides: tuple[str, ...], resume: str | None
 ) -> tuple[Composed, Path | None]:
-    """The configuration of a new run, or that of the run to go on with."""
+    """Return the configuration of a new run, or that of the run to resume and its folder."""
     from trainfit.core.errors import BadInput
     from trainfit.jobs.configuration import configure, configured_by
     from trainfit.runs import run_folder

@@ -144,7 +144,7 @@ def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
 
 
 def _hand_out(data: dict[str, Any], as_json: bool, output: Path | None) -> None:
-    """As JSON to a program, to a file, or to both."""
+    """Print the data as JSON, write it to a file, or do both."""
     from trainfit.core.files import write_output
 
     text = codec.for_programs(data)

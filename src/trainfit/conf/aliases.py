@@ -10,12 +10,12 @@ from trainfit.core.errors import BadInput, brief
 from trainfit.core.settings import SETTINGS
 
 ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
-"""Compared without regard to case: one document writes its settings as BATCH_TRAIN."""
+"""Other spellings of keys, in lower case, with the key that each means."""
 
 _FLAGS: Mapping[str, Mapping[bool, str]] = {
     alias: values for row in SETTINGS for alias, values in (row.flags or {}).items()
 }
-"""Aliases that are true or false where their key has names, by the alias's last part."""
+"""Boolean aliases by their last part, with the key's value for true and for false."""
 _NAMES: Mapping[str, Mapping[str, str]] = {
     row.key: row.spellings for row in SETTINGS if row.spellings
 }

@@ -58,7 +58,7 @@ class _OwnTask:
     """Configuration that the class of a user's own job declares."""
 
     defaults: Mapping[str, Any]
-    """By dotted key; `job` holds the fields of its Config."""
+    """Defaults by dotted key; `job` holds the fields of its Config."""
     aliases: Mapping[str, str]
     study: Mapping[str, Any]
     """Fields of HpoConfig: the metric and the search space."""

@@ -11,7 +11,7 @@ from typing import Any
 
 HIDDEN = "***"
 _TOKEN = "".join(rf"(?<!{kind}_)" for kind in ("pad", "eos", "bos", "unk", "cls", "sep", "mask"))
-"""A tokenizer's own tokens are no secrets."""
+"""Expression that keeps pad_token and the like, which are no secrets, out of the names."""
 _NAMES = (
     rf"(?:pass(?:word|wd|phrase)?|pwd|secret|{_TOKEN}token|credentials?"
     r"|(?:api|access|private|auth)[_-]?key)"
@@ -22,9 +22,9 @@ _SHORTEST = 6
 """Minimum characters of a secret value; a shorter one would match innocent words."""
 
 _URL = re.compile(r"(:/(?:/|(?=[^\s/?#@:]+:)))(?:[^\s/?#'\"<>]*|[^\s/?#@:'\"<>]*:[^\s@]*)@")
-"""The second form is a password with a slash in it, which database drivers accept.
+"""Credentials in a URL, or in a path made from one, which has a single slash after the colon.
 
-A path made from a URL has one slash.
+The second form is a password with a slash in it, which database drivers accept.
 """
 _URL_WORD = re.compile(r"(://)(?:[^/?#]*|[^/?#@:]*:.*)@", re.DOTALL)
 """A URL as one word of a command, which may contain spaces."""

@@ -27,7 +27,7 @@ _KINDS = (
     (stat.S_ISBLK, "a device"),
 )
 _KERNEL = (Path("/proc"), Path("/sys"))
-"""Their files are generated while they are read: no size, and some never end."""
+"""File systems whose files are generated while they are read: no size, and some never end."""
 _NAME = re.compile(r"\w(?:[\w .,+=@-]*[\w+=@-])?")
 _LONGEST = 100
 """Maximum bytes of a name, of 255 in file systems: endings and numbers are added to it."""

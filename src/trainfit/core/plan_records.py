@@ -95,7 +95,7 @@ class TaskSpec(Record):
     """Recipe for a child process to build the task: an import path and JSON arguments."""
 
     factory: str
-    """module:callable"""
+    """Import path of the function, as module:name."""
     arguments: dict[str, Any]
     from_file: bool = field(default=False, compare=False)
     """True if read from a file, which is not trusted: only trainfit's factories are imported."""

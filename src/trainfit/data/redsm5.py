@@ -124,7 +124,7 @@ class Corpus:
     criteria: tuple[str, ...]
     """Texts of the criteria that the model reads."""
     evidence: NDArray[np.bool_] = field(repr=False)
-    """`[posts, criteria]`"""
+    """True where a post gives evidence of a criterion: `[posts, criteria]`."""
 
     @property
     def labels(self) -> NDArray[np.int64]:

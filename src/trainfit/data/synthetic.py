@@ -227,7 +227,7 @@ _COUNT: dict[Scale, int] = {"small": 1200, "full": 20_000}
 _TEXT_WORDS: dict[Scale, tuple[int, int]] = {"small": (8, 40), "full": (8, 160)}
 _FLAGGED = 0.2
 _LURED = 0.4
-"""Share of clean texts that also hold a cue."""
+"""Share of clean texts that hold a cue too, about someone else."""
 _CUES = CUES[9:]
 
 

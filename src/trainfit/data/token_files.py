@@ -47,7 +47,7 @@ class TokenFile(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Header(Record):
-    """meta.json."""
+    """Content of meta.json."""
 
     format: str = FORMAT
     dtype: Dtype

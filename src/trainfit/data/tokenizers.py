@@ -107,7 +107,7 @@ def learn_tokenizer(
 
     Only pieces that occur `least` times become tokens: the vocabulary is saved with the model, and
     a rare piece may be a name. `pad_id` is the model's padding token, whose row of the embedding is
-    not embedding is not trained.
+    not trained.
     """
     from tokenizers import processors
     from transformers import PreTrainedTokenizerFast

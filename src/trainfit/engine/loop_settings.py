@@ -33,12 +33,12 @@ class OptimizerSettings(Record):
     """Further keyword arguments of that class, such as momentum."""
     learning_rate: Amount
     weight_decay: Amount = 0.0
-    """For matrices; biases and norms never decay."""
+    """Weight decay of matrices; biases and norms never decay."""
     decay_embeddings: bool = True
     betas: tuple[Share, Share] = (0.9, 0.999)
-    """For AdamW; other optimizers take theirs from `options`."""
+    """Betas of AdamW; other optimizers take theirs from `options`."""
     eps: Amount = 1e-8
-    """For AdamW."""
+    """Epsilon of AdamW."""
     max_grad_norm: Amount | None = 1.0
     """Clip the gradient's norm; None: do not."""
 
@@ -111,7 +111,7 @@ class LoopSettings(Record):
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
     sharding: Literal["none", "fsdp"] = "none"
-    """With several ranks: each holds the whole model ("none") or a shard ("fsdp")."""
+    """Each of several ranks holds the whole model ("none") or a shard of it ("fsdp")."""
 
     eval_steps: Positive | None = None
     """Steps between evaluations; None: after each epoch."""

@@ -50,7 +50,7 @@ class GpuSpec:
     """Percent of the dense peak that a small GPT should reach (the tuning guide's table)."""
     mfu_excellent: tuple[int, int] | None
     batch_advice: tuple[int, int] | None
-    """Batch sizes of the same table; presets have their own."""
+    """Batch sizes that the tuning guide's table advises; presets have their own."""
     preset: str | None
     """The hardware preset written for this GPU, if there is one."""
     confidence: Literal["high", "medium", "low"]

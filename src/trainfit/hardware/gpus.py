@@ -1,4 +1,4 @@
-"""Gpu records, combined from torch, the driver and the catalogue."""
+"""Gpu records, each joined from the reports of torch, the driver and the catalogue."""
 
 from __future__ import annotations
 

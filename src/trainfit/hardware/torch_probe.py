@@ -49,7 +49,6 @@ class TorchReport:
 
 
 def load_torch() -> Any:
-    """Import torch."""
     import torch
 
     return torch

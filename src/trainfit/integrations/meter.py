@@ -159,7 +159,6 @@ class Observing:
         self._seen = None
 
     def begin(self) -> None:
-        """Start observing."""
         self.let_go()
         self._seen = self._under_way.enter_context(observe(warm_up=self._warm_up))
 

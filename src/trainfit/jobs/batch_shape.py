@@ -26,7 +26,7 @@ class BatchShape:
     """The nesting of a batch, and the shape and dtype of each of its tensors."""
 
     structure: str
-    """JSON of torch's pytree."""
+    """The nesting as JSON, in the form of torch's pytree."""
     leaves: tuple[tuple[tuple[int | str, ...], str], ...]
     """Sizes and dtype; "rows" and "width" stand for the samples and for the longest of them."""
 
@@ -41,7 +41,7 @@ class BatchShape:
         return _pytree.tree_unflatten([leaves[str(at)] for at in range(len(self.leaves))], spec)
 
     def make(self, rows: int, width: int) -> dict[str, Tensor]:
-        """Return a batch of zeros with so many samples, each as long as `width`."""
+        """Return a batch of zeros with `rows` samples, each as long as `width`."""
         sizes: dict[int | str, int | str] = {_ROWS: rows, _WIDTH: width}
         made = {
             str(at): torch.zeros([int(sizes.get(n, n)) for n in shape], dtype=getattr(torch, dtype))

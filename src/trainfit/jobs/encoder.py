@@ -51,9 +51,9 @@ METRIC = "f1"
 """F1 of the positive class on the validation part: it chooses the best checkpoint."""
 _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
 _SOME = 0.1
-"""A step takes the same memory and time whatever the dropout is, as long as there is some."""
+"""Dropout that stands for any other in a plan: memory and time are the same for all above 0."""
 _SLACK = 1.02
-"""The plan's budget was fitted to steps dealt with another seed, which differ by so much."""
+"""Factor on the planned tokens, since steps dealt with another seed are a little larger."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,7 +21,7 @@ from trainfit.runs.reader import Columns, read_part
 
 Standing = Literal["poor", "good", "excellent"]
 _GENERAL_GOOD, _GENERAL_EXCELLENT = (15, 25), (30, 100)
-"""The tuning guide's targets for GPUs that its table has no row for."""
+"""Good and excellent MFU in percent, for GPUs that the tuning guide's table has no row for."""
 _FULL = 0.80
 """Share of the memory in use above which the guide does not enlarge the batch."""
 _AIM = 0.85

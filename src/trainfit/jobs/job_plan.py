@@ -1,4 +1,4 @@
-"""From a configuration to a plan: what of a job the planner has to know.
+"""The planner's question about a job, from its configuration, and the plan that answers it.
 
 Nothing here imports torch: the planner builds the model in a process of its own.
 """
@@ -46,7 +46,7 @@ _FACTORIES = {
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.
 _POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
 _FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
-"""A classifier looks its tokens up: the size of the vocabulary is nothing to its speed."""
+"""Small vocabulary of a model that is timed: looking tokens up costs next to nothing."""
 _GPT_TOKENS = 10_000_000
 """An epoch of pretraining where no data is named: about the standard library of Python."""
 
@@ -88,7 +88,7 @@ def answer(
     ranks: int = 1,
     here: bool = False,
 ) -> Plan:
-    """The planner's answer, with what was measured on this machine.
+    """Plan the job, with the rates that were measured on this machine.
 
     `here`: the job is about to run on it, so nothing is simulated where there is plenty of room.
     """
@@ -274,11 +274,11 @@ class ModelFacts:
     packed_attention: str
     no_liger: str | None
     vocabulary: int
-    """Rows of its embedding."""
+    """Number of tokens in its vocabulary."""
 
 
 def model_facts(name: str) -> ModelFacts:
-    """From the catalogue, a local folder or the hub, without building anything."""
+    """Read the facts of a model from the catalogue, a folder or the hub, without building it."""
     fields = model_fields(name)
     kind = fields.get("model_type")
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))

@@ -23,7 +23,7 @@ from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
 
 CLASSES = 2
-"""No evidence, evidence."""
+"""Number of classes: no evidence and evidence."""
 
 
 def build_model(model: EncoderModel, **decided: Any) -> EncoderClassifier:

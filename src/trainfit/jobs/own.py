@@ -49,7 +49,7 @@ class OwnResult(Record):
     steps: int
     seconds: float
     metrics: dict[str, float]
-    """On the test data, or on the validation data where there is none."""
+    """Metrics on the test data, or on the validation data where there is none."""
     metric: str
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()

@@ -13,9 +13,9 @@ from trainfit.core.plan_records import Plan, Precision, Reason
 from trainfit.planning.question import Question
 
 MakePlans = Callable[[Question, list[str]], Mapping[str, Plan]]
-"""Makes the plans of a question by the names of GPUs."""
+"""Function that plans a question for several GPUs; returns the plans by the GPUs' names."""
 _SPENDING = ("batch_size", "gradient_accumulation_steps", "gradient_checkpointing")
-"""Settings that cost memory: without these pins a plan takes the least."""
+"""Settings whose pinned values may cost memory; without these pins a plan takes the least."""
 CHUNK = 16384
 """Tokens whose logits exist at a time: enough for matrix products at full speed."""
 FINE_CHUNK = 4096

@@ -49,7 +49,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Show:
-    """How a job is watched; nobody does by default."""
+    """Functions that show a job's progress; by default nothing is shown."""
 
     watch: Callable[[str], Sequence[Observer]] = lambda _title: ()
     """Observers of a fold with that title."""

@@ -125,7 +125,7 @@ def _nested(folds: Sequence[Dataset], config: TextclassConfig) -> tuple[Dataset,
 
 
 def _row_numbers(datasets: Sequence[Dataset]) -> dict[int, dict[int, int]]:
-    """By array of tokens and a text's place in it: its row in the file, from 1."""
+    """Row of each text in its file, from 1, by the array of tokens and the text's place in it."""
     starts: dict[int, set[int]] = {}
     for data in datasets:
         for part in (data.train, data.validation, data.test):

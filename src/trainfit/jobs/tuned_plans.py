@@ -58,7 +58,7 @@ def tune(
     minutes: float = MINUTES,
     tell: Callable[[Trial], None] = lambda _trial: None,
 ) -> TuneResult:
-    """Measure for so many minutes, planning included, and keep the result for `train`."""
+    """Measure for `minutes`, planning included, and keep the result for `train`."""
 
     def ask(pins: Mapping[str, Scalar]) -> Plan:
         plan = job.ask(pins)
@@ -133,7 +133,7 @@ def tuned_rate(plan: Plan) -> float | None:
 
 TASK = "nli"
 OVERRIDES: tuple[str, ...] = ()
-"""Overrides of the default job: none."""
+"""Overrides of the job that `check` plans: none, so the defaults."""
 
 
 def subject() -> str:

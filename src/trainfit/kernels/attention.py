@@ -28,7 +28,7 @@ class MaskedAttention:
     full: Tensor | None
     """Broadcasts to `[B, heads, T, T]`. True: seen. None: every token sees every other."""
     windowed: Tensor | None
-    """The same for layers with a sliding window."""
+    """Mask of the layers with a sliding window, as `full`."""
 
     def __call__(
         self,

@@ -31,7 +31,7 @@ def disentangled_attention(
     query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """From `[tokens, heads, d]` to the same, and the softmax's logarithms `[heads, tokens]`.
+    """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`.
 
     `positions` `[2, 2·longest, heads, d]` has the vectors that queries, and those that keys are
     multiplied by for each distance to the other token, from 1 - longest on.
@@ -88,7 +88,7 @@ class DisentangledAttention:
     starts: Tensor
     """Start of each sequence, filler included; ends with the row's width."""
     longest: int
-    """No sequence is longer."""
+    """Upper bound of the sequences' lengths."""
     chosen: Tensor
     """`[2, 2·longest, embeddings]`: 1 where a relative embedding belongs to a distance, seen from a
     query and from a key. Selecting by a product keeps the order of the gradient's sums fixed."""
@@ -178,7 +178,7 @@ def take_packed_rows(model: nn.Module) -> None:
     from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
 
     class PackedSelfAttention(DisentangledSelfAttention):
-        """The same weights and, without packed rows, the same code."""
+        """DeBERTa's self-attention, which takes packed rows too; its weights are unchanged."""
 
         def forward(
             self,

@@ -97,7 +97,7 @@ def _(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_formula(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the same in a few operations, which torch.compile can fuse."""
+    """Compute `loss_and_slopes` in a few plain operations, which torch.compile can fuse."""
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     counts = (targets != IGNORED)[:, None]
     places = targets.clamp_min(0)[:, None]

@@ -35,7 +35,7 @@ class Layout:
     cu_seqlens: Tensor | None
     """`[sequences + 1]`: where each sequence begins, and where the filler does."""
     max_seqlen: int
-    """No sequence is longer."""
+    """Upper bound of the sequences' lengths."""
 
 
 def lay_out(

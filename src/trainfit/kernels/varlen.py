@@ -27,7 +27,7 @@ def softcapped_attention(
     query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float,
     cap: float, window: int,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """From `[tokens, heads, d]` to the same, and the softmax's logarithms `[heads, tokens]`.
+    """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`.
 
     Keys and values may have fewer heads. Tokens at a distance of `window` and beyond are not seen.
     """
@@ -92,7 +92,7 @@ class VarlenAttention:
     starts: Tensor
     """Start of each sequence, filler included; ends with the row's width."""
     longest: int
-    """No sequence is longer."""
+    """Upper bound of the sequences' lengths."""
     window: int | None
     """In layers with a sliding window, tokens at this distance and beyond are not seen."""
     dtype: torch.dtype

@@ -30,9 +30,9 @@ class ModelFlops:
     weights: int
     """Weights that every token is multiplied by."""
     passed: int
-    """Those of `weights` that a gradient passes through."""
+    """Part of `weights` that a gradient passes through."""
     trained: int
-    """Those of `weights` that are trained."""
+    """Part of `weights` that is trained."""
     width: int
     """Attention heads times their size."""
     full_layers: int

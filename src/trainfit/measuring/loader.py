@@ -27,7 +27,7 @@ class LoaderTiming:
     copy: float
     """Moving the batch to the device."""
     compute: float
-    """In the step, where one was given."""
+    """Computing the step, where one was given."""
 
     @property
     def total(self) -> float:

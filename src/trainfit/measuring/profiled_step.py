@@ -164,7 +164,7 @@ _UNMARKED = (("fused", "aten::_fused_adamw_"), ("single", "aten::addcdiv"))
 
 
 def _unmarked_updates(trace: Trace) -> list[tuple[str, str, int]]:
-    """The same for trainfit's loop, which runs AdamW's operators without calling its step."""
+    """Updates of trainfit's loop, which runs AdamW's operators without calling its step."""
     for kind, start in _UNMARKED:
         if count := sum(op.name.startswith(start) for op in trace.operators):
             return [("AdamW", kind, count)]

@@ -25,7 +25,7 @@ Step = Callable[[], object]
 _FLOPS = 1e10
 """Operations of a step to time: about a tenth of a second on two cores."""
 _LEAST_TOKENS = 64
-"""With fewer, matrix products are unlike those of a real step."""
+"""Minimum tokens of the timed step; products of fewer are unlike a real step's."""
 _SAMPLE_TOKENS = 16
 _SECONDS, _FEWER_SECONDS = 0.4, 0.1
 _MOST_SAMPLES = 30

@@ -247,9 +247,9 @@ class BatchesSeen(Record):
     tensors: int = 0
     pinned: int = 0
     tokens: int | None = None
-    """Without padding; None where the batch does not say."""
+    """Tokens without padding; None where the batch does not say."""
     capacity: int | None = None
-    """With it."""
+    """Tokens with padding."""
     packed: bool | None = None
     """Sequences lie end to end in rows; None where the batch does not say."""
     sequences: int | None = None

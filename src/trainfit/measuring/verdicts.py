@@ -229,14 +229,14 @@ def compiled(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def liger(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by its kernels."""
+    """Judge by the launches of Liger's kernels."""
     evidence = f"{seen.liger} launches of its kernels in the step"
     fix = "pip install liger-kernel; it has layers for the Gemma, Llama, Mistral and Qwen families"
     return Judgement(seen.liger > 0, evidence, fix)
 
 
 def cuda_graphs(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by their launches."""
+    """Judge by the launches of CUDA graphs."""
     launches = seen.compiler.graph_launches
     fix = "keep shapes fixed and inputs on the GPU; TORCH_LOGS=cudagraphs says what stands against"
     return Judgement(launches > 0, f"{launches} launches in the step", fix)
@@ -282,7 +282,7 @@ def accumulation(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def clipping(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by its arithmetic."""
+    """Judge by the operators that clipping takes."""
     evidence = "gradients were multiplied by a factor bounded by their norm"
     if not seen.clipped:
         evidence = "no norm was followed by a product with all gradients"

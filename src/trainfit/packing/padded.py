@@ -107,7 +107,7 @@ def _cut_of(profile: IntArray, widths: tuple[int, ...], rows: tuple[int, ...]) -
 
 
 def choose_widths(lengths: IntArray, most: int = 8, multiple: int = 32) -> tuple[int, ...]:
-    """The widths that pad these lengths little: all multiples, less those that help the least."""
+    """Choose at most `most` widths, multiples of `multiple`, to which padding adds few tokens."""
     # At most the longest, since a model may have no positions beyond it.
     padded = round_up(lengths, multiple, int(lengths.max()))
     sizes, counts = np.unique(padded, return_counts=True)

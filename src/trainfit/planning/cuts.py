@@ -37,7 +37,7 @@ class FixedSettings:
 
     precision: Choice
     threads: Choice | None
-    """None: torch's default."""
+    """Threads of CPU operations; None: torch's default."""
     tf32: Choice
     packed: Choice
     attention: Choice

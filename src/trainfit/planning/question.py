@@ -1,4 +1,4 @@
-"""Question to the planner: a job, its data and its pinned settings; presets and workers by rule."""
+"""Question to the planner: a job, its data, its pinned settings; rules for presets and workers."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from trainfit.runs.reader import Tail, gpus_in, number, read_object
 _KEPT = 2000
 """Rows kept in memory: more than a terminal is wide."""
 _LONGEST = 1e12
-"""Steps or seconds over which a number counts as damage."""
+"""Largest believable number of steps or seconds; a larger one is a damaged row."""
 _QUIET = 60.0
 """Seconds without a row after which a run counts as quiet."""
 
@@ -63,7 +63,6 @@ class Watcher:
     """Follows a run, from fold to fold."""
 
     def __init__(self, run: Path) -> None:
-        """Follow the run in that folder."""
         self._run = run
         self._folder: Path | None = None
 

@@ -24,7 +24,7 @@ class Series(Record):
     name: str
     x: tuple[float, ...]
     y: tuple[float | None, ...]
-    """None is a gap: a step without a finite number."""
+    """Values; None is a gap, as at a step without a finite number."""
     color: int
     """Index of the colour, the same for one thing in all plots."""
     style: Literal["line", "dots", "faint", "points"] = "line"

@@ -18,7 +18,7 @@ from trainfit.reports.model import shown
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 
 _LINES = 5
-"""Lines of the grid under the top of an axis, about."""
+"""Approximate number of grid lines of an axis."""
 _STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; }
 .title { font-size: 16px; font-weight: 600; }

@@ -67,16 +67,13 @@ class Predictions:
 
     @property
     def classes(self) -> int:
-        """Number of classes."""
         return int(self.chances.shape[1])
 
     @property
     def predicted(self) -> Ints:
-        """The likeliest class."""
         return np.asarray(self.chances.argmax(1), dtype=np.int64)
 
     def part(self, chosen: Truth) -> Predictions:
-        """The chosen items."""
         return Predictions(
             self.folds[chosen],
             self.posts[chosen],
@@ -87,12 +84,10 @@ class Predictions:
         )
 
     def by_fold(self) -> Iterator[tuple[int, Predictions]]:
-        """The items of each fold."""
         for number in np.unique(self.folds):
             yield int(number), self.part(self.folds == number)
 
     def by_criterion(self) -> Iterator[tuple[str, Predictions]]:
-        """The items of each criterion."""
         for number, name in enumerate(self.criteria):
             chosen = self.criterion_of == number
             if chosen.any():

@@ -207,7 +207,7 @@ def _axis(
 
 
 _KEPT, _ASIDE = 0, 7
-"""Colours of steps that the next ones build on, and of the others."""
+"""Colours of the bars: optimizations that were kept, and those that were not."""
 
 
 def ladder_section(run: RunFiles) -> Section | None:

@@ -136,7 +136,6 @@ class PlainLines(Observer):
         self._console.print(Text(self._prefix + text), soft_wrap=True)
 
     def on_line(self, text: str) -> None:
-        """Print a line about the settings in effect."""
         self._print(text)
 
     def on_log(self, row: TrainRow) -> None:
@@ -151,12 +150,10 @@ class PlainLines(Observer):
             self._print(f"{plain_line(row)}, {duration(left)} left")
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Print the validation scores."""
         figures = ", ".join(f"{name} {value:.4f}" for name, value in metrics.items())
         self._print(f"step {step}: validation {figures}")
 
     def on_event(self, event: Event) -> None:
-        """Print the event."""
         self._print(f"{event.kind} at step {event.step}: {event.text}")
 
 
@@ -178,12 +175,10 @@ class Bar(PlainLines):
         )
 
     def on_start(self, step: int, total_steps: int) -> None:
-        """Draw the bar."""
         self._task = self._bar.add_task("", total=total_steps, completed=step, numbers="")
         self._bar.start()
 
     def on_step(self, step: int) -> None:
-        """Move the bar."""
         self._bar.update(self._task, completed=step)
 
     def on_log(self, row: TrainRow) -> None:
@@ -193,7 +188,6 @@ class Bar(PlainLines):
         self._bar.update(self._task, numbers=bar_numbers(row))
 
     def on_end(self, _result: RunResult) -> None:
-        """Remove the bar."""
         self._bar.stop()
 
 

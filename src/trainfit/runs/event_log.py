@@ -58,7 +58,6 @@ class Journal:
         self._write(LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {redact(text)}")
 
     def close(self) -> None:
-        """Close the files."""
         for file in self._files.values():
             file.close()
 

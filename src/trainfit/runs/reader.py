@@ -27,7 +27,7 @@ from trainfit.runs.opening import RunSetup
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
 Columns = Mapping[str, Floats]
-"""By name of the figure: one number per row, NaN where the row has none."""
+"""Figures of rows by name: one number per row, NaN where the row has none."""
 
 STRETCHES = 300
 """Stretches of a line that keep two points each: more than a plot has pixels to tell apart."""
@@ -44,7 +44,7 @@ class RunPart:
     train: Columns = field(default_factory=dict)
     evaluations: Columns = field(default_factory=dict)
     gpus: Mapping[str, Columns] = field(default_factory=dict)
-    """By GPU: the driver's samples, beside the step."""
+    """The driver's samples by GPU, each with its step."""
     setup: RunSetup | None = None
     """Settings in effect; None for a run of an older version."""
     event_rows: tuple[Row, ...] = ()

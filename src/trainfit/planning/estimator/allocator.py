@@ -170,7 +170,7 @@ class _Pool:
         self.by_size: list[tuple[int, int]] = []
         """(size, start) of every free block, in order."""
         self.size_at: dict[int, int] = {}
-        """The same by start."""
+        """Size of every free block by its start."""
         self.start_to: dict[int, int] = {}
         """The start of every free block by its end."""
 

@@ -276,7 +276,7 @@ class _Fused:
 
     @contextmanager
     def _unseen(self) -> Iterator[None]:
-        """Leave the recording; fakes stay in the mode of the current step."""
+        """Run a block unrecorded; its fake tensors keep the fake mode of the current step."""
         modes = _get_current_dispatch_mode_stack()
         fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
         with _disable_current_modes(), fakes or nullcontext():

@@ -33,7 +33,7 @@ CONTEXT_GIB = 0.7
 MARGIN = 0.03
 """Share left free beyond the estimate, more than its error on any recorded step."""
 OWN_MARGIN = 0.15
-"""The same for models with attention of their own: a DeBERTa-v3 planned within 12% of the cap ran
+"""Margin for models with attention of their own: a DeBERTa-v3 planned within 12% of the cap ran
 out of memory, since the allocator held more fragments than estimated."""
 _SECONDS = 600
 
@@ -73,14 +73,14 @@ class Answer:
     """The child's estimate in bytes, or the reason that there is none."""
 
     weights: int = 0
-    """Without adapters."""
+    """Bytes of the weights, without adapters."""
     adapters: int = 0
     gradients: int = 0
     """Gradients of all trained weights, at the end of the backward pass."""
     optimizer: int = 0
     inputs: int = 0
     rooms: tuple[Room, ...] = ()
-    """In the order of the targets."""
+    """Memory on each target, in the order of the request."""
     done: tuple[Done, ...] = ()
     """The operations of a step, for its time."""
     unknown: dict[str, int] | None = None

@@ -35,7 +35,7 @@ _REDUCTIONS = frozenset(
 """Operations that end a fused kernel, so that their result gets a buffer."""
 _VIEWS = frozenset({aten.reshape, aten._unsafe_view, aten.alias, aten.lift_fresh, aten.detach})
 _MOST_READS = 4
-"""Inductor gives a shared value a buffer rather than read so many others over again."""
+"""Number of buffers read for a shared value from which Inductor stores it in one of its own."""
 
 
 def _packet(node: fx.Node) -> Any:

@@ -109,7 +109,7 @@ def _attention_backward(query: torch.Tensor) -> int:
 
 
 def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor) -> int:
-    """The same for a packed row, where each sequence may take up to 128 rows more.
+    """Bytes of attention's backward pass on a packed row, with up to 128 rows more per sequence.
 
     Grouped keys and values first get a gradient for each head of the query.
     """

@@ -62,7 +62,7 @@ class Calibration(Record):
     product_scale: float
     """Floating-point operations at which a half-precision product reaches half of that share."""
     full_scale: float
-    """The same in fp32."""
+    """Operations at which a product in fp32 reaches half of its share."""
     unaligned: float
     """Factor on that share when a dimension is no multiple of 8."""
     attention: float
@@ -78,7 +78,7 @@ class Calibration(Record):
     backward_launch_seconds: float
     """CPU time per operation."""
     compiled_launch_seconds: float
-    """The same in compiled code."""
+    """CPU time per operation in compiled code."""
     compiled_call_seconds: float
     """CPU time to enter compiled code: guards are checked, inputs sorted."""
 
@@ -138,7 +138,7 @@ class Rates:
     full: float
     """Peaks of matrix products in half precision and in fp32 or TF32, in operations per second."""
     bandwidth: float
-    """Bytes per second."""
+    """Memory bandwidth in bytes per second."""
     forward_launch: float = 1.0
     backward_launch: float = 1.0
     """Time of a launch relative to the calibration's host."""

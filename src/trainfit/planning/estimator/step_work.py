@@ -103,9 +103,9 @@ _PRODUCTS_OF = {
     # Without atomic additions the scores are computed for queries and again for keys.
     "softcapped_attention_backward": 7,
 }
-"""Matrix products per tile of scores, where not two, or five in the backward pass."""
+"""Matrix products per tile of scores, of kernels with other numbers than the usual ones."""
 _BACKWARD = 5
-"""Two for each product of the forward pass, and the scores again."""
+"""Products of attention's backward pass: two for each forward product, and the scores again."""
 _SLOW = _packets("""
     sum native_layer_norm_backward embedding_dense_backward gather scatter scatter_add
     index_put _foreach_norm linalg_vector_norm
@@ -163,7 +163,7 @@ def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, int]:
 
 
 def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
-    """The same for packed rows, by the sum of squared lengths within the window."""
+    """Operations of attention on packed rows, by the sum of squared lengths within the window."""
     names = [argument.name for argument in func._schema.arguments]
     given = dict(zip(names, args, strict=False)) | kwargs
     if "query" not in given:

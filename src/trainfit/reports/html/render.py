@@ -1,4 +1,4 @@
-"""Renders a report through page.html, with style, script and figures inside."""
+"""Render a report as one HTML page: page.html with style, script and figures inside."""
 
 from __future__ import annotations
 

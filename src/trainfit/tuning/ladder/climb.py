@@ -210,7 +210,7 @@ class _Ascent:
                 self.measure(row)
 
     def measure(self, row: LadderRow) -> None:
-        """Run one more trial of a row and of its twin."""
+        """Time a row once more; one about the start of epochs after its twin without the change."""
         if row.twin is not None:
             self.try_once(row.twin)
         if self.try_once(row):

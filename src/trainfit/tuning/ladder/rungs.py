@@ -154,7 +154,7 @@ class NotApplicable(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ladder(Record):
-    """From the naive baseline to the plan, one optimization after another."""
+    """Measured steps from the naive baseline to the plan, one optimization after another."""
 
     title: str = ""
     device: str
@@ -164,7 +164,7 @@ class Ladder(Record):
     samples_per_step: int
     """Sequences of an optimizer step, the same in every row."""
     steps: tuple[LadderStep, ...]
-    """The baseline first."""
+    """Optimizations in order; the baseline comes first."""
     without: tuple[LadderStep, ...] = ()
     """The best, with one optimization removed at a time."""
     not_applicable: tuple[NotApplicable, ...] = ()
@@ -204,7 +204,6 @@ class LadderRow:
 
     @property
     def good(self) -> list[Trial]:
-        """Successful trials."""
         return [trial for trial in self.trials if trial.status == "ok"]
 
     @property
@@ -213,7 +212,6 @@ class LadderRow:
         return "ok" if self.good else self.trials[-1].status if self.trials else "skipped"
 
     def candidate(self, task: TaskSpec, best: Plan) -> TrialCandidate:
-        """Candidate of this row."""
         if self.naive != THOUGHTFUL:
             arguments = {"inner": codec.encode(task), "naive": codec.encode(self.naive)}
             task = TaskSpec(factory=NAIVE_FACTORY, arguments=arguments)
