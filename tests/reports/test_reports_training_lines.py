@@ -112,7 +112,16 @@ def test_elsewhere_there_are_plain_lines():
 def test_scores_stand_beside_the_baselines():
     page = text_of(training_lines.result_page(result(3)))
     assert "Held-out scores over 3 folds" in page
-    for word in ("fold 3", "mean", "std", "95% interval", "0.6125", "TF-IDF", "majority", "A.1"):
+    for word in (
+        "fold 3",
+        "mean",
+        "standard deviation",
+        "95% interval",
+        "0.6125",
+        "TF-IDF",
+        "majority",
+        "A.1",
+    ):
         assert word in page
     assert "3 oom" in page
     assert "3 min 3 s of training" in page

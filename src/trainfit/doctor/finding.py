@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
@@ -118,10 +118,10 @@ def checks(
     """One check for each fault of a section: the function of its name, or else `otherwise`."""
     made = []
     for one in map(fault, tables()[section]):
-        look = (
-            looks.get(one.id) if otherwise is None else looks.get(one.id, partial(otherwise, one))
-        )
-        assert look is not None, f"no function looks for {one.id}"
+        look = looks.get(one.id)
+        if look is None:
+            assert otherwise is not None, f"no function looks for {one.id}"
+            look = lambda facts, one=one: otherwise(one, facts)  # noqa: E731  it has no docstring
         made.append(Check(fault=one, look=look))
     return tuple(made)
 
