@@ -237,10 +237,7 @@ def _problems(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
 
 def _contradictions(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]:
     """Yield errors for sizes that contradict each other."""
-    width, heads = (
-        next((fields[name] for name in _KINDS[kind] if name in fields), None)
-        for kind in (_Width, _Heads)
-    )
+    width, heads = (_first(fields, _KINDS[kind]) for kind in (_Width, _Heads))
     groups, pad = fields.get("num_key_value_heads"), fields.get("pad_token_id")
     vocabulary, layers = fields.get("vocab_size"), fields.get("num_hidden_layers")
     if width and heads and not fields.get("head_dim") and width % heads:
@@ -255,3 +252,7 @@ def _contradictions(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]
     types = fields.get("layer_types")
     if layers and types and len(types) != layers:
         yield BadInput(f"{where}: {len(types)} layer_types for {layers} layers", "give one each")
+
+
+def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int | None:
+    return next((fields[name] for name in names if name in fields), None)
