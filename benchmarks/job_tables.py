@@ -46,8 +46,9 @@ def jobs(found: Iterable[Mapping[str, Any]]) -> dict[str, tuple[str, list[Run]]]
     return {name: kept for name, kept in made.items() if name != "steps" and kept[1]}
 
 
-def _seconds(runs: Iterable[Run]) -> str:
-    return ", ".join(f"{run['seconds']:.0f}" for run in runs) or "–"
+def _seconds(runs: Sequence[Run], around: str = "") -> str:
+    listed = ", ".join(f"{run['seconds']:.0f}" for run in runs)
+    return f"{around}{listed}{around}" if runs else "–"
 
 
 def _of(runs: Sequence[Run], who: str, cache: str | None = None) -> list[Run]:
@@ -78,8 +79,8 @@ def whole_jobs(found: Sequence[Mapping[str, Any]] | None = None) -> str:
         rows.append(
             (
                 title,
-                f"**{_seconds(_of(runs, 'trainfit', 'cold'))}**",
-                f"**{_seconds(_of(runs, 'trainfit', 'warm'))}**",
+                _seconds(_of(runs, "trainfit", "cold"), "**"),
+                _seconds(_of(runs, "trainfit", "warm"), "**"),
                 _seconds(_of(runs, "trainer", "cold")),
                 _seconds(_of(runs, "trainer", "warm")),
                 _times(runs),
@@ -190,14 +191,17 @@ def _chapter(folder: str, link: str | None) -> str:
 
 # ── the picture ───────────────────────────────────────────────────────────────────────────────
 
-_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 860, 330, 70, 84, 26, 16
+_WIDTH, _LEFT, _RIGHT, _TOP, _ROW, _BAR = 900, 390, 70, 84, 26, 16
 _COLORS = ("8b949e", "8a63c9", "4f8799", "d98324", "2f6fb5", "2e9461", "c8485e", "ab8d12")
 _STYLE = "".join(f".s{at} {{ fill: #{color}; }}\n" for at, color in enumerate(_COLORS))
 
 
 def grouped(run: Run) -> dict[str, float]:
-    """Seconds by the names of the picture, up to the exit of the process."""
-    stages = dict(run["stages"])
+    """Seconds by the names of the picture, up to the exit of the process.
+
+    A study has no time line of its own, and is all rest.
+    """
+    stages = dict(run.get("stages", {}))
     made = {
         name: sum(stages.pop(stage, 0.0) for stage in own) for name, own in _GROUPS.items() if own
     }
@@ -209,8 +213,8 @@ def draw(found: Sequence[Mapping[str, Any]]) -> str:
     bars: list[tuple[str, Run]] = []
     for title, runs in jobs(found).values():
         for who, name in _WHO.items():
-            last = [run for run in _of(runs, who) if "stages" in run][-1:]
-            bars += [(f"{title}: {name}" if who == "trainfit" else name, run) for run in last]
+            label = f"{title}: {name}" if who == "trainfit" else name
+            bars += [(label, run) for run in _of(runs, who)[-1:]]
     if not bars:
         return ""
     axis = linear(0.0, max(run["seconds"] for _, run in bars), 5)
@@ -222,10 +226,11 @@ def draw(found: Sequence[Mapping[str, Any]]) -> str:
 
     def body() -> Iterator[str]:
         yield text_at(16, 26, title, "title")
+        place = 16
         for at, name in enumerate(_GROUPS):
-            place = 16 + at * 104
             yield f'<rect class="s{at}" x="{place}" y="42" width="12" height="12"/>'
             yield text_at(place + 16, 52, name, "small")
+            place += 36 + 6 * len(name)
         for value in axis.ticks:
             yield f'<path class="grid" d="M{x(value):.1f} {_TOP - 12}V{height - 30}"/>'
             yield text_at(x(value), height - 14, f"{value:g}", "small middle")
