@@ -30,6 +30,8 @@ from trainfit.jobs.nli import split_parts
 SEED = 42
 _HEADER = ("post_id", "sentence_id", "sentence_text", "DSM5_symptom", "status", "explanation")
 _GPT_WORDS = 50_257
+_REAL_LENGTHS = 300
+"""Vocabulary with which the made-up posts have as many tokens as real ones: 302 on average."""
 _TINY = {
     "vocab_size": 1000,
     "hidden_size": 32,
@@ -54,7 +56,8 @@ def prepare(spec: dict[str, Any]) -> None:
         parts = pair_parts(data, spec) if spec["kind"] == "pairs" else text_parts(data, spec)
         Path(spec["parts"]).write_text(json.dumps(parts))
         for folder, name in spec["models"].items():
-            write_model(Path(folder), name, read_texts(data, spec), tiny=spec["tiny"])
+            texts, real = read_texts(data, spec), spec["scale"] == "full"
+            write_model(Path(folder), name, texts, tiny=spec["tiny"], real_lengths=real)
 
 
 # ── data ──────────────────────────────────────────────────────────────────────────────────────
@@ -162,7 +165,9 @@ def text_parts(folder: Path, spec: dict[str, Any]) -> dict[str, Any]:
 # ── models ────────────────────────────────────────────────────────────────────────────────────
 
 
-def write_model(folder: Path, name: str, texts: Sequence[str], *, tiny: bool) -> None:
+def write_model(
+    folder: Path, name: str, texts: Sequence[str], *, tiny: bool, real_lengths: bool = False
+) -> None:
     """A folder like a hub model's: its config, weights and tokenizer."""
     if (folder / "tokenizer.json").exists():
         return
@@ -183,7 +188,7 @@ def write_model(folder: Path, name: str, texts: Sequence[str], *, tiny: bool) ->
     pad = config.pad_token_id
     tokenizer = learn_tokenizer(
         texts,
-        vocabulary=min(config.vocab_size, 8192),
+        vocabulary=_REAL_LENGTHS if real_lengths else min(config.vocab_size, 8192),
         pad_id=pad if isinstance(pad, int) and 0 <= pad <= 4 else 0,
     )
     if (getattr(config, "type_vocab_size", None) or 0) < 2:
