@@ -70,6 +70,8 @@ class Workload(Record):
     """Sequences in an optimizer step, over all ranks."""
     epochs: float
     method: Literal["full", "lora", "dora", "frozen"] = "full"
+    trainings: int = 1
+    """Trainings of the job, which share a plan: its folds, or those of all trials."""
 
 
 OWN_FACTORIES = (

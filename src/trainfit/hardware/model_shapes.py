@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cache
@@ -111,6 +111,38 @@ class ModelSizes(Record):
     vocabulary: int
     positions: int
     """Longest sequence that it has positions for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFlops:
+    """Sizes of a model that decide its operations."""
+
+    weights: int
+    """Weights that every token is multiplied by."""
+    passed: int
+    """Part of `weights` that a gradient passes through."""
+    trained: int
+    """Part of `weights` that is trained."""
+    width: int
+    """Attention heads times their size."""
+    full_layers: int
+    windowed_layers: int = 0
+    window: int = 0
+    """Distance from which on a windowed layer does not see a token."""
+
+    def of_step(self, lengths: Sequence[int]) -> float:
+        """Count the forward and backward pass over sequences of these lengths."""
+        full = sum(length * length for length in lengths)
+        near = sum(_pairs(length, self.window) for length in lengths) if self.windowed_layers else 0
+        attention = 4.0 * self.width * (self.full_layers * full + self.windowed_layers * near)
+        passes = 3.0 if self.passed else 1.0  # attention has no weights, and two gradients
+        return 2.0 * (self.weights + self.passed + self.trained) * sum(lengths) + passes * attention
+
+
+def _pairs(length: int, window: int) -> int:
+    """Pairs of tokens less than `window` apart."""
+    near = min(length, window)
+    return length * (2 * near - 1) - near * (near - 1)
 
 
 def sizes_of(fields: Mapping[str, Any]) -> ModelSizes | None:

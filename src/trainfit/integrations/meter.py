@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from trainfit.core.records import Receipt
 from trainfit.hardware.gpus import known_spec
-from trainfit.measuring.flops import ModelFlops, count_flops
+from trainfit.hardware.model_shapes import ModelFlops
+from trainfit.measuring.flops import count_flops
 from trainfit.measuring.observe import Observation, observe
 from trainfit.measuring.timing import GIB, MemoryTracker
 

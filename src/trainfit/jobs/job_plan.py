@@ -187,7 +187,7 @@ def question(
         arguments=arguments,
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         sizes=sizes_of(model_fields(config.model.name) | (arguments if causal else {})),
-        workload=_workload(composed, lengths),
+        workload=replace(_workload(composed, lengths), trainings=1 + len(folds)),
         more_folds=tuple(_cut_off(each, config.data.max_length) for each in folds),
         quick={} if causal else {"overrides": _FEW_TOKENS},
         pins=configured_pins(composed),

@@ -17,7 +17,7 @@ from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
 from trainfit.planning import preset_for
-from trainfit.planning.decide import COMPILE_SECONDS
+from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.planning.question import Question
 from trainfit.tuning import tuned_cache, tuner
 from trainfit.tuning.tuned_cache import Trial, TuneResult

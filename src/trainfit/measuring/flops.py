@@ -10,7 +10,6 @@ causal mask does not, as usual for the MFU. Recomputation counts nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor, nn
@@ -18,41 +17,10 @@ from torch import Tensor, nn
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Measurement
 from trainfit.hardware.catalogue import find
+from trainfit.hardware.model_shapes import ModelFlops
 
 _TWO_WAY = ("modernbert",)
 """Model types whose sliding window reaches both ways even where the config does not say so."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ModelFlops:
-    """Sizes of a model that decide its operations."""
-
-    weights: int
-    """Weights that every token is multiplied by."""
-    passed: int
-    """Part of `weights` that a gradient passes through."""
-    trained: int
-    """Part of `weights` that is trained."""
-    width: int
-    """Attention heads times their size."""
-    full_layers: int
-    windowed_layers: int = 0
-    window: int = 0
-    """Distance from which on a windowed layer does not see a token."""
-
-    def of_step(self, lengths: Sequence[int]) -> float:
-        """Count the forward and backward pass over sequences of these lengths."""
-        full = sum(length * length for length in lengths)
-        near = sum(_pairs(length, self.window) for length in lengths) if self.windowed_layers else 0
-        attention = 4.0 * self.width * (self.full_layers * full + self.windowed_layers * near)
-        passes = 3.0 if self.passed else 1.0  # attention has no weights, and two gradients
-        return 2.0 * (self.weights + self.passed + self.trained) * sum(lengths) + passes * attention
-
-
-def _pairs(length: int, window: int) -> int:
-    """Pairs of tokens less than `window` apart."""
-    near = min(length, window)
-    return length * (2 * near - 1) - near * (near - 1)
 
 
 def count_flops(model: nn.Module) -> ModelFlops:

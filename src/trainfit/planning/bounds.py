@@ -9,7 +9,7 @@ uncaptured step is 1.1 to 2.6 times the measured peak.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.hardware.model_shapes import ModelSizes
@@ -22,6 +22,8 @@ from trainfit.planning.question import Question
 
 PLENTY = 0.6
 """Share of the free memory that a bound may take to decide without a simulation."""
+PLENTY_CAPTURED = 0.85
+"""The same with the pool of captured steps, which is hardly ever as large as it is counted."""
 _WORKSPACE = 0.5 * 2**30
 """Workspaces of cuBLAS and kernels, and the allocator's rounding."""
 _LOSS_BYTES = 10
@@ -93,8 +95,13 @@ def bounded(
         ranks=ranks,
         captured=gpu,
     )
-    taken = bound(sizes, fixed.arguments, question.workload.method, load)
-    if taken.peak_reserved > PLENTY * target.capacity:
+    method = question.workload.method
+    taken = bound(sizes, fixed.arguments, method, load)
+    alone = bound(sizes, fixed.arguments, method, replace(load, captured=False))
+    if (
+        alone.peak_reserved > PLENTY * target.capacity
+        or taken.peak_reserved > PLENTY_CAPTURED * target.capacity
+    ):
         return None
     return StepCandidate(
         checkpointing="none" if fixed.checkpointing is None else fixed.checkpointing.value,

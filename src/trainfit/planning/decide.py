@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -11,8 +10,6 @@ from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
-from trainfit.planning.estimator.estimate import GIB
-from trainfit.planning.fit import StepCandidate
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
 
 VARLEN_SINCE = 8.0
@@ -215,59 +212,6 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
     return tokens if most is None else min(tokens, check_whole("micro_batch_tokens", most))
 
 
-COMPILE_SECONDS = 25.0
-"""Cost of the first compiled steps: 2 to 24 s on the recorded GPU, with a cold cache."""
-_LEAST_GAIN = 1.02
-"""Least gain in speed; a smaller one is within the noise of the estimate."""
-
-
-def compiled_or_eager(
-    question: Question,
-    profile: HardwareProfile,
-    eager: StepCandidate,
-    fits: bool,
-    compiled: Callable[[], StepCandidate] | None,
-    steps: float,
-) -> tuple[Choice, StepCandidate, bool]:
-    """Compile where the machine can, the step still fits, and the run is long enough.
-
-    Returns the choice, the candidate that then runs, and True if it fits. `compiled` estimates the
-    compiled step; it is None where many GPUs are compared.
-    """
-
-    def stay(why: str) -> tuple[Choice, StepCandidate, bool]:
-        return Choice(value=False, why=why, alternatives=("true",)), eager, fits
-
-    gpu = profile.gpu
-    pin = pinned(question, "compile")
-    if pin is not None and (gpu is None or not pin.value):
-        return pin, eager, fits  # the estimator knows CUDA's compiled code alone
-    if compiled is None:
-        return stay("GPUs are compared without it")
-    reason = None if pin is not None else _no_compiling(profile, gpu) or _too_short(eager, steps)
-    if reason is not None:
-        return stay(reason)
-    candidate = compiled()
-    still = bool(candidate.taken.fits)
-    if pin is not None:
-        return pin, candidate, still
-    if fits and not still:
-        need = candidate.taken.peak_allocated / GIB
-        return stay(f"compiled, the step would need {need:.1f} GiB")
-    if eager.seconds is None or candidate.seconds is None:
-        return stay("how fast it would be is not known; measure it")
-    gain = eager.seconds / candidate.seconds
-    saved = steps * (eager.seconds - candidate.seconds)
-    if saved <= COMPILE_SECONDS or gain < _LEAST_GAIN:
-        return stay(f"it would save {max(saved, 0):.0f} s and cost {COMPILE_SECONDS:.0f} s")
-    choice = Choice(
-        value=True,
-        why=f"{gain:.2f} times as fast; saves {saved:,.0f} s of the run",
-        alternatives=(f"false: {eager.taken.peak_allocated / GIB:.1f} GiB",),
-    )
-    return choice, candidate, still
-
-
 def captured(
     question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
 ) -> Choice:
@@ -306,27 +250,3 @@ def _no_capture(
 
 
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
-
-
-def may_compile(question: Question, profile: HardwareProfile) -> bool:
-    """Tell if `compiled_or_eager` may estimate the compiled step."""
-    gpu = profile.gpu
-    pin = pinned(question, "compile")
-    able = bool(pin.value) if pin is not None else _no_compiling(profile, gpu) is None
-    return gpu is not None and able
-
-
-def _no_compiling(profile: HardwareProfile, gpu: Gpu | None) -> str | None:
-    if gpu is None or gpu.vendor == "apple":
-        return "compiling pays on CUDA and ROCm GPUs"
-    missing = profile.compile.missing(gpu=True)
-    if missing and not profile.simulated:
-        return f"it would fail here: {' and '.join(missing)} missing"
-    return None
-
-
-def _too_short(eager: StepCandidate, steps: float) -> str | None:
-    # No recorded step became twice as fast.
-    if eager.seconds is None or steps * eager.seconds / 2 >= COMPILE_SECONDS:
-        return None
-    return f"the run is too short to pay it back (about {COMPILE_SECONDS:.0f} s)"

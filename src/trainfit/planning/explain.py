@@ -24,8 +24,7 @@ def choices_for(
     fixed: FixedSettings,
     chosen: Selection,
     held: Target,
-    compiled: Choice,
-    graph: Choice,
+    how: dict[str, Choice],
 ) -> dict[str, Choice]:
     """Decide every setting that a plan explains, in the order of the page."""
     best = chosen.best
@@ -56,8 +55,7 @@ def choices_for(
         ),
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
-        "compile": compiled,
-        "cuda_graph": graph,
+        **how,
         "optimizer": decide.optimizer(question),
         **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(question, batch.value),
@@ -266,7 +264,9 @@ def time_of(
         step_seconds=step,
         epoch_seconds=epoch,
         total_seconds=total,
-        error_percent=recorded_time_error(speed.gpu.compute_capability, best.taken.family),
+        error_percent=None
+        if best.taken.bound
+        else recorded_time_error(speed.gpu.compute_capability, best.taken.family),
         energy_kwh=None if question.watts is None else hours * question.watts / 1000,
         cost=None if question.price_per_hour is None else hours * question.price_per_hour,
     )

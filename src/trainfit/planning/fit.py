@@ -16,7 +16,7 @@ from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
 from trainfit.planning.estimator.depths import Taken, both, exactly, take
 from trainfit.planning.estimator.estimate import Target
-from trainfit.planning.estimator.step_time import Seconds, count_flops, rates, seconds
+from trainfit.planning.estimator.step_time import Rates, Seconds, count_flops, rates, seconds
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -73,16 +73,26 @@ class Speed:
     measured: Measurements | None = None
     """Results of `check --measure` on this machine."""
 
+    @property
+    def rates(self) -> Rates | None:
+        """Rates of the GPU; None without a known peak."""
+        if self.gpu is None:
+            return None
+        return rates(self.gpu, self.precision, self.tf32, self.measured)
+
     def step_seconds(
-        self, taken: Taken, cutting: Cutting, probed: Cutting | None = None
+        self,
+        taken: Taken,
+        cutting: Cutting,
+        probed: Cutting | None = None,
+        *,
+        captured: bool = False,
     ) -> float | None:
         """Estimate the time of a step; None for a GPU without a known peak.
 
         The operations in `taken` may come from a step with another cut, `probed`.
         """
-        if self.gpu is None:
-            return None
-        found = rates(self.gpu, self.precision, self.tf32, self.measured)
+        found = self.rates
         if found is None:
             return None
         total = Seconds()
@@ -90,7 +100,8 @@ class Speed:
             total = total.plus(seconds(done, found), weight)
         probed = probed or cutting
         tokens = probed.probed * probed.rows * probed.width
-        return total.step(cutting.computed / tokens, cutting.cut.micro_batches / probed.probed)
+        started = cutting.cut.micro_batches / probed.probed
+        return total.step(cutting.computed / tokens, started, captured=captured)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,10 +34,16 @@ from trainfit.planning.cuts import (
     target_for,
     with_margin,
 )
-from trainfit.planning.decide import compiled_or_eager, may_compile
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content, room_gained, spread
 from trainfit.planning.estimator.estimate import Target, start
+from trainfit.planning.execution import (
+    compiled_or_eager,
+    execution,
+    may_compile,
+    step_flops,
+    ways_of,
+)
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import Cutting, Fitter, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
@@ -199,20 +205,27 @@ def _planned(
     selection = select(
         fitter, place, checkpointing_modes(question, fixed), held, speed, exact, later
     )
-    steps = math.ceil(question.workload.sequences / fixed.effective.value)
+    graph = decide.captured(question, profile, selection.best.checkpointing, ranks)
+
+    def timed(one: StepCandidate) -> StepCandidate:
+        """Time a candidate as it will be launched."""
+        spent = speed.step_seconds(one.taken, one.cutting, captured=bool(graph.value))
+        return replace(one, seconds=spent)
+
     compiled, best, fits = compiled_or_eager(
         question,
         profile,
-        selection.best,
+        timed(selection.best),
         selection.fits,
-        (lambda: fitter.exact(selection.best, held, speed, compile=True)) if exact else None,
-        steps * question.workload.epochs,
+        (lambda: timed(fitter.exact(selection.best, held, speed, compile=True))) if exact else None,
+        steps_of_job(question, fixed.effective.value),
     )
     if exact and fits and best.taken.fits is None:
-        best = fitter.exact(best, held, speed)
+        best = timed(fitter.exact(best, held, speed))
         fits = bool(best.taken.fits)
     advice = () if fits else what_would_fit(question, fixed.arguments, best, held, exact)
-    made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, compiled)
+    how = {"compile": compiled, "cuda_graph": graph}
+    made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, how)
     return replace(made, advice=advice)
 
 
@@ -226,12 +239,28 @@ def _by_bound(
     measured: Measurements | None,
 ) -> Plan:
     """Plan the coarsest cut, whose bound leaves plenty of room; nothing is simulated."""
+    assert question.sizes is not None
     speed = _speed(profile, fixed, measured)
-    selection = Selection(best=best, fits=True, candidates=[best])
-    compiled = decide.pinned(question, "compile") or Choice(
-        value=False, why="nothing was simulated to tell what it would save; measure it"
+    method, cutting = question.workload.method, best.cutting
+    ways = ways_of(question.sizes, method, cutting, speed.rates)
+    steps = steps_of_job(question, fixed.effective.value)
+    graph = decide.captured(question, profile, best.checkpointing, ranks)
+    captured = bool(graph.value)
+    way, compiled = execution(question, profile, ways, steps, captured=captured)
+    best = replace(
+        best,
+        seconds=None if way is None else way.seconds,
+        flops=step_flops(question.sizes, method, cutting, cutting.tokens),
     )
-    return _written(question, profile, fixed, selection, best, True, target, ranks, speed, compiled)
+    selection = Selection(best=best, fits=True, candidates=[best])
+    how = {"compile": compiled, "cuda_graph": graph}
+    return _written(question, profile, fixed, selection, best, True, target, ranks, speed, how)
+
+
+def steps_of_job(question: Question, effective: int) -> float:
+    """Optimizer steps of all trainings of a job."""
+    work = question.workload
+    return math.ceil(work.sequences / effective) * work.epochs * work.trainings
 
 
 def _speed(profile: HardwareProfile, fixed: FixedSettings, measured: Measurements | None) -> Speed:
@@ -252,14 +281,17 @@ def _written(
     target: Target,
     ranks: int,
     speed: Speed,
-    compiled: Choice,
+    how: dict[str, Choice],
 ) -> Plan:
-    """Write down the plan of a selection; `best` is its winner as it runs, perhaps compiled."""
+    """Write down the plan of a selection; `best` is its winner as it runs, perhaps compiled.
+
+    `how` steps are run: compile and cuda_graph.
+    """
     gpu, measured = profile.gpu, speed.measured
     held = with_margin(target, fixed)
     time = time_of(question, best, speed, ranks, fixed.effective.value)
-    graph = decide.captured(question, profile, best.checkpointing, ranks)
-    choices = choices_for(question, profile, fixed, chosen, held, compiled, graph)
+    choices = choices_for(question, profile, fixed, chosen, held, how)
+    compiled = how["compile"].value
     lengths = sorted(question.workload.lengths)
     return Plan(
         fits=fits,
@@ -267,7 +299,7 @@ def _written(
             factory=question.factory,
             arguments=fixed.arguments
             | best.cutting.shape
-            | {"checkpointing": best.checkpointing, "compile": compiled.value},
+            | {"checkpointing": best.checkpointing, "compile": compiled},
         ),
         workload=replace(
             question.workload,
@@ -291,7 +323,7 @@ def _written(
         cuts=_fallbacks(fixed, best),
         compile_mode=question.pinned("compile_mode") or "default",
         liger=bool(question.pinned("liger")),
-        memory=memory_of(best, target, gpu, fits, compiled.value),
+        memory=memory_of(best, target, gpu, fits, compiled),
         time=time,
         reasons=tuple(
             Reason(setting=name, value=c.value, why=c.why, alternatives=c.alternatives)

@@ -49,11 +49,12 @@ def _verdict(plan: Plan) -> Text:
 def _workload(plan: Plan) -> str:
     load = plan.workload
     ranks = "" if plan.ranks == 1 else f" over {plan.ranks} ranks"
+    folds = "" if load.trainings == 1 else f" in each of {load.trainings} trainings"
     sized = load.max_length > 1
     what = f"sequences of up to {load.max_length:,} tokens" if sized else "samples"
     return (
         f"{load.sequences:,} {what}, {load.epochs:g} "
-        f"epochs, effective batch {plan.effective_batch_size}{ranks}, method {load.method}"
+        f"epochs{folds}, effective batch {plan.effective_batch_size}{ranks}, method {load.method}"
     )
 
 

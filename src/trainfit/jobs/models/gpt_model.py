@@ -16,9 +16,8 @@ from torch.utils.checkpoint import checkpoint
 
 from trainfit.core.codec import Range, decode
 from trainfit.core.errors import BadInput
-from trainfit.hardware.model_shapes import OWN_GPT, model_shape, model_shapes
+from trainfit.hardware.model_shapes import OWN_GPT, ModelFlops, model_shape, model_shapes
 from trainfit.kernels.fused_ops import IGNORED, gelu, loss_and_slopes
-from trainfit.measuring.flops import ModelFlops
 
 _EVALUATED = 8192
 """Tokens at a time without gradients: more would only take memory."""

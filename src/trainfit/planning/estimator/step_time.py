@@ -102,6 +102,10 @@ def _file(name: str) -> dict[str, Any]:
     return read
 
 
+REPLAY_SECONDS = 0.0003
+"""CPU time between two replays of a captured step."""
+
+
 @dataclass(frozen=True, slots=True)
 class Seconds:
     """Time of kernels and of their launches, for a micro-batch and for the update."""
@@ -120,14 +124,22 @@ class Seconds:
             self.update_launches + share * other.update_launches,
         )
 
-    def step(self, computed: float = 1.0, started: float = 1.0) -> float:
+    def step(self, computed: float = 1.0, started: float = 1.0, *, captured: bool = False) -> float:
         """Time of a step with `computed` times the work and `started` times the launches.
 
-        Kernels and launches overlap: the longer one decides, smoothly where they are alike.
+        Kernels and launches overlap: the longer one decides, smoothly where they are alike. A
+        captured step is launched at once.
         """
         kernels = computed * self.kernels + self.update_kernels
+        if captured:
+            return kernels + REPLAY_SECONDS
         launches = started * self.launches + self.update_launches
-        return float((kernels**6 + launches**6) ** (1 / 6))
+        return smooth_maximum(kernels, launches)
+
+
+def smooth_maximum(kernels: float, launches: float) -> float:
+    """Time of kernels and launches that overlap."""
+    return float((kernels**6 + launches**6) ** (1 / 6))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

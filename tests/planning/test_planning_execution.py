@@ -1,0 +1,133 @@
+"""How steps are run: times by operations against recorded ones, weighed for the whole job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trainfit.conf import compose
+from trainfit.core.plan_records import Plan
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
+from trainfit.hardware.model_shapes import model_shape, sizes_of
+from trainfit.jobs import job_plan
+from trainfit.packing import PackedCut
+from trainfit.planning import planner
+from trainfit.planning.estimator.step_time import rates
+from trainfit.planning.execution import Way, execution, flops_of, ways_of
+from trainfit.planning.fit import Cutting
+from trainfit.planning.question import Pin
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+H200 = find("h200")
+
+
+def cutting(arguments: dict[str, Any]) -> Cutting:
+    tokens, count = arguments["rows"] * arguments["width"], arguments["micro_batches"]
+    cut = PackedCut(part_size=1, micro_batches=count, budgets=(tokens,), slots=1)
+    return Cutting(
+        cut=cut,
+        rows=arguments["rows"],
+        width=arguments["width"],
+        lengths=tuple(arguments.get("lengths") or ()),
+        computed=count * tokens,
+        tokens=count * tokens,
+    )
+
+
+def recorded_steps() -> list[tuple[dict[str, Any], bool, float]]:
+    """Packed steps and those of a GPT on an H200, without checkpointing, and their seconds."""
+    found = []
+    for name in ("2026-11-15-jobs-h200.json", "2026-11-15-capped-h200.json"):
+        for row in json.loads((RESULTS / name).read_text())["results"]:
+            arguments = row["case"]["arguments"]
+            plain = arguments.get("slots") is None and "gpt" not in arguments["name"]
+            if "error" in row or plain or arguments["checkpointing"] != "none":
+                continue
+            compiled = bool(arguments.get("compile")) or row["case"].get("how") == "blocks"
+            found.append((arguments, compiled, row["median_step_seconds"]))
+    return found
+
+
+def test_times_by_operations_are_near_the_recorded_ones() -> None:
+    errors = []
+    for arguments, compiled, seconds in recorded_steps():
+        sizes = sizes_of(model_shape(arguments["name"]).config)
+        assert sizes is not None
+        method = arguments.get("method", "full")
+        found = rates(H200, arguments["precision"], True)
+        ways = ways_of(sizes, method, cutting(arguments), found)
+        [way] = [w for w in ways if w.compile == compiled and not w.cuda_graph]
+        errors.append(abs(way.seconds / seconds - 1))
+    assert len(errors) > 20
+    assert np.median(errors) < 0.08
+    assert np.quantile(errors, 0.9) < 0.25
+
+
+@pytest.mark.parametrize("name", ["bert-base", "gemma-3-1b-it", "gpt-124m"])
+def test_operations_are_those_of_the_usual_count(name: str) -> None:
+    shape = model_shape(name)
+    sizes = sizes_of(shape.config)
+    assert sizes is not None
+    embeddings = shape.config["vocab_size"] * (sizes.hidden if name != "gpt-124m" else 0)
+    per_token = flops_of(sizes, "full").of_step([1])
+    assert per_token == pytest.approx(6 * (shape.parameters - embeddings), rel=0.02)
+
+
+def test_a_captured_step_waits_for_no_launch() -> None:
+    sizes = sizes_of(model_shape("bert-base").config)
+    assert sizes is not None
+    small = cutting({"rows": 1, "width": 4864, "lengths": [304] * 16, "micro_batches": 1})
+    ways = ways_of(sizes, "full", small, rates(H200, "bf16"))
+    seconds = {(way.compile, way.cuda_graph): way.seconds for way in ways}
+    assert seconds[False, True] < 0.6 * seconds[False, False]
+    assert seconds[True, True] < seconds[False, True]
+    # 16 samples took 10.7 ms captured and 8.5 ms compiled as well.
+    assert seconds[False, True] == pytest.approx(0.0107, rel=0.25)
+    assert seconds[True, True] == pytest.approx(0.0085, rel=0.25)
+    assert ways_of(sizes, "full", small, None) == []
+
+
+def question(folds: int, *words: str) -> Any:
+    composed = compose("nli", ["model.name=bert-base", "training.num_epochs=2", *words])
+    lengths = job_plan.assumed_lengths("nli", 512)[:2000].tolist()
+    return job_plan.question(composed, lengths, folds=[lengths] * (folds - 1))
+
+
+def planned(asked: Any) -> Plan:
+    return planner.plan(asked, as_if(H200), here=True)
+
+
+def test_compiling_is_judged_for_all_folds_together() -> None:
+    one, many = planned(question(1)), planned(question(40))
+    assert one.workload.trainings == 1
+    assert many.workload.trainings == 40
+    assert not one.compile
+    assert many.compile
+    assert one.cuda_graph
+    assert many.cuda_graph
+    assert "of the job" in next(r.why for r in many.reasons if r.setting == "compile")
+    assert many.time is not None
+    assert one.time is not None
+    assert many.time.step_seconds < one.time.step_seconds
+    assert many.time.error_percent is None  # no error was recorded for such times
+
+
+def test_pins_and_obstacles_decide_before_times_do() -> None:
+    asked, here = question(1), as_if(H200)
+    ways = [Way(seconds=2.0), Way(compile=True, seconds=1.0)]
+    assert execution(asked, here, ways, 1000, captured=False)[0] == ways[1]
+    pinned = replace(asked, pins={"compile": Pin(value=False, origin="override")})
+    assert execution(pinned, here, ways, 1000, captured=False)[0] == ways[0]
+    nowhere = replace(here, gpus=())
+    way, choice = execution(asked, nowhere, ways, 1000, captured=False)
+    assert way == ways[0]
+    assert not choice.value
+    way, choice = execution(asked, here, [], 1000, captured=False)
+    assert way is None
+    assert "not known" in choice.why
