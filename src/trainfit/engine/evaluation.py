@@ -37,10 +37,16 @@ def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
             parts.model.train()
             if parts.sharded:
                 reshard(parts.model)
-            if parts.device.type == "cuda":
+            if parts.device.type == "cuda" and _is_tight(parts.device):
                 give_back_cache()
     text = first_says(parts.world, json.dumps(codec.encode(metrics)))
     return codec.decode(dict[str, float], json.loads(text)), batch_size
+
+
+def _is_tight(device: torch.device) -> bool:
+    """True where training may need the memory that an evaluation leaves in the cache."""
+    free, total = torch.cuda.mem_get_info(device)
+    return free < total / 2
 
 
 def _without_graphs(parts: Parts) -> AbstractContextManager[None]:

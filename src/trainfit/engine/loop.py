@@ -134,7 +134,7 @@ def _train_to_end(session: Session, request: StopRequest) -> RunResult:
                 session.tell("stopped", f"by {request.name or 'another rank'}, after its step")
                 break
         session.check_losses()
-        if session.saved_step != session.progress.step:
+        if session.saved_step != session.progress.step and not session.ends_in_memory:
             session.save()
         session.writer.wait()
     except (RunFailed, OSError) as error:
@@ -219,7 +219,9 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
     if progress.step % settings.logging_steps == 0 or progress.step == session.total_steps:
         session.log()
     better = session.evaluation_is_due and _evaluate(session)
-    if better or session.save_is_due:
+    if better:
+        session.keep_best()
+    if (better or session.save_is_due) and not session.ends_in_memory:
         session.save()
     return taken.stop
 

@@ -128,6 +128,9 @@ class LoopSettings(Record):
     keep_checkpoints: Count = 2
     """Number of newest checkpoints to keep, besides the best. 0: none, and no resuming."""
 
+    save_last: bool = True
+    """Write a checkpoint after the last step, also where the best weights are in memory."""
+
     profile_step: bool = True
     """Profile one step after the warm-up, for the receipt."""
 
@@ -164,6 +167,7 @@ def loop_settings(
     seed: int,
     metric: str,
     greater_is_better: bool = True,
+    save_last: bool = True,
     compile_scope: Any = "blocks",
 ) -> LoopSettings:
     """Return the loop's settings: numbers of the configuration, decisions of the plan."""
@@ -208,6 +212,7 @@ def loop_settings(
         logging_steps=training.logging_steps,
         checkpoint_steps=training.checkpoint_steps,
         keep_checkpoints=training.keep_checkpoints,
+        save_last=save_last,
         nonfinite=training.nonfinite,
         profile_step=training.profile_step,
         drop_last=training.drop_last,

@@ -322,7 +322,7 @@ class Session:
         if self.writes_alongside:
             copied = checkpoint.on_host(contents, self.shared.host)
         if copied is not None:
-            self.writer.start(partial(self._write, copied, keep, best))
+            self.writer.start(partial(checkpoint.save, self.run, copied, keep=keep, best_step=best))
         elif parts.sharded:
             checkpoint.save_sharded(self.run, contents, parts.world, keep=keep, best_step=best)
         else:
@@ -332,11 +332,19 @@ class Session:
         self.saved_step = progress.step
         self.go_on()
 
-    def _write(self, copied: checkpoint.Contents, keep: int, best: int | None) -> None:
-        """Write a checkpoint from host memory, where the best weights are kept as well."""
-        if best == copied.state["step"]:
-            self.shared.best = {name: tensor.clone() for name, tensor in copied.model.items()}
-        checkpoint.save(self.run, copied, keep=keep, best_step=best)
+    def keep_best(self) -> None:
+        """Copy the weights, which are the best so far, to host memory if it has room."""
+        self.shared.best = None
+        if self.parts.world.size == 1:
+            best = checkpoint.Contents(saved_state.model_tensors(self.parts.model), {}, {})
+            copied = checkpoint.on_host(best, self.shared.best_host)
+            self.shared.best = None if copied is None else copied.model
+
+    @property
+    def ends_in_memory(self) -> bool:
+        """True after the last step where nothing is left to write: the best weights are kept."""
+        over = self.progress.step >= self.total_steps or self.out_of_patience
+        return over and not self.parts.settings.save_last and self.shared.best is not None
 
     @property
     def writes_alongside(self) -> bool:

@@ -32,6 +32,8 @@ class Shared:
     """Trained weights of the fold's best evaluation, in host memory; None where they are not."""
     host: dict[str, Tensor] = field(default_factory=dict)
     """Pinned memory that checkpoints are copied to before they are written."""
+    best_host: dict[str, Tensor] = field(default_factory=dict)
+    """Pinned memory of `best`."""
 
 
 def take_over(

@@ -234,7 +234,7 @@ class PreparedEncoder:
         """Score the best weights on what was held out, and export them."""
         dataset, plan = self.datasets[number], run.plan
         build = partial(_build, self, plan, run.device)
-        model = run.best_model(EncoderClassifier, build, folder, number)
+        model = run.best_model(build, folder, number, trained=EncoderClassifier)
         found, size = predict_within(
             model,
             dataset.test,
@@ -246,8 +246,7 @@ class PreparedEncoder:
         judged = scores.judge(dataset, found, result, number + 1, criteria=criteria)
         if not run.world.first:
             return judged
-        weights = run.shared.best
-        run.later(partial(self._write, run, folder, title, model, weights, judged, found, size))
+        run.later(partial(self._write, run, folder, title, model, judged, found, size))
         return judged
 
     def _write(
@@ -256,10 +255,10 @@ class PreparedEncoder:
         folder: Path,
         title: str,
         model: EncoderClassifier,
-        weights: Mapping[str, torch.Tensor] | None,
         judged: FoldScores,
         found: Probabilities,
         eval_batch_size: int,
+        weights: Mapping[str, torch.Tensor] | None,
     ) -> None:
         """Write the model, the predictions and, last, the scores: then the fold is done."""
         dataset, facts = self.datasets[judged.fold - 1], self._export_facts(eval_batch_size)
@@ -375,7 +374,10 @@ def encoder_settings(
         at_most=plan.gradient_accumulation_steps,
         folds=others,
     )
-    return loop_settings(config, plan, cuts, device=device, seed=config.seed, metric=METRIC)
+    in_folds = config.cv.folds is not None  # their checkpoints are deleted after their export
+    return loop_settings(
+        config, plan, cuts, device=device, seed=config.seed, metric=METRIC, save_last=not in_folds
+    )
 
 
 def _cap(config: EncoderConfig, plan: Plan, longest: int) -> int:

@@ -248,7 +248,7 @@ class PreparedJob:
         result = run.train(0, run.folder, "", resume=resume)
         metrics = result.metrics
         if result.status == "finished":
-            model = run.best_model(nn.Module, self.job.model, run.folder)
+            model = run.best_model(self.job.model, run.folder)
             size = run.plan.effective_batch_size
             metrics = run.evaluate(OwnTask(self, self.job.model, size, held_out=self.test), model)
             if run.world.first:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
@@ -162,33 +162,42 @@ class Run:
 
     @timeline.stage("judge")
     def best_model(
-        self, kind: type[ModuleT], build: Callable[[], ModuleT], folder: Path, fold: int = 0
+        self,
+        build: Callable[[], ModuleT],
+        folder: Path,
+        fold: int = 0,
+        *,
+        trained: type[ModuleT] | None = None,
     ) -> ModuleT:
-        """Return the model with the weights of its best evaluation.
+        """Return the model with the weights of its best evaluation, from memory or the checkpoint.
 
-        It is the model that was trained, where that is of the `kind` and its best weights are in
-        memory; else `build` makes one as the engine did, and the checkpoint is read.
+        `build` makes it as the engine did, unless the model in training is of the class `trained`.
         """
         parts, best = self.shared.parts, self.shared.best
-        if parts is not None and best is not None and isinstance(parts.model, kind):
+        if best is not None and parts is not None and trained and isinstance(parts.model, trained):
             load_model(parts.model, best)
             return parts.model.eval()
-        self.shared.best = None
         with applied(RuntimeSettings(seed=self.settings(fold).seed)):
             model = build()  # with the engine's seed: weights that are not trained are not saved
-        checkpoint.load_weights(folder, model, best=True)
+        if best is None:
+            checkpoint.load_weights(folder, model, best=True)
+        else:
+            load_model(model, best)
         return model.to(self.device).eval()
 
-    def later(self, work: Callable[[], None]) -> None:
-        """Do the work that ends a fold beside the next fold, on a GPU; else now.
+    def later(self, work: Callable[[Mapping[str, Tensor] | None], None]) -> None:
+        """End a fold by `work`, on a GPU beside the next fold.
 
-        It may use `shared.best` and what no fold changes, but not the model's trained weights.
+        It gets the best weights, and must not read those of the model in training. Without best
+        weights in memory it gets None, and the model is still as it was judged.
         """
-        if self.shared.best is None:
+        best = self.shared.best
+        if best is None or self.device.type != "cuda":
             with self.show.busy("writing the model"), timeline.stage("export"):
-                work()
+                work(best)
         else:
-            self._written.append(self._behind.submit(work))
+            self.shared.best_host = {}  # the next fold takes other memory
+            self._written.append(self._behind.submit(work, best))
 
     def settle(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
