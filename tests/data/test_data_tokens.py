@@ -60,7 +60,7 @@ def test_a_padded_batch_has_a_row_for_each_sequence(data, extra, rows, random):
     expected = [data[n] + [3] * (width - len(data[n])) for n in chosen] + [[3] * width] * rows
     real = [[1] * len(data[n]) + [0] * (width - len(data[n])) for n in chosen]
     assert batch["input_ids"].tolist() == expected
-    assert batch["attention_mask"].tolist() == real + [[0] * width] * rows
+    assert batch["attention_mask"].tolist() == real + [[1] + [0] * (width - 1)] * rows
     assert batch["labels"].tolist() == chosen + [-100] * rows
     assert "token_type_ids" not in batch
 

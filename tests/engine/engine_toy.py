@@ -20,7 +20,7 @@ from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings, Sched
 from trainfit.engine.observers import Observer
 from trainfit.packing import Cut, deal_steps
 from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.padded import fit_padded_parts
 from trainfit.packing.steps import sample_parts
 
 IGNORED = -100
@@ -145,8 +145,9 @@ def _cuts(lengths: tuple[int, ...], batch: int, padded: bool, ranks: int) -> tup
     array = np.array(lengths)
     parts = sample_parts(array, batch, ranks)
     if padded:
-        widths = choose_widths(array, multiple=4)
-        return tuple(fit_padded_parts(parts, widths, cap) for cap in (96, 48, 24, 12))
+        return tuple(
+            fit_padded_parts(parts, max(lengths), cap, multiple=4) for cap in (96, 48, 24, 12)
+        )
     return tuple(
         fit_packed_parts(parts, max(lengths), 96, multiple=4, at_least=count)
         for count in (1, 2, 4, 8)

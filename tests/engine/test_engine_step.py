@@ -20,7 +20,7 @@ from trainfit.engine.loop_settings import LoaderSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
 from trainfit.engine.step import LossScale, accumulate, autocast, finish, loss_scale, plain_step
 from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.padded import fit_padded_parts
 from trainfit.packing.steps import sample_parts
 from trainfit.planning.estimator.estimate import Request, Target, ask
 
@@ -51,7 +51,7 @@ def test_the_gradient_does_not_depend_on_the_cut(micro_batches: int, padded: boo
     parts = sample_parts(lengths, task.effective_batch, 1)
     if padded:
         cap = {1: 168, 2: 96, 7: 12}[micro_batches]
-        cut = fit_padded_parts(parts, choose_widths(lengths, multiple=12), cap)
+        cut = fit_padded_parts(parts, int(lengths.max()), cap, multiple=12)
     else:
         cut = fit_packed_parts(parts, max(lengths), 200, multiple=4, at_least=micro_batches)
     batches = StepLoader(task, LoaderSettings(), CPU).load(step, cut)

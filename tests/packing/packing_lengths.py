@@ -10,7 +10,7 @@ import numpy as np
 
 from trainfit.packing import MicroBatch, PackedCut, PaddedCut
 from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.padded import fit_padded_parts
 from trainfit.packing.steps import IntArray, Lengths, sample_parts
 
 MEAN_WORDS, LEAST_WORDS, MOST_WORDS = 294.7, 2, 6990
@@ -46,13 +46,10 @@ def fit_padded(
     cap: int,
     *,
     ranks: int = 1,
-    multiple: int = 32,
-    most_widths: int = 8,
     **how: Any,
 ) -> PaddedCut:
     array = np.asarray(lengths)
-    widths = choose_widths(array, most_widths, multiple)
-    return fit_padded_parts(sample_parts(array, batch, ranks), widths, cap, **how)
+    return fit_padded_parts(sample_parts(array, batch, ranks), int(array.max()), cap, **how)
 
 
 def fill_of(batches: Iterable[MicroBatch]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import chain, pairwise, product
+from itertools import chain, combinations, pairwise, product
 
 import numpy as np
 import pytest
@@ -21,6 +21,7 @@ from trainfit.packing import (
     deal_steps,
     ladder,
 )
+from trainfit.packing.padded import quantize
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -76,8 +77,10 @@ def check_micro_batch(lengths: np.ndarray, cut: Cut, micro: MicroBatch) -> None:
         assert len(held) <= cut.slots
         assert len(cut.budgets) <= 2
     else:
-        assert micro.rows == max(1, len(held))
-        assert micro.width == min(w for w in cut.widths if w >= max(held, default=1))
+        assert len(cut.shapes) <= 8
+        assert (micro.rows, micro.width) in cut.shapes
+        assert len(held) <= micro.rows
+        assert max(held, default=1) <= micro.width <= lengths.max()
 
 
 @settings(max_examples=40)
@@ -114,10 +117,10 @@ def padded_sizes(lengths: list[int], cap: int) -> list[list[int]]:
 def test_padded_rows_pad_no_more_than_any_other_cut(lengths: list[int]) -> None:
     array = np.array(lengths)
     cap = 2 * max(lengths)
-    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9)
+    cut = fit_padded(array, len(lengths), cap, multiple=1)
     batches = cut_step(array, np.arange(array.size), cut)[0]
     best = min(sum(sizes) + 256 * len(sizes) for sizes in padded_sizes(lengths, cap))
-    assert sum(b.rows * b.width + 256 for b in batches) == best
+    assert sum(b.rows * b.width + 256 for b in batches) <= 1.01 * best
 
 
 @settings(max_examples=60)
@@ -126,8 +129,8 @@ def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
     lengths: list[int], at_most: int, longest: int
 ) -> None:
     array, cap = np.array(lengths), longest * max(lengths)
-    free = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9)
-    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9, at_most=at_most)
+    free = fit_padded(array, len(lengths), cap, multiple=1)
+    cut = fit_padded(array, len(lengths), cap, multiple=1, at_most=at_most)
     if free.micro_batches <= at_most:
         assert cut == free
         return
@@ -135,18 +138,18 @@ def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
     count = max(at_most, min(map(len, allowed)))
     batches = cut_step(array, np.arange(array.size), cut)[0]
     assert len(batches) <= count
-    best = min(sum(sizes) for sizes in allowed if len(sizes) <= count)
-    assert sum(b.rows * b.width for b in batches) == best
+    best = min(sum(sizes) + 256 * len(sizes) for sizes in allowed if len(sizes) <= count)
+    assert sum(b.rows * b.width + 256 for b in batches) <= 1.01 * best
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 4))
+@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 4))
 def test_a_number_of_micro_batches_is_kept_with_the_least_padding(
     lengths: list[int], wanted: int, rows: int
 ) -> None:
     array, cap = np.array(lengths), rows * max(lengths)
     count = {"at_least": wanted, "at_most": wanted}
-    cut = fit_padded(array, len(lengths), cap, multiple=1, most_widths=9, **count)
+    cut = fit_padded(array, len(lengths), cap, multiple=1, **count)
     allowed = padded_sizes(lengths, cap)
     exactly = max(min(wanted, len(lengths)), min(map(len, allowed)))
     assert cut.micro_batches == exactly
@@ -265,26 +268,52 @@ def test_one_outlier_does_not_cost_all_steps_a_micro_batch() -> None:
     assert fill_of(flat(cut_epoch(lengths, 16, cut))) > 0.9
 
 
-def test_padded_batches_pad_little_in_few_shapes() -> None:
+@pytest.mark.parametrize(("batch", "least"), [(16, 0.85), (64, 0.9), (128, 0.91)])
+@pytest.mark.parametrize("rows", [8, 64])
+def test_padded_batches_pad_little_in_few_shapes(batch: int, least: float, rows: int) -> None:
     lengths = redsm5_lengths()
-    for batch, least in [(16, 0.8), (64, 0.88)]:
-        cut = fit_padded(lengths, batch, 16 * 512)
-        held = flat(cut_epoch(lengths, batch, cut, epoch=20))
-        to_longest = lengths.mean() / 512
-        assert fill_of(held) > least > to_longest
-        assert len({(b.rows, b.width) for b in held}) <= 20
-        assert len(cut.widths) <= 8
+    cut = fit_padded(lengths, batch, rows * 512)
+    held = flat(cut_epoch(lengths, batch, cut, epoch=20))
+    to_longest = lengths.mean() / 512
+    assert fill_of(held) > least > to_longest
+    assert len({(b.rows, b.width) for b in held}) <= 8
+
+
+@pytest.mark.parametrize("count", [9, 13, 40, 64])
+def test_more_micro_batches_than_shapes_are_so_many_all_the_same(count: int) -> None:
+    lengths = redsm5_lengths()
+    cut = fit_padded(lengths, 64, 8 * 512, at_least=count, at_most=count)
+    assert cut.micro_batches == count
+    assert len(cut.shapes) <= 8
+    whole = cut_epoch(lengths, 64, cut)[:-1]
+    assert np.mean([len(step[0]) == count for step in whole]) > 0.9
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=12), st.integers(1, 4))
+def test_values_are_rounded_up_to_those_that_add_the_least(values: list[int], most: int) -> None:
+    found = quantize(np.array(values), most)
+    assert len(found) == min(most, len(set(values)))
+    for count, (total, chosen) in enumerate(found, 1):
+        sets = combinations(sorted(set(values)), count)
+        totals = [
+            sum(min(c for c in kept if c >= v) for v in values)
+            for kept in sets
+            if max(kept) == max(values)
+        ]
+        assert total == min(totals)
+        assert total == sum(min(c for c in chosen if c >= value) for value in values)
 
 
 def test_bucketing_comes_before_padding() -> None:
     # Padding first makes all lengths equal, and then there is nothing left to gain.
     cut = fit_padded(redsm5_lengths(), 16, 16 * 512)
-    assert len(cut.widths) > 1
+    assert len({width for _, width in cut.shapes}) > 1
     assert cut.tokens < 16 * 512
 
 
 def test_widths_never_exceed_the_longest_sequence() -> None:
-    assert fit_padded([500, 33, 90], 3, 1000).widths == (64, 96, 500)
+    assert fit_padded([500, 33, 90], 3, 1000).shapes == ((2, 96), (1, 500))
 
 
 # ── cuts and ladders ──────────────────────────────────────────────────────────────────────────

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import numpy as np
@@ -70,6 +70,8 @@ class StepLoader:
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
         self._dataset = _Collated(task)
         self._rank, self._ranks, self._in_step = rank, ranks, in_step
+        # Only a GPU repeats a shape faster than it computes a smaller one.
+        self._captured = device.type == "cuda"
         self._jobs = _WorkOrder()
         self._loader: DataLoader[list[Batch]] | None = _build_loader(
             self._dataset, self._jobs, options, device
@@ -102,6 +104,8 @@ class StepLoader:
         own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
         if not self._in_step:  # ranks that synchronise once per step need no empty batches
             own = tuple(batch for batch in own if batch.sequences)
+        if not self._captured:
+            own = tuple(replace(b, rows=min(b.rows, len(b.sequences) or 1)) for b in own)
         return own, cut.slots if isinstance(cut, PackedCut) else None
 
 
@@ -201,7 +205,10 @@ def collate_packed(
 def collate_padded(
     tokens: Tokens, sequences: Indices, rows: int, width: int, pad_id: int = 0
 ) -> dict[str, Tensor]:
-    """Collate one row per sequence, padded on the right; unused rows are all padding."""
+    """Collate one row per sequence, padded on the right.
+
+    Unused rows are padding that sees its first token, since a softmax of nothing is NaN.
+    """
     chosen = np.asarray(sequences, dtype=np.int64)
     lengths = tokens.lengths[chosen]
     longest = int(lengths.max(initial=0))
@@ -213,6 +220,7 @@ def collate_padded(
     target = np.repeat(np.arange(chosen.size) * width, lengths) + _within(lengths)
     mask = np.zeros((rows, width), dtype=np.int64)
     mask.reshape(-1)[target] = 1
+    mask[chosen.size :, 0] = 1
     batch = _gather(tokens, chosen, target, (rows, width), pad_id)
     return batch | {
         "attention_mask": torch.from_numpy(mask),

@@ -13,7 +13,7 @@ from typing import TypeAlias
 import numpy as np
 
 from trainfit.packing.packed import MicroBatch, PackedCut, fit_packed_parts
-from trainfit.packing.padded import PaddedCut, choose_widths, fit_coarser_parts, fit_padded_parts
+from trainfit.packing.padded import PaddedCut, fit_coarser_parts, fit_padded_parts
 from trainfit.packing.steps import (
     IntArray,
     Lengths,
@@ -81,17 +81,16 @@ def _ladder(
 ) -> tuple[Cut, ...]:
     """Fit the ladder of these lengths; cached, since every fold and trial asks for the same."""
     arrays = [np.frombuffer(each, dtype=np.int64) for each in folds]
-    parts, widths = _sample(arrays, effective_batch, cap_tokens, ranks, seed)
-    longest = widths[-1]
+    parts, longest = _sample(arrays, effective_batch, cap_tokens, ranks, seed)
     few = _some(parts)
 
     def below(rung: Cut) -> Cut:
         if padded:
-            return fit_padded_parts(few, widths, max(rung.tokens // 2, longest))
+            return fit_padded_parts(few, longest, max(rung.tokens // 2, longest))
         return fit_packed_parts(few, longest, cap_tokens, at_least=2 * rung.micro_batches)
 
     rungs: list[Cut] = [
-        fit_padded_parts(parts, widths, cap_tokens, at_least, at_most)
+        fit_padded_parts(parts, longest, cap_tokens, at_least, at_most)
         if padded
         else fit_packed_parts(parts, longest, cap_tokens, at_least=at_least)
     ]
@@ -112,26 +111,26 @@ def coarser_cuts(
 
     They suit a device that takes longer to start a micro-batch than to compute some padding.
     """
-    parts, widths = _sample((lengths, *folds), effective_batch, cap_tokens, ranks)
-    return tuple(fit_coarser_parts(parts, widths, cap_tokens))
+    parts, longest = _sample((lengths, *folds), effective_batch, cap_tokens, ranks)
+    return tuple(fit_coarser_parts(parts, longest, cap_tokens))
 
 
 def _sample(
     folds: Sequence[Lengths], effective_batch: int, cap_tokens: int, ranks: int, seed: int = 0
-) -> tuple[list[list[int]], tuple[int, ...]]:
-    """Sample the steps of every fold; the widths to pad to end with the longest sequence.
+) -> tuple[list[list[int]], int]:
+    """Sample the steps of every fold, and find the longest sequence.
 
     Fold n is dealt with the seed `seed + n`, as in training.
     """
     arrays = [check_lengths(lengths) for lengths in folds]
-    widths = choose_widths(np.concatenate(arrays))
-    check_fits(widths[-1], check_whole("the cap in tokens", cap_tokens))
+    longest = max(int(array.max()) for array in arrays)
+    check_fits(longest, check_whole("the cap in tokens", cap_tokens))
     parts = [
         part
         for number, array in enumerate(arrays)
         for part in sample_parts(array, effective_batch, ranks, seed + number, len(arrays))
     ]
-    return parts, widths
+    return parts, longest
 
 
 def _some(parts: list[list[int]]) -> list[list[int]]:

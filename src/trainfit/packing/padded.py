@@ -1,11 +1,15 @@
-"""Padded micro-batches of sequences of like length, where attention cannot take packed rows."""
+"""Padded micro-batches of sequences of like length, where attention cannot take packed rows.
+
+All of them have one of a few shapes, so that each shape is compiled, or captured as a CUDA graph,
+once. Rows without a sequence fill a shape up.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import takewhile
-from typing import Self
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Self, TypeAlias
 
 import numpy as np
 
@@ -14,25 +18,42 @@ from trainfit.packing.packed import MicroBatch
 from trainfit.packing.steps import (
     IntArray,
     check_fits,
+    divide_up,
     round_up,
 )
 
+MOST_SHAPES = 8
+"""Shapes of a cut: each takes memory and seconds to compile or to capture."""
+_MULTIPLE = 16
+"""Widths are multiples of it: SDPA copies a mask of any other width."""
+_MOST_PLACES = 256
+"""Places of a step at which micro-batches may begin: more would take long to choose among."""
 # Cost of starting a micro-batch, in tokens: a finer cut must save more padding than that.
 _START_COST = 256
+# Of cuts whose costs differ by less, the one with the least padding is taken.
+_ALIKE = 1.01
 # Cost of an impossible cut, with room for additions.
 _NEVER = 1 << 60
+
+# Cost of a start that outweighs any padding.
+_MANY = 1 << 40
+
+Shape: TypeAlias = tuple[int, int]
+"""Rows and width."""
+Rows: TypeAlias = list[tuple[int, int]]
+"""Sequences of each micro-batch, and the rows of its shape."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PaddedCut(Record):
-    """How steps are cut into padded micro-batches: longest first, a fixed number of rows each."""
+    """How steps are cut into padded micro-batches of a few fixed shapes, longest first."""
 
     tokens: int
     """The most tokens of a micro-batch, padding included; it sets the memory."""
-    widths: tuple[int, ...]
-    """The lengths that sequences are padded to, the smallest first."""
+    shapes: tuple[Shape, ...]
+    """Rows and width of each shape, the fewest tokens first."""
     rows: tuple[int, ...]
-    """Rows of each micro-batch in a rank's part of a whole step."""
+    """Sequences of each micro-batch in a rank's part of a whole step."""
 
     @property
     def micro_batches(self) -> int:
@@ -41,162 +62,226 @@ class PaddedCut(Record):
 
     def empty(self) -> MicroBatch:
         """A micro-batch of padding alone."""
-        return MicroBatch(sequences=(), tokens=0, rows=1, width=self.widths[0])
+        rows, width = self.shapes[0]
+        return MicroBatch(sequences=(), tokens=0, rows=rows, width=width)
 
     def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
         """Cut a rank's part of a step, which comes longest first."""
         if not part.size:
             return []
-        values = lengths[part]
-        check_fits(int(values[0]), self.widths[-1])
-        widths = _pad(values, self.widths)
-        rows = self.rows
-        if sum(rows) != part.size:
-            rows = _best_rows(widths[None], self.tokens, at_most=self.micro_batches)
+        values = lengths[part].tolist()
+        check_fits(values[0], max(width for _, width in self.shapes))
+        shapes = self._as_fitted(values) or self._cover(values)
         batches = []
         start = 0
-        for end in _ends(rows, widths.tolist(), self.tokens):
+        for count, (rows, width) in shapes:
+            chosen = slice(start, start + count)
             batches.append(
                 MicroBatch(
-                    sequences=tuple(part[start:end].tolist()),
-                    tokens=int(values[start:end].sum()),
-                    rows=end - start,
-                    width=int(widths[start]),
+                    sequences=tuple(part[chosen].tolist()),
+                    tokens=sum(values[chosen]),
+                    rows=rows,
+                    width=width,
                 )
             )
-            start = end
+            start += count
         return batches
+
+    def _as_fitted(self, values: list[int]) -> list[tuple[int, Shape]]:
+        """Sequences and shape of each micro-batch of a whole step; empty where one has no shape."""
+        if sum(self.rows) != len(values):
+            return []
+        found = []
+        start = 0
+        for count in self.rows:
+            holds = (s for s in self.shapes if s[0] >= count and s[1] >= values[start])
+            if (shape := next(holds, None)) is None:
+                return []
+            found.append((count, shape))
+            start += count
+        return found
+
+    def _cover(self, values: list[int]) -> list[tuple[int, Shape]]:
+        """Sequences and shape of the micro-batches that compute the least."""
+        size = len(values)
+        costs = [0] * (size + 1)
+        best: list[Shape] = [(1, 1)] * size
+        for start in reversed(range(size)):
+            costs[start], best[start] = min(
+                (rows * width + _START_COST + costs[min(start + rows, size)], (rows, width))
+                for rows, width in self.shapes
+                if width >= values[start]
+            )
+        found = []
+        start = 0
+        while start < size:
+            shape = best[start]
+            found.append((min(shape[0], size - start), shape))
+            start += shape[0]
+        return found
 
 
 def fit_padded_parts(
     parts: list[list[int]],
-    widths: tuple[int, ...],
+    longest: int,
     cap_tokens: int,
     at_least: int = 1,
     at_most: int | None = None,
+    multiple: int = _MULTIPLE,
 ) -> PaddedCut:
-    """Fit the rows per micro-batch that pad the least, under a cap in tokens with padding.
+    """Fit the micro-batches that pad the least, under a cap in tokens with padding.
 
-    Dealt steps have nearly the same lengths, so the same rows suit them all and the shapes stay
-    few. A step has between `at_least` and `at_most` micro-batches, or as few as the cap allows.
+    Dealt steps have nearly the same lengths, so the same rows suit them all. A step has between
+    `at_least` and `at_most` micro-batches, or as few as the cap allows. No width exceeds `longest`,
+    since a model may have no positions beyond it.
     """
-    profile = _profile(parts, widths)
-    return _cut_of(profile, widths, _best_rows(profile, cap_tokens, at_least, at_most))
+    profile = _profile(parts, longest, multiple)
+    size = profile.shape[1]
+    least, most = min(at_least, size), max(at_least, at_most or size)
+    runs = _Runs.of(profile, cap_tokens)
+    candidates = [
+        *runs.by_count(),
+        runs.with_shared_shapes(_START_COST, least),
+        runs.with_shared_shapes(_MANY, least),  # the fewest micro-batches
+    ]
+    off = [max(least - len(rows), len(rows) - most, 0) for rows in candidates]
+    nearest = [rows for rows, by in zip(candidates, off, strict=True) if by == min(off)]
+    found = [_cut_of(profile, rows) for rows in nearest]
+    starts = [_START_COST * len(profile) * cut.micro_batches for _, cut in found]
+    costs = [tokens + start for (tokens, _), start in zip(found, starts, strict=True)]
+    good = [one for one, cost in zip(found, costs, strict=True) if cost <= _ALIKE * min(costs)]
+    return min(good, key=lambda one: one[0])[1]
 
 
-def fit_coarser_parts(
-    parts: list[list[int]], widths: tuple[int, ...], cap_tokens: int
-) -> list[PaddedCut]:
+def fit_coarser_parts(parts: list[list[int]], longest: int, cap_tokens: int) -> list[PaddedCut]:
     """Fit cuts with fewer micro-batches than `fit_padded_parts` has, the fewest first."""
-    profile = _profile(parts, widths)
-    most = len(_best_rows(profile, cap_tokens))
-    fewer = takewhile(lambda rows: len(rows) < most, _rows_by_count(_Runs.of(profile, cap_tokens)))
-    return [_cut_of(profile, widths, rows) for rows in fewer]
+    best = fit_padded_parts(parts, longest, cap_tokens)
+    profile = _profile(parts, longest, _MULTIPLE)
+    cuts = (_cut_of(profile, rows)[1] for rows in _Runs.of(profile, cap_tokens).by_count())
+    return [cut for cut in cuts if cut.micro_batches < best.micro_batches]
 
 
-def _profile(parts: list[list[int]], widths: tuple[int, ...]) -> IntArray:
-    """The widths of the sequences of each whole step, the longest first."""
+def _profile(parts: list[list[int]], longest: int, multiple: int) -> IntArray:
+    """The rounded lengths of the sequences of each whole step, the longest first."""
     whole = max(map(len, parts))
-    return _pad(np.array([part for part in parts if len(part) == whole]), widths)
+    profile = round_up(np.array([part for part in parts if len(part) == whole]), multiple, longest)
+    profile[profile[:, 0].argmax(), 0] = longest  # which a sample of the steps may lack
+    return profile
 
 
-def _cut_of(profile: IntArray, widths: tuple[int, ...], rows: tuple[int, ...]) -> PaddedCut:
-    firsts = np.cumsum((0, *rows[:-1]))
-    largest = int((profile.max(axis=0)[firsts] * rows).max())
-    return PaddedCut(tokens=max(largest, widths[-1]), widths=widths, rows=rows)
+def _cut_of(profile: IntArray, rows: Rows) -> tuple[int, PaddedCut]:
+    """Choose the widths of shapes with these rows; the cut comes with the tokens of all steps."""
+    firsts: dict[int, list[IntArray]] = {}
+    start = 0
+    for count, held in rows:
+        firsts.setdefault(held, []).append(profile[:, start])
+        start += count
+    options = {held: quantize(np.concatenate(f), MOST_SHAPES) for held, f in firsts.items()}
+    taken = dict.fromkeys(options, 1)
+    for _ in range(MOST_SHAPES - len(taken)):  # one width more never saves more than the last did
+        saved = {
+            held: held * (found[taken[held] - 1][0] - found[taken[held]][0])
+            for held, found in options.items()
+            if taken[held] < len(found)
+        }
+        if saved:
+            taken[max(saved, key=lambda held: saved[held])] += 1
+    shapes = [(held, width) for held, n in taken.items() for width in options[held][n - 1][1]]
+    shapes.sort(key=lambda shape: (shape[0] * shape[1], shape))
+    tokens = sum(held * options[held][n - 1][0] for held, n in taken.items())
+    return tokens, PaddedCut(
+        tokens=max(held * width for held, width in shapes),
+        shapes=tuple(shapes),
+        rows=tuple(count for count, _ in rows),
+    )
 
 
-def choose_widths(lengths: IntArray, most: int = 8, multiple: int = 32) -> tuple[int, ...]:
-    """Choose at most `most` widths, multiples of `multiple`, to which padding adds few tokens."""
-    # At most the longest, since a model may have no positions beyond it.
-    padded = round_up(lengths, multiple, int(lengths.max()))
-    sizes, counts = np.unique(padded, return_counts=True)
-    while sizes.size > most:
-        least = int((counts[:-1] * np.diff(sizes)).argmin())
-        counts[least + 1] += counts[least]
-        sizes, counts = np.delete(sizes, least), np.delete(counts, least)
-    return tuple(sizes.tolist())
+def quantize(values: IntArray, most: int) -> list[tuple[int, tuple[int, ...]]]:
+    """Choose 1, 2 and up to `most` of the values, so that rounding all up to them adds the least.
 
-
-def _pad(values: IntArray, widths: tuple[int, ...]) -> IntArray:
-    """The width that each length is padded to."""
-    return np.array(widths)[np.searchsorted(widths, values)]
-
-
-def _best_rows(
-    profile: IntArray, cap: int, at_least: int = 1, at_most: int | None = None
-) -> tuple[int, ...]:
-    """Choose the rows of each micro-batch, longest sequences first, so that all steps pad least.
-
-    `profile` has the widths of one step in each row, the longest first.
+    Each choice comes with the sum of the rounded values.
     """
-    steps, size = profile.shape
-    cost = np.zeros(size + 1, dtype=np.int64)
-    first = np.zeros(size + 1, dtype=np.int64)
-    runs = _Runs.of(profile, cap)
-    for end in range(1, size + 1):
-        first[end], cost[end] = runs.last(cost, end, steps * _START_COST)
-    ends = [size]
-    while ends[-1]:
-        ends.append(int(first[ends[-1]]))
-    rows = tuple(np.diff(ends[::-1]).tolist())
-    wanted = min(max(len(rows) if at_most is None else min(len(rows), at_most), at_least), size)
-    if len(rows) == wanted:
-        return rows
-    return next(rows for rows in _rows_by_count(runs) if len(rows) >= wanted)
+    sizes, counts = np.unique(values, return_counts=True)
+    below = np.cumsum((0, *counts))
+    price = np.concatenate([[0], sizes]) * (below - below[:, None])
+    return [
+        (cost, tuple(sizes[np.array(places[1:]) - 1].tolist()))
+        for cost, places in _paths(price, min(most, sizes.size))
+    ]
 
 
-def _rows_by_count(runs: _Runs) -> Iterator[tuple[int, ...]]:
-    """Yield the rows that pad the least, for each number of micro-batches that the cap allows.
+def _paths(price: IntArray, most: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the cheapest way from the first place to the last in 1, 2 and up to `most` strides.
 
-    Of those that pad the same, the most even ones take the least memory.
+    `price` has the cost of a stride between any two places, from `_NEVER` on if there is none.
     """
-    size = runs.total.size
-    scale = min(size**2 + 1, _NEVER // (4 * size * int(runs.total.max())))
-    runs = replace(runs, total=runs.total * scale, uneven=1)
-    cost = np.full(size + 1, _NEVER)
-    cost[0] = 0
-    firsts: list[IntArray] = []
-    for _ in range(size):
-        found = [(0, _NEVER), *(runs.last(cost, end) for end in range(1, size + 1))]
-        first, cost = np.array(found, dtype=np.int64).T
-        firsts.append(first)
-        if cost[size] < _NEVER:
-            ends = [size]
-            for first in reversed(firsts):
-                ends.append(int(first[ends[-1]]))
-            yield tuple(np.diff(ends[::-1]).tolist())
+    place = np.arange(len(price))
+    price = np.where(place[:, None] < place, price, _NEVER)
+    cost = price[0]
+    before: list[IntArray] = []
+    for _ in range(most):
+        if cost[-1] < _NEVER:
+            places = [len(price) - 1]
+            for stride in reversed(before):
+                places.append(int(stride[places[-1]]))
+            yield int(cost[-1]), [0, *reversed(places)]
+        options = np.minimum(cost[:, None] + price, _NEVER)
+        before.append(options.argmin(axis=0))
+        cost = options.min(axis=0)
 
 
 @dataclass(frozen=True, slots=True)
 class _Runs:
-    """Costs of runs of sequences as micro-batches: rows times the width of the first sequence."""
+    """Runs of sequences of a step, from any place where one may begin to any other."""
 
-    total: IntArray
-    """The width of each sequence, over all steps."""
-    most: IntArray
+    counts: IntArray
+    """Sequences of each run; 0 and less where it would end before it begins."""
+    widths: IntArray
+    """The most that the sequence at each place, the longest of its runs, is padded to."""
     cap: int
-    uneven: int = 0
-    """Weight of the squared number of rows, which prefers even micro-batches."""
 
     @classmethod
     def of(cls, profile: IntArray, cap: int) -> Self:
-        """Build the costs for steps with these widths."""
-        return cls(profile.sum(axis=0), profile.max(axis=0), cap)
+        """List the runs of steps with these lengths."""
+        size = profile.shape[1]
+        places = np.append(np.arange(0, size, divide_up(size, _MOST_PLACES)), size)
+        widths = profile.max(axis=0)[np.minimum(places, size - 1)]
+        return cls(places - places[:, None], widths[:, None], cap)
 
-    def last(self, cost: IntArray, end: int, start: int = 0) -> tuple[int, int]:
-        """Find where the micro-batch that ends at `end` starts, and the cost of all up to it."""
-        rows = end - np.arange(end)
-        options = cost[:end] + rows * (self.total[:end] + self.uneven * rows) + start
-        options[rows * self.most[:end] > self.cap] = _NEVER
-        first = int(options.argmin())
-        return first, min(int(options[first]), _NEVER)
+    def by_count(self) -> Iterator[Rows]:
+        """Yield the rows that pad the least, for each number of micro-batches that the cap allows.
 
+        Of those that pad the same, the most even ones take the least memory.
+        """
+        size = int(self.counts[0, -1])
+        tokens = self.counts * self.widths
+        scale = min(size**2 + 1, _NEVER // (4 * size * int(self.widths.max())))
+        price = np.where(tokens <= self.cap, tokens * scale + self.counts**2, _NEVER)
+        for _, places in _paths(price, min(MOST_SHAPES, size)):
+            rows = [int(self.counts[run]) for run in pairwise(places)]
+            yield [(count, count) for count in rows]
 
-def _ends(rows: tuple[int, ...], widths: list[int], cap: int) -> Iterator[int]:
-    """Yield where each micro-batch of a step ends; one over the cap is cut again."""
-    start = 0
-    for end in np.cumsum(rows).tolist():
-        while start < end:
-            start = min(end, start + cap // widths[start])
-            yield start
+    def with_shared_shapes(self, start_cost: int, least: int) -> Rows:
+        """Choose `least` micro-batches or more, of which neighbours share a shape.
+
+        The shape is as wide as the first one needs it.
+        """
+        batches = np.maximum(-(-self.counts // (self.cap // self.widths)), 1)
+        price = batches * (-(-self.counts // batches) * self.widths + start_cost)
+        _, places = min(_paths(price, MOST_SHAPES))
+        groups = [
+            [int(self.counts[run]), int(batches[run]), int(self.widths[run[0], 0])]
+            for run in pairwise(places)
+        ]
+        for _ in range(least - sum(count for _, count, _ in groups)):
+            more = [
+                (width * ((n + 1) * divide_up(size, n + 1) - n * divide_up(size, n)), at)
+                for at, (size, n, width) in enumerate(groups)
+                if n < size
+            ]
+            groups[min(more)[1]][1] += 1
+        return [
+            (size // n + (index < size % n), divide_up(size, n))
+            for size, n, _ in groups
+            for index in range(n)
+        ]

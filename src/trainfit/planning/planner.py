@@ -173,7 +173,9 @@ def _full(size: int, length: int, micro_batches: int, packed: bool) -> Cutting:
             slots=size,
         )
     else:
-        cut = PaddedCut(tokens=size * length, widths=(length,), rows=(size,) * micro_batches)
+        cut = PaddedCut(
+            tokens=size * length, shapes=((size, length),), rows=(size,) * micro_batches
+        )
     total = float(size * length * micro_batches)
     rows, width = (1, size * length) if packed else (size, length)
     lengths = (length,) * size

@@ -60,7 +60,7 @@ class ShuffledCut(PaddedCut):
         """Cut of a step of `sequences` sequences."""
         full, rest = divmod(sequences, min(batch, sequences))
         rows = (min(batch, sequences),) * full + ((rest,) if rest else ())
-        return cls(tokens=rows[0] * longest, widths=(longest,), rows=rows)
+        return cls(tokens=rows[0] * longest, shapes=((rows[0], longest),), rows=rows)
 
     def cut(self, lengths: IntArray, part: IntArray) -> list[MicroBatch]:
         """Shuffle a step, which comes sorted by length, and split it into micro-batches."""
