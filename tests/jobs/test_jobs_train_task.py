@@ -17,10 +17,10 @@ from trainfit.data.tokens import Tokens
 from trainfit.engine import setup
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
-from trainfit.jobs.classification import ClassifierTask, in_batches
+from trainfit.jobs.classification import ClassifierTask, _packed, _padded, in_batches
 from trainfit.jobs.models import classifier
 from trainfit.jobs.trials import synthetic_tokens
-from trainfit.packing.padded import choose_widths, fit_padded_parts
+from trainfit.packing.padded import fit_padded_parts
 from trainfit.packing.steps import sample_parts
 from trainfit.runtime import compile_blocks
 
@@ -80,18 +80,53 @@ def test_an_evaluation_of_packed_rows_finds_what_one_of_padded_rows_does(
 ):
     model = tiny(name).double().eval()
     chosen = tokens(tuple(lengths))
-    widths: list[int] = []
+    shapes: list[Any] = []
 
     def compute(**inputs: Any) -> Tensor:
-        widths.append(inputs["input_ids"].numel())
+        shapes.append((inputs["input_ids"].numel(), inputs["cu_seqlens"].numel()))
         found: Tensor = model(**inputs)
         return found
 
+    alone = torch.cat([in_batches(model, model, chosen.subset([n]), 1) for n in range(len(chosen))])
     padded = in_batches(model, model, chosen, batch, packed=False)
     packed = in_batches(model, compute, chosen, batch, packed=True)
-    torch.testing.assert_close(packed, padded, rtol=1e-9, atol=1e-9)
-    assert sum(widths) == sum(lengths)  # nothing but tokens
-    assert max(widths) <= batch * max(lengths)  # and no more of them than the padded rows hold
+    torch.testing.assert_close(padded, alone, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(packed, alone, rtol=1e-9, atol=1e-9)
+    assert len(set(shapes)) == 1  # one graph serves all
+    assert shapes[0][0] <= batch * max(lengths)  # no more tokens than the padded rows hold
+
+
+@pytest.mark.parametrize(
+    ("batches", "device", "shapes", "most"),
+    [(_packed, "cuda", 1, 1.02), (_padded, "cuda", 8, 1.15), (_padded, "cpu", 57, 1.05)],
+)
+def test_an_evaluation_computes_little_in_few_shapes(
+    batches: Any, device: str, shapes: int, most: float
+):
+    sizes = np.random.default_rng(0).lognormal(5, 0.7, 900).clip(2, 512).astype(int)
+    made = synthetic_tokens(sizes.tolist(), 90)
+    found = list(batches(made, 16, 0, torch.device(device)))
+    assert sorted(n for chosen, _ in found for n in chosen) == list(range(900))
+    seen = [batch["input_ids"].shape for _, batch in found]
+    assert len(set(seen)) <= shapes
+    assert len({batch["labels"].shape for _, batch in found}) == 1
+    assert sum(shape.numel() for shape in seen) < most * sizes.sum()
+    assert max(shape.numel() for shape in seen) <= 16 * max(sizes)
+
+
+@pytest.mark.parametrize("name", ["bert-base", "deberta-v3-base", "modernbert-base"])
+def test_rows_without_a_sequence_change_no_gradient(name: str):
+    found = []
+    for rows in (4, 7):
+        torch.manual_seed(0)
+        task = ClassifierTask(lambda: tiny(name).double(), tokens(), tokens(), effective_batch=4)
+        model = task.build_model().eval()
+        loss = task.loss(model, task.collate((0, 1, 2, 3), rows, 32, None))
+        loss.backward()
+        parts = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
+        found.append(torch.cat([loss.detach()[None], *parts]))
+    assert found[0].isfinite().all()
+    torch.testing.assert_close(*found, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.parametrize(("attention", "packs"), [("auto", True), ("masked", False)])
@@ -147,7 +182,7 @@ def test_padded_rows_of_many_shapes_are_compiled_once(
     chosen = LoopSettings(
         cuts=(
             fit_padded_parts(
-                sample_parts(made.lengths, 20, 1), choose_widths(made.lengths, multiple=2), 150
+                sample_parts(made.lengths, 20, 1), int(made.lengths.max()), 150, multiple=2
             ),
         ),
         optimizer=OptimizerSettings(learning_rate=1e-4),

@@ -29,6 +29,9 @@ from trainfit.jobs.models.classifier import (
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.measuring import flops
 from trainfit.packing import PackedCut, deal_steps
+from trainfit.packing.packed import fit_packed_parts
+from trainfit.packing.padded import MOST_SHAPES, quantize
+from trainfit.packing.steps import divide_up
 from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
 
@@ -188,46 +191,58 @@ def in_batches(
 ) -> Tensor:
     """Apply `compute`, the model or a part of it, to each sequence, in the given order.
 
-    Rows are packed where the device has a kernel for it, with as many tokens as `batch_size`
-    sequences of the longest length have. Else sequences of similar length are padded together. A
-    compiled model runs eagerly, since every width would be compiled anew.
+    Rows are packed where the device has a kernel for it, with no more tokens than `batch_size`
+    sequences of the longest length have; all have one shape. Else sequences of similar length are
+    padded together, in a few shapes. A compiled model runs eagerly, since they are not training's.
     """
     device = next(model.parameters()).device
     if packed is None:
         packed = isinstance(model, EncoderClassifier) and model.packs_here
-    order = np.argsort(tokens.lengths, kind="stable")[::-1]
-    parts: list[Tensor] = []  # the longest come first, so that memory runs out early or never
+    parts: list[Tensor] = []
+    order: list[int] = []
     with eagerly(model):
-        for batch in (_packed if packed else _padded)(tokens, order, batch_size, pad_id):
+        for chosen, batch in (_packed if packed else _padded)(tokens, batch_size, pad_id, device):
             inputs = {
                 name: value.to(device) if isinstance(value, Tensor) else value
                 for name, value in batch.items()
                 if name != "labels"
             }
-            parts.append(compute(**inputs).double())
+            parts.append(compute(**inputs)[: len(chosen)].double())
+            order += chosen
     found = torch.cat(parts).cpu()  # once, since each copy would make the device wait
-    return found[torch.from_numpy(np.argsort(order, kind="stable"))]
+    return found[torch.from_numpy(np.argsort(order))]
 
 
-def _padded(
-    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
-) -> Iterator[dict[str, Any]]:
-    for start in range(0, len(order), batch_size):
-        chosen = order[start : start + batch_size]
-        width = int(tokens.lengths[chosen].max())
-        yield collate_padded(tokens, chosen, len(chosen), width, pad_id)
+Batches = Iterator[tuple[Sequence[int], dict[str, Any]]]
+"""Sequences and inputs of each batch; slots and rows beyond them are empty."""
 
 
-def _packed(
-    tokens: Tokens, order: IntArray, batch_size: int, pad_id: int
-) -> Iterator[dict[str, Any]]:
-    ends = np.cumsum(tokens.lengths[order])
-    longest = int(tokens.lengths.max(initial=0))
-    start = 0
-    while start < len(order):
-        before = int(ends[start - 1]) if start else 0
-        stop = int(np.searchsorted(ends, before + batch_size * longest, side="right"))
-        chosen = order[start:stop]
-        batch = collate_packed(tokens, chosen, int(ends[stop - 1]) - before, len(chosen), pad_id)
-        yield {**batch, "max_seqlen": longest}
-        start = stop
+def _padded(tokens: Tokens, batch_size: int, pad_id: int, device: torch.device) -> Batches:
+    """Pad rows of like length; the longest come first, so that memory runs out early or never.
+
+    Rows for a GPU have a few widths, which can be captured; a CPU computes as little as possible.
+    """
+    order = _longest_first(tokens)
+    rows = divide_up(order.size, divide_up(order.size, batch_size))
+    firsts = tokens.lengths[order[::rows]]
+    few = MOST_SHAPES if device.type == "cuda" else firsts.size
+    _, widths = quantize(firsts, few)[-1]
+    for number, first in enumerate(firsts.tolist()):
+        chosen = order[number * rows : (number + 1) * rows].tolist()
+        width = min(width for width in widths if width >= first)
+        yield chosen, collate_padded(tokens, chosen, rows, width, pad_id)
+
+
+def _packed(tokens: Tokens, batch_size: int, pad_id: int, _device: torch.device) -> Batches:
+    """Pack rows of one width, with one number of slots."""
+    order = _longest_first(tokens)
+    longest = int(tokens.lengths[order[0]])
+    cut = fit_packed_parts([tokens.lengths[order].tolist()], longest, batch_size * longest)
+    for batch in cut.cut(tokens.lengths, order):
+        inputs = collate_packed(tokens, batch.sequences, cut.tokens, cut.slots, pad_id)
+        yield batch.sequences, {**inputs, "max_seqlen": longest}
+
+
+def _longest_first(tokens: Tokens) -> IntArray:
+    order: IntArray = np.argsort(tokens.lengths, kind="stable")[::-1]
+    return order
