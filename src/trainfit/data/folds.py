@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TypedDict
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,6 +16,15 @@ from numpy.typing import NDArray
 from trainfit.core.errors import BadInput
 
 IntArray = NDArray[np.int64]
+
+
+class Shares(TypedDict, total=False):
+    """Options of `split`."""
+
+    folds: int | None
+    test_share: float
+    validation_share: float
+    seed: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

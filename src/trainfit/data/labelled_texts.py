@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from trainfit.core.errors import BadInput
-from trainfit.data.folds import check_apart, hold_out, make_folds
+from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
 from trainfit.data.text_files import Columns, balanced_weights, count_classes, shown
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
 from trainfit.data.tokens import Dataset, Tokens
@@ -27,12 +27,9 @@ def load_text_files(
     test: Path | str | None = None,
     columns: Columns | None = None,
     max_length: int,
-    folds: int | None = None,
-    test_share: float = 0.2,
-    validation_share: float = 0.2,
-    seed: int = 0,
     processes: int | None = None,
     progress: Progress | None = None,
+    **shares: Unpack[Shares],
 ) -> tuple[Dataset, ...]:
     """Load a dataset per fold, or one; parts without a file are split from the training file."""
 
@@ -52,15 +49,7 @@ def load_text_files(
         name: None if path is None else _same_classes(read(path, base.classes), base.classes)
         for name, path in (("validation", validation), ("test", test))
     }
-    return text_datasets(
-        base.tokens,
-        base.classes,
-        **others,
-        folds=folds,
-        test_share=test_share,
-        validation_share=validation_share,
-        seed=seed,
-    )
+    return text_datasets(base.tokens, base.classes, **others, **shares)
 
 
 def text_datasets(

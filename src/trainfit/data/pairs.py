@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
 from trainfit.core.errors import BadInput
-from trainfit.data.folds import Fold, Folds, split
+from trainfit.data.folds import Fold, Folds, Shares, split
 from trainfit.data.redsm5 import CRITERIA, Corpus, Wording, read_redsm5
 from trainfit.data.text_files import balanced_weights
 from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
@@ -21,24 +21,9 @@ if TYPE_CHECKING:
 CLASSES = ("no evidence", "evidence")
 
 
-def split_corpus(
-    corpus: Corpus,
-    *,
-    folds: int | None = None,
-    test_share: float = 0.2,
-    validation_share: float = 0.2,
-    seed: int = 0,
-) -> Folds:
+def split_corpus(corpus: Corpus, **shares: Unpack[Shares]) -> Folds:
     """Split the pairs by post, with every criterion's positives spread evenly."""
-    strata = np.where(corpus.labels == 1, corpus.criterion_of + 1, 0)
-    return split(
-        strata,
-        corpus.post_of,
-        folds=folds,
-        test_share=test_share,
-        validation_share=validation_share,
-        seed=seed,
-    )
+    return split(np.where(corpus.labels == 1, corpus.criterion_of + 1, 0), corpus.post_of, **shares)
 
 
 def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> Tokens:

@@ -112,13 +112,12 @@ def tokenize_texts(
     labels: Indices,
     *,
     max_length: int,
-    groups: IntArray | None = None,
 ) -> Tokens:
     """Tokenise texts with special tokens, cut to `max_length`."""
     ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         ids += encode_texts(tokenizer, texts[start : start + _CHUNK], max_length)
-    return from_lists(ids, labels, groups=groups)
+    return from_lists(ids, labels)
 
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:

@@ -128,20 +128,20 @@ Rounds = Sequence[Sequence[float]]
 """Samples by round; those of a round were taken together."""
 
 
-def rounds_interval(rounds: Rounds, *, seed: int = 0) -> Interval:
+def rounds_interval(rounds: Rounds) -> Interval:
     """Median over all rounds with its 95% bootstrap interval.
 
     Disturbances last longer than a step, so the samples of a round are alike. Rounds are resampled
     first, then the samples in each: rounds that disagree widen the interval.
     """
-    drawn = _medians(rounds, np.random.default_rng(seed))
+    drawn = _medians(rounds, np.random.default_rng(0))
     low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
     return Interval(value=_median(rounds), low=float(low), high=float(high))
 
 
-def ratio_interval(rounds: Rounds, others: Rounds, *, seed: int = 0) -> Interval:
+def ratio_interval(rounds: Rounds, others: Rounds) -> Interval:
     """Ratio of two such medians with its 95% bootstrap interval."""
-    draws = np.random.default_rng(seed)
+    draws = np.random.default_rng(0)
     drawn = _medians(rounds, draws) / _medians(others, draws)
     low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
     return Interval(value=_median(rounds) / _median(others), low=float(low), high=float(high))

@@ -35,7 +35,7 @@ class Judgement:
     """True if the optimization is on; None: the observed value says so."""
 
 
-class Verdict(NamedTuple):
+class ReceiptRule(NamedTuple):
     """An item of the receipt."""
 
     title: str
@@ -364,25 +364,25 @@ def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 VERDICTS = {
-    "mixed_precision": Verdict("Mixed Precision", mixed_precision),
-    "tf32": Verdict("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
-    "fused_optimizer": Verdict("Fused Optimizer", fused_optimizer),
-    "attention": Verdict("Attention Path", attention),
-    "flash_attention": Verdict("Flash Attention", flash_attention, "its kernel is for GPUs"),
-    "compile": Verdict("torch.compile", compiled),
-    "cuda_graphs": Verdict("CUDA Graphs", cuda_graphs, "they belong to GPUs"),
-    "liger": Verdict("Liger Kernels", liger, "its kernels are for GPUs"),
-    "gradient_checkpointing": Verdict("Gradient Checkpointing", checkpointing),
-    "packing": Verdict("Sequence Packing", packing),
-    "effective_batch": Verdict("Effective Batch Size", effective_batch),
-    "gradient_accumulation": Verdict("Gradient Accumulation", accumulation),
-    "gradient_clipping": Verdict("Gradient Clipping", clipping),
-    "set_to_none": Verdict("zero_grad(set_to_none=True)", set_to_none),
-    "workers": Verdict("Loader Workers", workers),
-    "pinned_memory": Verdict("Pinned Memory", pinned_memory, "nothing is copied to a GPU"),
-    "cudnn_benchmark": Verdict("cuDNN Benchmark Mode", cudnn_benchmark, "cuDNN is for GPUs"),
-    "channels_last": Verdict("Channels Last Memory Format", channels_last),
-    "expandable_segments": Verdict("Expandable Segments", expandable_segments),
-    "deterministic": Verdict("Deterministic Algorithms", deterministic),
+    "mixed_precision": ReceiptRule("Mixed Precision", mixed_precision),
+    "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
+    "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
+    "attention": ReceiptRule("Attention Path", attention),
+    "flash_attention": ReceiptRule("Flash Attention", flash_attention, "its kernel is for GPUs"),
+    "compile": ReceiptRule("torch.compile", compiled),
+    "cuda_graphs": ReceiptRule("CUDA Graphs", cuda_graphs, "they belong to GPUs"),
+    "liger": ReceiptRule("Liger Kernels", liger, "its kernels are for GPUs"),
+    "gradient_checkpointing": ReceiptRule("Gradient Checkpointing", checkpointing),
+    "packing": ReceiptRule("Sequence Packing", packing),
+    "effective_batch": ReceiptRule("Effective Batch Size", effective_batch),
+    "gradient_accumulation": ReceiptRule("Gradient Accumulation", accumulation),
+    "gradient_clipping": ReceiptRule("Gradient Clipping", clipping),
+    "set_to_none": ReceiptRule("zero_grad(set_to_none=True)", set_to_none),
+    "workers": ReceiptRule("Loader Workers", workers),
+    "pinned_memory": ReceiptRule("Pinned Memory", pinned_memory, "nothing is copied to a GPU"),
+    "cudnn_benchmark": ReceiptRule("cuDNN Benchmark Mode", cudnn_benchmark, "cuDNN is for GPUs"),
+    "channels_last": ReceiptRule("Channels Last Memory Format", channels_last),
+    "expandable_segments": ReceiptRule("Expandable Segments", expandable_segments),
+    "deterministic": ReceiptRule("Deterministic Algorithms", deterministic),
 }
 """Verdicts in the order in which they are shown."""
