@@ -28,6 +28,7 @@ PLANNED = {
     "training.prefetch_factor": 2,
     "optimization.optimizer": "adamw_fused",
     "optimization.compile": True,
+    "optimization.cuda_graph": False,
     "optimization.compile_mode": "max-autotune-no-cudagraphs",
     "optimization.gradient_accumulation_steps": 2,
 }

@@ -155,6 +155,14 @@ def reason(error: BaseException) -> str:
     return brief(said[0]) if said else type(error).__name__
 
 
+def in_one_line(error: BaseException) -> str:
+    """Type and first line of an error; of trainfit's own errors the line alone."""
+    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
+    if isinstance(error, TrainfitError):
+        return text
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
 @contextmanager
 def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
     """Turn whatever a library raises for bad input into the error that `refusal` makes."""

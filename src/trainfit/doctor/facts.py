@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainfit.core.records import HardwareProfile
-from trainfit.hardware.access import VARIABLE
-from trainfit.hardware.detection import assemble
-from trainfit.hardware.host import GIB, probe_host, sysctl
+from trainfit.hardware.detection import probe_machine
+from trainfit.hardware.host import GIB
 from trainfit.hardware.nvml import load_nvml, probe_nvml
-from trainfit.hardware.torch_probe import load_torch, probe_compile, probe_torch
+from trainfit.hardware.torch_probe import load_torch
 
 SAMPLES = 8
 SECONDS = 1.0
@@ -140,21 +139,12 @@ class MachineFacts:
 def gather(folder: Path | None = None) -> MachineFacts:
     """Gather the facts of this machine, for runs in `folder`; changes nothing."""
     folder = folder or Path()
-    nvml = probe_nvml(load_nvml, os.getpid())  # before torch could start CUDA here
-    host = probe_host(folder)
-    activity = watch_gpus(load_nvml, os.getpid(), name_of=process_name)
-    profile = assemble(
-        host=host,
-        torch=probe_torch(load_torch, sysctl),
-        nvml=nvml,
-        visible_devices=os.environ.get(VARIABLE),
-        compile=probe_compile(),
-    )
+    profile, host = probe_machine(folder)
     return MachineFacts(
         profile=profile,
         on_pci=host.nvidia_devices,
         device_nodes=device_nodes(),
-        activity=activity,
+        activity=watch_gpus(load_nvml, os.getpid(), name_of=process_name),
         nccl=nccl_version(load_torch) if profile.torch else None,
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         environment=dict(os.environ),

@@ -214,16 +214,23 @@ def detect(folder: Path | None = None) -> HardwareProfile:
     Reading a GPU's properties starts CUDA in this process, but nothing is allocated. Anything
     broken or out of reach becomes a note of the profile.
     """
+    profile, _ = probe_machine(folder or Path())
+    return _tried(profile, bf16_fault) if profile.torch and not profile.gpus else profile
+
+
+def probe_machine(folder: Path) -> tuple[HardwareProfile, Host]:
+    """Return the profile of this machine by all probes, and the report on its host."""
     # NVML first: it sees the memory in use before this process could add to it.
     nvml = probe_nvml(load_nvml, os.getpid())
+    host = probe_host(folder)
     profile = assemble(
-        host=probe_host(folder or Path()),
+        host=host,
         torch=probe_torch(load_torch, sysctl),
         nvml=nvml,
         visible_devices=os.environ.get(VARIABLE),
         compile=probe_compile(),
     )
-    return _tried(profile, bf16_fault) if profile.torch and not profile.gpus else profile
+    return profile, host
 
 
 def as_if(spec: GpuSpec) -> HardwareProfile:

@@ -21,8 +21,8 @@ from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt, Record, Scalar
 from trainfit.measuring.profiled_step import Look, looking
 from trainfit.measuring.receipt import make_receipt, visible_requests
-from trainfit.measuring.timing import GIB
-from trainfit.measuring.trace import UPDATE, Evidence, cuda_in_use
+from trainfit.measuring.timing import cuda_peaks
+from trainfit.measuring.trace import UPDATE, Evidence
 
 WARM_UP = 5
 """Optimizer steps before the profiled one."""
@@ -82,7 +82,7 @@ class Observation:
         return Observed(
             steps=self.steps,
             steps_per_second=self._rate(),
-            peak_memory_gib=_peak_memory(),
+            peak_memory_gib=cuda_peaks()[0],
             receipt=self.receipt,
             evidence=self.evidence,
             obstacle="" if self.evidence is not None else self._why_not(),
@@ -275,14 +275,6 @@ def _watching_loaders(given: list[Any], loaders: list[Any]) -> Iterator[None]:
         yield
     finally:
         kind.__next__ = original
-
-
-def _peak_memory() -> float | None:
-    if not cuda_in_use():
-        return None
-    import torch
-
-    return torch.cuda.max_memory_allocated() / GIB
 
 
 _INJECTED = Path(__file__).parent / "injected"

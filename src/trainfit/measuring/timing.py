@@ -195,7 +195,7 @@ def time_work(
         seconds.append(ended - started)
         if most_seconds is not None and len(seconds) >= 3 and ended - began >= most_seconds:
             break
-    allocated, reserved = _peaks()
+    allocated, reserved = cuda_peaks()
     return Timing(
         seconds=tuple(seconds),
         median=median_interval(seconds),
@@ -214,7 +214,8 @@ def synchronize() -> None:
         torch.mps.synchronize()
 
 
-def _peaks() -> tuple[float | None, float | None]:
+def cuda_peaks() -> tuple[float | None, float | None]:
+    """Peak allocated and peak reserved memory of the GPU in GiB; None where none is in use."""
     if not cuda_in_use():
         return None, None
     import torch

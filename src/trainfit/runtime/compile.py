@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from trainfit.core.errors import BadInput, CompileFailed
+from trainfit.core.errors import BadInput, CompileFailed, in_one_line
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,7 +134,7 @@ def _guarded(
             with both_passes:
                 return compiled(*args, **kwargs)
         except TorchDynamoException as error:  # the base of Inductor's errors too
-            cause = _in_one_line(error)
+            cause = in_one_line(getattr(error, "inner_exception", error))
         # The tracer also wraps errors of the model's forward. If the eager call raises as well, the
         # error is the model's, and it is raised unchanged.
         outcome = eager(*args, **kwargs)
@@ -147,10 +147,3 @@ def _guarded(
         return outcome
 
     return call
-
-
-def _in_one_line(error: BaseException) -> str:
-    """Word the cause of a compiler's `error`, which torch spreads over many lines."""
-    cause = getattr(error, "inner_exception", error)
-    text = next((line.strip() for line in str(cause).splitlines() if line.strip()), "")
-    return f"{type(cause).__name__}: {text}" if text else type(cause).__name__

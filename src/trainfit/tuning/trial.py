@@ -23,8 +23,8 @@ from trainfit.core.errors import (
     BadInput,
     CompileFailed,
     OutOfMemory,
-    TrainfitError,
     TrainfitWarning,
+    in_one_line,
 )
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
@@ -229,8 +229,8 @@ def _outcome(candidate: TrialCandidate, clock: Clock) -> tuple[Any, str] | None:
         return None
     except Exception as error:  # noqa: BLE001  any error of a candidate is an outcome
         if is_out_of_memory(error) or isinstance(error, OutOfMemory):
-            return "oom", _in_one_line(error)
-        return "failed", _in_one_line(error)
+            return "oom", in_one_line(error)
+        return "failed", in_one_line(error)
     return "failed", "it was asked to stop"
 
 
@@ -264,10 +264,3 @@ def _with_rates(trial: Trial, clock: Clock) -> Trial:
 
 def _rates(amounts: list[int], seconds: list[float]) -> list[float]:
     return [amount / max(took, 1e-9) for amount, took in zip(amounts, seconds, strict=True)]
-
-
-def _in_one_line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
-    if isinstance(error, TrainfitError):
-        return text
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
