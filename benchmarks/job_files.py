@@ -22,8 +22,7 @@ import numpy as np
 
 from trainfit.conf import compose
 from trainfit.data.folds import hold_out, make_folds
-from trainfit.data.pairs import sample_negatives
-from trainfit.data.redsm5 import ANNOTATIONS, CRITERIA, POSTS, read_redsm5
+from trainfit.data.redsm5 import ANNOTATIONS, CRITERIA, POSTS, read_redsm5, sample_negatives
 from trainfit.data.synthetic import CLASSES, criteria_texts, make_drafts, make_texts
 from trainfit.jobs.nli import split_parts
 

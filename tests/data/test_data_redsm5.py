@@ -9,14 +9,17 @@ from torch.utils.data import DataLoader
 
 from job_tiny import write_redsm5
 from trainfit.core.errors import BadInput
-from trainfit.data.pairs import (
+from trainfit.data.redsm5 import (
+    ANNOTATIONS,
+    CRITERIA,
+    POSTS,
     load_redsm5_nli,
     nli_dataset,
+    read_redsm5,
     sample_negatives,
     split_corpus,
     tokenize_corpus,
 )
-from trainfit.data.redsm5 import ANNOTATIONS, CRITERIA, POSTS, read_redsm5
 from trainfit.data.synthetic import Scale, make_corpus, make_drafts
 from trainfit.data.tokenizers import learn_tokenizer
 

@@ -178,7 +178,7 @@ def test_a_tokenizer_is_loaded_from_a_folder_and_one_line_says_that_there_is_non
 
 def test_importing_the_data_package_is_light():
     code = (
-        "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds, trainfit.data.pairs;"
+        "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds;"
         "import trainfit.data.labelled_texts, trainfit.data.synthetic, trainfit.data.synthetic;"
         "import trainfit.jobs.metrics, trainfit.jobs.baselines;"
         "heavy = {'torch', 'sklearn', 'transformers', 'pyarrow', 'scipy', 'datasets'};"

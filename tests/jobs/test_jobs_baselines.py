@@ -7,7 +7,7 @@ import psutil
 import pytest
 
 from trainfit.data.labelled_texts import text_datasets
-from trainfit.data.pairs import split_corpus
+from trainfit.data.redsm5 import split_corpus
 from trainfit.data.synthetic import make_corpus
 from trainfit.data.tokens import from_lists
 from trainfit.jobs import baselines

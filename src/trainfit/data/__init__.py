@@ -9,7 +9,7 @@ from typing import Any
 
 _HOMES = {
     "learn_tokenizer": "tokenizers",
-    "load_redsm5_nli": "pairs",
+    "load_redsm5_nli": "redsm5",
     "load_tokenizer": "tokenizers",
 }
 __all__ = ["learn_tokenizer", "load_redsm5_nli", "load_tokenizer"]

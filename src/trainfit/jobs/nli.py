@@ -11,8 +11,14 @@ import numpy as np
 from trainfit.conf import Composed, NliConfig
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
-from trainfit.data.pairs import nli_dataset, split_corpus, tokenize_corpus
-from trainfit.data.redsm5 import CRITERIA, Corpus, read_redsm5
+from trainfit.data.redsm5 import (
+    CRITERIA,
+    Corpus,
+    nli_dataset,
+    read_redsm5,
+    split_corpus,
+    tokenize_corpus,
+)
 from trainfit.data.synthetic import make_corpus
 from trainfit.jobs.baselines import pair_arrays
 from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
