@@ -42,6 +42,7 @@ def command(
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
+    from trainfit.jobs import job_times
     from trainfit.reports import training_lines
     from trainfit.runs import timeline
 
@@ -57,6 +58,8 @@ def command(
             training_lines.end(result, as_json=as_json)
             if result.status == "finished" and training_lines.is_first_rank():
                 report_on(result.run, as_json)
+    if result.status == "finished" and training_lines.is_first_rank():
+        job_times.learn(Path(result.run))
     return INTERRUPTED if result.status == "stopped" else 0
 
 

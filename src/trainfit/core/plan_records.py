@@ -187,6 +187,12 @@ class TimeEstimate(Record):
     """Energy of the whole run, where the watts were given."""
     cost: float | None = None
     """Cost of the whole run, in the currency of the given price per hour."""
+    job_seconds: float | None = None
+    """Time of the whole job, from the command to its end: all folds, evaluations and files."""
+    stages: dict[str, float] = field(default_factory=dict, hash=False)
+    """Seconds of each stage of the job, as the time line of a run names them."""
+    by_rule: dict[str, float] = field(default_factory=dict, hash=False)
+    """The same without what earlier runs on this machine taught."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -34,6 +34,7 @@ from trainfit.jobs.baselines import Arrays, in_background
 from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds, opening
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
+from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.sources import kept_in_memory
@@ -115,8 +116,13 @@ class PreparedEncoder:
         _check_vocabulary(self)
         first, *others = (lengths.tolist() for lengths in self._lengths)
         question = job_plan.question(self.composed, first, folds=others)
+        held_out = [(one.validation.lengths.sum(), one.test.lengths.sum()) for one in self.datasets]
         return tuned_plans.JobQuestion(
-            composed=self.composed, question=question, profile=profile, ranks=ranks
+            composed=self.composed,
+            question=question,
+            profile=profile,
+            ranks=ranks,
+            load=load_of(self.config, question, *np.mean(held_out, axis=0)),
         )
 
     def facts(self) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
 from trainfit.jobs import exports, gpt_result, job_plan, tuned_plans
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
+from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
@@ -85,7 +86,11 @@ class PreparedGpt:
         epochs = config.training.num_epochs if steps is None else steps * batch / blocks
         asked = replace(asked, workload=replace(asked.workload, sequences=blocks, epochs=epochs))
         return tuned_plans.JobQuestion(
-            composed=self.composed, question=asked, profile=profile, ranks=ranks
+            composed=self.composed,
+            question=asked,
+            profile=profile,
+            ranks=ranks,
+            load=load_of(config, asked, self.data.header.validation.tokens),
         )
 
     def facts(self) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
     RUN/config.json, plan.json, environment.json, data.json    what was asked, planned, and given
     RUN/hardware.json                                          the machine
-    RUN/timeline.jsonl                                         where the wall time went
+    RUN/timeline.jsonl, times.json                             where the time went, and was to go
     RUN/checkpoints/, metrics.jsonl, train.log, result.json    the engine's
     RUN/evidence.json, receipt.json                            what ran, against what was asked
     RUN/export/, results.json                                  the model; how the job ended
@@ -38,7 +38,7 @@ from trainfit.engine.relaunch import find_launch, writing
 from trainfit.engine.saved_state import load_model
 from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
-from trainfit.jobs import job_plan, tuned_plans
+from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.measuring.receipt import save_receipt
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
@@ -246,6 +246,7 @@ def train_job(
                 result = prepared.judge(run, resume is not None)
                 if world.first and result.status == "finished":
                     result.save(folder / "results.json", parents=False)
+                    job_times.learn(folder)
             return result
 
 
@@ -297,7 +298,9 @@ def make_plan(
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
-    return plan if memory_gib is not None else tuned_plans.with_tuned(job, plan)
+    if memory_gib is None:
+        plan = tuned_plans.with_tuned(job, plan)
+    return job_times.with_job_time(plan, job.question, profile, job.load)
 
 
 def begin(

@@ -6,7 +6,7 @@ Nothing here imports torch: trials run in processes of their own.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from trainfit.conf import Composed, compose
@@ -16,6 +16,7 @@ from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
+from trainfit.jobs.job_times import JobLoad
 from trainfit.planning import preset_for
 from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.planning.question import Question
@@ -44,6 +45,7 @@ class JobQuestion:
     question: Question
     profile: HardwareProfile
     ranks: int = 1
+    load: JobLoad = field(default_factory=JobLoad)
 
     def ask(self, pins: Mapping[str, Scalar]) -> Plan:
         """The planner's answer with these settings decided."""

@@ -61,19 +61,20 @@ def device_name(profile: HardwareProfile) -> str:
 
 def remember(measurements: Measurements) -> Path:
     """Save measurements for the planner; returns the file."""
-    path = _file(measurements.device)
+    path = place("measured", measurements.device)
     caches.write(path, measurements)
     return path
 
 
 def remembered(profile: HardwareProfile) -> Measurements | None:
     """Load the measurements of this device, or None; a damaged file is deleted."""
-    return caches.read(Measurements, _file(device_name(profile)))
+    return caches.read(Measurements, place("measured", device_name(profile)))
 
 
-def _file(device: str) -> Path:
+def place(folder: str, device: str) -> Path:
+    """Path of what is cached about a device."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in device)
-    return cache_folder() / "measured" / f"{safe}.json"
+    return cache_folder() / folder / f"{safe}.json"
 
 
 def _items(

@@ -144,6 +144,8 @@ def _time(time: TimeEstimate, sized: bool) -> RenderableType:
         ("epoch", time.epoch_seconds, "duration"),
         ("total", time.total_seconds, "duration"),
     ]
+    if time.job_seconds is not None:
+        rows.append(("whole job", time.job_seconds, "duration"))
     rows = rows if sized else rows[1:]
     if all(value is None for _, value, _ in rows):
         return Text(f"Time: {UNRECORDED}")

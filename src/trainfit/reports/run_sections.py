@@ -256,6 +256,9 @@ def _rows(plan: Plan, run: RunFiles) -> Iterator[tuple[str, str, str, str, str]]
     mean = float(np.mean(ends)) if ends and None not in ends else None  # type: ignore[arg-type]
     label = "training, per fold" if len(run.parts) > 1 else "training"
     yield _row(label, time.total_seconds if time else None, error, mean, "duration")
+    if time is not None and time.job_seconds is not None and run.timeline:
+        spent = sum(timeline.seconds_by_stage(run.timeline).values())
+        yield _row("whole job, up to this page", time.job_seconds, None, spent, "duration")
 
 
 def _row(

@@ -154,6 +154,12 @@ def took(name: str, seconds: float) -> None:
     outer.inner += seconds
 
 
+def elapsed() -> float | None:
+    """Return the seconds since the recording began; None where nothing is recorded."""
+    timeline = _current.get()
+    return None if timeline is None else time.monotonic() - timeline.origin
+
+
 def mark(name: str) -> None:
     """Record a moment: a row without seconds."""
     timeline = _current.get()

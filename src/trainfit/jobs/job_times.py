@@ -1,0 +1,248 @@
+"""Predicted time of a whole job, stage by stage, and what earlier runs on this machine teach it.
+
+    RUN/plan.json    time.stages: seconds predicted before the first step
+    RUN/times.json   those against the measured ones, once the job has ended
+
+Each stage has a time by rule (the defaults below are of an H200 with slow host cores). A run that
+ended leaves, for its machine, the factor between measured and predicted; steps and evaluations have
+one for each shape of model and step. So the second run predicts from the first one's measurements.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from trainfit.core import caches, codec
+from trainfit.core.files import write_whole
+from trainfit.core.plan_records import Plan, TimeEstimate
+from trainfit.core.records import HardwareProfile, Record
+from trainfit.measuring.machine_rates import device_name, place
+from trainfit.planning.bounds import count_weights
+from trainfit.planning.execution import CAPTURE_SECONDS, COMPILE_SECONDS
+from trainfit.planning.question import Question
+from trainfit.runs import timeline
+from trainfit.runs.reader import RunFiles, read_run
+
+FILE = "times.json"
+_BEFORE = ("start", "data", "plan")
+"""Stages that are over when a plan is written: their time is known."""
+_BY_SHAPE = ("steps", "evaluation", "features", "compile", "capture")
+"""Stages whose factor belongs to a shape of model and step, not to the machine."""
+_PER_STEP = 0.001
+"""Seconds of a step that trains a head alone."""
+_FORWARD = {"full": 0.4, "frozen": 0.0}
+"""Share of a training step's time that an evaluation takes for as many tokens."""
+_FORWARD_ADAPTED = 0.55
+_EVALUATED_ROWS = 16
+"""Sequences in a batch of an evaluation that has a number of batches."""
+_KEPT = 256
+"""Factors that are kept, the last learned."""
+_MOST = 20.0
+"""A factor beyond it tells of an accident, not of the machine."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobLoad:
+    """What a job does beside its steps."""
+
+    evaluated: int = 0
+    """Tokens of an evaluation."""
+    judged: int = 0
+    """Tokens that are scored after a training."""
+    evaluations: float | None = None
+    """Evaluations of a training; None: one for each epoch."""
+    baselines: bool = False
+
+
+def load_of(config: Any, question: Question, evaluated: float, judged: float = 0.0) -> JobLoad:
+    """Return what a configured job does beside its steps, by the tokens to evaluate and judge."""
+    work, training = question.workload, config.training
+    evaluations = None
+    if training.eval_steps is not None:
+        steps = math.ceil(work.sequences / work.effective_batch_size) * work.epochs
+        evaluations = max(1.0, steps / training.eval_steps)
+    if training.eval_iters is not None:
+        evaluated = min(evaluated, training.eval_iters * _EVALUATED_ROWS * work.max_length)
+    return JobLoad(
+        evaluated=round(evaluated),
+        judged=round(judged),
+        evaluations=evaluations,
+        baselines=bool(getattr(config, "baselines", False)),
+    )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Learned(Record):
+    """Factors between measured and predicted times of a machine."""
+
+    factors: dict[str, float] = field(default_factory=dict)
+
+
+def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load: JobLoad) -> Plan:
+    """Add the time of the whole job to a plan; unknown where nothing tells the time of a step."""
+    if plan.ranks > 1:
+        return plan
+    known, shape = _learned(profile).factors, _shape(plan)
+    told = None if plan.time is None else plan.time.step_seconds
+    # Where no rule tells the time of a step, any will do to learn a factor from.
+    step = _PER_STEP if told is None else told
+    by_rule = _by_rule(plan, question, load, step)
+    factors = {stage: known.get(_key(stage, shape), 1.0) for stage in by_rule}
+    if told is None and _key("steps", shape) not in known:
+        time = _at(plan, question, None)
+        return replace(plan, time=replace(time, by_rule=by_rule))
+    stages = {stage: seconds * factors[stage] for stage, seconds in by_rule.items()}
+    time = _at(plan, question, step * factors["steps"])
+    whole = sum(stages.values())
+    return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
+
+
+def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
+    """Return the plan's time with steps of so many seconds."""
+    told, load = plan.time, question.workload
+    if told is not None and (step is None or told.step_seconds == step):
+        return told
+    if step is None:
+        return TimeEstimate(
+            tokens_per_second=None,
+            samples_per_second=None,
+            mfu=None,
+            step_seconds=None,
+            epoch_seconds=None,
+            total_seconds=None,
+            error_percent=None,
+        )
+    mean = sum(load.lengths) / max(len(load.lengths), 1)
+    samples = plan.effective_batch_size / step
+    epoch = math.ceil(load.sequences / plan.effective_batch_size) * step
+    mfu = None
+    if told is not None and told.mfu is not None and told.step_seconds is not None:
+        mfu = min(1.0, told.mfu * told.step_seconds / step)
+    return TimeEstimate(
+        tokens_per_second=samples * mean,
+        samples_per_second=samples,
+        mfu=mfu,
+        step_seconds=step,
+        epoch_seconds=epoch,
+        total_seconds=epoch * load.epochs,
+        error_percent=None,
+        energy_kwh=None if told is None else told.energy_kwh,
+        cost=None if told is None else told.cost,
+    )
+
+
+def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict[str, float]:
+    """Seconds of each stage by rule, with steps of so many seconds."""
+    work = question.workload
+    trainings, per_epoch = work.trainings, math.ceil(work.sequences / plan.effective_batch_size)
+    steps = per_epoch * work.epochs
+    evaluations = load.evaluations or max(1.0, work.epochs)
+    tokens = plan.micro_batch_tokens * plan.gradient_accumulation_steps
+    per_token = step / tokens * _FORWARD.get(work.method, _FORWARD_ADAPTED)
+    size = 1.0 if question.sizes is None else 4 * count_weights(question.sizes) / 1e9
+    frozen = work.method == "frozen"
+    passed = timeline.elapsed()
+    found = {
+        "start": 6.0 if passed is None else passed,
+        "data": 4.0 if passed is None else 0.0,
+        "plan": 0.5,
+        "build": 1.5 * (1 + size),
+        "features": step * per_epoch * (1 + 1 / max(trainings, 4)) if frozen else 0.0,
+        "capture": CAPTURE_SECONDS if plan.cuda_graph else 0.0,
+        "compile": COMPILE_SECONDS if plan.compile else 0.0,
+        "steps": steps * trainings * (_PER_STEP if frozen else step),
+        "receipt": 0.8 * trainings,
+        "evaluation": per_token * trainings * (evaluations * load.evaluated + load.judged),
+        "checkpoint": 0.05 * trainings * evaluations,
+        "judge": 0.3 * trainings,
+        "export": 0.3 + size,
+        "between folds": 0.2 * trainings,
+        "baselines": 1.0 if load.baselines else 0.0,
+        "end": 0.3,
+        "report": 2.0,
+        "other": 0.3,
+    }
+    return {stage: seconds for stage, seconds in found.items() if seconds > 0}
+
+
+def _shape(plan: Plan) -> str:
+    """Name a shape of model and step; steps of similar tokens share one."""
+    arguments = {
+        name: value
+        for name, value in plan.task.arguments.items()
+        if name not in ("lengths", "rows", "width", "slots", "micro_batches")
+    }
+    tokens = plan.micro_batch_tokens * plan.gradient_accumulation_steps
+    how = (
+        plan.device,
+        plan.precision,
+        plan.gradient_accumulation_steps,
+        round(2 * math.log2(tokens)),
+        plan.compile,
+        plan.compile_mode if plan.compile else "",
+        plan.cuda_graph,
+        plan.workload.max_length,
+    )
+    said = codec.dumps([arguments, how], indent=None)
+    return hashlib.sha256(said.encode()).hexdigest()[:16]
+
+
+# ── what a run teaches ────────────────────────────────────────────────────────────────────────
+
+
+def learn(folder: Path) -> None:
+    """Write predicted against measured times into a run's folder, and keep them for the machine.
+
+    It may be called again when more of the time line is written.
+    """
+    run = read_run(folder)
+    time = None if run.plan is None else run.plan.time
+    several = sum(row["stage"] == "start" for row in run.timeline) > 1  # it was resumed
+    if run.plan is None or run.hardware is None or time is None or not time.by_rule or several:
+        return
+    measured = timeline.seconds_by_stage(run.timeline)
+    content = {
+        "predicted_seconds": time.job_seconds,
+        "measured_seconds": sum(measured.values()),
+        "predicted": time.stages,
+        "measured": measured,
+    }
+    write_whole(folder / FILE, json.dumps(content, indent=2) + "\n", parents=False)
+    done, shape = _share_done(run, run.plan), _shape(run.plan)
+    factors = {
+        stage: measured[stage] / (seconds * (done if stage == "steps" else 1.0))
+        for stage, seconds in time.by_rule.items()
+        if stage not in _BEFORE and measured.get(stage)
+    }
+    found = {
+        _key(stage, shape): factor
+        for stage, factor in factors.items()
+        if stage in _BY_SHAPE or 1 / _MOST < factor < _MOST
+    }
+    kept = {k: v for k, v in _learned(run.hardware).factors.items() if k not in found} | found
+    caches.write(_place(run.hardware), Learned(factors=dict(list(kept.items())[-_KEPT:])))
+
+
+def _share_done(run: RunFiles, plan: Plan) -> float:
+    """Steps that were taken, as a share of the planned ones: training may have stopped early."""
+    work = plan.workload
+    planned = math.ceil(work.sequences / plan.effective_batch_size) * work.epochs * work.trainings
+    taken = sum(int(part.result.get("steps") or 0) for part in run.parts)
+    return taken / planned if taken and planned else 1.0
+
+
+def _key(stage: str, shape: str) -> str:
+    return f"{stage} {shape}" if stage in _BY_SHAPE else stage
+
+
+def _learned(profile: HardwareProfile) -> Learned:
+    return caches.read(Learned, _place(profile)) or Learned()
+
+
+def _place(profile: HardwareProfile) -> Path:
+    return place("job-times", device_name(profile))

@@ -1,0 +1,145 @@
+"""Predicted time of a whole job: by rule at first, then by what a run on the machine took."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trainfit.conf import compose
+from trainfit.core.plan_records import Plan
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
+from trainfit.jobs import job_plan, job_times
+from trainfit.jobs.job_times import JobLoad, load_of, with_job_time
+from trainfit.planning import planner
+from trainfit.runs import timeline
+
+HERE = as_if(find("h200"))
+FOLDS = 5
+LOAD = JobLoad(evaluated=200_000, judged=300_000, baselines=True)
+
+
+@pytest.fixture(autouse=True)
+def _cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
+
+
+def question(*words: str) -> Any:
+    composed = compose("nli", ["model.name=bert-base", "training.num_epochs=2", *words])
+    lengths = job_plan.assumed_lengths("nli", 512)[:1280].tolist()
+    return job_plan.question(composed, lengths, folds=[lengths] * (FOLDS - 1))
+
+
+def planned(asked: Any) -> Plan:
+    made = planner.plan(asked, HERE, here=True)
+    return with_job_time(made, asked, HERE, LOAD)
+
+
+def ended(folder: Path, plan: Plan, seconds: dict[str, float], share: float = 1.0) -> Path:
+    """Write a run's folder whose stages took so many seconds, with a share of its steps taken."""
+    folder.mkdir(parents=True)
+    plan.save(folder / "plan.json")
+    HERE.save(folder / "hardware.json")
+    rows = [{"stage": s, "fold": None, "begin": 0.0, "seconds": n} for s, n in seconds.items()]
+    (folder / timeline.FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = 2 * -(-1280 // plan.effective_batch_size)
+    for fold in range(FOLDS):
+        (folder / f"fold-{fold + 1}").mkdir()
+        result = folder / f"fold-{fold + 1}" / "result.json"
+        result.write_text(json.dumps({"steps": round(share * steps), "status": "finished"}))
+    return folder
+
+
+def test_all_folds_evaluations_and_files_are_in_the_time_of_a_job() -> None:
+    asked = question()
+    plan = planned(asked)
+    assert plan.time is not None
+    stages = plan.time.stages
+    assert plan.time.job_seconds == pytest.approx(sum(stages.values()))
+    assert plan.time.total_seconds is not None
+    assert stages["steps"] == pytest.approx(FOLDS * plan.time.total_seconds)
+    assert set(stages) <= set(timeline.STAGES)
+    assert {"start", "build", "capture", "evaluation", "export", "baselines"} <= set(stages)
+    alone = with_job_time(planner.plan(asked, HERE, here=True), asked, HERE, JobLoad())
+    assert alone.time is not None
+    assert "evaluation" not in alone.time.stages
+
+
+def test_the_second_run_predicts_what_the_first_one_took(tmp_path: Path) -> None:
+    first = planned(question())
+    assert first.time is not None
+    took = {stage: 1.7 * seconds for stage, seconds in first.time.stages.items()}
+    folder = ended(tmp_path / "run", first, took)
+    for _ in range(2):  # once more when the page is written
+        job_times.learn(folder)
+    found = json.loads((folder / "times.json").read_text())
+    assert found["predicted_seconds"] == pytest.approx(first.time.job_seconds)
+    assert found["measured_seconds"] == pytest.approx(sum(took.values()))
+    second = planned(question())
+    assert second.time is not None
+    later = [stage for stage in took if stage not in ("start", "data", "plan")]
+    assert [second.time.stages[stage] for stage in later] == pytest.approx(
+        [took[stage] for stage in later]
+    )
+    assert second.time.step_seconds == pytest.approx(1.7 * first.time.step_seconds)
+    assert second.time.by_rule == first.time.by_rule
+    # Another model has steps of its own, and the machine's stages in common.
+    other = planned(question("model.name=deberta-v3-base"))
+    assert other.time is not None
+    assert other.time.stages["steps"] == pytest.approx(other.time.by_rule["steps"])
+    assert other.time.stages["export"] == pytest.approx(1.7 * other.time.by_rule["export"])
+
+
+def test_a_training_that_stopped_early_teaches_the_time_of_a_step(tmp_path: Path) -> None:
+    plan = planned(question())
+    assert plan.time is not None
+    half = plan.time.stages | {"steps": plan.time.stages["steps"] / 2}
+    job_times.learn(ended(tmp_path / "run", plan, half, share=0.5))
+    again = planned(question())
+    assert again.time is not None
+    assert again.time.step_seconds == pytest.approx(plan.time.step_seconds)
+
+
+def test_accidents_and_resumed_runs_teach_nothing(tmp_path: Path) -> None:
+    plan = planned(question())
+    assert plan.time is not None
+    slow = plan.time.stages | {"export": 1e4}
+    job_times.learn(ended(tmp_path / "slow", plan, slow))
+    twice = ended(tmp_path / "twice", plan, plan.time.stages | {"build": 99.0})
+    with (twice / timeline.FILE).open("a") as file:
+        file.write(json.dumps({"stage": "start", "fold": None, "begin": 0, "seconds": 1}) + "\n")
+    job_times.learn(twice)
+    again = planned(question())
+    assert again.time is not None
+    assert again.time.stages == pytest.approx(plan.time.stages)
+
+
+def test_where_no_rule_tells_a_step_the_first_run_does(tmp_path: Path) -> None:
+    asked = question()
+    made = replace(planner.plan(asked, HERE, here=True), time=None)
+    first = with_job_time(made, asked, HERE, LOAD)
+    assert first.time is not None
+    assert first.time.job_seconds is None
+    assert first.time.step_seconds is None
+    steps = FOLDS * 2 * -(-1280 // first.effective_batch_size)
+    took = dict.fromkeys(first.time.by_rule, 1.0) | {"steps": steps * 0.25}
+    job_times.learn(ended(tmp_path / "run", first, took))
+    second = with_job_time(made, asked, HERE, LOAD)
+    assert second.time is not None
+    assert second.time.step_seconds == pytest.approx(0.25)
+    assert second.time.stages["evaluation"] == pytest.approx(1.0)
+    assert second.time.samples_per_second == pytest.approx(second.effective_batch_size / 0.25)
+
+
+def test_evaluations_are_those_of_the_configuration() -> None:
+    asked = question("training.eval_steps=10", "training.eval_iters=2")
+    config = compose("nli", ["training.eval_steps=10", "training.eval_iters=2"]).config
+    load = load_of(config, asked, 1e9, 5.0)
+    steps = 2 * -(-1280 // asked.workload.effective_batch_size)
+    assert load.evaluations == pytest.approx(steps / 10)
+    assert load.evaluated < 1e6
+    assert load.judged == 5
