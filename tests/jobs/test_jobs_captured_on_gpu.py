@@ -17,8 +17,9 @@ from trainfit.core.records import TrainTask
 from trainfit.data.tokens import from_lists
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
-from trainfit.jobs import ClassifierSettings, build_classifier
 from trainfit.jobs.classification import ClassifierTask
+from trainfit.jobs.models.classifier import build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.jobs.pretraining import GptTask
 from trainfit.packing import ladder
