@@ -18,6 +18,7 @@ from trainfit.jobs import job_plan
 from trainfit.jobs.tuned_plans import JobQuestion
 from trainfit.planning import bounds, planner
 from trainfit.planning.bounds import Load, bound, count_weights
+from trainfit.planning.estimator.estimate import estimate
 from trainfit.reports.plan_page import plan_page
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -76,6 +77,58 @@ def test_no_recorded_step_takes_more_than_its_bound_or_a_third_of_it() -> None:
         if arguments["checkpointing"] == "none":
             assert most <= 3 * allocated, arguments
         assert bound_of(arguments, captured=True) >= most
+
+
+ENCODER = {
+    "vocab_size": 32000,
+    "hidden_size": 768,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 12,
+    "max_position_embeddings": 514,
+    "pad_token_id": 1,
+}
+GROUPED = {"num_key_value_heads": 4, "head_dim": 64}
+FAMILIES = {
+    **dict.fromkeys(("bert", "roberta", "xlm-roberta", "camembert", "electra"), ENCODER),
+    **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3"), ENCODER | GROUPED),
+    "gemma2": ENCODER | GROUPED | {"attn_logit_softcapping": 50.0},
+    "gemma3_text": ENCODER | GROUPED,
+    "modernbert": ENCODER,
+    "deberta-v2": model_shape("deberta-v3-base").config | {"num_hidden_layers": 3},
+    "gpt2": model_shape("gpt2").config | {"n_layer": 3},
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "dora"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_is_bounded_by_what_a_simulation_takes(
+    tmp_path: Path, family: str, method: str
+) -> None:
+    config = FAMILIES[family] | {"model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments: dict[str, Any] = {
+        "name": str(tmp_path),
+        "method": "lora" if family == "gpt2" and method == "dora" else method,
+        "weights": "random",
+        "precision": "bf16",
+        "attention": "varlen",
+        "attention_dropout": 0.0,
+        "rows": 1,
+        "width": 16 * 304,
+        "slots": 16,
+        "lengths": [304] * 16,
+        "micro_batches": 1,
+        "checkpointing": "none",
+    }
+    found = estimate("trainfit.jobs.probes:encoder_step", "h200", **arguments)
+    sizes = sizes_of(config)
+    assert sizes is not None
+    path = "disentangled" if family == "deberta-v2" else "varlen"
+    load = Load(tokens=16 * 304, longest=304, attention=path, evaluated=0, captured=False)
+    most = bound(sizes, arguments, arguments["method"], load).peak_reserved / 2**30
+    assert found.peak_reserved_gib <= most <= 4 * found.peak_allocated_gib
 
 
 @pytest.mark.parametrize("shape", model_shapes(), ids=lambda shape: shape.slug)

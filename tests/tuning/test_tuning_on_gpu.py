@@ -43,7 +43,7 @@ def job() -> tuned_plans.JobQuestion:
 
 @pytest.fixture(scope="module")
 def base(job: JobQuestion) -> Plan:
-    return job.ask({})
+    return job_plan.answer(job.composed, job.question, job.profile)  # predicted, not bounded
 
 
 def candidate(job: JobQuestion, plan: Plan) -> TrialCandidate:

@@ -48,7 +48,7 @@ _MOST = 20.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLoad:
-    """What a job does beside its steps."""
+    """Work of a job beside its steps."""
 
     evaluated: int = 0
     """Tokens of an evaluation."""
