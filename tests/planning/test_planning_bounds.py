@@ -16,6 +16,7 @@ from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape, model_shapes, sizes_of
 from trainfit.jobs import job_plan
 from trainfit.jobs.tuned_plans import JobQuestion
+from trainfit.packing import ladder
 from trainfit.planning import bounds, planner
 from trainfit.planning.bounds import Load, bound, count_weights
 from trainfit.planning.estimator.estimate import estimate
@@ -200,7 +201,8 @@ def test_the_page_of_a_bound_says_that_it_is_one(simulated: list[str]) -> None:
     [
         (("training.effective_batch_size=512",), "a100-40gb", None),  # a bound beyond the room
         ((), "h200", 4.0),
-        ((), "t4", None),  # padded rows: padding is weighed against launches
+        (("training.effective_batch_size=64",), "t4", None),
+        (("model.name=deberta-v3-base",), "t4", None),  # its own attention keeps all scores
     ],
 )
 def test_where_memory_is_tight_the_step_is_simulated(
@@ -209,6 +211,20 @@ def test_where_memory_is_tight_the_step_is_simulated(
     with pytest.raises(RuntimeError, match="simulated"):
         planned(job(*words, gpu=gpu), memory_gib=memory)
     assert simulated
+
+
+@pytest.mark.parametrize(("name", "coarse"), [("bert-base", False), ("modernbert-tiny", True)])
+def test_padded_rows_are_cut_by_padding_or_by_launches(
+    simulated: list[str], name: str, coarse: bool
+) -> None:
+    """A small model waits for each micro-batch's launches; a larger one computes the padding."""
+    asked = job(f"model.name={name}", "optimization.cuda_graph=false", gpu="t4")
+    plan = planned(asked)
+    assert not simulated
+    assert not plan.packed
+    least = ladder(asked.question.workload.lengths, 16, 16 * 512, padded=True)[0].micro_batches
+    assert least > 1
+    assert plan.gradient_accumulation_steps == (1 if coarse else least)
 
 
 def test_a_plan_for_elsewhere_and_an_unknown_model_are_simulated(simulated: list[str]) -> None:

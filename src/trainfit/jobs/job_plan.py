@@ -291,7 +291,7 @@ def model_facts(name: str) -> ModelFacts:
         layers=layers,
         own_gpt=kind == OWN_GPT,
         unpackable=unpackable,
-        own_attention=kind in _OWN_ATTENTION and unpackable is not None,
+        own_attention=kind in _OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
         no_liger=supported.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),

@@ -17,7 +17,7 @@ from trainfit.planning import decide
 from trainfit.planning.cuts import FixedSettings
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import Target
-from trainfit.planning.fit import StepCandidate
+from trainfit.planning.fit import Cutting, StepCandidate
 from trainfit.planning.question import Question
 
 PLENTY = 0.6
@@ -47,6 +47,8 @@ class _Family:
     """Positions are learned embeddings."""
     slow_gelu: bool = False
     """The activation is written out in operations."""
+    scores: bool = False
+    """Attention to padded rows keeps its scores."""
 
 
 _LLAMA = _Family(gated=True, rms=True, positions=False)
@@ -56,13 +58,13 @@ _FAMILIES = {
     "xlm-roberta": _Family(),
     "camembert": _Family(),
     "electra": _Family(),
-    "deberta-v2": _Family(),
+    "deberta-v2": _Family(scores=True),
     "modernbert": _Family(gated=True, positions=False),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _Family(gated=True, rms=True, positions=False, head_norms=True),
-    "gemma2": _Family(gated=True, norms=4, rms=True, positions=False),
+    "gemma2": _Family(gated=True, norms=4, rms=True, positions=False, scores=True),
     "gemma3_text": _Family(gated=True, norms=4, rms=True, positions=False, head_norms=True),
     "gpt2": _Family(slow_gelu=True),
     "trainfit_gpt": _Family(),
@@ -71,26 +73,24 @@ _FAMILIES = {
 
 
 def bounded(
-    question: Question, fixed: FixedSettings, target: Target, ranks: int
+    question: Question, fixed: FixedSettings, cutting: Cutting, target: Target, ranks: int
 ) -> StepCandidate | None:
-    """Return the coarsest cut where an upper bound of its memory leaves plenty of room.
+    """Return the cut without checkpointing where a bound of its memory leaves plenty of room.
 
-    None: the bound is too high, or there is none for the model; padded rows on a GPU are a choice
-    between padding and launches, which takes a simulation.
+    None: the bound is too high, or there is none for the model.
     """
     sizes, gpu = question.sizes, float(target.compute_capability) > 0
     if sizes is None or sizes.family not in _FAMILIES:
         return None
-    if gpu and not (fixed.packed.value or question.causal):
-        return None
-    cutting = fixed.cuttings[fixed.plain]
     length = question.workload.max_length
     rows = question.pinned("batch_size") or -(-cutting.cut.tokens // length)
     longest = max(map(max, question.folds))
+    scores = _FAMILIES[sizes.family].scores and not fixed.packed.value
     load = Load(
         tokens=round(_SLACK * cutting.cut.tokens),
         longest=longest,
-        attention=fixed.attention.value if gpu else "own",  # a CPU may compute all scores
+        # A CPU may compute all scores.
+        attention=fixed.attention.value if gpu and not scores else "own",
         evaluated=decide.eval_batch(question, rows).value * longest,
         ranks=ranks,
         captured=gpu,
@@ -216,9 +216,9 @@ def _adapters(sizes: ModelSizes, arguments: dict[str, Any]) -> int:
 
 
 def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
-    """Bytes per token of one attention under way: DeBERTa's products with distances."""
+    """Bytes per token of one attention under way: DeBERTa's products with distances, or a mask."""
     if load.attention != "disentangled":
-        return 0.0
+        return 8.0 * load.longest if load.attention in ("sdpa", "own") else 0.0
     return 2 * sizes.heads * 2 * load.longest * (2 if half else 4) * 2
 
 

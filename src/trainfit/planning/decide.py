@@ -122,7 +122,7 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
     if packed:
         return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
     if question.own_attention:
-        return Choice(value="own", why=question.unpackable or "the model's own code")
+        return Choice(value="own", why=question.unpackable or "the model's own code on padded rows")
     where = (
         "the kernel torch chooses"
         if gpu is None or not question.sized

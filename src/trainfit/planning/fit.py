@@ -24,7 +24,7 @@ PARTS = ("weights", "adapters", "gradients", "optimizer", "activations", "worksp
 """Uses of a step's memory."""
 _LOOKED_AT = 64
 """Steps of an epoch that are cut to find the shapes of micro-batches."""
-_WORTH_IT = 0.95
+WORTH_IT = 0.95
 """A cut with fewer micro-batches, which pads more, must take at most 95% of the time."""
 _PROBED = 2
 """Micro-batches in a probe: the second has gradients beside its activations."""
@@ -211,7 +211,7 @@ class Fitter:
             speed.step_seconds(ran.taken, cutting, ran.cutting) or math.inf
             for cutting in self.cuttings[: self._plain]
         ]
-        if not times or ran.seconds is None or min(times) > _WORTH_IT * ran.seconds:
+        if not times or ran.seconds is None or min(times) > WORTH_IT * ran.seconds:
             return None
         return times.index(min(times))
 

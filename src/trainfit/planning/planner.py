@@ -45,7 +45,7 @@ from trainfit.planning.execution import (
     ways_of,
 )
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
-from trainfit.planning.fit import Cutting, Fitter, Speed, StepCandidate
+from trainfit.planning.fit import WORTH_IT, Cutting, Fitter, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
 
 _SAMPLE = 256
@@ -68,10 +68,9 @@ def plan(
     """
     target = target_for(profile, memory_gib)
     if here and question.sizes is not None:
-        fixed = fixed_settings(question, profile, ranks)
-        best = bounded(question, fixed, target, ranks)
-        if best is not None:
-            return _by_bound(question, profile, fixed, best, target, ranks, measured)
+        made = _by_bound(question, profile, target, ranks, measured)
+        if made is not None:
+            return made
     place = estimate.place("plans", *_asked(question, profile, target, ranks, measured))
     found = caches.read(Plan, place)
     if found is not None:
@@ -234,29 +233,54 @@ def _planned(
 def _by_bound(
     question: Question,
     profile: HardwareProfile,
-    fixed: FixedSettings,
-    best: StepCandidate,
     target: Target,
     ranks: int,
     measured: Measurements | None,
-) -> Plan:
-    """Plan the coarsest cut, whose bound leaves plenty of room; nothing is simulated."""
-    assert question.sizes is not None
+) -> Plan | None:
+    """Plan without a simulation; None where bounds of the memory do not leave plenty of room.
+
+    Packed rows take the coarsest cut. Padded ones take fewer micro-batches than pad the least where
+    that is faster.
+    """
+    fixed = fixed_settings(question, profile, ranks)
     speed = _speed(profile, fixed, measured)
-    method, cutting = question.workload.method, best.cutting
-    ways = ways_of(question.sizes, method, cutting, speed.rates)
-    steps = steps_of_job(question, fixed.effective.value)
-    graph = decide.captured(question, profile, best.checkpointing, ranks)
-    captured = bool(graph.value)
-    way, compiled = execution(question, profile, ways, steps, captured=captured)
-    best = replace(
-        best,
-        seconds=None if way is None else way.seconds,
-        flops=step_flops(question.sizes, method, cutting, cutting.tokens),
-    )
+    checkpointing = "none" if fixed.checkpointing is None else fixed.checkpointing.value
+    graph = decide.captured(question, profile, checkpointing, ranks)
+    plain, *coarser = (fixed.cuttings[fixed.plain], *fixed.cuttings[: fixed.plain])
+    found = _timed_bound(question, profile, fixed, plain, target, ranks, speed, graph)
+    if found is None:
+        return None
+    for cutting in coarser:
+        other = _timed_bound(question, profile, fixed, cutting, target, ranks, speed, graph)
+        if other is not None and (other[0].seconds or 0) < WORTH_IT * (found[0].seconds or 0):
+            found = other
+    best, compiled = found
     selection = Selection(best=best, fits=True, candidates=[best])
     how = {"compile": compiled, "cuda_graph": graph}
     return _written(question, profile, fixed, selection, best, True, target, ranks, speed, how)
+
+
+def _timed_bound(
+    question: Question,
+    profile: HardwareProfile,
+    fixed: FixedSettings,
+    cutting: Cutting,
+    target: Target,
+    ranks: int,
+    speed: Speed,
+    graph: Choice,
+) -> tuple[StepCandidate, Choice] | None:
+    """Return a cut that is bounded, with its time by the best way to run it."""
+    sizes, method = question.sizes, question.workload.method
+    best = bounded(question, fixed, cutting, target, ranks)
+    if best is None or sizes is None:
+        return None
+    ways = ways_of(sizes, method, cutting, speed.rates)
+    steps = steps_of_job(question, fixed.effective.value)
+    way, compiled = execution(question, profile, ways, steps, captured=bool(graph.value))
+    seconds = None if way is None else way.seconds
+    flops = step_flops(sizes, method, cutting, cutting.tokens)
+    return replace(best, seconds=seconds, flops=flops), compiled
 
 
 def steps_of_job(question: Question, effective: int) -> float:

@@ -47,7 +47,7 @@ class Question(Record):
     unpackable: str | None = None
     """Reason why no GPU can attend within packed rows of the model; None: it can."""
     own_attention: bool = False
-    """The model's own code computes attention, so the memory margin is wider."""
+    """The model's own code attends to padded rows, where the memory margin is wider."""
     packed_attention: str = "varlen"
     """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
     no_liger: str | None = "Liger is for transformers' models"
