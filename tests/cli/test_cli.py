@@ -1,5 +1,6 @@
 """The command line as a person or a program meets it."""
 
+import gc
 import json
 import os
 import re
@@ -13,7 +14,7 @@ import pytest
 
 from trainfit import __version__
 from trainfit.cli import main as entry
-from trainfit.cli.main import COMMANDS, run
+from trainfit.cli.main import COMMANDS, quick_imports, run
 from trainfit.jobs import tuned_plans
 
 pytestmark = pytest.mark.usefixtures("tiny_default")
@@ -287,3 +288,9 @@ def test_a_terminal_without_unicode_is_served():
     done = subprocess.run(words, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr
     assert b"Tesla T4" in done.stdout
+
+
+def test_imports_look_for_no_garbage_and_later_code_does():
+    with quick_imports():
+        assert not gc.isenabled()
+    assert gc.isenabled()

@@ -61,15 +61,17 @@ def _search(
 ) -> int:
     import time
 
-    from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.pages import study_page
-    from trainfit.cli.train import report_on
-    from trainfit.conf.starting import with_file
-    from trainfit.hpo.final import finish, summarise
-    from trainfit.hpo.studies import open_study
-    from trainfit.hpo.study_settings import read_setting
-    from trainfit.jobs.registry import check_job
-    from trainfit.reports import terminal
+    from trainfit.cli.main import INTERRUPTED, quick_imports
+
+    with quick_imports():
+        from trainfit.cli.pages import study_page
+        from trainfit.cli.train import report_on
+        from trainfit.conf.starting import with_file
+        from trainfit.hpo.final import finish, summarise
+        from trainfit.hpo.studies import open_study
+        from trainfit.hpo.study_settings import read_setting
+        from trainfit.jobs.registry import check_job
+        from trainfit.reports import terminal
 
     begun = time.perf_counter()
     check_job(task)

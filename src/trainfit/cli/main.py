@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import io
 import math
@@ -9,6 +10,8 @@ import os
 import sys
 import traceback
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -79,7 +82,21 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
     sys.excepthook = _show_traceback
-    sys.exit(run(sys.argv[1:]))
+    code = run(sys.argv[1:])
+    gc.freeze()  # a second would be spent on garbage of a process that ends
+    sys.exit(code)
+
+
+@contextmanager
+def quick_imports() -> Iterator[None]:
+    """Import in three quarters of the time, without looking for garbage among the new objects."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def run(arguments: list[str]) -> int:

@@ -36,19 +36,20 @@ def command(
     data of yours a small model trains on synthetic data, or for gpt on the source of Python's
     standard library.
     """
-    from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.main import INTERRUPTED, quick_imports
     from trainfit.conf.starting import with_file
     from trainfit.jobs.registry import check_job, job_module
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
-    from trainfit.jobs import job_times
-    from trainfit.reports import training_lines
-    from trainfit.runs import timeline
+    with quick_imports():
+        from trainfit.jobs import job_times
+        from trainfit.reports import training_lines
+        from trainfit.runs import timeline
 
+        job = job_module(task)
     for note in composed.notes if training_lines.is_first_rank() else ():
         click.echo(f"trainfit: note: {note}", err=True)
-    job = job_module(task)
     if dry_run:
         _dry_run(job, composed, as_json)
         return 0
