@@ -69,7 +69,8 @@ def test_a_study_from_the_first_trial_to_the_final_model(
     assert run(["hpo", *words, "--json"]) == 0
     out = capsys.readouterr()
     found = json.loads(out.out)
-    assert set(found) == {"version", "study", "best", "trials", "seconds"}
+    assert set(found) == {"version", "study", "best", "trials", "seconds", "side_by_side"}
+    assert found["side_by_side"] is None  # one trial after another, without a GPU
     assert {"params", "value", "test"} <= set(found["best"])
     assert found["study"] == "mine"
     assert sum(found["trials"].values()) == 4
@@ -153,7 +154,7 @@ def test_a_study_with_another_space_is_refused(
 # ── processes ─────────────────────────────────────────────────────────────────────────────────
 
 
-def start(*words: str) -> subprocess.Popen[str]:
+def start(*words: str, beside: int = 1) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])
     return subprocess.Popen(
         [sys.executable, str(QUICKLY), "hpo", *words, "--json"],
@@ -165,6 +166,7 @@ def start(*words: str) -> subprocess.Popen[str]:
             "PYTHONPATH": paths,
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
+            "BESIDE": str(beside),
         },
     )
 
@@ -211,6 +213,28 @@ def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path:
     assert len(ended) == 4
     assert len({json.dumps(trial.params, sort_keys=True) for trial in ended}) == 4
     assert not [t for t in study.trials if t.state in (TrialState.RUNNING, TrialState.WAITING)]
+
+
+@pytest.mark.soak
+def test_trials_side_by_side_have_the_values_of_one_after_another(tmp_path: Path):
+    words = words_of(tmp_path, "hpo.trials=10", "cv.folds=2", "hpo.sampler_startup=99")
+    words = [word for word in words if "max_steps" not in word]
+    words += ["hpo.pruner=none", "training.num_epochs=8", "training.logging_steps=1"]
+    found = {}
+    for name, more in (("one", ()), ("two", ("--workers", "auto"))):
+        command = start(*words, f"runs_dir={tmp_path / name}", *more, beside=2 if more else 1)
+        out, err = command.communicate(timeout=400)
+        assert command.returncode == 0, err
+        found[name] = json.loads(out)
+        study = find_study("mine", f"sqlite:///{tmp_path / name / 'hpo.db'}").study
+        values = {json.dumps(t.params): t.value for t in study.trials if t.state in FINISHED}
+        found[f"{name} values"] = values
+        workers = {trial.user_attrs["worker"]["pid"] for trial in study.trials}
+        assert len(workers) == (2 if more else 1)
+    assert found["one values"] == found["two values"]  # to the bit, whoever ran which
+    assert found["one"]["side_by_side"] is None
+    assert found["two"]["side_by_side"]["planned"] == 2
+    assert "side by side" in err
 
 
 @pytest.mark.soak

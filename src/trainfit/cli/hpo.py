@@ -58,6 +58,7 @@ def _search(
     as_json: bool,
     worker: int | None,
     share: float,
+    beside: bool,
 ) -> int:
     import time
 
@@ -80,7 +81,7 @@ def _search(
     objectives = _Objectives(setting)
     opened = open_study(setting, objectives.get)
     if worker is not None:
-        return _work(opened, objectives, worker, share)
+        return _work(opened, objectives.get(share), worker, beside)
     for note in opened.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     ended = _run(opened, objectives, workers)
@@ -115,35 +116,54 @@ class _Objectives:
 
 
 def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
-    """Run the trials, in this process or in several; return how they ended."""
+    """Run the trials here, in several processes, or (0) in as many as gain on this GPU."""
     import os
 
     from trainfit.cli.pages import Board
     from trainfit.hpo.fleet import check_room, run_fleet, seats, work
     from trainfit.hpo.run_trial import run_trial
+    from trainfit.hpo.side_by_side import work_side_by_side
     from trainfit.hpo.status import status_of
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
     board = Board(terminal.console(stderr=True))
     board.forget(status_of(opened))
+
+    def show(*_: Any) -> None:
+        board.show(status_of(opened))
+
+    if not workers:
+        ended = work_side_by_side(opened, objectives.get(), tell=show, say=board.say)
+        show()
+        return ended
     if workers == 1:
-        run = partial(run_trial, opened, objectives.get())
-        return work(opened.desk(), run, tell=lambda *_: board.show(status_of(opened)))
+        return work(opened.desk(), partial(run_trial, opened, objectives.get()), tell=show)
     taken = seats(workers, len(machine(opened.setting.composed).gpus), os.environ)
     check_room(opened, objectives.get, taken)
-    return run_fleet(opened.setting, taken, lambda: board.show(status_of(opened)))
+    return run_fleet(opened.setting, taken, show)
 
 
-def _work(opened: OpenStudy, objectives: _Objectives, parent: int, share: float) -> int:
+def _work(opened: OpenStudy, objective: Objective, parent: int, beside: bool) -> int:
     """Be one of several workers."""
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.fleet import work
     from trainfit.hpo.run_trial import run_trial
 
-    run = partial(run_trial, opened, objectives.get(share))
-    ended = work(opened.desk(), run, parent=parent)
+    objective.beside = beside
+    ended = work(opened.desk(), partial(run_trial, opened, objective), parent=parent)
     return 0 if ended == "done" else INTERRUPTED
+
+
+class _Workers(click.IntRange):
+    """A number, or auto, which is 0."""
+
+    name = "auto|number"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        """Read a word of the command line."""
+        number: int = 0 if value == "auto" else super().convert(value, param, ctx)
+        return number
 
 
 def _task_command(task: str, about: str) -> click.Command:
@@ -152,14 +172,16 @@ def _task_command(task: str, about: str) -> click.Command:
     @config_option
     @click.option(
         "--workers",
-        type=click.IntRange(1, 1024),
-        default=1,
+        type=_Workers(1, 1024),
+        default="auto",
         show_default=True,
-        help="Processes on this machine: a GPU each, or several to a GPU where the plan fits.",
+        help="Processes on this machine: a GPU each, or several to a GPU where the plan fits. "
+        "auto: as many on the first GPU as fit and gain, one without a GPU.",
     )
     @_JSON
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
+    @click.option("--beside", is_flag=True, hidden=True)
     def run(**given: Any) -> int:
         from trainfit.hpo.storage import using_database
 

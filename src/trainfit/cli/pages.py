@@ -244,6 +244,10 @@ class Board:
         """Mark trials that finished before this command as shown."""
         self._seen = {row.number for row in status.trials if row.state in _ENDED}
 
+    def say(self, text: str) -> None:
+        """Print a line about the workers."""
+        self._console.print(Text(text, "dim"), soft_wrap=True)
+
     def show(self, status: StudyStatus) -> None:
         """Print the trials that ended since the last call."""
         news = [r for r in status.trials if r.state in _ENDED and r.number not in self._seen]
@@ -332,6 +336,9 @@ def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
         table.add_row(f"test {name}", f"{value:.4f}")
     for key, value in best.params.items():
         table.add_row(key, _study_value(value))
+    if (beside := result.side_by_side) is not None:
+        gain = "" if beside.gain is None else f", {beside.gain:.2f} times the steps of one"
+        table.add_row("side by side", f"{beside.kept} of {beside.planned} planned{gain}")
     counts = ", ".join(f"{count} {state}" for state, count in result.trials.items())
     ends = f"{counts}; {duration(result.seconds)}; final model {best.run}; study folder {folder}"
     return Group(table, Text(ends))

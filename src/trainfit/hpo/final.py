@@ -25,6 +25,7 @@ from trainfit.core.files import write_whole
 from trainfit.core.records import Record
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.search_space import as_words
+from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
 from trainfit.hpo.status import best_of, count_states, figures_of, write_figures
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import configure
@@ -54,6 +55,8 @@ class StudyResult(Record):
     """Best trial; None where the command was stopped before the end."""
     trials: dict[str, int]
     seconds: float
+    side_by_side: SideBySide | None = None
+    """Trials that ran at the same time on one GPU; None where they ran one after another."""
 
 
 def search(task: str | type, *words: str) -> StudyResult:
@@ -137,11 +140,13 @@ def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -
 
 def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> StudyResult:
     """Result of a command; also written to the study's folder, with the data of its plots."""
+    beside = open_study.study.user_attrs.get(SIDE_BY_SIDE)
     result = StudyResult(
         study=open_study.setting.name,
         best=best,
         trials=count_states(open_study.study.get_trials(deepcopy=False)),
         seconds=seconds,
+        side_by_side=None if beside is None else codec.decode(SideBySide, beside),
     )
     folder, metric = open_study.setting.folder, open_study.setting.hpo.metric
     write_figures(folder, figures_of(open_study.study, metric))

@@ -21,7 +21,7 @@ from trainfit.hardware.host import allowed_by_affinity
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import STORAGE, StudySettings
-from trainfit.hpo.trial_queue import Claim, Outcome, TrialQueue, beating
+from trainfit.hpo.trial_queue import PUT_BACK, Claim, Outcome, TrialQueue, beating
 
 COMMAND = (sys.executable, "-m", "trainfit")
 _POLL = 0.5
@@ -89,21 +89,22 @@ def run_fleet(
         workers = []
         for seat in taken:
             log = stack.enter_context((logs / f"worker-{seat.number}.log").open("a"))
-            workers.append(_start(setting, seat, log.fileno()))
+            workers.append(start_worker(setting, seat, log.fileno()))
             stack.callback(_end, workers[-1])
         while request.name is None and any(worker.poll() is None for worker in workers):
             look()
             time.sleep(_POLL)
         if request.name is not None:
-            for worker in workers:
-                worker.terminate()
-            _wait_for(workers)
+            stop_workers(workers)
     look()
     return _verdict([worker.returncode for worker in workers], request.name is not None, logs)
 
 
-def _start(setting: StudySettings, seat: Seat, log: int) -> subprocess.Popen[bytes]:
-    options = ["--worker", str(os.getpid()), "--share", str(seat.share)]
+def start_worker(
+    setting: StudySettings, seat: Seat, log: int, *more: str
+) -> subprocess.Popen[bytes]:
+    """Start a worker of this process, with `more` options."""
+    options = ["--worker", str(os.getpid()), "--share", str(seat.share), *more]
     return subprocess.Popen(
         [*COMMAND, "hpo", setting.task, *setting.words, *options],
         stdin=subprocess.DEVNULL,
@@ -113,10 +114,15 @@ def _start(setting: StudySettings, seat: Seat, log: int) -> subprocess.Popen[byt
     )
 
 
-def _wait_for(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+def stop_workers(workers: Sequence[subprocess.Popen[bytes]]) -> None:
+    """Have the workers put their trials back after their step, and wait for them to end."""
+    for worker in workers:
+        worker.terminate()
     until = time.monotonic() + _PATIENCE
     while any(worker.poll() is None for worker in workers) and time.monotonic() < until:
         time.sleep(0.1)
+    for worker in workers:
+        _end(worker)
 
 
 def _end(worker: subprocess.Popen[bytes]) -> None:
@@ -161,7 +167,7 @@ def work(
                 return "done"
             if claim == "wait":
                 _wait(request, parent)
-            elif _work_on(desk, claim, run, request, parent, tell) == "stopped":
+            elif _work_on(desk, claim, run, request, parent, tell) in PUT_BACK:
                 return "stopped"
     return "stopped"
 

@@ -7,23 +7,28 @@ final model alone meets it. A job without a test set is scored on its validation
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Plan
-from trainfit.core.records import HardwareProfile, RunResult
+from trainfit.core.records import Gpu, RunResult
 from trainfit.engine.observers import Observer
 from trainfit.jobs import job_plan, registry
 from trainfit.jobs.job import less_is_better
 from trainfit.jobs.run import Prepared, Show, compare_run
+from trainfit.planning.estimator.estimate import CONTEXT_GIB
 
 _NOT_DATA = ("training.", "optimization.", "device.", "model.", "runs_dir", "tracking", "tune")
 _OF_THE_MODEL = ("model.name", "model.weights")
 """Keys of `model.` that decide the tokens; others may differ between trials that share data."""
+_MARGIN = 1.1
+"""Memory of a trial beside others, over the predicted peak."""
 _CACHED = 2
 """Prepared data sets in memory, where the study searches over settings of the data."""
 
@@ -38,9 +43,11 @@ class Objective:
 
         `share` is the part of the GPU's memory that a trial may take.
         """
+        self.share, self.beside = share, False
+        """`beside`: a trial for which the share is too small can have the whole GPU later."""
         self._job = registry.job_module(composed.task)
-        self._base, self._metric, self._share, self._show = composed, metric, share, show
-        self._profile = job_plan.machine(composed)
+        self._base, self._metric, self._show = composed, metric, show
+        self.profile = job_plan.machine(composed)
         self._cache: dict[str, Prepared] = {}
         self._greater = is_greater_better(metric, composed.task)
 
@@ -61,10 +68,23 @@ class Objective:
         return self._prepare(self._base).sequences
 
     def plan(self, composed: Composed) -> Plan:
-        """Return the plan of a configuration, cached for all that take the same memory."""
-        job = self._prepare(composed).typical().tuned_job(self._profile)
-        room = room_on(self._profile, self._share)
-        return job_plan.answer(composed, job.question, self._profile, memory_gib=room, here=True)
+        """Return the plan of a configuration, cached for all that take the same memory.
+
+        In a share of a GPU it is the plan of a trial alone where that fits, since the same plan
+        gives the same bits; and never one of another method.
+        """
+        job = self._prepare(composed).typical().tuned_job(self.profile)
+        make = partial(job_plan.answer, composed, job.question, self.profile, here=True)
+        gpu = self.profile.gpu
+        if gpu is None or self.share == 1.0:
+            return make()
+        room = room_on(gpu, self.share)
+        alone = make(memory_gib=room_on(gpu))
+        if fits_beside(alone, room):
+            return alone
+        shared = make(memory_gib=room)
+        same = shared.workload.method == alone.workload.method
+        return shared if same else replace(alone, fits=False)
 
     def train(
         self, composed: Composed, plan: Plan, fold: int, folder: Path, observers: Sequence[Observer]
@@ -73,7 +93,7 @@ class Objective:
         return compare_run(
             self._prepare(composed),
             plan,
-            self._profile,
+            self.profile,
             fold,
             folder,
             observers,
@@ -111,11 +131,15 @@ def is_greater_better(metric: str, task: str = "") -> bool:
     return not less_is_better(metric) if own is None else own
 
 
-def room_on(profile: HardwareProfile, share: float) -> float | None:
-    """Return the GiB that a share of the GPU is; None for all of it, or without a GPU."""
-    if share == 1.0 or not profile.gpus:
-        return None
-    return share * profile.gpus[0].memory_gib
+def room_on(gpu: Gpu, share: float = 1.0) -> float:
+    """Return the GiB that a share of a GPU has beside a process's CUDA context."""
+    return max(share * gpu.memory_gib - CONTEXT_GIB, 0.1)
+
+
+def fits_beside(plan: Plan, room: float) -> bool:
+    """Tell if a plan for more memory needs no more than `room` GiB, with a margin."""
+    need = math.inf if plan.memory is None else _MARGIN * plan.memory.peak_reserved_gib
+    return plan.fits and need <= room
 
 
 def check_metric(metric: str, objective: Objective) -> None:

@@ -1,7 +1,8 @@
 """Run one trial: compose its configuration, plan it, and train its folds.
 
 A trial that does not fit is rejected before it starts; one that runs out of memory all the same
-ends as pruned, and its memory is freed. The study goes on.
+ends as pruned, and its memory is freed. Beside other trials on its GPU either goes back to the
+queue instead. The study goes on.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from trainfit.hpo.objective import Objective, is_greater_better
 from trainfit.hpo.search_space import Reporter, mean
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.trial_queue import FOLDS, Claim, Outcome
+from trainfit.runtime import forget_if_full
 
 Watch = Callable[[int, int], Sequence[Observer]]
 """Observers of a fold, given the numbers of trial and fold."""
@@ -44,6 +46,8 @@ def run_trial(
     except Exception as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             reason = f"out of memory: {_first_line(error)}"
+            if objective.beside:
+                return Outcome(kind="crowded", reason=reason, facts=facts)
         elif isinstance(error, CannotGoOn):
             reason = f"diverged: {_first_line(error)}"
         else:
@@ -63,6 +67,8 @@ def _run(
     if isinstance(plan, str):
         return Outcome(kind="pruned", reason=f"rejected: {plan}")
     facts["plan"] = _in_short(plan)
+    if plan.compile:
+        forget_if_full()
     metric, start = setting.hpo.metric, time.perf_counter()
     reporter = Reporter(
         trial,
@@ -102,6 +108,8 @@ def _plan(objective: Objective, composed: Composed, params: Mapping[str, Any]) -
     if plan.fits:
         return plan
     need = f"needs {plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "does not fit"
+    if objective.beside:
+        raise OutOfMemory(f"the plan {need} beside other trials", "run it alone")
     return "; ".join([f"the plan {need}", *plan.advice[:1]])
 
 

@@ -96,14 +96,17 @@ FINISHED = (TrialState.COMPLETE, TrialState.PRUNED)
 WORKER, REASON, FOLDS = "worker", "reason", "folds"
 """User attributes of a trial: its worker, why it ended, and the values of its folds."""
 _RETRY_OF, _DEATHS, _STOPPED = "retry_of", "deaths", "stopped"
+PUT_BACK = ("stopped", "crowded")
+"""Outcomes of a trial that goes back to the queue through no fault of its own."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
     """Outcome of a trial in this process."""
 
-    kind: Literal["complete", "pruned", "stopped", "failed", "lost"]
-    """stopped: by a signal, another worker goes on; lost: another worker has it already."""
+    kind: Literal["complete", "pruned", "stopped", "crowded", "failed", "lost"]
+    """stopped: by a signal, another worker goes on; crowded: it has too little memory beside other
+    trials; lost: another worker has it already."""
     value: float | None = None
     reason: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)
@@ -167,7 +170,7 @@ class TrialQueue:
             elif outcome.kind == "pruned":
                 self.study.tell(trial, state=TrialState.PRUNED)
             else:
-                trial.set_user_attr(_STOPPED, outcome.kind == "stopped")
+                trial.set_user_attr(_STOPPED, outcome.kind in PUT_BACK)
                 self.study.tell(trial, state=TrialState.FAIL)
                 self._queue_again()
             return True

@@ -80,6 +80,11 @@ def _headlines(
     states = [str(point.get("state")) for point in history]
     for state in dict.fromkeys(sorted(states)):
         found.append(Headline(label=f"{state} trials", value=str(states.count(state))))
+    beside: Mapping[str, Any] = result.get("side_by_side") or {}
+    if isinstance(beside.get("kept"), int):
+        gain = beside.get("gain")
+        more = f", {gain:.2f}× the steps of one" if isinstance(gain, int | float) else ""
+        found.append(Headline(label="trials side by side", value=f"{beside['kept']}{more}"))
     if isinstance(result.get("seconds"), int | float):
         found.append(Headline(label="time", value=shown(result["seconds"], "duration")))
     return found

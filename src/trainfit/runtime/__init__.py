@@ -11,6 +11,7 @@ from trainfit.runtime.compile import (
     compile_seconds,
     eagerly,
     forget_compiled,
+    forget_if_full,
     repeated_blocks,
 )
 from trainfit.runtime.switches import applied, apply, undo
@@ -23,6 +24,7 @@ __all__ = [
     "compile_seconds",
     "eagerly",
     "forget_compiled",
+    "forget_if_full",
     "repeated_blocks",
     "undo",
 ]

@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from trainfit.core.errors import BadInput, CompileFailed, in_one_line
@@ -81,6 +82,21 @@ def forget_compiled() -> None:
     dynamo = sys.modules.get("torch._dynamo")  # not imported: nothing was compiled
     if dynamo is not None:
         dynamo.reset()
+
+
+def forget_if_full() -> None:
+    """Drop compiled code where torch would soon run further models eagerly, without a warning.
+
+    Models of the same shapes and settings share their code, so that nothing is dropped for them.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None:
+        return
+    from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
+
+    [forward] = (each for each in compile_model.__code__.co_consts if isinstance(each, CodeType))
+    if len(versions(forward)) > dynamo.config.recompile_limit // 2:
+        forget_compiled()
 
 
 @contextmanager
