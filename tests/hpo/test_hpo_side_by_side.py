@@ -95,7 +95,7 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     asked: list[float | None] = []
     peak = [20.0]
 
-    def answer(*_: Any, memory_gib: float | None = None) -> Any:
+    def answer(*_: Any, memory_gib: float | None = None, **__: Any) -> Any:
         asked.append(memory_gib)
         small = memory_gib is not None and memory_gib < 100
         method = "frozen" if small and peak[0] > 100 else "full"
