@@ -19,6 +19,7 @@ from sqlalchemy.exc import DatabaseError
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
 from trainfit.hpo.fleet import check_room, seats
+from trainfit.hpo.objective import Room
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
 
@@ -279,19 +280,19 @@ def test_more_workers_than_a_gpu_has_room_for_are_refused(tmp_path: Path):
     asked: list[float] = []
 
     class Job:
-        def __init__(self, share: float) -> None:
-            asked.append(share)
-            self.share = share
+        room = Room()
 
         def plan(self, _composed: Any) -> Any:
-            return _plan(self.share >= 0.5)
+            asked.append(self.room.share)
+            return _plan(self.room.share >= 0.5)
 
     study: Any = type("Study", (), {"setting": type("StudySettings", (), {"composed": None})})
-    check_room(study, Job, seats(2, 1, {}))  # type: ignore[arg-type]
+    job: Any = Job()
+    check_room(study, lambda: job, seats(2, 1, {}))
     with pytest.raises(BadInput, match="--workers 3: a worker would have 33% of its GPU"):
-        check_room(study, Job, seats(3, 1, {}))  # type: ignore[arg-type]
+        check_room(study, lambda: job, seats(3, 1, {}))
     assert asked == [0.5, pytest.approx(1 / 3)]
-    check_room(study, Job, seats(4, 4, {}))  # type: ignore[arg-type]
+    check_room(study, lambda: job, seats(4, 4, {}))
     assert len(asked) == 2  # a GPU each: nothing to ask
 
 

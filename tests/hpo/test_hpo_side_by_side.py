@@ -22,9 +22,9 @@ from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hpo import run_trial as trials
 from trainfit.hpo.fleet import work
-from trainfit.hpo.objective import Objective
+from trainfit.hpo.objective import Objective, Room
 from trainfit.hpo.search_space import BATCH
-from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, share_of
+from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome
 from trainfit.jobs import job_plan, registry
 
@@ -47,6 +47,16 @@ class FakePlan:
     compile: bool = False
     packed: bool = False
     advice: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class FakeWorkload:
+    trainings: int
+
+
+@dataclass(frozen=True)
+class FakeQuestion:
+    workload: FakeWorkload
 
 
 def plan_of(peak: float | None, mfu: float | None = 0.01, method: str = "full", **more: Any) -> Any:
@@ -76,17 +86,30 @@ def plan_of(peak: float | None, mfu: float | None = 0.01, method: str = "full", 
     ],
 )
 def test_as_many_are_planned_as_memory_speed_and_cores_allow(plan: Any, workers: int, h200: Any):
-    assert plan_workers(plan, h200, 50) == workers
-    assert plan_workers(plan, h200, 2) == min(workers, 2)
-    assert plan_workers(plan, replace(h200, gpus=()), 50) == 1
+    assert plan_workers(plan, h200, 50)[0] == workers
+    assert plan_workers(plan, h200, 2)[0] == min(workers, 2)
+    assert plan_workers(plan, replace(h200, gpus=()), 50) == (1, Room())
+
+
+def test_measured_memory_and_speed_replace_the_planned_ones(h200: Any):
+    row = replace(row_at(20, 0.1), memory_gib=10.0, mfu=0.01)
+    workers, room = plan_workers(plan_of(80, mfu=0.4), h200, 50, row)  # an upper bound
+    assert workers == 4
+    assert room == Room(share=0.25, used=pytest.approx(1.15 * 10 / 80), beside=True)
+    assert room.holds(plan_of(160), h200.gpu)  # twice the batch: 23 GiB, and a margin
+    assert not room.holds(plan_of(300), h200.gpu)
+    busy = replace(row, mfu=0.5)
+    assert plan_workers(plan_of(80, mfu=0.01), h200, 50, busy)[0] == 2
+    more = replace(row, memory_gib=200.0)  # never more than planned
+    assert plan_workers(plan_of(10), h200, 50, more)[1].used == 1
 
 
 def test_memory_that_other_programs_take_is_not_shared(h200: Any):
     gpu = replace(h200.gpu, state=GpuState(memory_used_by_others_gib=h200.gpu.memory_gib / 2))
-    assert share_of(h200.gpu, 2) == 0.5
-    assert share_of(gpu, 2) == pytest.approx(0.25)
-    assert plan_workers(plan_of(30), h200, 50) == 4
-    assert plan_workers(plan_of(30), replace(h200, gpus=(gpu,)), 50) == 2
+    assert room_for(h200.gpu, 2).share == 0.5
+    assert room_for(gpu, 2).share == pytest.approx(0.25)
+    assert plan_workers(plan_of(30), h200, 50)[0] == 4
+    assert plan_workers(plan_of(30), replace(h200, gpus=(gpu,)), 50)[0] == 2
 
 
 def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_method(
@@ -95,7 +118,9 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     asked: list[float | None] = []
     peak = [20.0]
 
-    def answer(*_: Any, memory_gib: float | None = None, **__: Any) -> Any:
+    def answer(_c: Any, about: Any, _p: Any, *, memory_gib: float | None = None, here: bool) -> Any:
+        assert here
+        assert about.workload.trainings == 3 * 12 // 4  # code is compiled once in each process
         asked.append(memory_gib)
         small = memory_gib is not None and memory_gib < 100
         method = "frozen" if small and peak[0] > 100 else "full"
@@ -104,13 +129,14 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     monkeypatch.setattr(job_plan, "answer", answer)
     monkeypatch.setattr(job_plan, "detect", lambda: h200)
     monkeypatch.setattr(registry, "job_module", lambda _: None)
-    job = SimpleNamespace(tuned_job=lambda _: SimpleNamespace(question=None))
+    question = FakeQuestion(FakeWorkload(trainings=3))
+    job = SimpleNamespace(tuned_job=lambda _: SimpleNamespace(question=question))
     monkeypatch.setattr(Objective, "_prepare", lambda *_: SimpleNamespace(typical=lambda: job))
     composed = compose("nli", [])
-    objective = Objective(composed, "f1")
-    objective.plan(composed)
+    objective = Objective(composed, "f1", trials=12)
+    assert objective.plan(composed) == objective.latest
     assert asked == [None]
-    objective.share = 0.5
+    objective.room = Room(share=0.5)
     assert objective.plan(composed).memory.peak_reserved_gib == 20  # type: ignore[union-attr]
     assert asked[1:] == [pytest.approx(h200.gpu.memory_gib - 0.7)]  # whatever runs beside it
     peak[0] = 80.0
@@ -152,12 +178,12 @@ class Bench:
         self.study = optuna.create_study()
         self.said: list[str] = []
         self.started: list[subprocess.Popen[bytes]] = []
-        self.helpers = Helpers(self.study, workers, self.start, self.said.append)
-        self.step = 0
+        self.workers = workers
+        self.helpers = Helpers(self.study, self.start, self.said.append)
 
-    def start(self, _number: int) -> subprocess.Popen[bytes]:
-        self.started.append(subprocess.Popen(["sleep", "600"]))
-        return self.started[-1]
+    def start(self, _row: TrainRow | None) -> list[subprocess.Popen[bytes]]:
+        self.started += [subprocess.Popen(["sleep", "600"]) for _ in range(1, self.workers)]
+        return self.started
 
     def fold(self, seconds: float, rows: int = 4, batch: int = 32) -> None:
         """A fold of this process: its first row has the warm-up."""
@@ -206,16 +232,16 @@ def test_helpers_start_after_steps_alone_and_stay_where_they_gain(bench: Any):
     assert one.helpers.gain(3) is None
     one.fold(0.03, rows=30)
     assert one.helpers.gain(3) == pytest.approx(3 * 0.02 / 0.03)
-    assert one.said == ["3 trials side by side take 2.00 times the steps of one"]
+    assert one.said[1:] == ["3 trials side by side take 2.00 times the steps of one"]
     one.fold(0.5, batch=64)  # of another size, with nothing to compare it with
     assert one.helpers.gain(3) == pytest.approx(2.0)
     assert one.alive == 2
-    assert one.helpers.result() == SideBySide(planned=3, kept=3, gain=pytest.approx(2.0))
+    assert one.helpers.result == SideBySide(planned=3, kept=3, gain=pytest.approx(2.0))
     one.started[0].kill()
     one.started[0].wait()
     one.fold(0.025, rows=40)  # the one that is left counts
     assert one.helpers.gain(2) == pytest.approx(2 * 0.02 / 0.025)
-    assert one.helpers.result().kept == 2
+    assert one.helpers.result.kept == 2
 
 
 def test_helpers_that_gain_too_little_are_stopped_for_good(bench: Any):
@@ -226,9 +252,10 @@ def test_helpers_that_gain_too_little_are_stopped_for_good(bench: Any):
     one.fold(0.095, rows=20)
     assert one.alive == 0
     assert one.said == [
-        "2 trials side by side take 1.05 times the steps of one: one at a time from here"
+        "up to 2 trials side by side, as many as have room on the GPU",
+        "2 trials side by side take 1.05 times the steps of one: one at a time from here",
     ]
-    assert one.helpers.result() == SideBySide(planned=2, kept=1, gain=pytest.approx(2 * 5 / 9.5))
+    assert one.helpers.result == SideBySide(planned=2, kept=1, gain=pytest.approx(2 * 5 / 9.5))
     one.fold(0.05, rows=50)
     assert len(one.started) == 1
 
@@ -239,7 +266,7 @@ def test_folds_too_short_to_be_timed_start_helpers_with_the_second_trial(bench: 
     assert not one.started
     one.fold(0.01, rows=1)
     assert one.alive == 1
-    assert one.helpers.result() == SideBySide(planned=2, kept=2, gain=None)
+    assert one.helpers.result == SideBySide(planned=2, kept=2, gain=None)
 
 
 # ── memory ────────────────────────────────────────────────────────────────────────────────────
@@ -249,16 +276,16 @@ class Job:
     """An objective that has too little memory beside others."""
 
     def __init__(self, reason: str) -> None:
-        self.share, self.beside, self.reason = 0.5, True, reason
+        self.room, self.reason = Room(share=0.5, beside=True), reason
         self.tried: list[float] = []
 
     def plan(self, _composed: Any) -> Any:
-        self.tried.append(self.share)
-        small = self.share < 1
+        self.tried.append(self.room.share)
+        small = self.room.share < 1
         return plan_of(20, fits=not (small and self.reason == "plan"))
 
     def train(self, *_: Any) -> Any:
-        if self.share < 1:
+        if self.room.share < 1:
             raise OutOfMemory("memory ran out", "take a smaller step")
         raise optuna.TrialPruned("at its end")
 
@@ -279,10 +306,10 @@ def test_a_trial_without_room_beside_others_is_run_with_the_whole_gpu(
     assert outcome.kind == "pruned"
     assert outcome.reason == "pruned at its end"
     assert job.tried == [0.5, 1.0]
-    assert not job.beside
+    assert job.room == Room()
     assert one.alive == 0
     assert "has too little memory beside others" in one.said[-1]
-    assert one.helpers.result().kept == 1
+    assert one.helpers.result.kept == 1
 
 
 def test_a_crowded_trial_goes_back_to_the_queue_and_no_death_is_counted(tmp_path: Path):

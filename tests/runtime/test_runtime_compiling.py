@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from torch._inductor import config as inductor
 
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.runtime import compile_blocks, compile_model, eagerly
+from trainfit.runtime import compile_blocks, compile_model, eagerly, forget_if_full
 
 
 class Small(nn.Module):
@@ -188,3 +188,28 @@ def test_code_for_any_size_is_made_once() -> None:
     for rows in range(2, 6):
         model(torch.rand(rows, 4))
     assert for_each.graphs == 4
+
+
+class Dropping(nn.Module):
+    def __init__(self, share: float) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(4, 4), nn.Dropout(share)) for _ in "ab")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def test_many_models_after_another_stay_compiled_and_equal_ones_share_their_code() -> None:
+    def graphs_of(share: float, compiler: Counting) -> int:
+        forget_if_full()
+        compile_blocks(Dropping(share), backend=compiler)(torch.rand(3, 4)).sum().backward()
+        return compiler.graphs
+
+    one = Counting()
+    first = graphs_of(0.1, one)
+    assert first > 0
+    assert [graphs_of(0.1, one) for _ in range(5)] == [first] * 5
+    # More versions than torch compiles of one function.
+    assert [graphs_of(0.3 + n / 20, Counting()) for n in range(12)] == [first] * 12

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,6 +12,7 @@ from trainfit.cli.config import config_option
 from trainfit.core import codec
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
     from pathlib import Path
 
     from trainfit.hpo.objective import Objective
@@ -58,7 +59,7 @@ def _search(
     as_json: bool,
     worker: int | None,
     share: float,
-    beside: bool,
+    beside: float | None,
 ) -> int:
     import time
 
@@ -78,14 +79,14 @@ def _search(
     check_job(task)
     overrides = with_file(task, config_file, overrides)
     setting = read_setting(task, overrides)
-    objectives = _Objectives(setting)
-    opened = open_study(setting, objectives.get)
+    objective = _objective(setting)
+    opened = open_study(setting, objective)
     if worker is not None:
-        return _work(opened, objectives.get(share), worker, beside)
+        return _work(opened, objective(), worker, share, beside)
     for note in opened.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    ended = _run(opened, objectives, workers)
-    best = finish(opened, objectives.get) if ended == "done" else None
+    ended = _run(opened, objective, workers)
+    best = finish(opened, objective) if ended == "done" else None
     result = summarise(opened, best, time.perf_counter() - begun)
     if as_json:
         click.echo(codec.for_programs(codec.encode(result), None))
@@ -96,26 +97,22 @@ def _search(
     return 0 if best is not None else INTERRUPTED
 
 
-class _Objectives:
-    """The job, read when it is first needed, and once."""
+def _objective(setting: StudySettings) -> Callable[[], Objective]:
+    """Return a function that reads the job when it is first needed, and once."""
 
-    def __init__(self, setting: StudySettings) -> None:
-        self._setting = setting
-        self._made: dict[float, Objective] = {}
-
-    def get(self, share: float = 1.0) -> Objective:
-        """The job with a share of the GPU's memory."""
+    @cache
+    def read() -> Objective:
         from trainfit.hpo.objective import Objective
         from trainfit.reports import training_lines
 
-        if share not in self._made:
-            composed, metric = self._setting.composed, self._setting.hpo.metric
-            show = training_lines.show(composed)
-            self._made[share] = Objective(composed, metric, share=share, show=show)
-        return self._made[share]
+        composed, hpo = setting.composed, setting.hpo
+        show = training_lines.show(composed)
+        return Objective(composed, hpo.metric, trials=hpo.trials, show=show)
+
+    return read
 
 
-def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
+def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) -> str:
     """Run the trials here, in several processes, or (0) in as many as gain on this GPU."""
     import os
 
@@ -134,23 +131,26 @@ def _run(opened: OpenStudy, objectives: _Objectives, workers: int) -> str:
         board.show(status_of(opened))
 
     if not workers:
-        ended = work_side_by_side(opened, objectives.get(), tell=show, say=board.say)
+        ended = work_side_by_side(opened, objective(), tell=show, say=board.say)
         show()
         return ended
     if workers == 1:
-        return work(opened.desk(), partial(run_trial, opened, objectives.get()), tell=show)
+        return work(opened.desk(), partial(run_trial, opened, objective()), tell=show)
     taken = seats(workers, len(machine(opened.setting.composed).gpus), os.environ)
-    check_room(opened, objectives.get, taken)
+    check_room(opened, objective, taken)
     return run_fleet(opened.setting, taken, show)
 
 
-def _work(opened: OpenStudy, objective: Objective, parent: int, beside: bool) -> int:
-    """Be one of several workers."""
+def _work(
+    opened: OpenStudy, objective: Objective, parent: int, share: float, used: float | None
+) -> int:
+    """Be one of several workers; a helper of a worker where `used` is given."""
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.fleet import work
+    from trainfit.hpo.objective import Room
     from trainfit.hpo.run_trial import run_trial
 
-    objective.beside = beside
+    objective.room = Room(share=share, used=used or 1.0, beside=used is not None)
     ended = work(opened.desk(), partial(run_trial, opened, objective), parent=parent)
     return 0 if ended == "done" else INTERRUPTED
 
@@ -181,7 +181,7 @@ def _task_command(task: str, about: str) -> click.Command:
     @_JSON
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
-    @click.option("--beside", is_flag=True, hidden=True)
+    @click.option("--beside", type=float, hidden=True)
     def run(**given: Any) -> int:
         from trainfit.hpo.storage import using_database
 
@@ -242,7 +242,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     with reading_study():
         opened = find_study(study, storage or _default_storage())
     with using_database():
-        found = finish(opened, _Objectives(opened.setting).get, overrides)
+        found = finish(opened, _objective(opened.setting), overrides)
     if found is None:
         return INTERRUPTED
     path = opened.setting.folder / "best.yaml"

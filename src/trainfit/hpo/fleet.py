@@ -18,10 +18,11 @@ from typing import Any, Literal
 from trainfit.core.errors import BadInput, RunFailed, redact
 from trainfit.engine.distributed import StopRequest, stop_on_signals
 from trainfit.hardware.host import allowed_by_affinity
-from trainfit.hpo.objective import Objective
+from trainfit.hpo.objective import Objective, Room
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import STORAGE, StudySettings
 from trainfit.hpo.trial_queue import PUT_BACK, Claim, Outcome, TrialQueue, beating
+from trainfit.jobs.models.sources import kept_in_memory
 
 COMMAND = (sys.executable, "-m", "trainfit")
 _POLL = 0.5
@@ -60,13 +61,14 @@ def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
 
 
 def check_room(
-    open_study: OpenStudy, objective: Callable[[float], Objective], taken: Sequence[Seat]
+    open_study: OpenStudy, objective: Callable[[], Objective], taken: Sequence[Seat]
 ) -> None:
     """Raise BadInput where the plan of the configured values does not fit a worker's share."""
     share = min(seat.share for seat in taken)
     if share == 1.0:
         return
-    plan = objective(share).plan(open_study.setting.composed)
+    objective().room = Room(share=share)
+    plan = objective().plan(open_study.setting.composed)
     if not plan.fits:
         need = f"{plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "more"
         raise BadInput(
@@ -159,8 +161,11 @@ Tell = Callable[[int, dict[str, Any], Outcome], None]
 def work(
     desk: TrialQueue, run: Run, *, parent: int | None = None, tell: Tell | None = None
 ) -> Literal["done", "stopped"]:
-    """Run trials until none is left, or until the process `parent` is gone."""
-    with stop_on_signals() as request:
+    """Run trials until none is left, or until the process `parent` is gone.
+
+    A pretrained model is read once for all of them.
+    """
+    with stop_on_signals() as request, kept_in_memory():
         while request.name is None:
             claim = desk.claim()
             if claim == "done":

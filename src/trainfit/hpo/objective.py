@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, RunResult
 from trainfit.engine.observers import Observer
+from trainfit.engine.shared import Shared
 from trainfit.jobs import job_plan, registry
 from trainfit.jobs.job import less_is_better
 from trainfit.jobs.run import Prepared, Show, compare_run
@@ -29,22 +30,48 @@ _OF_THE_MODEL = ("model.name", "model.weights")
 """Keys of `model.` that decide the tokens; others may differ between trials that share data."""
 _MARGIN = 1.1
 """Memory of a trial beside others, over the predicted peak."""
+WORKERS = 4
+"""Most processes on one GPU; each compiles for itself."""
 _CACHED = 2
 """Prepared data sets in memory, where the study searches over settings of the data."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Room:
+    """Memory of a GPU that a trial may take."""
+
+    share: float = 1.0
+    """Part of the GPU's memory."""
+    used: float = 1.0
+    """Measured peak over the planned one, where a trial was measured."""
+    beside: bool = False
+    """A trial for which this is too small can have the whole GPU later."""
+
+    def gib(self, gpu: Gpu) -> float:
+        """Return the GiB that are left beside a process's CUDA context."""
+        return max(self.share * gpu.memory_gib - CONTEXT_GIB, 0.1)
+
+    def holds(self, plan: Plan, gpu: Gpu) -> bool:
+        """Tell if a plan for more memory needs no more than this, with a margin."""
+        need = math.inf if plan.memory is None else plan.memory.peak_reserved_gib
+        return plan.fits and _MARGIN * self.used * need <= self.gib(gpu)
 
 
 class Objective:
     """A job in a study. One is made per process and keeps the data between trials."""
 
     def __init__(
-        self, composed: Composed, metric: str, *, share: float = 1.0, show: Show | None = None
+        self,
+        composed: Composed,
+        metric: str,
+        *,
+        trials: int = 1,
+        show: Show | None = None,
     ) -> None:
-        """`composed` is the configuration that the trials vary; `show` is for the final model.
-
-        `share` is the part of the GPU's memory that a trial may take.
-        """
-        self.share, self.beside = share, False
-        """`beside`: a trial for which the share is too small can have the whole GPU later."""
+        """`composed` is the configuration that the `trials` vary; `show` is for the final model."""
+        self.room, self.trials = Room(), trials
+        self.latest: Plan | None = None
+        """Plan of the trial under way."""
         self._job = registry.job_module(composed.task)
         self._base, self._metric, self._show = composed, metric, show
         self.profile = job_plan.machine(composed)
@@ -73,23 +100,38 @@ class Objective:
         In a share of a GPU it is the plan of a trial alone where that fits, since the same plan
         gives the same bits; and never one of another method.
         """
-        job = self._prepare(composed).typical().tuned_job(self.profile)
-        make = partial(job_plan.answer, composed, job.question, self.profile, here=True)
+        self.latest = self._plan(composed)
+        return self.latest
+
+    def _plan(self, composed: Composed) -> Plan:
+        question = self._prepare(composed).typical().tuned_job(self.profile).question
+        folds = question.workload.trainings
+        shared = replace(question.workload, trainings=max(folds, folds * self.trials // WORKERS))
+        asked = replace(question, workload=shared)
+        make = partial(job_plan.answer, composed, asked, self.profile, here=True)
         gpu = self.profile.gpu
-        if gpu is None or self.share == 1.0:
+        if gpu is None or self.room.share == 1.0:
             return make()
-        room = room_on(gpu, self.share)
-        alone = make(memory_gib=room_on(gpu))
-        if fits_beside(alone, room):
+        alone = make(memory_gib=gpu.memory_gib - CONTEXT_GIB)
+        if self.room.holds(alone, gpu):
             return alone
-        shared = make(memory_gib=room)
-        same = shared.workload.method == alone.workload.method
-        return shared if same else replace(alone, fits=False)
+        small = make(memory_gib=self.room.gib(gpu))
+        same = small.workload.method == alone.workload.method
+        return small if same else replace(alone, fits=False)
 
     def train(
-        self, composed: Composed, plan: Plan, fold: int, folder: Path, observers: Sequence[Observer]
+        self,
+        composed: Composed,
+        plan: Plan,
+        fold: int,
+        folder: Path,
+        observers: Sequence[Observer],
+        shared: Shared | None = None,
     ) -> RunResult:
-        """Train a fold for its validation score, and keep nothing of it but its log."""
+        """Train a fold for its validation score, and keep nothing of it but its log.
+
+        The folds of a trial share a model.
+        """
         return compare_run(
             self._prepare(composed),
             plan,
@@ -97,6 +139,7 @@ class Objective:
             fold,
             folder,
             observers,
+            shared or Shared(),
             metric=self._metric,
             greater_is_better=self._greater,
         )
@@ -129,17 +172,6 @@ def is_greater_better(metric: str, task: str = "") -> bool:
     """Tell whether a study looks for the largest value of a metric."""
     own = registry.direction(task, metric) if registry.is_own(task) else None
     return not less_is_better(metric) if own is None else own
-
-
-def room_on(gpu: Gpu, share: float = 1.0) -> float:
-    """Return the GiB that a share of a GPU has beside a process's CUDA context."""
-    return max(share * gpu.memory_gib - CONTEXT_GIB, 0.1)
-
-
-def fits_beside(plan: Plan, room: float) -> bool:
-    """Tell if a plan for more memory needs no more than `room` GiB, with a margin."""
-    need = math.inf if plan.memory is None else _MARGIN * plan.memory.peak_reserved_gib
-    return plan.fits and need <= room
 
 
 def check_metric(metric: str, objective: Objective) -> None:

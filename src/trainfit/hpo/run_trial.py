@@ -21,6 +21,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn
+from trainfit.engine.shared import Shared
 from trainfit.hpo.objective import Objective, is_greater_better
 from trainfit.hpo.search_space import Reporter, mean
 from trainfit.hpo.studies import OpenStudy
@@ -46,7 +47,7 @@ def run_trial(
     except Exception as error:
         if isinstance(error, OutOfMemory) or is_out_of_memory(error):
             reason = f"out of memory: {_first_line(error)}"
-            if objective.beside:
+            if objective.room.beside:
                 return Outcome(kind="crowded", reason=reason, facts=facts)
         elif isinstance(error, CannotGoOn):
             reason = f"diverged: {_first_line(error)}"
@@ -78,12 +79,13 @@ def _run(
         folds=open_study.folds,
         steps=open_study.steps,
     )
+    shared = Shared()
     values: list[float] = list(trial.user_attrs.get(FOLDS, []))
     for fold in range(len(values), open_study.folds):
         reporter.begin(values)
         folder = trial_folder(setting.folder, trial.number) / f"fold-{fold + 1}"
         observers = (reporter, *watch(trial.number, fold))
-        result = objective.train(composed, plan, fold, folder, observers)
+        result = objective.train(composed, plan, fold, folder, observers, shared)
         facts["seconds"] = time.perf_counter() - start
         facts["peak_memory_gib"] = result.peak_memory_gib
         if result.status == "stopped":
@@ -108,7 +110,7 @@ def _plan(objective: Objective, composed: Composed, params: Mapping[str, Any]) -
     if plan.fits:
         return plan
     need = f"needs {plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "does not fit"
-    if objective.beside:
+    if objective.room.beside:
         raise OutOfMemory(f"the plan {need} beside other trials", "run it alone")
     return "; ".join([f"the plan {need}", *plan.advice[:1]])
 

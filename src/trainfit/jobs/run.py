@@ -257,6 +257,7 @@ def compare_run(
     fold: int,
     folder: Path,
     observers: Sequence[Observer],
+    shared: Shared,
     **changes: Any,
 ) -> RunResult:
     """Train a fold for its validation score alone: no checkpoint, no test, no export."""
@@ -273,6 +274,7 @@ def compare_run(
             device=device,
             show=Show(watch=lambda _title: observers),
             changes={"keep_checkpoints": 0, "profile_step": False, **changes},
+            shared=shared,
         )
         return run.train(fold, folder, "", resume=False)
 

@@ -67,6 +67,8 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
         return copy.deepcopy(kept[key])
     model, complete = _read(config, place, dtype)
     if kept is not None and complete:
+        for oldest in list(kept)[: 1 - _MOST_KEPT]:
+            del kept[oldest]
         kept[key] = copy.deepcopy(model)
     return model
 
@@ -100,6 +102,8 @@ _KEPT: ContextVar[dict[tuple[str, str, str], PreTrainedModel] | None] = ContextV
     "kept", default=None
 )
 """Models that were read inside `kept_in_memory`."""
+_MOST_KEPT = 2
+"""Trials of a study may differ in their config, as in dropout: each would be another model."""
 
 
 @contextmanager
