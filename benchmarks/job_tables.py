@@ -102,8 +102,7 @@ def job_details() -> str:
                 _first(runs, "trainfit"),
                 ", ".join(f"{r['full_speed_seconds']:.0f}" for r in ours if "stages" in r) or "–",
                 _first(runs, "trainer"),
-                _range((run.get("predicted_seconds") for run in ours), "{:.0f}"),
-                _range((run["seconds"] for run in ours), "{:.0f}"),
+                ", ".join(map(_predicted, ours)) or "–",
                 _range((outside(run) for run in ours), "{:.0%}"),
                 _range((run.get(score) for run in ours), "{:.3f}"),
                 _range((run.get(score) for run in theirs), "{:.3f}"),
@@ -114,13 +113,18 @@ def job_details() -> str:
         "first update, s",
         "full speed, s",
         "Trainer's first update, s",
-        "predicted, s",
-        "measured, s",
+        "predicted, s, and how far off",
         "outside steps and evaluations",
         "score",
         "Trainer's score",
     )
     return table(heads, rows) if rows else ""
+
+
+def _predicted(run: Run) -> str:
+    """Seconds that were predicted before the first step, and their error."""
+    told = run.get("predicted_seconds")
+    return "–" if told is None else f"{told:.0f} ({told / run['seconds'] - 1:+.0%})"
 
 
 def outside(run: Run) -> float | None:

@@ -494,8 +494,10 @@ def hardware() -> str:
 
 
 def versions() -> dict[str, str]:
-    names = ("trainfit", "torch", "transformers", "peft", "accelerate", "optuna")
-    found = {"python": platform.python_version()}
+    from trainfit import __version__
+
+    names = ("torch", "transformers", "peft", "accelerate", "optuna")
+    found = {"python": platform.python_version(), "trainfit": __version__}
     for name in names:
         try:
             found[name] = importlib.metadata.version(name)
