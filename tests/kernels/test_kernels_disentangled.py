@@ -190,3 +190,14 @@ class TestOnGpu:
         weight = model.encoder.get_input_embeddings().weight
         assert weight.grad is not None
         assert (weight.grad[FILLER] == 0).all()
+
+
+@pytest.mark.parametrize(("buckets", "most"), [(256, 512), (32, 128), (8, 64), (256, 1024)])
+def test_log_buckets_are_those_of_transformers(buckets: int, most: int) -> None:
+    from transformers.models.deberta_v2.modeling_deberta_v2 import make_log_bucket_position
+
+    from trainfit.kernels.disentangled import log_buckets
+
+    distances = torch.arange(-2000, 2001)
+    expected = make_log_bucket_position(distances, buckets, most).long()
+    assert torch.equal(log_buckets(distances, buckets, most), expected)

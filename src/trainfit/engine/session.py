@@ -58,7 +58,7 @@ class Session:
         self.go_on()
         self.waits = Waits(self.parts.device)
         self.earlier_seconds = self.progress.seconds
-        self.first_step, self.most_sequences, self.looked = self.progress.step, 0, False
+        self.first_step, self.most_sequences = self.progress.step, 0
         self.checked_step, self.lost_steps = -1, 0
 
     @property
@@ -198,11 +198,11 @@ class Session:
         sequences = len(loaded.sequences)
         self.most_sequences = max(self.most_sequences, sequences)
         taken, total = self.progress.step - self.first_step, self.total_steps - self.first_step
-        wanted = self.parts.settings.profile_step and not self.looked
+        wanted = self.parts.settings.profile_step and not self.shared.profiled
         if not (wanted and is_due(taken, total, sequences, self.most_sequences)):
             yield
             return
-        self.looked = True
+        self.shared.profiled = True
         self.pause()  # on every rank: all must have read the same readings
         if not self.parts.world.first:
             yield

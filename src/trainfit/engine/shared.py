@@ -26,6 +26,8 @@ class Shared:
     """Parts of the last fold, for the next one; only a run on one device shares them."""
 
     parts: Parts | None = None
+    profiled: bool = False
+    """A step was profiled for the receipt; later folds run the same code."""
     frozen: str | None = None
     """Checksum of the frozen weights."""
     best: Mapping[str, Tensor] | None = None
@@ -42,7 +44,7 @@ def take_over(
     """Give the shared parts the initial state of a new fold; None where they do not suit it."""
     before, shared.best = shared.parts, None
     if before is None or not _suits(before, settings, model):
-        shared.parts = None
+        shared.parts, shared.profiled = None, False
         return None
     before.model.train()
     if _copy(model, before.model):

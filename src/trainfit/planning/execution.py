@@ -26,8 +26,9 @@ from trainfit.planning.question import Choice, Question
 
 CAPTURE_SECONDS = 2.0
 """Cost of capturing a step as a graph, once for all folds."""
-COMPILE_SECONDS = 25.0
-"""Cost of the first compiled steps: 2 to 24 s on the recorded GPU, with a cold cache."""
+COMPILE_SECONDS = 15.0
+"""Cost of the first compiled steps: 10 to 13 s for the blocks of BERT and DeBERTa on 16 slow cores
+beside an H200, with a cold cache; 2 s with a warm one."""
 _LEAST_GAIN = 1.02
 """Least gain in speed; a smaller one is within the noise of the estimate."""
 _UPDATE_BYTES = 40

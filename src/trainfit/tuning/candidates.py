@@ -223,6 +223,8 @@ def _graphs(space: Space, plan: Plan) -> Iterator[Variant]:
     """Compile mode reduce-overhead: CUDA graphs, which record one shape."""
     static = plan.packed or space.question.causal
     why = "" if static else "CUDA graphs need one shape, and padded rows have several"
+    if plan.cuda_graph:
+        why = "whole steps are captured already"
     yield from _mode(space, plan, "reduce-overhead", why)
 
 

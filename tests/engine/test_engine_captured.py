@@ -1,0 +1,83 @@
+"""When a step is captured, without a GPU: a stand-in for torch's graph counts replays."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from trainfit.engine import captured
+from trainfit.engine.captured import CapturedSteps
+from trainfit.engine.step import StepNumbers
+
+
+class Replayed:
+    """A graph that sums the first tensor of its fixed batches."""
+
+    def __init__(self, batches: Any, weight: Tensor) -> None:
+        self.batches, self.weight, self.numbers = batches, weight, None
+
+    def replay(self, batches: Any, weight: float) -> StepNumbers:
+        loss = torch.stack([batch["ids"].sum() for batch in batches]).sum() / weight
+        return StepNumbers(loss, loss)
+
+
+@pytest.fixture
+def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
+    class Generator:
+        def clone_state(self) -> None: ...
+        def graphsafe_set_state(self, _state: None) -> None: ...
+
+    monkeypatch.setattr(torch.cuda, "default_generators", [Generator()])
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 7)
+    monkeypatch.setattr(captured, "give_back_memory", lambda: None)
+    return CapturedSteps(torch.device("cuda", 0))
+
+
+def batch(rows: int, longest: int = 4) -> dict[str, Any]:
+    return {"ids": torch.ones(rows, 4), "max_seqlen": longest}
+
+
+def test_the_second_step_of_a_shape_is_captured(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[int] = []
+
+    def capture(_self: Any, _work: Any, batches: Any) -> Any:
+        made.append(len(batches))
+        return Replayed(batches, torch.ones(()))
+
+    monkeypatch.setattr(CapturedSteps, "_captured", capture)
+    one, other = [batch(2)], [batch(2), batch(2)]
+    assert steps.take(lambda *_: None, one, 1.0) is None  # type: ignore[arg-type,return-value]
+    found = [steps.take(lambda *_: None, one, weight) for weight in (1.0, 2.0)]  # type: ignore[arg-type,return-value]
+    assert [float(numbers.loss) for numbers in found if numbers] == [8.0, 4.0]
+    assert made == [1]
+    # Another number of micro-batches, another width or another constant is another graph.
+    for shape in (other, [batch(3)], [batch(2, longest=9)]):
+        assert steps.take(lambda *_: None, shape, 1.0) is None  # type: ignore[arg-type,return-value]
+        assert steps.take(lambda *_: None, shape, 1.0) is not None  # type: ignore[arg-type,return-value]
+    assert made == [1, 2, 1, 1]
+    assert steps.peak == 7
+    assert len(steps.take_news()) == 4
+    assert not steps.take_news()
+
+
+@pytest.mark.parametrize(
+    ("error", "word"),
+    [(torch.OutOfMemoryError("CUDA out of memory"), "memory"), (RuntimeError("no copy"), "copy")],
+)
+def test_a_failed_capture_is_the_last(
+    steps: CapturedSteps, monkeypatch: pytest.MonkeyPatch, error: Exception, word: str
+) -> None:
+    def capture(*_given: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(CapturedSteps, "_captured", capture)
+    for _ in range(4):
+        assert steps.take(lambda *_: None, [batch(2)], 1.0) is None  # type: ignore[arg-type,return-value]
+    assert word in (steps.obstacle or "")
+    assert len(steps.take_news()) == 1
+    assert not steps.held
