@@ -24,6 +24,8 @@ _STARTED = time.monotonic()
 
 # Once for all: the estimator starts other processes, in seconds, where the path is another.
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+# Helpers of one folder serve others too, also where only one folder is run.
+sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
 
 # A machine that is busy with something else makes no test fail.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
