@@ -78,19 +78,11 @@ def _keys(task: str) -> tuple[str, ...]:
 
 def _values(task: str, key: str) -> list[str]:
     """Names of the presets, or the fixed values of a key."""
-    from trainfit.conf.composition import GROUPS, options, schema_of
+    from trainfit.conf.composition import GROUPS, key_type, options
 
     if key in GROUPS:
         return list(options(task, key))
-    return [_shown(value) for value in _words(_kind(schema_of(task), key))]
-
-
-def _kind(kind: Any, key: str) -> Any:
-    from trainfit.core import codec
-
-    for part in key.split("."):
-        kind = codec.hints(kind).get(part) if isinstance(kind, type) else None
-    return kind
+    return [_shown(value) for value in _words(key_type(task, key))]
 
 
 def _words(kind: Any) -> list[Any]:

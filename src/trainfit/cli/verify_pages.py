@@ -14,6 +14,7 @@ from trainfit.measuring.observe import Observed
 from trainfit.measuring.receipt import EVIDENCE, read_receipt
 from trainfit.measuring.trace import Evidence
 from trainfit.measuring.verdicts import VERDICTS
+from trainfit.reports.model import cell
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -95,15 +96,9 @@ def table(verified: Verified) -> RenderableType:
     for item in items:
         word, style = _STATUS[item.status]
         said = item.evidence + (f"\n→ {item.mend}" if item.mend else "")
-        shown = (_word(item.requested), _word(item.observed), said)
+        shown = (cell(item.requested), cell(item.observed), said)
         grid.add_row(item.name, Text(word, style), *(Text(text) for text in shown))
     return Group(f"Receipt of {verified.receipt.run}", grid, verified.receipt.verdict())
-
-
-def _word(value: Any) -> str:
-    if value is None:
-        return "–"
-    return ("yes" if value else "no") if isinstance(value, bool) else str(value)
 
 
 # ── Markdown ──────────────────────────────────────────────────────────────────────────────────
@@ -122,7 +117,7 @@ def markdown(verified: Verified) -> str:
 
     options = {"trim_blocks": True, "lstrip_blocks": True, "keep_trailing_newline": True}
     environment = Environment(undefined=StrictUndefined, **options)  # type: ignore[arg-type]
-    environment.filters["word"] = _word
+    environment.filters["word"] = cell
     text = Path(__file__).with_name("status_report.md.j2").read_text(encoding="utf-8")
     receipt, figures = verified.receipt, verified.figures
     items = sorted(receipt.items, key=lambda item: list(_STATUS).index(item.status))

@@ -50,7 +50,7 @@ class Composed:
 
 def flat_values(config: Config) -> dict[str, Any]:
     """Values of a configuration by dotted key."""
-    return dict(_flat(codec.encode(config)))
+    return dict(flatten(codec.encode(config)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,37 +139,27 @@ def preset(task: str, hardware: str) -> dict[str, Any]:
 @cache
 def keys(task: str) -> tuple[str, ...]:
     """Every dotted key of a task's configuration."""
-
-    def walk(kind: type, prefix: str) -> Iterator[str]:
-        for field in fields(kind):
-            inner = codec.hints(kind)[field.name]
-            name = f"{prefix}{field.name}"
-            if is_dataclass(inner) and isinstance(inner, type):
-                yield from walk(inner, f"{name}.")
-            else:
-                yield name
-
-    return tuple(walk(schema_of(task), ""))
+    return tuple(name for name, _, _ in _leaves(schema_of(task)))
 
 
-def schema_defaults(kind: type, prefix: str = "") -> dict[str, Any]:
+def schema_defaults(kind: type) -> dict[str, Any]:
     """Defaults that the schema itself gives, by dotted key; the YAML files give all others."""
-    found: dict[str, Any] = {}
-    for field in fields(kind):
-        inner = codec.hints(kind)[field.name]
-        if is_dataclass(inner) and isinstance(inner, type):
-            found |= schema_defaults(inner, f"{prefix}{field.name}.")
-        elif field.default is not MISSING:
-            found[f"{prefix}{field.name}"] = field.default
-    return found
+    return {name: default for name, _, default in _leaves(kind) if default is not MISSING}
 
 
 def key_type(task: str, key: str) -> Any:
-    """The type of a dotted key, with its bounds."""
-    found: Any = schema_of(task)
-    for part in key.split("."):
-        found = codec.hints(found)[part]
-    return found
+    """The type of a dotted key, with its bounds; None for an unknown key."""
+    return next((kind for name, kind, _ in _leaves(schema_of(task)) if name == key), None)
+
+
+def _leaves(kind: type, prefix: str = "") -> Iterator[tuple[str, Any, Any]]:
+    """Dotted key, type and default of everything that a schema lets one set."""
+    for field in fields(kind):
+        inner = codec.hints(kind)[field.name]
+        if is_dataclass(inner) and isinstance(inner, type):
+            yield from _leaves(inner, f"{prefix}{field.name}.")
+        else:
+            yield f"{prefix}{field.name}", inner, field.default
 
 
 def schema_of(task: str) -> type[Config]:
@@ -308,13 +298,14 @@ def _origins(
 def layer(task: str, group: str, name: str) -> dict[str, Any]:
     """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
     data = yaml.safe_load((task_folder(task) / group / f"{name}.yaml").read_text()) or {}
-    return dict(_flat({key: value for key, value in data.items() if key != "defaults"}))
+    return dict(flatten({key: value for key, value in data.items() if key != "defaults"}))
 
 
-def _flat(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and values of nested mappings."""
     for key, value in data.items():
         if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
+            yield from flatten(value, f"{prefix}{key}.")
         else:
             yield f"{prefix}{key}", value
 

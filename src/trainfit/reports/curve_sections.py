@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainfit.conf.composition import flatten
 from trainfit.core.records import Scalar
 from trainfit.hardware.catalogue import gpus
 from trainfit.reports.model import (
@@ -30,7 +31,6 @@ from trainfit.reports.model import (
 )
 from trainfit.reports.run_sections import (
     device_of,
-    flat,
     measured_memory,
     model_of,
     on_gpu,
@@ -368,7 +368,7 @@ def _curves(runs: Sequence[RunFiles]) -> list[Block]:
 
 
 def _differences(runs: Sequence[RunFiles]) -> Block:
-    tables = [flat(run.config.get("config", {})) for run in runs]
+    tables = [dict(flatten(run.config.get("config", {}))) for run in runs]
     keys = dict.fromkeys(key for table in tables for key in table)
     rows = []
     for key in keys:

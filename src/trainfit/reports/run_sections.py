@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from trainfit.conf.composition import flatten
 from trainfit.core.errors import redact_words
 from trainfit.core.plan_records import MemoryEstimate, Plan
 from trainfit.core.records import HardwareProfile
@@ -139,21 +140,11 @@ def _counts(counts: Mapping[str, Any]) -> str:
     return ", ".join(said)
 
 
-def flat(config: Any, prefix: str = "") -> dict[str, Any]:
-    """A nested configuration by dotted names."""
-    if not isinstance(config, Mapping):
-        return {prefix: config}
-    found: dict[str, Any] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}.{key}" if prefix else str(key))
-    return found
-
-
 def _configuration(run: RunFiles) -> Table:
     origins = run.config.get("origins") or {}
     rows = [
         (key, cell(value) if not isinstance(value, list) else str(value), origins.get(key, ""))
-        for key, value in flat(run.config["config"]).items()
+        for key, value in flatten(run.config["config"])
     ]
     rows.sort(key=lambda row: row[2] == "default")
     return Table(
