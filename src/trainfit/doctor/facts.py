@@ -66,10 +66,12 @@ def watch_gpus(
         )
         for gpu in report.gpus
     ]
-    samples = []
+    shares: list[list[int]] = [[] for _ in report.gpus]
     for _ in range(SAMPLES if any(working) else 0):
         sleep(SECONDS / SAMPLES)
-        samples.append([gpu.state.utilisation_percent for gpu in probe_nvml(load, pid).gpus])
+        for taken, gpu in zip(shares, probe_nvml(load, pid).gpus, strict=False):
+            if (share := gpu.state.utilisation_percent) is not None:
+                taken.append(share)
     return tuple(
         GpuActivity(
             index=index,
@@ -77,16 +79,11 @@ def watch_gpus(
             memory_gib=gpu.memory_gib or 0.0,
             used_gib=gpu.state.memory_used_gib or 0.0,
             processes=processes,
-            utilisation=tuple(
-                share
-                for sample in samples
-                for share in sample[index : index + 1]
-                if share is not None
-            )
-            if processes
-            else (),
+            utilisation=tuple(taken) if processes else (),
         )
-        for index, (gpu, processes) in enumerate(zip(report.gpus, working, strict=True))
+        for index, (gpu, processes, taken) in enumerate(
+            zip(report.gpus, working, shares, strict=True)
+        )
     )
 
 
