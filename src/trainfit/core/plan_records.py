@@ -192,7 +192,7 @@ class TimeEstimate(Record):
     stages: dict[str, float] = field(default_factory=dict, hash=False)
     """Seconds of each stage of the job, as the time line of a run names them."""
     by_rule: dict[str, float] = field(default_factory=dict, hash=False)
-    """The same without what earlier runs on this machine taught."""
+    """Seconds of each stage by rule alone, before what earlier runs on this machine taught."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

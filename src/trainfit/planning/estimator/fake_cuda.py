@@ -135,7 +135,7 @@ def _take_foreach() -> None:
 
 
 def _autocast_as_cuda() -> None:
-    """Have autocast of CUDA be the CPU's, which computes like it here."""
+    """Redirect CUDA's autocast to the CPU's, which takes CUDA's decisions in this process."""
     plain = torch.autocast.__init__
 
     def initialise(self: Any, device_type: str, dtype: Any = None, **options: Any) -> None:
