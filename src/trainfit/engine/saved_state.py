@@ -10,6 +10,7 @@ import hashlib
 import math
 import random
 from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, cast
@@ -141,16 +142,27 @@ def plain_name(name: str) -> str:
 
 
 @timeline.stage("build")
-def frozen_checksum(model: nn.Module) -> str | None:
-    """Checksum of the frozen weights; None where all are trained."""
-    frozen = [(plain_name(n), p) for n, p in model.named_parameters() if not p.requires_grad]
+def frozen_checksum(model: nn.Module) -> Future[str | None]:
+    """Begin to compute the checksum of the frozen weights; None where all are trained.
+
+    A thread works on them as they are now, wherever the model is moved to meanwhile: gigabytes take
+    seconds, and the first checkpoint is the first to need the answer.
+    """
+    named = model.named_parameters()
+    frozen = [(plain_name(n), p.detach()) for n, p in named if not p.requires_grad]
+    pool = ThreadPoolExecutor(1, "checksum")
+    found = pool.submit(_checksum, frozen)
+    pool.shutdown(wait=False)
+    return found
+
+
+def _checksum(frozen: list[tuple[str, Tensor]]) -> str | None:
     if not frozen:
         return None
     digest = hashlib.sha256()
-    for name, parameter in sorted(frozen, key=lambda pair: pair[0]):
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        data = parameter.detach().cpu().contiguous().flatten().view(torch.uint8)
-        digest.update(data.numpy().data)
+    for name, weight in sorted(frozen, key=lambda pair: pair[0]):
+        digest.update(f"{name} {weight.dtype} {tuple(weight.shape)}".encode())
+        digest.update(weight.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -44,7 +45,7 @@ class Session:
     line: Callable[[TrainRow], str]
     observers: Sequence[Observer]
     ideal_seconds: Callable[[Sequence[int]], float] | None
-    frozen: str | None
+    frozen: Future[str | None]
     """Checksum of the frozen weights."""
     shared: Shared
     saved_step: int | None = None
@@ -364,7 +365,7 @@ class Session:
                 "progress": self.progress.to_data(),
                 "random": random_states,
                 "scale": scale and [scale.factor.item(), scale.quiet_steps.item()],
-                "frozen": self.frozen,
+                "frozen": self.frozen.result(),
                 "optimizer": optimizer_rest,
                 "task": task_rest,
             },

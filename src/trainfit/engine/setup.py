@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -178,7 +179,7 @@ def _fits(build: Callable[[], T], what: str) -> T:
 
 
 @timeline.stage("build")
-def place(parts: Parts, run: Path, frozen: str | None, *, resume: bool) -> Start:
+def place(parts: Parts, run: Path, frozen: Future[str | None], *, resume: bool) -> Start:
     """Restore the newest good checkpoint, or start at the first step."""
     launch = find_launch(parts.world)
     with first_writes(parts.world) as looks:
@@ -247,10 +248,12 @@ def _apply_changes(
     return events
 
 
-def _restore(parts: Parts, folder: Path, frozen: str | None) -> tuple[Progress, tuple[Notice, ...]]:
+def _restore(
+    parts: Parts, folder: Path, frozen: Future[str | None]
+) -> tuple[Progress, tuple[Notice, ...]]:
     """Restore model, optimizer, progress and random state from a checkpoint."""
     state = checkpoint.read_state(folder)
-    if state["frozen"] != frozen:
+    if state["frozen"] != frozen.result():
         raise BadInput(
             f"the weights that are not trained are not those {folder} was trained with",
             "use the model of the run",

@@ -8,6 +8,7 @@ and captured steps know.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -28,7 +29,7 @@ class Shared:
     parts: Parts | None = None
     profiled: bool = False
     """A step was profiled for the receipt; later folds run the same code."""
-    frozen: str | None = None
+    frozen: Future[str | None] = field(default_factory=Future)
     """Checksum of the frozen weights."""
     best: Mapping[str, Tensor] | None = None
     """Trained weights of the fold's best evaluation, in host memory; None where they are not."""

@@ -28,7 +28,6 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Dataset, IntArray, Tokens
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
-from trainfit.engine.saved_state import find_nonfinite
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
 from trainfit.jobs.baselines import Arrays, in_background
 from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds, opening
@@ -336,16 +335,12 @@ def _check_vocabulary(prepared: PreparedEncoder) -> None:
 
 
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
-    """The model, with weights that are numbers: a damaged file would spoil every step."""
+    """Build the model; random weights are drawn on the device that it trains on."""
     asked, weights = prepared.config.model, prepared.chosen.weights
     build = partial(prepared.build, asked, weights=weights, **model_decisions(plan))
     if weights == "random":
         return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
-    if name := find_nonfinite(model):
-        raise BadInput(
-            f"the weight {name} of {asked.name} is not finite", "get another copy of the model"
-        )
     return model
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.core.errors import BadInput, refusing
 from trainfit.data.model_files import plain_config, read_weights
+from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
 from trainfit.hardware.model_shapes import (
     ModelShape,
@@ -66,6 +67,8 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
     if kept is not None and key in kept:
         return copy.deepcopy(kept[key])
     model, complete = _read(config, place, dtype)
+    if name := find_nonfinite(model):  # a damaged file would spoil every step
+        raise BadInput(f"the weight {name} of {place} is not finite", "get another copy of it")
     if kept is not None and complete:
         for oldest in list(kept)[: 1 - _MOST_KEPT]:
             del kept[oldest]
