@@ -126,7 +126,8 @@ def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
 
     def prepare(composed: Composed) -> Any:
         if task == "gpt":
-            tokens: Any = SimpleNamespace(train=np.zeros(1 << 18, dtype=np.int8))
+            ids = np.zeros(1 << 18, dtype=np.int8)
+            tokens: Any = SimpleNamespace(train=ids, validation=ids)
             return PreparedGpt(composed=composed, data=tokens)
         lengths = DATA[data](task, composed.config.data.max_length)
         starts = np.cumsum(lengths) - lengths

@@ -90,7 +90,7 @@ class PreparedGpt:
             question=asked,
             profile=profile,
             ranks=ranks,
-            load=load_of(config, asked, self.data.header.validation.tokens),
+            load=load_of(config, asked, len(self.data.validation)),
         )
 
     def facts(self) -> dict[str, Any]:
