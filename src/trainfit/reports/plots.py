@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from html import escape
+from importlib import resources
 from pathlib import Path
 
 from trainfit.core.errors import BadInput
@@ -19,20 +20,6 @@ from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 
 _LINES = 5
 """Approximate number of grid lines of an axis."""
-_STYLE = """
-text { font: 13px system-ui, sans-serif; fill: #1f2328; }
-.title { font-size: 16px; font-weight: 600; }
-.small { font-size: 11px; }
-.middle { text-anchor: middle; }
-.end { text-anchor: end; }
-.back { fill: #ffffff; }
-.grid { stroke: #d0d7de; stroke-width: 1; }
-@media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; }
-  .back { fill: #0d1117; }
-  .grid { stroke: #30363d; }
-}
-"""
 
 
 def picture(width: int, height: int, title: str, style: str, body: Iterable[str]) -> str:
@@ -41,12 +28,18 @@ def picture(width: int, height: int, title: str, style: str, body: Iterable[str]
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" '
             f'width="{width}" height="{height}" role="img" aria-label="{escaped(title)}">',
-            f"<style>{_STYLE.strip()}\n{style.strip()}\n</style>",
+            f"<style>{css('picture')}\n{style.strip()}\n</style>",
             f'<rect class="back" width="{width}" height="{height}"/>',
             *body,
             "</svg>\n",
         ]
     )
+
+
+def css(name: str) -> str:
+    """Style sheet of a kind of picture."""
+    place = resources.files("trainfit.reports.html").joinpath(f"{name}.css")
+    return place.read_text(encoding="utf-8").strip()
 
 
 def text_at(x: float, y: float, content: str, kind: str) -> str:
@@ -73,20 +66,6 @@ PLAN_WIDTH, HEIGHT = 760, 420
 LEFT, RIGHT, TOP, BOTTOM = 64, 24, 84, 52
 _LABEL = 30  # the width that a number needs
 _PARTS = ("weights", "optimizer", "gradients", "activations", "rest")
-_PLAN_STYLE = """
-.capacity { stroke: #cf222e; stroke-width: 2; stroke-dasharray: 6 4; }
-.chosen { fill: none; stroke: #1f2328; stroke-width: 2; }
-.weights { fill: #2f6fb5; }
-.optimizer { fill: #8a63c9; }
-.gradients { fill: #d98324; }
-.activations { fill: #2e9461; }
-.rest { fill: #8b949e; }
-.over { opacity: 0.4; }
-@media (prefers-color-scheme: dark) {
-  .capacity { stroke: #ff7b72; }
-  .chosen { stroke: #e6edf3; }
-}
-"""
 
 
 def memory_plot(
@@ -114,7 +93,7 @@ def memory_plot(
             body.append(text_at(middle, HEIGHT - BOTTOM + 18, str(size), "middle"))
     body.append(_line(_y(capacity_gib, axis), "capacity"))
     body.append(text_at((LEFT + PLAN_WIDTH - RIGHT) / 2, HEIGHT - 10, "batch size", "middle"))
-    return picture(PLAN_WIDTH, HEIGHT, title, _PLAN_STYLE, body)
+    return picture(PLAN_WIDTH, HEIGHT, title, css("memory"), body)
 
 
 def write_plot(path: Path, svg: str) -> None:
@@ -204,17 +183,6 @@ _TOP = 76
 _SPEED = (176, 520)
 """Left and right end of the speed-up's axis; behind it is room for the numbers."""
 _MEMORY = (640, 780)
-_LADDER_STYLE = """
-.one { stroke: #8b949e; stroke-width: 1; stroke-dasharray: 4 3; }
-.whisker { stroke: #1f2328; stroke-width: 1.5; fill: none; }
-.speed { fill: #2f6fb5; }
-.aside { fill: #8b949e; }
-.without { fill: #d98324; }
-.memory { fill: #2e9461; }
-@media (prefers-color-scheme: dark) {
-  .whisker { stroke: #e6edf3; }
-}
-"""
 
 
 def ladder_plot(ladder: Ladder) -> str:
@@ -240,7 +208,7 @@ def ladder_plot(ladder: Ladder) -> str:
         start = _TOP + _ROW * (len(ladder.steps) + gap)
         body.append(text_at(16, start - 12, "The best without one of them", "small"))
         body += _rows(ladder.without, start, "without", speed, memory)
-    return picture(LADDER_WIDTH, height, title, _LADDER_STYLE, body)
+    return picture(LADDER_WIDTH, height, title, css("ladder"), body)
 
 
 def _rows(
