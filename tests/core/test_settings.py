@@ -1,6 +1,8 @@
 """The table of settings agrees with the schema, the plan and the tools that it names."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +16,7 @@ from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
 from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
+from trainfit.jobs.encoder import model_decisions
 from trainfit.planning import cuts
 from trainfit.planning.question import Pin, Question
 
@@ -36,7 +39,8 @@ def test_every_key_is_in_a_schema_and_every_field_in_a_plan():
     places = {field.name for field in fields(Plan)}
     places |= {f"runtime.{field.name}" for field in fields(RuntimeSettings)}
     named = {row.field for row in SETTINGS if row.field}
-    assert named <= places | {"workload.max_length", "task.arguments.loss_chunk"}
+    arguments = {f"task.arguments.{name}" for name in ("loss_chunk", "attention_dropout")}
+    assert named <= places | arguments | {"workload.max_length"}
 
 
 def test_names_keys_and_aliases_mean_one_setting_each():
@@ -85,3 +89,27 @@ def test_fewer_tokens_than_the_longest_sequence_are_refused():
     profile = as_if(find("h200"))
     with pytest.raises(BadInput, match="100 tokens does not fit a micro-batch of 64"):
         cuts.fixed_settings(question(micro_batch_tokens=64), profile, ranks=1)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "asked", "planned"),
+    [("h200", None, 0.0), ("h200", 0.2, 0.2), ("t4", None, None), ("t4", 0.2, 0.2)],
+)
+def test_packed_rows_have_attention_dropout_on_request(
+    gpu: str, asked: float | None, planned: float | None
+):
+    """Without one, padded rows have the model's own, and packed ones none."""
+    made = replace(question(), arguments={"attention_dropout": asked})
+    basis = cuts.fixed_settings(made, as_if(find(gpu)), ranks=1)
+    assert basis.arguments["attention_dropout"] == planned
+    plan: Any = SimpleNamespace(
+        packed=gpu == "h200",
+        workload=SimpleNamespace(method="full"),
+        gradient_checkpointing="none",
+        weights_dtype="float32",
+        liger=False,
+    )
+    model: Any = SimpleNamespace(attention_dropout=asked)
+    assert ({"attention_dropout": asked} | model_decisions(plan, model))[
+        "attention_dropout"
+    ] == planned

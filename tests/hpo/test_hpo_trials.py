@@ -375,23 +375,6 @@ def test_what_does_not_fit_is_rejected_before_it_starts(
     assert len(trials) == 6
 
 
-def test_a_value_that_could_not_reach_the_run_is_rejected(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """Kernels for packed rows have no attention dropout."""
-
-    def packed(*args: Any, **more: Any) -> Plan:
-        return replace(quick_plan(*args, **more), packed=True, gradient_accumulation_steps=1)
-
-    monkeypatch.setattr(planner, "plan", packed)
-    study = search(tmp_path, "model.attention_dropout=0.0,0.2", "hpo.trials=5")
-    dropouts = {t.number: t.params["model.attention_dropout"] for t in study.study.trials}
-    assert 0.2 in dropouts.values()
-    for trial in study.study.trials:
-        rejected = "no attention dropout" in trial.user_attrs.get("reason", "")
-        assert rejected == bool(dropouts[trial.number])
-
-
 def test_a_trial_that_diverges_ends_alone(tmp_path: Path):
     study, objective = opened(tmp_path, "hpo.trials=2", "training.nonfinite=stop")
     train = objective.train

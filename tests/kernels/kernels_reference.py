@@ -18,7 +18,7 @@ from torch import Tensor
 def install_reference() -> Any:
     """The library that holds the kernels; `_destroy()` takes them back."""
     library: Any = torch.library.Library("torch_attn", "IMPL")
-    library.impl("_varlen_attn", _forward, "CPU")
+    library.impl("_varlen_attn", forward, "CPU")
     library.impl("_varlen_attn_backward", _backward, "CPU")
     return library
 
@@ -49,7 +49,7 @@ def _pieces(starts: Tensor, longest: int) -> Iterator[slice]:
         yield slice(begin, min(end, begin + longest))
 
 
-def _forward(
+def forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,

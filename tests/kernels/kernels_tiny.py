@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,40 @@ def logits_and_gradients(
     functional.cross_entropy(logits, labels, reduction="sum").backward()
     gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     return logits.detach(), gradients
+
+
+def taken_shares(attend: Callable[[Tensor], Tensor], value: Tensor, starts: Tensor) -> Tensor:
+    """Shares that queries take of the keys of their sequence, `[heads, tokens, longest]`.
+
+    Values that are rows of the identity show them, a few keys at a time.
+    """
+    lengths = starts.diff()
+    ids = torch.repeat_interleave(torch.arange(len(lengths), device=value.device), lengths)
+    place = torch.arange(len(value), device=value.device) - starts[ids]
+    head, found = value.shape[-1], []
+    for begin in range(0, int(lengths.max()), head):
+        picked = torch.zeros_like(value)
+        here = ((place >= begin) & (place < begin + head)).nonzero()[:, 0]
+        picked[here, :, place[here] - begin] = 1
+        found.append(attend(picked).permute(1, 0, 2))
+    return torch.cat(found, -1).float()
+
+
+def check_kept(shares: Tensor, dropped: Tensor, probability: float, precision: float) -> Tensor:
+    """Factors by which dropout multiplied the shares: 0, or what keeps their sum."""
+    kept = (dropped > 0).float() / (1 - probability)
+    error = torch.linalg.norm(dropped - shares * kept) / torch.linalg.norm(shares)
+    assert error < precision
+    seen = shares > 1e-4  # beyond a window, or rounded away, nothing can be told
+    rate = 1 - (dropped[seen] > 0).float().mean().item()
+    # The flash kernel draws bytes; the rest is five deviations of so many draws.
+    assert abs(rate - probability) < 1 / 256 + 5 * (0.25 / int(seen.sum())) ** 0.5
+    return kept
+
+
+def relative_error(found: Tensor, sure: Tensor) -> float:
+    found, sure = found.double(), sure.double()
+    return (torch.linalg.norm(found - sure) / torch.linalg.norm(sure)).item()
 
 
 def in_the_interpreter(script: str) -> None:

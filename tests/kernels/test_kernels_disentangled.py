@@ -8,7 +8,16 @@ from typing import Any
 
 import pytest
 import torch
-from kernels_tiny import FILLER, in_the_interpreter, logits_and_gradients, packed, padded
+from kernels_tiny import (
+    FILLER,
+    check_kept,
+    in_the_interpreter,
+    logits_and_gradients,
+    packed,
+    padded,
+    relative_error,
+    taken_shares,
+)
 from torch import Tensor
 
 from trainfit.core.errors import BadInput
@@ -48,9 +57,15 @@ def deberta(path: str = "auto", **overrides: Any) -> EncoderClassifier:
 
 
 def plain(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    positions: Tensor,
+    starts: Tensor,
+    longest: int,
+    kept: Tensor | None = None,
 ) -> Tensor:
-    """The formula, one sequence at a time."""
+    """The formula, one sequence at a time; `kept` are dropout's factors."""
     found = []
     for begin, end in pairwise(starts.tolist()):
         token = torch.arange(end - begin, device=query.device)
@@ -59,8 +74,36 @@ def plain(
         scores = torch.einsum("ihd,jhd->hij", asked, keys)
         scores = scores + torch.einsum("ihd,ijhd->hij", asked, positions[0][far + longest - 1])
         scores = scores + torch.einsum("jhd,ijhd->hij", keys, positions[1][longest - 1 - far])
-        found.append(torch.einsum("hij,jhd->ihd", (0.2 * scores).softmax(-1), values))
+        shares = (0.2 * scores).softmax(-1)
+        if kept is not None:
+            shares = shares * kept[:, begin:end, : end - begin]
+        found.append(torch.einsum("hij,jhd->ihd", shares, values))
     return torch.cat(found)
+
+
+def check_dropout(attend: Any, tensors: list[Tensor], starts: Tensor, longest: int) -> None:
+    """Compare with the formula under the same factors, which the kernel itself shows."""
+    query, key, value, positions = tensors
+    seeds = [torch.tensor([seed], device=query.device) for seed in (11, 12)]
+
+    def shares(seed: Tensor | None, dropout: float) -> Tensor:
+        return taken_shares(
+            lambda v: attend(query, key, v, positions, starts, seed, longest, 0.2, dropout)[0],
+            value,
+            starts,
+        ).detach()
+
+    dropped, other = shares(seeds[0], 0.3), shares(seeds[1], 0.3)
+    kept = check_kept(shares(None, 0.0), dropped, 0.3, 1e-4)
+    assert ((dropped > 0) != (other > 0)).any()
+    sure = plain(*tensors, starts, longest, kept)
+    found, _ = attend(*tensors, starts, seeds[0], longest, 0.2, 0.3)
+    again, _ = attend(*tensors, starts, seeds[0], longest, 0.2, 0.3)
+    assert torch.equal(found, again)
+    slope = torch.randn_like(sure)
+    wanted = torch.autograd.grad(sure, tensors, slope)
+    got = torch.autograd.grad(found, tensors, slope)
+    assert max(map(relative_error, (found, *got), (sure, *wanted))) < 1e-4
 
 
 def inputs(
@@ -70,11 +113,6 @@ def inputs(
     starts = torch.tensor([0, *lengths]).cumsum(0).int().to(how.get("device", "cpu"))
     shapes = [(int(starts[-1]), heads, head)] * 3 + [(2, 2 * longest, heads, head)]
     return [torch.randn(shape, **how).requires_grad_() for shape in shapes], starts
-
-
-def relative_error(found: Tensor, sure: Tensor) -> float:
-    found, sure = found.double(), sure.double()
-    return (torch.linalg.norm(found - sure) / torch.linalg.norm(sure)).item()
 
 
 def test_a_model_on_the_cpu_takes_its_own_code_and_refuses_the_kernel() -> None:
@@ -108,7 +146,6 @@ def test_which_batches_it_takes() -> None:
     assert disentangled.obstacle(config, capability=None, longest=256) is None
     assert "257" in str(disentangled.obstacle(config, capability=(9, 0), longest=257))
     assert "7.5" in str(disentangled.obstacle(config, capability=(7, 5), longest=8))
-    assert "dropout" in str(disentangled.obstacle(config, capability=(8, 0), dropout=0.1))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")
@@ -116,7 +153,8 @@ def test_the_kernels_in_the_interpreter() -> None:
     """Triton can run its kernels in Python, in a process where nobody has imported it yet."""
     script = """
 import torch
-from test_kernels_disentangled import inputs, plain, relative_error
+from kernels_tiny import relative_error
+from test_kernels_disentangled import check_dropout, inputs, plain
 from trainfit.kernels import disentangled_triton as kernels
 kernels.BLOCK = 16
 tensors, starts = inputs((5, 33, 0, 1, 40), 40, 2, 16)
@@ -124,9 +162,26 @@ sure = plain(*tensors, starts, 40)
 slope = torch.randn_like(sure)
 gradients = torch.autograd.grad(sure, tensors, slope)
 given = [t.detach() for t in tensors]
-out, sums = kernels.forward(*given, starts, 40, 0.2)
-found = kernels.backward(slope, *given, starts, out, sums, 40, 0.2)
+out, sums = kernels.forward(*given, starts, None, 40, 0.2, 0.0)
+found = kernels.backward(slope, *given, starts, None, out, sums, 40, 0.2, 0.0)
 assert max(map(relative_error, (out, *found), (sure, *gradients))) < 1e-5
+
+class Kernel(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, *given):
+        *given, ctx.starts, ctx.seed, longest, scale, dropout = given
+        ctx.numbers = longest, scale, dropout
+        out, sums = kernels.forward(*given, ctx.starts, ctx.seed, *ctx.numbers)
+        ctx.save_for_backward(*given, out, sums)
+        return out, sums
+
+    @staticmethod
+    def backward(ctx, slope, _):
+        *given, out, sums = ctx.saved_tensors
+        found = kernels.backward(slope, *given, ctx.starts, ctx.seed, out, sums, *ctx.numbers)
+        return *found, *(None,) * 5
+
+check_dropout(Kernel.apply, tensors, starts, 40)
 """
     in_the_interpreter(script)
 
@@ -142,13 +197,15 @@ class TestOnGpu:
     def test_the_kernel_is_the_formula(self, lengths: tuple[int, ...], head: int) -> None:
         tensors, starts = inputs(lengths, 512, 3, head, device="cuda")
         sure = plain(*tensors, starts, 512)
-        found, _ = disentangled.disentangled_attention(*tensors, starts, 512, 0.2)
+        attend = disentangled.disentangled_attention
+        found, _ = attend(*tensors, starts, None, 512, 0.2, 0.0)
         slope = torch.randn_like(sure)
         wanted = torch.autograd.grad(sure, tensors, slope)
         got = torch.autograd.grad(found, tensors, slope)
         assert relative_error(found, sure) < 1e-4
         for gradient, reference in zip(got, wanted, strict=True):
             assert relative_error(gradient, reference) < 1e-4
+        check_dropout(attend, tensors, starts, 512)
 
     def test_the_model_is_transformers_own_in_float32(self) -> None:
         batch = packed(LENGTHS, filler=300, device="cuda")

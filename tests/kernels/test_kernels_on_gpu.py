@@ -146,11 +146,12 @@ def test_compiled_it_is_the_same(name: str, path: attention.Path) -> None:
     assert distance(joined[1], exact) <= 2 * distance(joined[0], exact)
 
 
-def test_nothing_waits_for_the_gpu() -> None:
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_nothing_waits_for_the_gpu(dropout: float) -> None:
     batch = packed(LENGTHS, filler=44, device="cuda")
     shape = (1, 4, batch["input_ids"].shape[1], 64)
     part = torch.randn(shape, device="cuda", requires_grad=True)
-    call: dict[str, Any] = {"scaling": None, "dropout": 0.0, "windowed": True, "softcap": None}
+    call: dict[str, Any] = {"scaling": None, "dropout": dropout, "windowed": True, "softcap": None}
     torch.cuda.set_sync_debug_mode("error")
     try:
         with torch.autocast("cuda", BF16):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels_reference import forward as reference_forward
 from kernels_reference import install_reference
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, tiny
 
-from trainfit.core.errors import BadInput
 from trainfit.kernels import attention
 from trainfit.kernels.attention import MaskedAttention, masked_attention
 from trainfit.kernels.layout import Layout, lay_out
@@ -112,13 +112,32 @@ def test_no_gradient_from_the_filler(name: str) -> None:
     assert (embedding[2:FILLER] != 0).any()
 
 
-@pytest.mark.usefixtures("reference_kernel")
-def test_what_no_kernel_does_is_refused_by_the_layer_that_asks() -> None:
-    batch = packed(LENGTHS)
-    made = varlen_attention(lay_out(**batch), None, torch.float32)
-    part = torch.ones(1, 2, batch["input_ids"].shape[1], 8)
-    with pytest.raises(BadInput, match=r"dropout 0\.1"):
-        made(torch.nn.Module(), part, part, part, **CALL | {"dropout": 0.1})
+def test_dropout_takes_the_operator_that_has_it_with_the_same_rows() -> None:
+    """A stand-in drops nothing and notes what it was asked; the gradient's state is torch's."""
+    batch = packed(LENGTHS, filler=7)
+    made = varlen_attention(lay_out(**batch), 9, torch.float32)
+    part = torch.randn(1, 2, batch["input_ids"].shape[1], 8, requires_grad=True)
+    asked: list[Any] = []
+
+    def stand_in(query: Any, key: Any, value: Any, *rest: Any, **options: Any) -> Any:
+        asked.append((rest[4], options))
+        window = [options["window_size_left"], options["window_size_right"]]
+        found = reference_forward(query, key, value, *rest[:4], rest[5], options["scale"], window)
+        return *found, torch.zeros((), dtype=torch.uint64), query.new_empty(0)
+
+    library: Any = torch.library.Library("aten", "IMPL")
+    library.impl("_flash_attention_forward", stand_in, "CPU")
+    reference = install_reference()
+    try:
+        call = CALL | {"scaling": 0.3, "windowed": True}
+        sure = made(torch.nn.Module(), part, part, part, **call)
+        found = made(torch.nn.Module(), part, part, part, **call | {"dropout": 0.25})
+    finally:
+        library._destroy()
+        reference._destroy()
+    assert torch.equal(found, sure)
+    assert asked[0][0] == 0.25
+    assert "FlashAttentionBackward" in found.grad_fn.next_functions[0][0].name()
 
 
 @pytest.mark.usefixtures("reference_kernel")

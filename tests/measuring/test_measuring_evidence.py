@@ -58,6 +58,7 @@ def test_what_a_plain_step_does_is_seen():
         "tf32": "not_applicable",
         "fused_optimizer": "active",
         "attention": "not_applicable",
+        "attention_dropout": "not_applicable",
         "flash_attention": "not_applicable",
         "compile": "off",
         "cuda_graphs": "not_applicable",
@@ -277,16 +278,20 @@ def test_the_attention_kernel_that_ran_is_named(dropout: float, kernel: str):
     assert seen.attention.calls == {kernel: 1}
     assert seen.attention.masked
     assert (seen.attention.head, seen.attention.dtype) == (4, "fp32")
+    assert seen.attention.dropout == dropout
     assert items(seen, attention="sdpa")["attention"].status == "active"
     assert items(seen, attention="varlen")["attention"].status == "not_active"
 
 
 @pytest.mark.parametrize(
     ("operator", "more"),
-    [(softcapped_attention, (6, 0.5, 5.0, 8)), (disentangled_attention, (6, 0.5))],
+    [
+        (softcapped_attention, (None, 6, 0.5, 5.0, 8, 0.2)),
+        (disentangled_attention, (None, 6, 0.5, 0.2)),
+    ],
 )
 def test_trainfits_own_attention_is_named_as_plans_name_it(
-    operator: Any, more: tuple[float, ...], monkeypatch: pytest.MonkeyPatch
+    operator: Any, more: tuple[float | None, ...], monkeypatch: pytest.MonkeyPatch
 ):
     """The operator is the one of a GPU; only the Triton kernel in it does nothing here."""
     name = operator._name.removeprefix("trainfit::").removesuffix("_attention")
@@ -296,6 +301,7 @@ def test_trainfits_own_attention_is_named_as_plans_name_it(
     positions = [torch.zeros(2, 12, 2, 16)] * (name == "disentangled")
     seen = evidence(lambda: operator(row, row, row, *positions, torch.tensor([0, 6]), *more))
     assert seen.attention.calls == {name: 1}
+    assert seen.attention.dropout == 0.2
     assert items(seen, attention=name)["attention"].status == "active"
     assert items(seen, attention="varlen")["attention"].status == "not_active"
 

@@ -94,6 +94,17 @@ def test_flash_kernels_count_as_flash(kernel: str):
     assert found["flash_attention"].status == "active"
 
 
+@pytest.mark.parametrize(
+    ("asked", "given", "status"),
+    [(0.1, 0.1, "active"), (0.1, 0.0, "not_active"), (0.0, 0.0, "off"), (None, 0.1, "active")],
+)
+def test_attention_dropout_is_what_the_kernel_was_given(asked: Any, given: float, status: str):
+    found = AttentionSeen(calls={"varlen": 12}, dropout=given)
+    item = items(seen(attention=found), attention_dropout=asked)["attention_dropout"]
+    assert (item.status, item.observed) == (status, given)
+    assert "varlen kernel" in item.evidence
+
+
 @pytest.mark.parametrize("kernel", ["disentangled", "softcapped"])
 def test_flash_is_no_question_where_the_model_needs_a_kernel_of_its_own(kernel: str):
     found = items(seen(attention=AttentionSeen(calls={kernel: 3})), attention=kernel)

@@ -83,7 +83,9 @@ def spec(settings: dict[str, Any], tokens: int, count: int, length: int, longest
 def estimates() -> dict[str, list[MemoryEstimate]]:
     """All of them from one child process."""
     small = {"name": "bert-base", "overrides": {"num_hidden_layers": 2}}
-    paths = [spec(small | {"attention": path}, 4096, 32, 128, 128) for path in ("varlen", "masked")]
+    kinds = [{"attention": "varlen"}, {"attention": "masked"}]
+    kinds.append({"attention": "varlen", "attention_dropout": 0.1})
+    paths = [spec(small | kind, 4096, 32, 128, 128) for kind in kinds]
     found = estimate_all([*measured(STEPS[:1]), *paths], find("h200"))
     return {"measured": found[:1], "paths": found[1:]}
 
@@ -114,6 +116,12 @@ def compare(rows: list[Any], found: list[MemoryEstimate]) -> None:
 
 @pytest.mark.soak
 def test_a_mask_takes_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
-    without, masked = estimates["paths"]
+    without, masked, _ = estimates["paths"]
     square = 4096**2 * 3 / 2**30  # who sees whom, and the same in bf16 for the kernel
     assert masked.peak_allocated_gib - without.peak_allocated_gib > square / 2
+
+
+@pytest.mark.soak
+def test_dropout_takes_no_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
+    without, _, dropped = estimates["paths"]
+    assert dropped.peak_allocated_gib == pytest.approx(without.peak_allocated_gib, rel=0.001)

@@ -154,7 +154,7 @@ class EncoderModel:
     """The k of first-k and last-k pooling."""
     head_dropout: Share
     attention_dropout: Share | None
-    """null: as the model's own config says. Packed rows have none."""
+    """null: as the model's own config says on padded rows, and none on packed ones."""
     feed_forward_dropout: Share | None
     """null: as the model's own config says."""
     lora_rank: Width

@@ -126,6 +126,15 @@ SETTINGS = (
     ),
     Setting(name="flash", key="model.use_flash_attention"),
     Setting(
+        name="attention_dropout",
+        key="model.attention_dropout",
+        field="task.arguments.attention_dropout",
+        pinned=False,
+        chosen_by="user",
+        learns=True,
+        receipt="attention_dropout",
+    ),
+    Setting(
         name="compile",
         key="optimization.compile",
         aliases=(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from trainfit.runtime import forget_if_full
 
 Watch = Callable[[int, int], Sequence[Observer]]
 """Observers of a fold, given the numbers of trial and fold."""
-_ATTENTION_DROPOUT = "model.attention_dropout"
 
 
 def run_trial(
@@ -64,7 +63,7 @@ def _run(
 ) -> Outcome:
     setting, trial = open_study.setting, claim.trial
     composed = setting.compose(claim.params)
-    plan = _plan(objective, composed, claim.params)
+    plan = _plan(objective, composed)
     if isinstance(plan, str):
         return Outcome(kind="pruned", reason=f"rejected: {plan}")
     facts["plan"] = _in_short(plan)
@@ -99,14 +98,12 @@ def _run(
     return Outcome(kind="complete", value=mean(values), facts=facts)
 
 
-def _plan(objective: Objective, composed: Composed, params: Mapping[str, Any]) -> Plan | str:
+def _plan(objective: Objective, composed: Composed) -> Plan | str:
     """Plan of the trial, or the reason why it cannot run."""
     try:
         plan = objective.plan(composed)
     except BadInput as error:
         return str(error)
-    if plan.packed and params.get(_ATTENTION_DROPOUT):
-        return f"packed rows have no attention dropout; leave {_ATTENTION_DROPOUT} out of the space"
     if plan.fits:
         return plan
     need = f"needs {plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "does not fit"

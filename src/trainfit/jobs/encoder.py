@@ -45,6 +45,7 @@ from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
 
 if TYPE_CHECKING:
+    from trainfit.conf.schema import EncoderModel
     from trainfit.jobs.configuration import EncoderConfig
 
 METRIC = "f1"
@@ -337,14 +338,14 @@ def _check_vocabulary(prepared: PreparedEncoder) -> None:
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
     """Build the model; random weights are drawn on the device that it trains on."""
     asked, weights = prepared.config.model, prepared.chosen.weights
-    build = partial(prepared.build, asked, weights=weights, **model_decisions(plan))
+    build = partial(prepared.build, asked, weights=weights, **model_decisions(plan, asked))
     if weights == "random":
         return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
     return model
 
 
-def model_decisions(plan: Plan) -> dict[str, Any]:
+def model_decisions(plan: Plan, asked: EncoderModel) -> dict[str, Any]:
     """The fields of ClassifierSettings that the plan decides."""
     decided: dict[str, Any] = {
         "method": plan.workload.method,
@@ -352,10 +353,10 @@ def model_decisions(plan: Plan) -> dict[str, Any]:
         "dtype": plan.weights_dtype,
         "liger": plan.liger,
     }
-    if plan.packed:  # variable-length kernels have none
-        decided["attention_dropout"] = 0.0
-    else:  # nor does an evaluation take them
+    if not plan.packed:  # nor does an evaluation take packed rows
         decided["attention"] = "masked"
+    elif asked.attention_dropout is None:  # it costs time, so that packed rows have it on request
+        decided["attention_dropout"] = 0.0
     return decided
 
 

@@ -41,7 +41,7 @@ def encoder_trial(
             "a frozen encoder runs once and its head trains in no time: there is nothing to tune",
             "train it, or set model.freeze_encoder=false",
         )
-    settings = settings_from(asked.model, weights="random", **model_decisions(plan))
+    settings = settings_from(asked.model, weights="random", **model_decisions(plan, asked.model))
     tokens = synthetic_tokens(lengths, job_plan.model_facts(asked.model.name).vocabulary)
     made = ClassifierTask(
         on_device(device, lambda: build_classifier(settings)),

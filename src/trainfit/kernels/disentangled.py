@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import TERMS, model_obstacle
-from trainfit.kernels.varlen import starts_of
+from trainfit.kernels.varlen import draw_seed, starts_of
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -28,30 +28,32 @@ SPLITS = 8
 
 @torch.library.custom_op("trainfit::disentangled_attention", mutates_args=())
 def disentangled_attention(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor,
+    seed: Tensor | None, longest: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`.
 
     `positions` `[2, 2·longest, heads, d]` has the vectors that queries, and those that keys are
-    multiplied by for each distance to the other token, from 1 - longest on.
+    multiplied by for each distance to the other token, from 1 - longest on. With a `seed`
+    (`draw_seed`), a share of `dropout` of the softmax's results is dropped.
     """
     from trainfit.kernels import disentangled_triton
 
-    return disentangled_triton.forward(query, key, value, positions, starts, longest, scale)
+    tensors = (query, key, value, positions, starts, seed)
+    return disentangled_triton.forward(*tensors, longest, scale, dropout)
 
 
 @torch.library.custom_op("trainfit::disentangled_attention_backward", mutates_args=())
 def disentangled_attention_backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor,
-    starts: Tensor, out: Tensor, sums: Tensor, longest: int, scale: float,
+    starts: Tensor, seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float,
+    dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, value and positions."""
     from trainfit.kernels import disentangled_triton
 
-    return disentangled_triton.backward(
-        gradient.contiguous(), query, key, value, positions, starts, out, sums, longest, scale
-    )
+    tensors = (gradient.contiguous(), query, key, value, positions, starts, seed, out, sums)
+    return disentangled_triton.backward(*tensors, longest, scale, dropout)
 
 
 @disentangled_attention.register_fake
@@ -68,13 +70,14 @@ def _(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, ctx.longest, ctx.scale = inputs
+    *tensors, longest, scale, dropout = inputs
+    ctx.numbers = longest, scale, dropout
     ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = disentangled_attention_backward(gradient, *ctx.saved_tensors, ctx.longest, ctx.scale)
-    return *found, None, None, None
+    found = disentangled_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+    return *found, *(None,) * 5
 
 
 disentangled_attention.register_autograd(_backward, setup_context=_remember)
@@ -106,14 +109,17 @@ class DisentangledAttention:
         relative = module.pos_dropout(relative)[: 2 * module.pos_ebd_size]
         terms = torch.stack([by_query(relative), by_key(relative)])
         query = split(module.query_proj(hidden[0]))
+        dropout = float(module.dropout.p) if module.training else 0.0
         attended, _ = disentangled_attention(
             query,
             split(module.key_proj(hidden[0])),
             split(module.value_proj(hidden[0])),
             split(torch.bmm(self.chosen.to(terms.dtype), terms)),
             self.starts,
+            draw_seed(query.device) if dropout else None,
             self.longest,
             (query.shape[-1] * (1 + len(TERMS))) ** -0.5,
+            dropout,
         )
         mixed: Tensor = attended.flatten(1)[None]
         return mixed
@@ -154,7 +160,6 @@ def obstacle(
     *,
     capability: tuple[int, int] | None,
     longest: int | None = None,
-    dropout: float = 0.0,
 ) -> str | None:
     """Reason why a GPU of that compute capability cannot run this; None: it can.
 
@@ -165,8 +170,6 @@ def obstacle(
     reason = model_obstacle(config.to_dict())
     if reason is None and longest is not None and longest > _most(config):
         reason = f"sequences of {longest} tokens are longer than the {_most(config)} distances"
-    if reason is None and dropout > 0:
-        reason = f"it has attention dropout {dropout}"
     return reason
 
 

@@ -21,7 +21,12 @@ import triton.language as tl
 from torch import Tensor
 
 from trainfit.kernels.disentangled import SPLITS
-from trainfit.kernels.softcapped_triton import find_sequence, load_rows, row_pointers
+from trainfit.kernels.softcapped_triton import (
+    find_sequence,
+    kept_shares,
+    load_rows,
+    row_pointers,
+)
 
 BLOCK = 64
 WARPS = 4
@@ -30,8 +35,8 @@ STAGES = {"multiply": 3, "attend": 2, "differentiate": 3, "input": 2, "position"
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor, longest: int,
-    scale: float,
+    query: Tensor, key: Tensor, value: Tensor, positions: Tensor, starts: Tensor,
+    seed: Tensor | None, longest: int, scale: float, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
     tokens, heads, _ = query.shape
@@ -39,7 +44,7 @@ def forward(
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     products = _products(query, key, positions, starts, longest)
     _attend[_grid(starts, longest, heads)](
-        query, key, value, *products, starts, out, sums, tokens, scale,
+        query, key, value, *products, starts, seed, out, sums, tokens, scale, dropout,
         **_how("attend", query, longest),
     )  # fmt: skip
     return out, sums
@@ -47,7 +52,8 @@ def forward(
 
 def backward(
     gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, positions: Tensor,
-    starts: Tensor, out: Tensor, sums: Tensor, longest: int, scale: float,
+    starts: Tensor, seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float,
+    dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key, value and positions."""
     tokens, heads, head = query.shape
@@ -55,8 +61,8 @@ def backward(
     products = _products(query, key, positions, starts, longest)
     into_query, into_key, into_value = (torch.empty_like(t) for t in (query, key, value))
     _differentiate[grid](
-        query, key, value, *products, starts, out, sums, gradient, into_value, tokens, scale,
-        **_how("differentiate", query, longest),
+        query, key, value, *products, starts, seed, out, sums, gradient, into_value, tokens, scale,
+        dropout, **_how("differentiate", query, longest),
     )  # fmt: skip
     into_positions = []
     sides = ((query, key, into_query), (key, query, into_key))
@@ -152,7 +158,7 @@ def _multiply(
 
 @triton.jit
 def _attend(
-    query, key, value, by_query, by_key, starts, out, sums, tokens, scale,
+    query, key, value, by_query, by_key, starts, seed, out, sums, tokens, scale, dropout,
     HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -185,6 +191,8 @@ def _attend(
         shares = tl.math.exp2(scores - above[:, None])
         faded = tl.math.exp2(highest - above)
         total = total * faded + tl.sum(shares, 1)
+        if seed is not None:
+            shares *= kept_shares(seed, dropout, rows, others, count, head, HEADS)
         values = load_rows(value, start, others, count, head, HEADS, HEAD)
         mixed = mixed * faded[:, None] + tl.dot(
             shares.to(values.dtype), values, input_precision=PRECISION
@@ -199,7 +207,8 @@ def _attend(
 
 @triton.jit
 def _differentiate(
-    query, key, value, by_query, by_key, starts, out, sums, gradient, into_value, tokens, scale,
+    query, key, value, by_query, by_key, starts, seed, out, sums, gradient, into_value, tokens,
+    scale, dropout,
     HEADS: tl.constexpr, HEAD: tl.constexpr, LONGEST: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -231,10 +240,15 @@ def _differentiate(
         shares = tl.math.exp2(scores * (scale * 1.4426950408889634) - total[:, None])
         shares = tl.where(real, shares, 0.0)
         slopes = load_rows(gradient, start, rows, count, head, HEADS, HEAD)
-        given += tl.dot(tl.trans(shares.to(slopes.dtype)), slopes, input_precision=PRECISION)
+        wanted = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
+        used = shares
+        if seed is not None:
+            kept = kept_shares(seed, dropout, rows, others, count, head, HEADS)
+            wanted *= kept
+            used = shares * kept
+        given += tl.dot(tl.trans(used.to(slopes.dtype)), slopes, input_precision=PRECISION)
         attended = load_rows(out, start, rows, count, head, HEADS, HEAD)
         mean = tl.sum(slopes.to(tl.float32) * attended.to(tl.float32), 1)
-        wanted = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
         changed = (shares * (wanted - mean[:, None]) * scale).to(by_query.dtype.element_ty)
         tl.store(near, changed, mask=real)
         tl.store(far, changed, mask=real)

@@ -38,13 +38,24 @@ def load_rows(tensor, start, rows, count, head, HEADS: tl.constexpr, HEAD: tl.co
     return tl.load(pointers, mask=(rows < count)[:, None], other=0.0)
 
 
+@triton.jit
+def kept_shares(seed, dropout, rows, others, count, head, HEADS: tl.constexpr):
+    """Draw a tile of factors for the shares of keys: 0 for a dropped one, else above 1.
+
+    A seed always gives a pair of tokens of a sequence the same factor, in any tile.
+    """
+    stream = tl.load(seed) + (tl.program_id(1) * HEADS + head)
+    random = tl.rand(stream, rows[:, None] * count + others[None, :])
+    return tl.where(random >= dropout, 1.0 / (1.0 - dropout), 0.0)
+
+
 BLOCK = {16: 64, 32: 64, 64: 64, 128: 64, 256: 32}
 """Tokens of a tile by the size of a head: a large head leaves few registers."""
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float,
-    cap: float, window: int,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seed: Tensor | None, longest: int,
+    scale: float, cap: float, window: int, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`."""
     tokens, heads, head = query.shape
@@ -52,21 +63,23 @@ def forward(
     sums = torch.empty(heads, tokens, dtype=torch.float32, device=query.device)
     grid = (triton.cdiv(longest, BLOCK[head]), len(starts) - 1, heads)
     _attend[grid](
-        query, key, value, starts, out, sums, tokens, scale, cap, window, **_how(query, key)
-    )
+        query, key, value, starts, seed, out, sums, tokens, scale, cap, window, dropout,
+        **_how(query, key),
+    )  # fmt: skip
     return out, sums
 
 
 def backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor,
-    sums: Tensor, longest: int, scale: float, cap: float, window: int,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor,
+    seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float, cap: float,
+    window: int, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     tokens, heads, head = query.shape
     into_query, into_key, into_value = (torch.empty_like(t) for t in (query, key, value))
     blocks, sequences = triton.cdiv(longest, BLOCK[head]), len(starts) - 1
-    numbers = (tokens, scale, cap, window)
-    tensors = (query, key, value, starts, out, sums, gradient)
+    numbers = (tokens, scale, cap, window, dropout)
+    tensors = (query, key, value, starts, seed, out, sums, gradient)
     how = _how(query, key)
     _query_gradient[blocks, sequences, heads](*tensors, into_query, *numbers, **how)
     _key_gradient[blocks, sequences, key.shape[1]](*tensors, into_key, into_value, *numbers, **how)
@@ -110,7 +123,7 @@ def _seen(rows, others, count, window):
 
 @triton.jit
 def _attend(
-    query, key, value, starts, out, sums, tokens, scale, cap, window,
+    query, key, value, starts, seed, out, sums, tokens, scale, cap, window, dropout,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -136,6 +149,8 @@ def _attend(
         shares = tl.where(scores > -1e29, tl.math.exp2(scores - above[:, None]), 0.0)
         faded = tl.math.exp2(highest - above)
         total = total * faded + tl.sum(shares, 1)
+        if seed is not None:
+            shares *= kept_shares(seed, dropout, rows, others, count, head, HEADS)
         values = load_rows(value, start, others, count, head // GROUPS, HEADS // GROUPS, HEAD)
         mixed = mixed * faded[:, None] + tl.dot(
             shares.to(values.dtype), values, input_precision=PRECISION
@@ -152,7 +167,7 @@ def _attend(
 @triton.jit
 def _changes(
     asked, keys, values, slopes, attended, total, seen, scale, cap,
-    PRECISION: tl.constexpr,
+    seed, dropout, rows, others, count, head, HEADS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The shares of a tile, and the gradients of its scores before they are scaled and capped."""
     bent = _capped(asked, keys, scale, cap, PRECISION)
@@ -160,12 +175,18 @@ def _changes(
     shares = tl.where(seen, shares, 0.0)
     mean = tl.sum(slopes.to(tl.float32) * attended.to(tl.float32), 1)
     wanted = tl.dot(slopes, tl.trans(values), input_precision=PRECISION)
-    return shares, shares * (wanted - mean[:, None]) * (1.0 - bent * bent) * scale
+    used = shares
+    if seed is not None:
+        kept = kept_shares(seed, dropout, rows, others, count, head, HEADS)
+        wanted *= kept
+        used = shares * kept
+    return used, shares * (wanted - mean[:, None]) * (1.0 - bent * bent) * scale
 
 
 @triton.jit
 def _query_gradient(
-    query, key, value, starts, out, sums, gradient, into, tokens, scale, cap, window,
+    query, key, value, starts, seed, out, sums, gradient, into, tokens, scale, cap, window,
+    dropout,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -189,8 +210,9 @@ def _query_gradient(
         values = load_rows(value, start, others, count, head // GROUPS, HEADS // GROUPS, HEAD)
         seen = _seen(rows, others, count, window)
         _, changed = _changes(
-            asked, keys, values, slopes, attended, total, seen, scale, cap, PRECISION
-        )
+            asked, keys, values, slopes, attended, total, seen, scale, cap,
+            seed, dropout, rows, others, count, head, HEADS, PRECISION,
+        )  # fmt: skip
         found += tl.dot(changed.to(keys.dtype), keys, input_precision=PRECISION)
     pointers = row_pointers(into, start, rows, head, HEADS, HEAD)
     tl.store(pointers, found.to(into.dtype.element_ty), mask=(rows < count)[:, None])
@@ -198,8 +220,8 @@ def _query_gradient(
 
 @triton.jit
 def _key_gradient(
-    query, key, value, starts, out, sums, gradient, into_key, into_value, tokens, scale, cap,
-    window,
+    query, key, value, starts, seed, out, sums, gradient, into_key, into_value, tokens, scale,
+    cap, window, dropout,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HEAD: tl.constexpr, BLOCK: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -226,8 +248,9 @@ def _key_gradient(
             total = tl.load(place + rows, mask=rows < count, other=0.0)
             seen = _seen(rows, others, count, window)
             shares, changed = _changes(
-                asked, keys, values, slopes, attended, total, seen, scale, cap, PRECISION
-            )
+                asked, keys, values, slopes, attended, total, seen, scale, cap,
+                seed, dropout, rows, others, count, head, HEADS, PRECISION,
+            )  # fmt: skip
             to_values += tl.dot(
                 tl.trans(shares.to(slopes.dtype)), slopes, input_precision=PRECISION
             )

@@ -17,36 +17,37 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.varlen import varlen_attn
 
-from trainfit.core.errors import BadInput
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import CAPPED_HEADS
 
 
 @torch.library.custom_op("trainfit::softcapped_attention", mutates_args=())
 def softcapped_attention(
-    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, longest: int, scale: float,
-    cap: float, window: int,
+    query: Tensor, key: Tensor, value: Tensor, starts: Tensor, seed: Tensor | None, longest: int,
+    scale: float, cap: float, window: int, dropout: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Attend: `[tokens, heads, d]`, and the softmax's logarithms `[heads, tokens]`.
 
     Keys and values may have fewer heads. Tokens at a distance of `window` and beyond are not seen.
+    With a `seed` (`draw_seed`), a share of `dropout` of the softmax's results is dropped.
     """
     from trainfit.kernels import softcapped_triton
 
-    return softcapped_triton.forward(query, key, value, starts, longest, scale, cap, window)
+    numbers = (longest, scale, cap, window, dropout)
+    return softcapped_triton.forward(query, key, value, starts, seed, *numbers)
 
 
 @torch.library.custom_op("trainfit::softcapped_attention_backward", mutates_args=())
 def softcapped_attention_backward(
-    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor, out: Tensor,
-    sums: Tensor, longest: int, scale: float, cap: float, window: int,
+    gradient: Tensor, query: Tensor, key: Tensor, value: Tensor, starts: Tensor,
+    seed: Tensor | None, out: Tensor, sums: Tensor, longest: int, scale: float, cap: float,
+    window: int, dropout: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """The gradients of query, key and value."""
     from trainfit.kernels import softcapped_triton
 
-    return softcapped_triton.backward(
-        gradient.contiguous(), query, key, value, starts, out, sums, longest, scale, cap, window
-    )
+    tensors = (gradient.contiguous(), query, key, value, starts, seed, out, sums)
+    return softcapped_triton.backward(*tensors, longest, scale, cap, window, dropout)
 
 
 @softcapped_attention.register_fake
@@ -63,13 +64,14 @@ def _(
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    query, key, value, starts, *ctx.numbers = inputs
-    ctx.save_for_backward(query, key, value, starts, *output)
+    *tensors, longest, scale, cap, window, dropout = inputs
+    ctx.numbers = longest, scale, cap, window, dropout
+    ctx.save_for_backward(*tensors, *output)
 
 
 def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
     found = softcapped_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, None, None, None, None, None
+    return *found, *(None,) * 7
 
 
 softcapped_attention.register_autograd(_backward, setup_context=_remember)
@@ -78,6 +80,11 @@ _OPERATION = "torch_attn::_varlen_attn"
 _HALF = (torch.float16, torch.bfloat16)
 _OLDEST = (8, 0)
 _LARGEST_HEAD = 256
+_LARGEST_DROPPED = 192
+"""Largest head whose backward pass has dropout on every GPU."""
+_DROPS_LARGE = ((8, 0), (9, 0), (10, 0))
+"""Compute capabilities whose shared memory holds larger ones too."""
+_SEEDS = 1 << 62
 # Older versions without the flag take fewer heads of keys and values as they are.
 _GROUPED: dict[str, Any] = (
     {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -100,7 +107,7 @@ class VarlenAttention:
 
     def __call__(
         self,
-        module: nn.Module,
+        _module: nn.Module,
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -111,12 +118,6 @@ class VarlenAttention:
         softcap: float | None,
     ) -> Tensor:
         """Attend; heads come before tokens going in, after them coming out."""
-        if dropout:
-            raise BadInput(
-                f"{type(module).__name__} on a packed row with attention dropout {dropout}, which "
-                "has no kernel",
-                "set the attention dropout to 0, or attention to masked",
-            )
         reach = self.window - 1 if windowed and self.window is not None else -1
         # The output has the query's strides, and the backward pass copies it unless contiguous.
         queries = query[0].transpose(0, 1).to(self.dtype).contiguous()
@@ -127,12 +128,33 @@ class VarlenAttention:
                 keys.contiguous(),
                 values.contiguous(),
                 self.starts,
+                draw_seed(query.device) if dropout else None,
                 self.longest,
                 query.shape[-1] ** -0.5 if scaling is None else scaling,
                 softcap,
                 self.longest if reach < 0 else reach + 1,
+                dropout,
             )
             return cast(Tensor, mixed)[None]
+        if dropout:
+            # varlen_attn without its fixed dropout of 0: torch keeps the generator's state on the
+            # device for the backward pass, also in a CUDA graph.
+            found = torch.ops.aten._flash_attention_forward(
+                queries,
+                keys,
+                values,
+                self.starts,
+                self.starts,
+                self.longest,
+                self.longest,
+                dropout,
+                False,
+                False,
+                scale=scaling,
+                window_size_left=reach,
+                window_size_right=reach,
+            )
+            return cast(Tensor, found[0])[None]
         attended = varlen_attn(
             queries,
             keys,
@@ -146,6 +168,11 @@ class VarlenAttention:
             **(_GROUPED if query.shape[1] != key.shape[1] else {}),
         )
         return cast(Tensor, attended)[None]
+
+
+def draw_seed(device: torch.device) -> Tensor:
+    """Draw the seed of one dropout, on the device, so that CUDA graphs draw a new one each time."""
+    return torch.randint(_SEEDS, (1,), device=device)
 
 
 def varlen_attention(layout: Layout, window: int | None, dtype: torch.dtype) -> VarlenAttention:
@@ -177,8 +204,9 @@ def obstacle(
         return f"heads of {head}"
     if softcap is not None and head not in CAPPED_HEADS:
         return f"its logits are soft-capped at {softcap}, and it has heads of {head}"
-    if dropout > 0:
-        return f"it has attention dropout {dropout}"
+    large = softcap is None and head > _LARGEST_DROPPED
+    if dropout > 0 and large and capability not in (None, *_DROPS_LARGE):
+        return f"it has attention dropout {dropout} and heads of {head}"
     return None
 
 

@@ -277,6 +277,19 @@ _MASK = {
     "aten::_scaled_dot_product_flash_attention_for_cpu": 5,
 }
 """Position of the mask among the inputs."""
+_FLASH = "aten::_flash_attention_forward"
+"""Flash kernel below other operators; by itself it is called on packed rows with dropout."""
+_DROPOUT = {
+    "aten::_scaled_dot_product_flash_attention": 3,
+    "aten::_scaled_dot_product_efficient_attention": 5,
+    "aten::_scaled_dot_product_cudnn_attention": 5,
+    "aten::_scaled_dot_product_attention_math": 4,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
+    "trainfit::disentangled_attention": 8,
+    "trainfit::softcapped_attention": 9,
+    _FLASH: 7,
+}
+"""Position of the dropout among the inputs; torch's kernel for packed rows has none."""
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 
 
@@ -290,17 +303,27 @@ def attention_of(trace: Trace) -> AttentionSeen:
         dtype=short(shown.dtypes[0]) if shown else None,
         head=shown.shapes[0][-1] if shown else None,
         softmaxes=trace.calls(*_SOFTMAX),
+        dropout=max((_dropout(op) for op in asked if _kernel(op)), default=None),
     )
+
+
+def _dropout(operator: Operator) -> float:
+    place = _DROPOUT.get(operator.name, sys.maxsize)
+    value = operator.values[place] if place < len(operator.values) else None
+    return round(float(value), 6) if value is not None else 0.0
 
 
 def is_forward_attention(name: str) -> bool:
     """True if the operator computes attention, not its gradient."""
-    return name in _KERNELS
+    return name in _KERNELS or name == _FLASH
 
 
 def _kernel(operator: Operator) -> str | None:
     if operator.name.startswith(_FLEX) and "backward" not in operator.name:
         return "flex"
+    if operator.name == _FLASH:  # within SDPA, rows have a dimension more
+        packed = [len(shape) for shape in operator.shapes[:1]] == [3]
+        return "varlen" if packed and _dropout(operator) else None
     return _KERNELS.get(operator.name)
 
 

@@ -21,6 +21,7 @@ _DETAILED = re.compile(
     r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem|aten::convolution"
 )
 """Operators whose inputs are read; reading those of every operator would take a second."""
+_ATTENTION = re.compile(r"attention|attn")
 UPDATE = "Optimizer.step#"
 """Start of the range that torch marks around an optimizer's step, before the optimizer's name."""
 _BYTES = re.compile(r'"bytes": (\d+)')
@@ -38,6 +39,8 @@ class Operator(NamedTuple):
     dtypes: tuple[str, ...] = ()
     """C++ names of its inputs' dtypes; empty for an input that is no tensor."""
     shapes: tuple[tuple[int, ...], ...] = ()
+    values: tuple[Any, ...] = ()
+    """Inputs that are no tensors, each in its place, of attention alone."""
     backward: bool = False
     """True inside the backward pass."""
     within: str = ""
@@ -130,6 +133,7 @@ def _operators(events: list[Any]) -> list[Operator]:
             name=name,
             dtypes=tuple(event.dtypes()) if detailed else (),
             shapes=tuple(tuple(s) for s in event.shapes()) if detailed else (),
+            values=tuple(event.concrete_inputs()) if _ATTENTION.search(name) else (),
             backward=start < backward_until.get(thread, 0),
             within=within,
             seconds=(event.end_ns() - start) / 1e9,
@@ -213,6 +217,8 @@ class AttentionSeen(Record):
     """The size of a head."""
     softmaxes: int = 0
     """Calls of softmax, as in attention without a kernel of its own."""
+    dropout: float | None = None
+    """Dropout that the kernels were given; None where there were none, or they do not tell."""
 
     @property
     def kernel(self) -> str | None:

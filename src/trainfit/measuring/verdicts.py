@@ -167,10 +167,19 @@ def attention(requested: Scalar, seen: Evidence) -> Judgement | str:
 def _attention_fix(requested: str) -> str:
     return {
         "sdpa": "build the model with attn_implementation='sdpa'",
-        "varlen": "packed rows in half precision on compute capability 8.0 or newer, no dropout",
-        "disentangled": "packed rows on a GPU with Triton, no attention dropout",
-        "softcapped": "packed rows on a GPU with Triton, no attention dropout",
+        "varlen": "packed rows in half precision on compute capability 8.0 or newer",
+        "disentangled": "packed rows on a GPU with Triton",
+        "softcapped": "packed rows on a GPU with Triton",
     }.get(requested, f"build the model with attn_implementation={requested!r}")
+
+
+def attention_dropout(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the number that the attention kernel was given."""
+    found = seen.attention
+    if found.dropout is None:
+        return "no attention kernel ran that tells its dropout"
+    evidence = f"the {found.kernel} kernel was given dropout {found.dropout:g}"
+    return Judgement(found.dropout, evidence, "train with model.attention_dropout as planned")
 
 
 def flash_attention(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -368,6 +377,7 @@ VERDICTS = {
     "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
     "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
     "attention": ReceiptRule("Attention Path", attention),
+    "attention_dropout": ReceiptRule("Attention Dropout", attention_dropout),
     "flash_attention": ReceiptRule("Flash Attention", flash_attention, "its kernel is for GPUs"),
     "compile": ReceiptRule("torch.compile", compiled),
     "cuda_graphs": ReceiptRule("CUDA Graphs", cuda_graphs, "they belong to GPUs"),

@@ -73,7 +73,9 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         "optimizer": decide.optimizer(question).value,
     }
     if packed.value:
-        arguments |= {"attention": "varlen", "attention_dropout": 0.0}
+        arguments["attention"] = "varlen"
+        if arguments.get("attention_dropout") is None:  # by default, packed rows have none
+            arguments["attention_dropout"] = 0.0
     if question.workload.method != "full":
         arguments["dtype"] = _DTYPES[precise.value]
     return FixedSettings(

@@ -146,23 +146,19 @@ def encode(
         mask = None if layout.mask is None else layout.mask.long()
         output = model(**inputs, attention_mask=mask)
     else:
-        output = _encode_own(model, traits, inputs, layout, path)
+        output = _encode_own(model, inputs, layout, path)
     hidden: Tensor = output.last_hidden_state
     return hidden
 
 
 def _encode_own(
-    model: PreTrainedModel,
-    traits: Traits,
-    inputs: dict[str, Any],
-    layout: Layout,
-    path: attention.Path,
+    model: PreTrainedModel, inputs: dict[str, Any], layout: Layout, path: attention.Path
 ) -> Any:
     """Run DeBERTa on a packed row, through its parts: its forward takes no mask of blocks.
 
     Distances within a sequence are the same in a packed row.
     """
-    reason = own_obstacle(model, traits, layout, demanded=path == "varlen")
+    reason = own_obstacle(model, layout, demanded=path == "varlen")
     if path == "varlen" and reason is not None:
         raise BadInput(
             f"no packed attention for {model.config.model_type} here: {reason}",
@@ -191,7 +187,7 @@ def packed_obstacle(
     """
     device = model.device
     if traits.own_attention:
-        return own_obstacle(model, traits, None)
+        return own_obstacle(model, None)
     if device.type != "cuda":
         return f"the rows are on the device {device.type}"
     return attention.missing(traits.softcap) or varlen.obstacle(
@@ -204,7 +200,7 @@ def packed_obstacle(
 
 
 def own_obstacle(
-    model: PreTrainedModel, traits: Traits, layout: Layout | None, *, demanded: bool = False
+    model: PreTrainedModel, layout: Layout | None, *, demanded: bool = False
 ) -> str | None:
     """Reason why a model with its own attention cannot take packed rows here; None if it can."""
     device = model.device if layout is None else layout.ids.device
@@ -217,7 +213,6 @@ def own_obstacle(
         model.config,
         capability=varlen.capability(device.index) if on_gpu else None,
         longest=None if layout is None else layout.max_seqlen,
-        dropout=traits.attention_dropout if model.training else 0.0,
     )
 
 

@@ -49,7 +49,7 @@ class ClassifierSettings:
     attention: Attention = "auto"
     """auto: variable-length kernels for packed rows where available, else a mask."""
     attention_dropout: Probability | None = None
-    """None: the value of the model's config. Variable-length kernels need 0."""
+    """None: the value of the model's config."""
     feed_forward_dropout: Probability | None = None
     """None: the value of the model's config."""
     head_dropout: Probability = 0.1

@@ -31,7 +31,7 @@ _HALF = (torch.bfloat16, torch.float16)
 _SUMS = 4 << 20
 """Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
-_VARLEN_BACKWARD = torch.ops.torch_attn._varlen_attn_backward
+_VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
 
@@ -64,7 +64,7 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         return _convolution(args[1], args[2], args[4], args[9]) + _SUMS
     if func._overloadpacket is _FLASH_BACKWARD:
         return _attention_backward(args[1])
-    if func._overloadpacket is _VARLEN_BACKWARD:
+    if func._overloadpacket in _VARLEN_BACKWARD:
         return _varlen_backward(query=args[1], key=args[2], starts=args[6])
     if func._overloadpacket is _DISENTANGLED:
         return _distance_products(query=args[0], positions=args[3])

@@ -104,6 +104,8 @@ _PRODUCTS_OF = {
     "softcapped_attention_backward": 7,
 }
 """Matrix products per tile of scores, of kernels with other numbers than the usual ones."""
+_PACKED = _packets("_flash_attention_forward _flash_attention_backward")
+"""Attention on packed rows with dropout."""
 _BACKWARD = 5
 """Products of attention's backward pass: two for each forward product, and the scores again."""
 _SLOW = _packets("""
@@ -151,7 +153,7 @@ def _kind(func: Any, flops: int) -> Any:
 def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[int, int, int]:
     """Floating-point operations in all, those skipped as masked, and those repeated."""
     packet = func._overloadpacket
-    if func.namespace in ("torch_attn", "trainfit"):
+    if func.namespace in ("torch_attn", "trainfit") or packet in _PACKED:
         return _packed_flops(func, args, kwargs)
     if packet not in flop_registry:
         return 0, 0, 0
@@ -168,11 +170,13 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
     given = dict(zip(names, args, strict=False)) | kwargs
     if "query" not in given:
         return 0, 0, 0  # no attention: an activation, a loss
-    query, starts = given["query"], known(given.get("starts", given.get("cu_seq_q")))
+    begins = [given[name] for name in ("starts", "cu_seq_q", "cum_seq_q") if name in given]
+    query, starts = given["query"], known(begins[0])
     heads, head = query.shape[-2:]
     if starts is None:
         return 0, 0, 0
     reach = given["window"] - 1 if "window" in given else (given.get("window_size") or [-1])[0]
+    reach = given.get("window_size_left", reach)
     with _disable_current_modes():  # values, which must not become fakes
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
