@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.engine.distributed import World
 from trainfit.engine.setup import describe
-from trainfit.jobs import encoder
+from trainfit.jobs import classification
 from trainfit.packing import PackedCut, PaddedCut, ladder
 from trainfit.reports.run_report import report
 from trainfit.runs.event_log import Journal
@@ -47,7 +47,7 @@ def parts(
     """A run on a GPU that is not here."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(encoder, "packed_obstacle", lambda *_: obstacle)
+    monkeypatch.setattr(classification, "packed_obstacle", lambda *_: obstacle)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01, fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # more workers than this machine has cores
@@ -75,7 +75,7 @@ def parts(
 def opened(*args: Any, tf32: bool = True, **options: Any) -> RunSetup:
     plan: Any = SimpleNamespace(workload=SimpleNamespace(method="full"), measurements=())
     with applied(RuntimeSettings(tf32=tf32)):
-        return encoder.opening(parts(*args, **options), plan)
+        return classification.opening(parts(*args, **options), plan)
 
 
 def lines(*args: Any, **options: Any) -> str:
