@@ -16,8 +16,9 @@ from torch.nn import functional
 from transformers import AutoModel
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs.models.adapters import CompilableDora, projections
+from trainfit.jobs.models.adapters import projections
 from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.dora import CompilableDora
 from trainfit.kernels.layout import lay_out
 from trainfit.runtime import repeated_blocks
 

@@ -14,7 +14,7 @@ from torch import nn
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask, estimate, told
-from trainfit.planning.estimator.recorder import Device, temporary_bytes
+from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 
 HERE = Path(__file__).stem
 RECORDED = json.loads(

@@ -15,7 +15,7 @@ import torch.nn.attention.varlen  # makes the operation known
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import find
 from trainfit.planning.estimator.estimate import estimate_all
-from trainfit.planning.estimator.recorder import Device, temporary_bytes
+from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 
 # tokens, heads, heads of keys, size of a head, sequences; bytes that the backward pass takes
 TEMPORARY = [

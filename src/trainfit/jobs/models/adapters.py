@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-import torch
-from peft.tuners.lora.dora import DoraLinearLayer
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
@@ -37,7 +34,10 @@ def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
 def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
     """Add LoRA or DoRA to the attention projections; everything else is frozen."""
     from peft import LoraConfig
+    from peft.tuners.lora.dora import DoraLinearLayer
     from transformers.pytorch_utils import Conv1D
+
+    from trainfit.jobs.models.dora import CompilableDora
 
     names = projections(model)
     layers = [model.get_submodule(name) for name in names]
@@ -83,37 +83,3 @@ def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
     )
     # Only re-entrant checkpointing needs it; it would run the backward pass of frozen parts.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]
-
-
-class CompilableDora(DoraLinearLayer):
-    """DoRA's addition to the output of its layer, in operations that torch.compile can trace."""
-
-    def forward(
-        self,
-        x: Tensor,
-        *,
-        lora_A: nn.Linear,
-        lora_B: nn.Linear,
-        scaling: float,
-        base_layer: nn.Module,
-        base_result: Tensor | None = None,
-        **_rest: Any,
-    ) -> Tensor:
-        """Compute the addition; `base_result` is the layer's output, None if `x` had dropout.
-
-        The norm is a constant in the backward pass (section 4.3 of the paper).
-        """
-        weight: Any = base_layer.weight
-        weight = (weight.T if self.fan_in_fan_out else weight).to(x.dtype)
-        with torch.no_grad():
-            product = (lora_B.weight @ lora_A.weight).to(x.dtype)
-            norm = torch.linalg.norm(weight + scaling * product, dim=1)
-        scale = (self.weight / norm).view(1, -1)
-        bias: Any = getattr(base_layer, "bias", None)
-        if base_result is None:
-            base_result = functional.linear(x, weight)
-        elif bias is not None:
-            base_result = base_result - bias
-        adapted: Tensor = lora_B(lora_A(x))
-        added: Tensor = (scale - 1) * base_result + scale * adapted * scaling
-        return added

@@ -14,9 +14,9 @@ import torch
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
-    FakeTensorMode,
     UnsupportedOperatorException,
 )
+from torch.nn import init
 from torch.utils._pytree import tree_iter
 
 from trainfit.core import codec
@@ -24,13 +24,17 @@ from trainfit.core.errors import BadInput, TrainfitError
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
 from trainfit.planning.estimator.estimate import Answer, Request, Room
-from trainfit.planning.estimator.recorder import HANDLES, Device, Recorder
+from trainfit.planning.estimator.kernel_buffers import Device
+from trainfit.planning.estimator.quick_fakes import QuickFakes
+from trainfit.planning.estimator.recorder import HANDLES, Recorder
 from trainfit.planning.estimator.step_time import Done
 from trainfit.planning.estimator.step_work import make_fake
 
 Step = Callable[[], Any]
 _CRUMBS, _FEW = 1 << 16, 8
 """Bytes and storages too small to matter, such as the factor on an fp16 loss."""
+_PROBES = "trainfit.jobs.probes:"
+"""Steps of the models that trainfit knows."""
 _NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
@@ -40,11 +44,14 @@ def main() -> None:
     fake_cuda.install()
     compiled_steps.install()
     gc.disable()  # saves a fifth of the time; a step frees by counting references
-    for line in sys.stdin:
+    for number, line in enumerate(sys.stdin):
         print(
             codec.dumps(answer(codec.loads(Request, line)), indent=None), file=answers, flush=True
         )
-        gc.collect()
+        if number:
+            gc.collect()
+        else:
+            gc.freeze()  # modules: to look for garbage among them takes longer than a small step
 
 
 def answer(request: Request) -> Answer:
@@ -70,17 +77,19 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(request: Request) -> Answer:
+    _hide(request.task.factory)
     build = request.task.function()
     compiled_steps.traced_blocks.clear()
     with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
         model, make_step = _pair(build(**request.task.arguments), request.task.factory)
+    fake_cuda.hide_tracing()
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
     if callable(tie):
         tie()
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode = QuickFakes()
     make_fake(model, mode)
     devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
-    recorder = Recorder(devices)
+    recorder = Recorder(devices, mode)
     with mode, recorder, _optimizers() as optimizers, fake_cuda.OnOneDevice("cpu"):
         recorder.follow([*model.parameters(), *model.buffers()])
         recorder.watch_gradients(model.parameters())
@@ -223,11 +232,29 @@ def _answer(
     )
 
 
-def _no_initialisation() -> Any:
-    """Skip initialisation: weights need no values, and some initialisations fail on fakes."""
-    from transformers.initialization import no_init_weights
+def _hide(factory: str) -> None:
+    """Hide libraries that transformers imports where they are installed, for losses of images.
 
-    return no_init_weights()
+    A step of the user's own may need them.
+    """
+    for name in ("scipy", "sklearn"):
+        if factory.startswith(_PROBES):
+            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+        elif sys.modules.get(name, sys) is None:
+            del sys.modules[name]
+
+
+@contextmanager
+def _no_initialisation() -> Iterator[None]:
+    """Skip initialisation: weights need no values, and some initialisations fail on fakes."""
+    plain = {
+        name: each for name, each in vars(init).items() if name.endswith("_") and callable(each)
+    }
+    vars(init).update(dict.fromkeys(plain, lambda tensor, *_args, **_options: tensor))
+    try:
+        yield
+    finally:
+        vars(init).update(plain)
 
 
 if __name__ == "__main__":

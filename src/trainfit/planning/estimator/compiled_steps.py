@@ -8,38 +8,24 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from itertools import count
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import traceback
+from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.nn.utils import stateless
 from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes
 
-from trainfit.planning.estimator.inductor_buffers import (
-    find_buffers,
-    is_library,
-    is_view,
-    kernel_reads,
-    last_uses,
-    overwritten,
-    views_in_use,
-)
-from trainfit.planning.estimator.recorder import Recorder
-from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import tensor_bytes
+from trainfit.planning.estimator.fused_graphs import FusedGraph, like
 
 traced_blocks: Counter[str] = Counter()
 """How calls of torch.compile were followed in this process: traced, eager, or with graphs."""
@@ -145,8 +131,10 @@ def _trace_now(
     """Call it once outside of the recording: the first call traces, and keeps its inputs."""
     # Checkpointing counts saved tensors, so it must not see those of this call.
     kept = saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor)
-    with _disable_current_modes(), detect_fake_mode([*weights, *tensors]) or nullcontext(), kept:
-        function(weights, [_like(one).requires_grad_(one.requires_grad) for one in tensors])
+    mode = detect_fake_mode([*weights, *tensors]) or nullcontext()
+    # No Python is written for the graphs, since FusedGraph calls their nodes.
+    with _disable_current_modes(), mode, kept, _use_lazy_graph_module(True):
+        function(weights, [like(one).requires_grad_(one.requires_grad) for one in tensors])
 
 
 def _signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
@@ -170,8 +158,8 @@ def _trace(
 
     return aot_function(
         plain,
-        fw_compiler=lambda graph, _inputs: _Fused(graph),
-        bw_compiler=lambda graph, _inputs: _Fused(graph),
+        fw_compiler=lambda graph, _inputs: FusedGraph(graph),
+        bw_compiler=lambda graph, _inputs: FusedGraph(graph),
         partition_fn=_partition,
         decompositions=select_decomp_table(),
     )
@@ -216,98 +204,3 @@ def _exchanged(module: Any, name: str, other: Any) -> Iterator[None]:
         yield
     finally:
         setattr(module, name, own)
-
-
-class _Fused:
-    """One of the two graphs, run node by node: only buffers are allocated and recorded.
-
-    Fused nodes have no value, since only fused nodes read them.
-    """
-
-    _boxed_call = True  # the caller gives its arguments away, so that they can be freed
-
-    def __init__(self, graph: fx.GraphModule) -> None:
-        self._module = graph
-        self._nodes = list(graph.graph.nodes)
-        buffers = find_buffers(self._nodes)
-        self._made = buffers | views_in_use(self._nodes)
-        self._ends = last_uses(self._nodes, buffers)
-        self._reads = kernel_reads(self._nodes, buffers)
-        self._overwritten = overwritten(self._nodes, buffers, self._ends)
-
-    def __call__(self, args: list[Any]) -> Any:
-        recorder = _recorder()
-        if recorder is not None:
-            recorder.note(_work("call", 0))
-        values: dict[fx.Node, Any] = {}
-        inputs = deque(args)
-        args.clear()
-        for at, node in enumerate(self._nodes):
-            if node.op == "placeholder":
-                values[node] = inputs.popleft()
-            elif node.op == "output":
-                return fx.node.map_arg(node.args[0], values.__getitem__)
-            elif node.op == "get_attr" or node in self._made:
-                values[node] = self._run(node, values, recorder)
-            for ended in self._ends.get(at, ()):
-                values.pop(ended, None)
-        raise AssertionError("a graph without an output")
-
-    def _run(self, node: fx.Node, values: dict[fx.Node, Any], recorder: Recorder | None) -> Any:
-        if node.op == "get_attr":
-            return getattr(self._module, str(node.target))
-        if is_library(node) or is_view(node):
-            args, kwargs = fx.node.map_arg((node.args, node.kwargs), values.__getitem__)
-            seen = recorder if is_library(node) else None
-            with self._unseen() if seen is None else seen.compiled():
-                return node.target(*args, **kwargs)  # type: ignore[operator]
-        with self._unseen():
-            result = self._write(node, values)
-        if recorder is not None:
-            recorder.follow(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor))
-            recorder.note(self._fused_work(node, result, values))
-        return result
-
-    def _write(self, node: fx.Node, values: dict[fx.Node, Any]) -> Any:
-        made = node.meta["val"]
-        if node in self._overwritten:
-            return values[self._overwritten[node]].as_strided(made.shape, made.stride())
-        return pytree.tree_map_only(torch.Tensor, _like, made)
-
-    @contextmanager
-    def _unseen(self) -> Iterator[None]:
-        """Run a block unrecorded; its fake tensors keep the fake mode of the current step."""
-        modes = _get_current_dispatch_mode_stack()
-        fakes = next((mode for mode in modes if isinstance(mode, FakeTensorMode)), None)
-        with _disable_current_modes(), fakes or nullcontext():
-            yield
-
-    def _fused_work(self, node: fx.Node, result: Any, values: dict[fx.Node, Any]) -> Work:
-        outputs = [t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)]
-        leaves = [values.get(leaf) for leaf in self._reads[node]]
-        read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return _work("copy", sum(map(tensor_bytes, outputs)) + sum(map(tensor_bytes, read)))
-
-
-def _work(kind: Literal["copy", "call"], nbytes: int) -> Work:
-    return Work(
-        kind=kind,
-        flops=0,
-        skipped=0,
-        nbytes=nbytes,
-        half=True,
-        aligned=True,
-        backward=torch._C._current_graph_task_id() != -1,
-        update=False,
-        compiled=True,
-    )
-
-
-def _like(value: torch.Tensor) -> torch.Tensor:
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
-
-
-def _recorder() -> Recorder | None:
-    """Recorder among the active modes, or None."""
-    modes = _get_current_dispatch_mode_stack()
-    return next((mode for mode in modes if isinstance(mode, Recorder)), None)

@@ -7,6 +7,7 @@ changes torch for the whole process and cannot be undone, so only a child proces
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from trainfit.core.errors import BadInput
 
 aten = torch.ops.aten
 _HALF = (torch.bfloat16, torch.float16)
+_GETTER = type(torch.Tensor.grad.__get__)  # type: ignore[union-attr]
 _MAX_HEAD = 256
 """Largest head size of the flash kernel."""
 
@@ -61,7 +63,6 @@ def install() -> None:
     _Registry.library = library
     # Fakes need no kernel, but callers check that the device has one.
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
-    _mask_code_sees_no_tracing()
     _convert_in_place()
     _take_foreach()
     _autocast_as_cuda()
@@ -87,6 +88,8 @@ class OnOneDevice(TorchFunctionMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         """Call it, with the device exchanged."""
+        if type(func) is _GETTER:  # most of the calls: a tensor's shape and the like
+            return func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
         kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
@@ -256,8 +259,8 @@ def _bias(mask: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.T
     return mask.expand(shape)
 
 
-def _mask_code_sees_no_tracing() -> None:
-    """Keep transformers from building masks for fake tensors that a real step does without."""
-    from transformers.utils import import_utils
-
-    setattr(import_utils, "is_fake_tensor", lambda _tensor: False)  # noqa: B010
+def hide_tracing() -> None:
+    """Keep transformers, if the model is one, from building masks that a real step does without."""
+    import_utils = sys.modules.get("transformers.utils.import_utils")
+    if import_utils is not None:
+        setattr(import_utils, "is_fake_tensor", lambda _tensor: False)  # noqa: B010

@@ -5,166 +5,63 @@ A value that a step reads from a tensor without values is taken as zero, and cou
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.attention.varlen  # makes the operation known
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
-from trainfit.kernels import disentangled
 from trainfit.planning.estimator.allocator import Event
+from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
+from trainfit.planning.estimator.quick_fakes import Call, QuickFakes, Recipe, describe, learn
 from trainfit.planning.estimator.step_time import Work
 from trainfit.planning.estimator.step_work import attach, compute, work_of
 
 aten = torch.ops.aten
-_THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
-"""Threads per SM by compute capability, where they are not 2048."""
-_HALF = (torch.bfloat16, torch.float16)
-_SUMS = 4 << 20
-"""Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
-_FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
-_VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
-_DISENTANGLED = torch.ops.trainfit.disentangled_attention
-_DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
-
-
-@dataclass(frozen=True, slots=True)
-class Device:
-    """Properties of a GPU that decide the size of kernels' buffers."""
-
-    sm_count: int
-    compute_capability: str
-
-    @property
-    def threads_per_sm(self) -> int:
-        """Threads that one SM runs at a time."""
-        return _THREADS.get(self.compute_capability, 2048)
-
-    @property
-    def blas_workspace(self) -> int:
-        """Bytes that cuBLAS keeps for each thread that calls it."""
-        return 32 << 20 if self.compute_capability.startswith(("9.", "10.")) else 8519680
-
-
-def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
-    """Bytes that the kernel of an operation allocates while it runs."""
-    if func is aten.sum.dim_IntList:
-        return _column_sums(args[0], args[1], device)
-    if func._overloadpacket is aten.convolution:
-        return _convolution(args[0], args[1], args[3], args[8])
-    if func._overloadpacket is aten.convolution_backward:
-        return _convolution(args[1], args[2], args[4], args[9]) + _SUMS
-    if func._overloadpacket is _FLASH_BACKWARD:
-        return _attention_backward(args[1])
-    if func._overloadpacket in _VARLEN_BACKWARD:
-        return _varlen_backward(query=args[1], key=args[2], starts=args[6])
-    if func._overloadpacket is _DISENTANGLED:
-        return _distance_products(query=args[0], positions=args[3])
-    if func._overloadpacket is _DISENTANGLED_BACKWARD:
-        # Two gradients of positions are summed from parts, beside the products.
-        products = _distance_products(query=args[1], positions=args[4])
-        return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
-    return 0
-
-
-def _convolution(x: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
-    """Workspace of the algorithm that cuDNN's heuristics choose, without benchmark mode.
-
-    cuDNN multiplies in channels-last layout with padded channels, and converts tensors that are not
-    so. This fits what was recorded on an H200; a product in disguise and a depthwise convolution
-    need no conversion.
-    """
-    product = weight.shape[2:].numel() == 1 and set(stride) == {1}
-    if x.dim() < 3 or product or groups == x.shape[1]:
-        return 0
-    pixels = x.shape[2:].numel() // math.prod(stride)
-    unit = 16 // x.element_size() if x.dtype in _HALF else 4
-    last = any(t.dim() == 4 and _is_channels_last(t) for t in (x, weight))
-    made = x.shape[0] * weight.shape[0] * pixels
-    converted = [
-        elements // channels * _multiple(channels, unit)
-        for channels, elements in ((x.shape[1], x.numel()), (weight.shape[0], made))
-        if not last or channels % unit
-    ]
-    return x.element_size() * (sum(converted) + (weight.numel() if converted else 0))
-
-
-def _is_channels_last(x: torch.Tensor) -> bool:
-    last = x.is_contiguous(memory_format=torch.channels_last)
-    return last and not x.is_contiguous()
-
-
-def _attention_backward(query: torch.Tensor) -> int:
-    """Bytes of the query's gradient in fp32, and one number per row."""
-    batch, heads, length, head = query.shape
-    return 4 * batch * heads * length * (_multiple(head, 32) + 1) + 256
-
-
-def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tensor) -> int:
-    """Bytes of attention's backward pass on a packed row, with up to 128 rows more per sequence.
-
-    Grouped keys and values first get a gradient for each head of the query.
-    """
-    tokens, heads, head = query.shape
-    rows = tokens + 128 * (len(starts) - 1)
-    grouped = key.shape[1] != heads
-    expanded = 2 * key.shape[0] * heads * head * key.element_size() if grouped else 0
-    return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
-
-
-def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
-    """Bytes of one product per token, head, distance and side of a pair."""
-    tokens, heads, _ = query.shape
-    return positions.shape[0] * positions.shape[1] * heads * tokens * query.element_size()
-
-
-def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:
-    """Bytes of partial sums of a reduction over the leading dimensions, as in a bias's gradient.
-
-    The arithmetic is that of torch's reduction kernels: 128 threads of four outputs each, as many
-    blocks as the GPU holds, at least 16 values each.
-    """
-    leading = dims and sorted(d % x.dim() for d in dims) == list(range(x.dim() - 1))
-    outputs = x.shape[-1] if x.dim() else 0
-    if not leading or outputs < 128 or outputs % 4:
-        return 0
-    width, height = 32, 4
-    values = math.ceil(x.numel() // outputs / height)
-    columns = math.ceil(outputs / (4 * width))
-    room = device.sm_count * (device.threads_per_sm // (width * height))
-    if values < 16 * height or columns > room:
-        return 0
-    blocks = max(min(math.ceil(room / columns), math.ceil(values / 16)), math.ceil(values / 256))
-    return 4 * outputs * blocks * 4 * width if blocks > 1 else 0
-
-
-def _multiple(size: int, of: int) -> int:
-    return -(-size // of) * of
-
-
 HANDLES = 2
 """Threads that call cuBLAS, each with a workspace: the program's and autograd's."""
 _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_BY_VALUE = _INDEXING | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
+"""Operations whose result may depend on values."""
+Entry = tuple[int, int | tuple[int, ...]]
+"""(name, bytes) or (name, bytes on each device) for an allocation, (name, -1) for its end."""
+
+
+class _Seen(NamedTuple):
+    """An operation that ran before, on other tensors of the same shapes."""
+
+    recipe: Recipe
+    product: bool
+    buffers: tuple[int, ...]
+    """Bytes that its kernel allocates while it runs, by device."""
+    work: Work | None
+
+
+@cache
+def _seen_on(_devices: tuple[Device, ...]) -> tuple[dict[Any, _Seen], dict[Any, _Seen]]:
+    """Operations of forward and of backward passes by the key of their call."""
+    return {}, {}
 
 
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Dispatch mode that logs every storage that is made and freed."""
 
-    def __init__(self, devices: Sequence[Device]) -> None:
-        """Record for each of the `devices`, whose kernels' buffers differ."""
+    def __init__(self, devices: Sequence[Device], mode: QuickFakes) -> None:
+        """Record for each of the `devices`, whose kernels' buffers differ; `mode` has the fakes."""
         super().__init__()  # type: ignore[no-untyped-call]
+        self.mode = mode
+        self._seen = _seen_on(tuple(devices))
         self.work: Counter[Work] = Counter()
         """Operations of the step, counted by kind and size."""
-        self._log: list[tuple[int, int | tuple[int, ...]]] = []
+        self._log: list[Entry] = []
         self.unknown: Counter[str] = Counter()
         """Number of unknown values that were read, by operation."""
         self.masks = 0
@@ -177,14 +74,34 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._gradients: dict[int, int] = {}
         self._devices = devices
         self._handles: set[bool] = set()
-        self._live: dict[int, weakref.ref[Any]] = {}
+        self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        """Name and storage by the address of the storage."""
+        self._heard: list[Work] | None = None
         self._names = 0
         self._compiled = False
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # nothing is compiled here, and to say so takes time in every operation
 
     @property
     def length(self) -> int:
         """Number of events so far."""
         return len(self._log)
+
+    @property
+    def guesses(self) -> int:
+        """Number of unknown values and masks so far."""
+        return self.masks + self.unknown.total()
+
+    def entries(self, first: int, end: int) -> list[Entry]:
+        """Part of the log."""
+        return self._log[first:end]
+
+    def name_of(self, tensor: torch.Tensor) -> int | None:
+        """Name of a tensor's storage in the log."""
+        found = self._live.get(tensor.untyped_storage()._cdata)
+        return None if found is None else found[0]
 
     def events(self, device: int = 0, since: int = 0) -> list[Event]:
         """Log of allocations and frees on one of the devices."""
@@ -224,13 +141,44 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.namespace == "prim":  # a look at a tensor's device, and most of the calls
             fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
             return args[0].fake_device if fake else func(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            call = None if func._overloadpacket in _BY_VALUE else describe(func, args, kwargs)
+            if call is None:
+                return self._run(func, args, kwargs)[0]
+            known = self._seen[torch._C._current_graph_task_id() != -1]
+            seen = known.get(call.key)
+            if seen is not None:
+                return self._repeat(seen, call)
+            out, work, buffers = self._run(func, args, kwargs)
+            recipe = learn(out, call, describe(func, args, kwargs))
+            if recipe is not None:
+                known[call.key] = _Seen(
+                    recipe, func._overloadpacket in _MATRIX_PRODUCTS, buffers, work
+                )
+            return out
+
+    def _repeat(self, seen: _Seen, call: Call) -> Any:
+        """Make the result of an operation, and log what it did when it ran."""
+        out, made = seen.recipe.make(call.fakes, self.mode)
+        if seen.product:
+            self._take_workspace()
+        self.follow(made)
+        self.pass_through(seen.buffers)
+        if seen.work is not None:
+            self.note(seen.work)
+        return out
+
+    def _run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Work | None, tuple[int, ...]]:
+        """Run an operation; return its result, its work and its kernel's buffers."""
         args = self._without_masks(func, args)
         if func is aten.masked_select.default:
             x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             func, args = aten.index.Tensor, (x, self._rows_of(mask))
         known, values = compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            return values if known else self._guess(func, args[0])
+            return values if known else self._guess(func, args[0]), None, ()
         if func is aten.nonzero.default:
             rows = len(values) if known else self._guess_rows(args[0])
             out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
@@ -239,18 +187,31 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
         attach(out, values if known else None)
-        for item in tree_iter(out):
-            if isinstance(item, torch.Tensor):
-                self._follow(item)
-        self._pass_through(tuple(temporary_bytes(func, args, device) for device in self._devices))
+        self.follow(item for item in tree_iter(out) if isinstance(item, torch.Tensor))
+        buffers = tuple(temporary_bytes(func, args, device) for device in self._devices)
+        self.pass_through(buffers)
         work = work_of(func, args, kwargs, out)
         if work is not None:
-            self.note(replace(work, compiled=True) if self._compiled else work)
-        return out
+            self.note(work)
+        return out, work, buffers
 
     def note(self, work: Work) -> None:
         """Count an operation."""
+        if self._compiled:
+            work = replace(work, compiled=True)
         self.work[work] += 1
+        if self._heard is not None:
+            self._heard.append(work)
+
+    @contextmanager
+    def listening(self) -> Iterator[list[Work]]:
+        """Collect the operations of the block in their order."""
+        heard: list[Work] = []
+        self._heard = heard
+        try:
+            yield heard
+        finally:
+            self._heard = None
 
     @contextmanager
     def compiled(self) -> Iterator[None]:
@@ -275,12 +236,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._log.append((name, -1))
             self.live_bytes -= size
 
-        self._live[key] = weakref.ref(storage, gone)
-        self._take(name, size)
-
-    def _take(self, name: int, size: int) -> None:
+        self._live[key] = name, weakref.ref(storage, gone)
         self._log.append((name, size))
         self._count(size)
+
+    def take(self, size: int) -> tuple[int, int]:
+        """Log an allocation without a tensor, for `free`."""
+        self._names += 1
+        self._log.append((self._names, size))
+        self._count(size)
+        return self._names, size
+
+    def free(self, taken: tuple[int, int]) -> None:
+        """Log the end of what `take` returned."""
+        self._log.append((taken[0], -1))
+        self.live_bytes -= taken[1]
+
+    def hold(self, size: int) -> torch.UntypedStorage:
+        """Allocate a storage of so many bytes."""
+        made = self.mode.make(((size,), (1,), 0, torch.uint8))
+        self._follow(made)
+        return made.untyped_storage()
 
     def _count(self, size: int) -> None:
         self.live_bytes += size
@@ -288,7 +264,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.peak_bytes = self.live_bytes
             self.gradients_at_peak = sum(self._gradients.values())
 
-    def _pass_through(self, sizes: tuple[int, ...]) -> None:
+    def pass_through(self, sizes: tuple[int, ...]) -> None:
         """Log memory that a kernel allocates and frees."""
         if any(sizes):
             self._names += 1

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from trainfit.planning.estimator.quick_fakes import VALUES
 from trainfit.planning.estimator.step_time import Work
 
 
@@ -40,7 +41,7 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
 aten = torch.ops.aten
 _MAX_VALUES = 1 << 22
 """Largest tensor whose values are computed beside its fake."""
-_VALUES, _STALE = "_trainfit_values", "_trainfit_stale"
+_STALE = "_trainfit_stale"
 
 
 def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
@@ -68,7 +69,7 @@ def known(item: Any) -> Any:
     """Values beside a fake tensor, or None; anything else is its own value."""
     if not isinstance(item, FakeTensor):
         return item
-    values = getattr(item, _VALUES, None)
+    values = getattr(item, VALUES, None)
     if values is None:
         return item.constant  # torch keeps those of single numbers itself
     return None if getattr(values.untyped_storage(), _STALE, False) else values
@@ -82,9 +83,9 @@ def attach(out: Any, values: Any) -> None:
         reals = [None] * len(fakes)
     for fake, real in zip(fakes, reals, strict=True):
         if real is not None and real.numel() <= (1 if real.is_floating_point() else _MAX_VALUES):
-            setattr(fake, _VALUES, real)
-        elif hasattr(fake, _VALUES):  # written to by something unknown, and so are its aliases
-            setattr(getattr(fake, _VALUES).untyped_storage(), _STALE, True)
+            setattr(fake, VALUES, real)
+        elif hasattr(fake, VALUES):  # written to by something unknown, and so are its aliases
+            setattr(getattr(fake, VALUES).untyped_storage(), _STALE, True)
 
 
 def _packets(names: str) -> frozenset[Any]:
