@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import yaml
 from hardware_fakes import (
     A30,
     A100_MIG,
@@ -26,6 +29,8 @@ from hardware_fakes import (
     profile,
     used,
 )
+
+from trainfit.hardware import access
 
 # ── kinds of GPU ──────────────────────────────────────────────────────────────────────────────
 
@@ -203,3 +208,11 @@ def test_fewer_cores_than_the_host_has(affinity: int, why: str) -> None:
     assert "64 cores" in found.text
     assert "may use 4" in found.text
     assert why in found.text
+
+
+def test_every_row_of_the_notes_is_used_and_every_note_has_one():
+    folder = Path(access.__file__).parent
+    rows = set(yaml.safe_load((folder / "notes.yaml").read_text()))
+    code = "".join(path.read_text() for path in folder.glob("*.py"))
+    made = set(re.findall(r'note\(\s*"(\w+)"(?: if [^"]*"(\w+)")?', code))
+    assert rows == {name for names in made for name in names if name}

@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 from trainfit.core.records import Note, TorchBuild
 from trainfit.hardware.nvml import NvmlGpu, NvmlReport, cuda_wheel, parse_capability
@@ -89,10 +92,21 @@ def _by_uuid(entry: str, uuids: Sequence[Sequence[str]] | None) -> str:
     return fitting[0]
 
 
-_DRIVER_FIX = (
-    "Install the NVIDIA driver until `nvidia-smi` lists the GPU; "
-    "start a container with `docker run --gpus all`."
-)
+@cache
+def _notes() -> dict[str, dict[str, str]]:
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+    text = Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, str]] = yaml.load(text, loader)
+    return found
+
+
+def note(name: str, **facts: Any) -> Note:
+    """Make a note of notes.yaml with these facts in its words."""
+    row = _notes()[name]
+    text, fix = (row[part].format(**facts) for part in ("text", "fix"))
+    return Note(code=row.get("code", name), text=text, fix=fix)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,18 +125,22 @@ def access_notes(seen: Access) -> Iterator[Note]:
     """Yield a note on each obstacle between torch and a GPU."""
     build = seen.torch.build
     if build is None:
-        text = f"torch cannot be imported ({seen.torch.error})."
-        yield Note(code="no_torch", text=text, fix="Install it again: `pip install torch`.")
+        yield note("no_torch", seen=seen)
     elif seen.torch.devices:
         yield from _partly(seen, build)
     elif build.backend == "cuda":
-        yield from _cuda_without_gpu(seen, build)
+        yield _cuda_without_gpu(seen, build)
     elif build.backend == "rocm":
-        yield _rocm_without_gpu(seen, build)
+        why = f" ({seen.torch.error})" if seen.torch.error else ""
+        yield note("no_amd_gpu", build=build, why=why)
+    elif seen.nvml.gpus:
+        fix = _wheel_fix(seen, build)
+        yield note("cpu_torch", build=build, names=names_of(seen.nvml.gpus), seen=seen, fix=fix)
     else:
-        yield _no_gpu_backend(seen, build)
+        yield _no_driver(seen, build) if seen.on_pci else note("no_gpu")
     if build is not None and build.backend == "cuda" and seen.visible.problem:
-        yield _malformed(seen.visible)
+        ignored = "every entry" if seen.visible.hides_all else "it and what follows"
+        yield note("visible_devices_malformed", visible=seen.visible, ignored=ignored)
 
 
 def names_of(gpus: Sequence[NvmlGpu]) -> str:
@@ -140,106 +158,47 @@ def install_command(build: TorchBuild, wheel: str) -> str:
 def _partly(seen: Access, build: TorchBuild) -> Iterator[Note]:
     """Yield notes for a torch that has some GPU but cannot reach everything."""
     if seen.torch.error:
-        text = f"torch could not read every GPU ({seen.torch.error})."
-        yield Note(code="cuda_error", text=text, fix="Look at the GPU with `nvidia-smi -q`.")
+        yield note("unread_gpus", seen=seen)
     if build.backend == "cuda" and seen.nvml.error:
-        yield _nvml_broken(seen.nvml, seen.nvml.error)
-    if build.backend == "cuda" and seen.others:
-        yield _hidden(seen) if seen.visible.value is not None else _unused(seen, build)
-
-
-def _nvml_broken(nvml: NvmlReport, error: str) -> Note:
-    fix = "Check that `nvidia-smi` works; after a driver update, restart the machine."
-    if not nvml.installed:
-        fix = "Install the binding: `pip install nvidia-ml-py`."
-    what = "could not read every GPU" if nvml.gpus else "does not answer"
-    text = f"NVML {what} ({error}), so power, clocks, links and used memory are not all known."
-    return Note(code="nvml_broken", text=text, fix=fix)
+        what = "could not read every GPU" if seen.nvml.gpus else "does not answer"
+        yield note("nvml_broken" if seen.nvml.installed else "nvml_missing", seen=seen, what=what)
+    if build.backend == "cuda" and seen.others and seen.visible.value is not None:
+        yield _hidden(seen)
+    elif build.backend == "cuda" and seen.others:
+        counts = {"used": len(seen.torch.devices), "there": len(seen.nvml.gpus)}
+        yield note("unused_gpus", build=build, names=names_of(seen.others), **counts)
 
 
 def _hidden(seen: Access) -> Note:
     some = f"{len(seen.others)} of {len(seen.nvml.gpus)} GPUs"
-    what = some if seen.torch.devices else "every GPU"
     names = f" ({names_of(seen.others)})" if seen.others else ""
-    text = f"{VARIABLE}={seen.visible.value!r} hides {what}{names}."
-    return Note(code="hidden_gpus", text=text, fix=f"To use every GPU: `unset {VARIABLE}`.")
+    what = some if seen.torch.devices else "every GPU"
+    return note("hidden_gpus", seen=seen, what=what, names=names)
 
 
-def _malformed(visible: Visibility) -> Note:
-    ignored = "every entry" if visible.hides_all else "it and what follows"
-    text = f"{VARIABLE}={visible.value!r} is malformed: {visible.problem}; CUDA ignores {ignored}."
-    fix = f"Give indices or UUIDs of `nvidia-smi -L`, such as `export {VARIABLE}=0`."
-    return Note(code="visible_devices_malformed", text=text, fix=fix)
-
-
-def _unused(seen: Access, build: TorchBuild) -> Note:
-    text = (
-        f"torch {build.version} has {len(seen.torch.devices)} of {len(seen.nvml.gpus)} GPUs; "
-        f"the driver also lists {names_of(seen.others)}."
-    )
-    fix = "Look at its compute mode, MIG mode and errors with `nvidia-smi -q`."
-    return Note(code="unused_gpus", text=text, fix=fix)
-
-
-def _cuda_without_gpu(seen: Access, build: TorchBuild) -> Iterator[Note]:
-    """Yield the note for a CUDA build without a device: the variable, MIG or the driver."""
+def _cuda_without_gpu(seen: Access, build: TorchBuild) -> Note:
+    """Note for a CUDA build without a device: the variable, MIG or the driver."""
     if seen.visible.hides_all:
-        yield _hidden(seen)
-    elif not seen.nvml.gpus:
-        yield _no_driver(seen, build)
-    elif all(gpu.mig_on and not gpu.slices for gpu in seen.nvml.gpus):
-        text = f"MIG mode is on, but {names_of(seen.nvml.gpus)} has no slice, so nothing can run."
-        fix = "For the whole GPU: `sudo nvidia-smi -mig 0`; for slices: `sudo nvidia-smi mig -cgi`."
-        yield Note(code="mig", text=text, fix=fix)
-    else:
-        yield _cuda_error(seen, build)
+        return _hidden(seen)
+    if not seen.nvml.gpus:
+        return _no_driver(seen, build)
+    names = names_of(seen.nvml.gpus)
+    if all(gpu.mig_on and not gpu.slices for gpu in seen.nvml.gpus):
+        return note("mig_without_slice", names=names)
+    why = seen.torch.error or "it gives no reason"
+    fix = "Run `nvidia-smi -q` for errors of the GPU, and restart the machine if it is lost."
+    driver = seen.nvml.driver_cuda
+    if driver and build.cuda and parse_capability(driver)[0] < parse_capability(build.cuda)[0]:
+        why = f"it needs CUDA {build.cuda}, and the driver {seen.nvml.driver} has CUDA {driver}"
+        fix = _wheel_fix(seen, build)
+    return note("cuda_error", build=build, names=names, why=why.rstrip("."), fix=fix)
 
 
 def _no_driver(seen: Access, build: TorchBuild) -> Note:
     reasons = [reason for reason in (seen.nvml.error, seen.torch.error) if reason]
     why = f" ({'; '.join(reasons)})" if reasons else ""
     there = f", though {seen.on_pci} NVIDIA GPU(s) are on the PCI bus" if seen.on_pci else ""
-    text = f"No NVIDIA driver works here{why}{there}, so torch {build.version} has no GPU."
-    return Note(code="no_driver", text=text, fix=_DRIVER_FIX)
-
-
-def _cuda_error(seen: Access, build: TorchBuild) -> Note:
-    """Note for GPUs that the driver has but CUDA does not start on."""
-    why = seen.torch.error or "it gives no reason"
-    fix = "Run `nvidia-smi -q` for errors of the GPU, and restart the machine if it is lost."
-    driver = seen.nvml.driver_cuda
-    if driver and build.cuda and _major(driver) < _major(build.cuda):
-        why = f"it needs CUDA {build.cuda}, and the driver {seen.nvml.driver} has CUDA {driver}"
-        fix = _wheel_fix(seen, build)
-    text = f"torch {build.version} cannot use {names_of(seen.nvml.gpus)}: {why.rstrip('.')}."
-    return Note(code="cuda_error", text=text, fix=fix)
-
-
-def _rocm_without_gpu(seen: Access, build: TorchBuild) -> Note:
-    why = f" ({seen.torch.error})" if seen.torch.error else ""
-    text = f"torch {build.version} is a ROCm build, but finds no AMD GPU{why}."
-    fix = (
-        "See whether `rocminfo` lists it, whether you are in the groups video and render, "
-        "and whether HIP_VISIBLE_DEVICES or ROCR_VISIBLE_DEVICES hides it."
-    )
-    return Note(code="no_driver", text=text, fix=fix)
-
-
-def _no_gpu_backend(seen: Access, build: TorchBuild) -> Note:
-    """Note for a CPU or Apple build where no GPU is usable."""
-    if seen.nvml.gpus:
-        text = (
-            f"torch {build.version} is a CPU build and cannot use {names_of(seen.nvml.gpus)} "
-            f"(driver {seen.nvml.driver})."
-        )
-        return Note(code="cpu_torch", text=text, fix=_wheel_fix(seen, build))
-    if seen.on_pci:
-        return _no_driver(seen, build)
-    text = "There is no GPU here: training runs on the CPU, far slower."
-    fix = (
-        "Try small models and few steps, or see what a GPU would do with `trainfit check --gpu t4`."
-    )
-    return Note(code="no_gpu", text=text, fix=fix)
+    return note("no_driver", why=why, there=there, build=build)
 
 
 def _wheel_fix(seen: Access, build: TorchBuild) -> str:
@@ -249,7 +208,3 @@ def _wheel_fix(seen: Access, build: TorchBuild) -> str:
     if wheel is None:
         return "Update the NVIDIA driver to 580 or newer, then install torch for CUDA 13."
     return f"Install the CUDA build: {install_command(build, wheel)}."
-
-
-def _major(version: str) -> int:
-    return parse_capability(version)[0]

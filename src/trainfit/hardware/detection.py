@@ -12,7 +12,7 @@ from functools import cache
 from pathlib import Path
 
 from trainfit.core.records import CompileSupport, Cpu, Gpu, HardwareProfile, Note, TorchBuild
-from trainfit.hardware.access import VARIABLE, Access, access_notes, install_command, resolve
+from trainfit.hardware.access import VARIABLE, Access, access_notes, install_command, note, resolve
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.hardware.gpus import catalogue_gpu, gpu_record, join, known_spec, not_joined
 from trainfit.hardware.host import Host, probe_host, sysctl
@@ -55,19 +55,11 @@ def host_notes(host: Host) -> Iterator[Note]:
     cpu = host.cpu
     if cpu.cores < cpu.host_cores:
         quota = cpu.cores < host.affinity
-        text = (
-            f"The host has {cpu.host_cores} cores, but this process may use {cpu.cores} "
-            f"({'the quota of its cgroup' if quota else 'its CPU affinity'})."
-        )
+        limit = "the quota of its cgroup" if quota else "its CPU affinity"
         fix = "Start the container with a larger `--cpus`." if quota else "Widen it with `taskset`."
-        yield Note(code="cpu_limited", text=text, fix=fix)
+        yield note("cpu_limited", cpu=cpu, limit=limit, fix=fix)
     if host.shm_gib is not None and host.shm_gib < SMALL_SHM_GIB:
-        text = (
-            f"/dev/shm has {host.shm_gib:.2f} GiB, and data-loader workers pass every batch "
-            "through it."
-        )
-        fix = "Start the container with `--shm-size=8g`, or set training.num_workers=0."
-        yield Note(code="small_shm", text=text, fix=fix)
+        yield note("small_shm", host=host)
 
 
 def _mixed(gpus: Sequence[Gpu]) -> Note:
@@ -77,98 +69,39 @@ def _mixed(gpus: Sequence[Gpu]) -> Note:
     alike = [gpu for gpu in gpus if gpu.name == best.name]
     chosen = ",".join((nvidia and gpu.uuid) or str(gpu.index) for gpu in alike)
     names = ", ".join(f"{gpu.index}: {gpu.name} with {gpu.memory_gib:.1f} GiB" for gpu in gpus)
-    return Note(
-        code="mixed_gpus",
-        text=f"The GPUs differ ({names}): a run on all of them goes at the pace of the slowest.",
-        fix=f"To use one kind: `export {'CUDA' if nvidia else 'HIP'}_VISIBLE_DEVICES={chosen}`.",
-    )
+    variable = VARIABLE if nvidia else "HIP_VISIBLE_DEVICES"
+    return note("mixed_gpus", names=names, variable=variable, chosen=chosen)
 
 
 def _kind_notes(gpu: Gpu, build: TorchBuild | None, architectures: Sequence[str]) -> Iterator[Note]:
-    if gpu.mig:
-        yield Note(
-            code="mig",
-            text=f"{gpu.name} is a MIG slice ({gpu.mig}, {gpu.memory_gib:.1f} GiB): "
-            "it has a share of the GPU, and no published peak to compare with.",
-            fix="For the whole GPU: `sudo nvidia-smi -mig 0`.",
-        )
-    elif gpu.slug is None:
-        yield Note(
-            code="unknown_gpu",
-            text=f"The catalogue does not know {gpu.name} with {gpu.memory_gib:.1f} GiB, "
-            "so there is no peak and no MFU for it.",
-            fix="Add a row with its source to hardware/gpus.csv.",
-        )
+    if gpu.mig or gpu.slug is None:
+        yield note("mig" if gpu.mig else "unknown_gpu", gpu=gpu)
     if gpu.vendor == "nvidia" and not gpu.native_bf16:
-        yield _emulated(gpu)
+        fp16 = "Use fp16 with loss scaling: device.mixed_precision=fp16."
+        fix = fp16 if gpu.fp16 else "Train in fp32: device.mixed_precision=off."
+        yield note("emulated_bf16", gpu=gpu, fix=fix)
     if gpu.vendor == "nvidia" and build is not None:
-        yield from _kernels(gpu, build, architectures)
-
-
-def _emulated(gpu: Gpu) -> Note:
-    fix = "Use fp16 with loss scaling: device.mixed_precision=fp16."
-    return Note(
-        code="emulated_bf16",
-        text=f"{gpu.name} has compute capability {gpu.compute_capability}: torch claims that "
-        "bfloat16 works there, but it is emulated and slow.",
-        fix=fix if gpu.fp16 else "Train in fp32: device.mixed_precision=off.",
-    )
-
-
-def _kernels(gpu: Gpu, build: TorchBuild, architectures: Sequence[str]) -> Iterator[Note]:
-    capability = parse_capability(gpu.compute_capability)
-    if not has_kernels(capability, architectures):
-        wheel = cuda_wheel(capability, None) or "cu130"
-        yield Note(
-            code="unsupported_architecture",
-            text=f"torch {build.version} has no kernels for {gpu.name} (compute capability "
-            f"{gpu.compute_capability}), only for {' '.join(architectures)}.",
-            fix=f"Install another build: {install_command(build, wheel)}.",
-        )
+        capability = parse_capability(gpu.compute_capability)
+        if not has_kernels(capability, architectures):
+            command = install_command(build, cuda_wheel(capability, None) or "cu130")
+            known = " ".join(architectures)
+            facts = {"build": build, "gpu": gpu, "architectures": known, "command": command}
+            yield note("unsupported_architecture", **facts)
 
 
 def _state_notes(gpu: Gpu) -> Iterator[Note]:
-    yield from _pcie(gpu)
-    yield from _throttled(gpu)
-    others = gpu.state.memory_used_by_others_gib
-    if others is not None and others > MEMORY_IN_USE * gpu.memory_gib:
-        yield Note(
-            code="memory_in_use",
-            text=f"Others use {others:.1f} of {gpu.memory_gib:.1f} GiB on GPU {gpu.index} "
-            f"({gpu.name}).",
-            fix="`nvidia-smi` lists the processes: end them, or choose another GPU with "
-            "CUDA_VISIBLE_DEVICES.",
-        )
-
-
-def _pcie(gpu: Gpu) -> Iterator[Note]:
-    """Note a link with fewer lanes than possible; an idle link's lower generation is normal."""
-    link = gpu.state.pcie
+    state, link = gpu.state, gpu.state.pcie
+    # A lower generation is normal for an idle link; fewer lanes are not.
     if link.width and link.max_width and link.width < link.max_width:
-        yield Note(
-            code="pcie_narrow",
-            text=f"GPU {gpu.index} ({gpu.name}) is linked with {link.width} of "
-            f"{link.max_width} PCIe lanes, so copies to it are that much slower.",
-            fix="Seat the card again, or move it to a slot with all lanes.",
-        )
-
-
-def _throttled(gpu: Gpu) -> Iterator[Note]:
-    state = gpu.state
-    reasons = [name for name in _SLOWED if name in state.throttle_reasons]
-    if not reasons:
-        return
-    seen = [
-        f"{value} {unit}"
-        for value, unit in ((state.clock_sm_mhz, "MHz"), (state.temperature_c, "°C"))
-        if value is not None
-    ]
-    yield Note(
-        code="throttled",
-        text=f"GPU {gpu.index} ({gpu.name}) is slowed down now: {', '.join(reasons + seen)}.",
-        fix="See `nvidia-smi -q -d PERFORMANCE,TEMPERATURE`: check its cooling"
-        + (" and its power supply." if _POWER_BRAKE in reasons else "."),
-    )
+        yield note("pcie_narrow", gpu=gpu, link=link)
+    if reasons := [name for name in _SLOWED if name in state.throttle_reasons]:
+        figures = ((state.clock_sm_mhz, "MHz"), (state.temperature_c, "°C"))
+        seen = [f"{value} {unit}" for value, unit in figures if value is not None]
+        power = " and its power supply" if _POWER_BRAKE in reasons else ""
+        yield note("throttled", gpu=gpu, seen=", ".join(reasons + seen), power=power)
+    others = state.memory_used_by_others_gib
+    if others is not None and others > MEMORY_IN_USE * gpu.memory_gib:
+        yield note("memory_in_use", gpu=gpu)
 
 
 _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
@@ -191,16 +124,6 @@ def bf16_fault(
     except OSError:
         return None
     return signal.Signals(-done.returncode).name if done.returncode < 0 else None
-
-
-def bf16_note(fault: str) -> Note:
-    """Note on a processor whose bfloat16 products crash."""
-    return Note(
-        code="cpu_bf16_dies",
-        text=f"The processor says that it multiplies bfloat16, but a product died of {fault} here.",
-        fix="Stay in fp32 (device.mixed_precision=off), or `export "
-        "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16` to do without AMX.",
-    )
 
 
 ASSUMED_CORES = 8
@@ -241,7 +164,8 @@ def as_if(spec: GpuSpec) -> HardwareProfile:
     host = probe_host(Path())
     gpu = catalogue_gpu(spec)
     here = host.nvidia_devices > 0 and _has(spec, probe_nvml(load_nvml, os.getpid()))
-    notes = (*gpu_notes([gpu], None), *host_notes(host)) if here else _assumed_notes(gpu)
+    assumed = (note("assumed_cores", gpu=gpu, cores=ASSUMED_CORES),)
+    notes = (*gpu_notes([gpu], None), *(host_notes(host) if here else assumed))
     profile = replace(_machine(host, probe_compile()), gpus=(gpu,), notes=notes, simulated=True)
     return profile if here else replace(profile, cpu=_ASSUMED)
 
@@ -249,12 +173,6 @@ def as_if(spec: GpuSpec) -> HardwareProfile:
 def _has(spec: GpuSpec, nvml: NvmlReport) -> bool:
     found = [known_spec(g.name, g.memory_gib) for g in nvml.gpus if g.memory_gib is not None]
     return any(one is not None and one.slug == spec.slug for one in found)
-
-
-def _assumed_notes(gpu: Gpu) -> tuple[Note, ...]:
-    text = f"{gpu.name} is not in this machine: {ASSUMED_CORES} usable cores beside it are assumed."
-    fix = "Run `trainfit check` on the machine that has it: its own cores count there."
-    return (*gpu_notes([gpu], None), Note(code="assumed_cores", text=text, fix=fix))
 
 
 def assemble(
@@ -298,7 +216,7 @@ def _tried(profile: HardwareProfile, trial: Callable[[], str | None]) -> Hardwar
     if fault is None:
         return profile
     cpu = replace(profile.cpu, native_bf16=False)
-    return replace(profile, cpu=cpu, notes=(*profile.notes, bf16_note(fault)))
+    return replace(profile, cpu=cpu, notes=(*profile.notes, note("cpu_bf16_dies", fault=fault)))
 
 
 def _machine(host: Host, compile: CompileSupport) -> HardwareProfile:
