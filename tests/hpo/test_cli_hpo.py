@@ -218,7 +218,7 @@ def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path:
 
 @pytest.mark.soak
 def test_trials_side_by_side_have_the_values_of_one_after_another(tmp_path: Path):
-    words = words_of(tmp_path, "hpo.trials=10", "cv.folds=2", "hpo.sampler_startup=99")
+    words = words_of(tmp_path, "hpo.trials=7", "cv.folds=2", "hpo.sampler_startup=99")
     words = [word for word in words if "max_steps" not in word]
     words += ["hpo.pruner=none", "training.num_epochs=8", "training.logging_steps=1"]
     found = {}

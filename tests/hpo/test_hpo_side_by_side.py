@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -13,20 +14,25 @@ import optuna
 import pytest
 from hpo_toy import run_toy, toy_desk
 from optuna.trial import TrialState
+from rich.console import Console
 
+from trainfit.cli.pages import study_page
 from trainfit.conf import compose
+from trainfit.core import codec
 from trainfit.core.errors import OutOfMemory
 from trainfit.core.records import GpuState
 from trainfit.engine.observers import TrainRow
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hpo import run_trial as trials
+from trainfit.hpo.final import Best, StudyResult
 from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import Objective, Room
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome
 from trainfit.jobs import job_plan, registry
+from trainfit.reports.study_sections import _headlines
 
 
 @pytest.fixture(scope="module")
@@ -325,3 +331,19 @@ def test_a_crowded_trial_goes_back_to_the_queue_and_no_death_is_counted(tmp_path
     ended = [t for t in desk.study.get_trials() if t.state == TrialState.COMPLETE]
     assert len(ended) == 2
     assert seen[0] in [trial.params for trial in ended]
+
+
+# ── shown ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_the_page_and_the_report_say_how_many_ran_and_what_it_gained():
+    best = Best(trial=1, params={}, value=0.5, test={}, run="runs/x")
+    beside = SideBySide(planned=4, kept=3, gain=1.876)
+    result = StudyResult(
+        study="mine", best=best, trials={"complete": 8}, seconds=9.0, side_by_side=beside
+    )
+    console = Console(width=120, record=True, file=io.StringIO())
+    console.print(study_page(result, "runs/hpo-mine", "trainfit hpo nli"))
+    assert "3 of 4 planned, 1.88 times the steps of one" in console.export_text()
+    [shown] = [h for h in _headlines((), codec.encode(result), "f1") if "side" in h.label]
+    assert shown.value == "3, 1.88× the steps of one"

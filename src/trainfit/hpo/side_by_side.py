@@ -122,6 +122,8 @@ def _run_beside(
 ) -> Outcome:
     """Run a trial, and once more with the whole GPU where there is no room beside others."""
     helpers.begin(int(claim.params.get(BATCH, batch)))
+    if not helpers.alive:
+        objective.room = Room()
     outcome = run_trial(opened, objective, claim, lambda *_: (helpers,))
     if outcome.kind != "crowded":
         return outcome
@@ -191,7 +193,7 @@ class Helpers(Observer):
         """Stop the helpers for good; their trials go back to the queue."""
         if self.result is not None:
             self.result = replace(self.result, kept=1)
-        if self._alive():
+        if self.alive:
             self._say(f"{why}: one at a time from here")
         self.close()
 
@@ -213,12 +215,14 @@ class Helpers(Observer):
             self.result = SideBySide(planned=1 + workers, kept=1 + workers, gain=None)
             self._say(f"up to {1 + workers} trials side by side, as many as have room on the GPU")
 
-    def _alive(self) -> set[int]:
+    @property
+    def alive(self) -> set[int]:
+        """Process ids of the helpers that run."""
         return {process.pid for process in self._processes or () if process.poll() is None}
 
     def _under_way(self) -> int | None:
         """Trials under way, this process's included; None while a helper warms up."""
-        helpers = self._alive()
+        helpers = self.alive
         reported: dict[int, bool] = {}
         for trial in self._study.get_trials(deepcopy=False) if helpers else ():
             pid = trial.user_attrs.get(WORKER, {}).get("pid")
