@@ -30,6 +30,7 @@ from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import Objective, Room
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
+from trainfit.hpo.study_settings import read_setting
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome
 from trainfit.jobs import job_plan, registry
 from trainfit.reports.study_sections import _headlines
@@ -139,7 +140,7 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     job = SimpleNamespace(tuned_job=lambda _: SimpleNamespace(question=question))
     monkeypatch.setattr(Objective, "_prepare", lambda *_: SimpleNamespace(typical=lambda: job))
     composed = compose("nli", [])
-    objective = Objective(composed, "f1", trials=12)
+    objective = Objective(composed, "f1", alike=12)
     assert objective.plan(composed) == objective.latest
     assert asked == [None]
     objective.room = Room(share=0.5)
@@ -152,6 +153,20 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     found = objective.plan(composed)
     assert not found.fits
     assert found.workload.method == "full"
+
+
+@pytest.mark.parametrize(
+    ("words", "alike"),
+    [
+        (["hpo.trials=50"], 2),  # 5 batches, 4 dropouts in the blocks
+        (["hpo.trials=50", "model.feed_forward_dropout=0.1"], 10),
+        (["hpo.trials=50", "model.feed_forward_dropout=0.1", f"{BATCH}=32"], 50),
+        (["hpo.trials=50", "model.lora_dropout=interval(0,0.1)"], 1),
+    ],
+)
+def test_trials_of_the_same_shapes_share_compiled_code(words: list[str], alike: int):
+    whole = ["model.name=deberta-v3-base", "model.method=full", "model.weights=random"]
+    assert read_setting("nli", [*whole, *words]).alike == alike
 
 
 # ── measured ──────────────────────────────────────────────────────────────────────────────────

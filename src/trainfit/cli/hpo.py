@@ -105,9 +105,9 @@ def _objective(setting: StudySettings) -> Callable[[], Objective]:
         from trainfit.hpo.objective import Objective
         from trainfit.reports import training_lines
 
-        composed, hpo = setting.composed, setting.hpo
+        composed, metric = setting.composed, setting.hpo.metric
         show = training_lines.show(composed)
-        return Objective(composed, hpo.metric, trials=hpo.trials, show=show)
+        return Objective(composed, metric, alike=setting.alike, show=show)
 
     return read
 

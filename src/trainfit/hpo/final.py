@@ -72,7 +72,7 @@ def search(task: str | type, *words: str) -> StudyResult:
     check_job(name)
     with using_database():
         setting = read_setting(name, words)
-        objective = Objective(setting.composed, setting.hpo.metric, trials=setting.hpo.trials)
+        objective = Objective(setting.composed, setting.hpo.metric, alike=setting.alike)
         opened = open_study(setting, lambda: objective)
         ended = work(opened.desk(), partial(run_trial, opened, objective))
         best = finish(opened, lambda: objective) if ended == "done" else None

@@ -65,15 +65,18 @@ class Objective:
         composed: Composed,
         metric: str,
         *,
-        trials: int = 1,
+        alike: int = 1,
         show: Show | None = None,
     ) -> None:
-        """`composed` is the configuration that the `trials` vary; `show` is for the final model."""
-        self.room, self.trials = Room(), trials
+        """`composed` is the configuration that the trials vary; `show` is for the final model.
+
+        `alike` is the number of trials that share compiled code, over all processes.
+        """
+        self.room = Room()
         self.latest: Plan | None = None
         """Plan of the trial under way."""
         self._job = registry.job_module(composed.task)
-        self._base, self._metric, self._show = composed, metric, show
+        self._base, self._metric, self._alike, self._show = composed, metric, alike, show
         self.profile = job_plan.machine(composed)
         self._cache: dict[str, Prepared] = {}
         self._greater = is_greater_better(metric, composed.task)
@@ -106,7 +109,7 @@ class Objective:
     def _plan(self, composed: Composed) -> Plan:
         question = self._prepare(composed).typical().tuned_job(self.profile).question
         folds = question.workload.trainings
-        shared = replace(question.workload, trainings=max(folds, folds * self.trials // WORKERS))
+        shared = replace(question.workload, trainings=max(folds, folds * self._alike // WORKERS))
         asked = replace(question, workload=shared)
         make = partial(job_plan.answer, composed, asked, self.profile, here=True)
         gpu = self.profile.gpu

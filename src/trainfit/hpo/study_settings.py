@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from trainfit.conf.composition import parse_word, schema_defaults
 from trainfit.conf.search_space_files import HpoConfig, compose_study
 from trainfit.core import codec
 from trainfit.core.settings import SETTINGS
-from trainfit.hpo.search_space import BATCH, as_words
+from trainfit.hpo.search_space import BATCH, applies, as_words
 
 STORAGE = "TRAINFIT_HPO_STORAGE"
 """Environment variable with the URL of the database, which keeps a password out of `ps`."""
@@ -31,6 +32,8 @@ _MACHINE = (
     *(row.key for row in SETTINGS if row.key and not row.learns),
 )
 """Keys that may differ between workers of one study: they change how a step is computed."""
+_OUTSIDE = ("training.", "model.pooling", "model.head_dropout")
+"""Keys outside the blocks of a model: compiled code is the same whatever they are."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,6 +67,17 @@ class StudySettings:
             if not key.startswith(_MACHINE) and (key not in new or new[key] != value)
         }
         return values | {"hpo.metric": self.hpo.metric, "hpo.space": codec.encode(self.hpo.space)}
+
+    @property
+    def alike(self) -> int:
+        """Number of trials that share compiled code, on average over the space."""
+        values, trials = self.values, self.hpo.trials
+        kinds = [
+            len(one.choices) or trials
+            for key, one in self.hpo.space.items()
+            if applies(one, values) and (key == BATCH or not key.startswith(_OUTSIDE))
+        ]
+        return max(1, trials // math.prod(kinds))
 
     @property
     def name(self) -> str:
