@@ -50,7 +50,6 @@ class FakePlan:
     time: Any
     workload: Any
     fits: bool = True
-    num_workers: int = 0
     compile: bool = False
     packed: bool = False
     advice: tuple[str, ...] = ()
@@ -86,8 +85,6 @@ def plan_of(peak: float | None, mfu: float | None = 0.01, method: str = "full", 
         (plan_of(10, mfu=0.4), 2),  # busy, but building and evaluating leave gaps
         (plan_of(10, mfu=0.2), 3),
         (plan_of(10, mfu=None), 2),
-        (plan_of(10, num_workers=4), 2),  # of 16 cores
-        (plan_of(10, num_workers=16), 1),
         (plan_of(10, method="frozen"), 1),
         (plan_of(10, fits=False), 1),
     ],
@@ -96,6 +93,9 @@ def test_as_many_are_planned_as_memory_speed_and_cores_allow(plan: Any, workers:
     assert plan_workers(plan, h200, 50)[0] == workers
     assert plan_workers(plan, h200, 2)[0] == min(workers, 2)
     assert plan_workers(plan, replace(h200, gpus=()), 50) == (1, Room())
+    for cores, most in ((2, 1), (8, 2), (9, 3)):
+        few = replace(h200, cpu=replace(h200.cpu, cores=cores))
+        assert plan_workers(plan, few, 50)[0] == min(workers, most)
 
 
 def test_measured_memory_and_speed_replace_the_planned_ones(h200: Any):

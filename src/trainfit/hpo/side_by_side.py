@@ -35,6 +35,8 @@ _SATURATED = 0.35
 """MFU of steps that keep a GPU busy; steps of a smaller one wait for the CPU between kernels."""
 _UNSEEN = 1.15
 """Memory that the first steps have not shown, such as evaluations and the allocator's cache."""
+_CORES = 3
+"""Cores that a trial on a GPU keeps busy: its loop, and the loader's processes by turns."""
 _LEAST_GAIN = 1.1
 _ALONE, _TOGETHER = 1.0, 6.0
 """Seconds of steps to time before helpers start, and before they are judged."""
@@ -75,7 +77,7 @@ def plan_workers(
         used = min(1.0, _UNSEEN * row.memory_gib / plan.memory.peak_reserved_gib)
         mfu = row.mfu or mfu
     by_speed = 1 + math.ceil(_SATURATED / mfu) if mfu else 2
-    by_cores = profile.cpu.cores // (2 + plan.num_workers)
+    by_cores = profile.cpu.cores // _CORES
     for workers in range(min(WORKERS, trials, by_speed, by_cores), 1, -1):
         room = room_for(gpu, workers, used)
         if room.holds(plan, gpu):
