@@ -1,11 +1,16 @@
 """The optimizations of the ladder: a rung each, or the reason why it is not applicable here.
 
-Every row of the source documents' tables is among them.
+Every row of the source documents' tables is among them. optimizations.yaml has their words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import yaml
 
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
@@ -22,173 +27,90 @@ def rungs_for(
 
     `no_liger` is why Liger has no kernels for the model, if it has none.
     """
+    gpu, fused = bool(profile.gpus), best.attention in FUSIBLE
+    missing = profile.compile.missing(gpu=gpu)
+    if no_liger is None and not supported.is_installed():
+        no_liger = "liger-kernel is not installed"
+    no_liger = no_liger if gpu else "they are for GPUs"
+    facts = {"batch": NAIVE_BATCH, "missing": " and ".join(missing), "no_liger": no_liger}
+    rung = partial(_made, best, facts)
+
+    def planned(*names: str) -> dict[str, Any]:
+        return {name: getattr(best, name) for name in names}
+
+    sizes = planned("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
+    mode = best.compile_mode if best.compile else "default"
     made = [
-        *_arithmetic(best),
-        *_loader(best),
-        *_kernels(best, profile),
-        *_shape(best),
-        _compile(best, profile),
-        *_trades(best, profile),
-        _liger(no_liger, profile),
-        _no("channels-last", "it is a layout of images, and text has none"),
-        _no(
-            "evaluation batch size",
-            f"evaluation is no part of a training step; the plan has {best.eval_batch_size}",
+        rung("TF32", best.runtime.tf32, runtime={"tf32": True}),
+        rung("mixed precision", best.precision != "fp32", plan=planned("precision")),
+        rung("fused AdamW", best.optimizer == "adamw_fused", plan=planned("optimizer")),
+        rung("set_to_none", True, naive={"zeroed": False}),
+        rung("loader workers", best.num_workers, plan=planned("num_workers", "prefetch_factor")),
+        rung("pinned memory", best.pin_memory, plan={"pin_memory": True}),
+        rung("persistent workers", best.persistent_workers, plan={"persistent_workers": True}),
+        rung("cuDNN benchmark", gpu, runtime={"cudnn_benchmark": True}),
+        rung(
+            "attention with packing" if best.packed and not fused else "attention kernel",
+            fused,
+            naive={"eager": False},
         ),
+        *_planned_checkpointing(rung, best),
+        rung("batch size", best.batch_size > NAIVE_BATCH, plan=sizes),
+        rung("grouping by length", len(set(best.workload.lengths)) > 1, naive={"shuffled": False}),
+        rung(
+            "packing",
+            best.packed,
+            plan=planned("packed", "attention"),
+            naive={"shuffled": False, "eager": False},
+        ),
+        rung("torch.compile", not missing, plan={"compile": True, "compile_mode": mode}),
+        *_trades(rung, best, profile),
+        rung("Liger kernels", no_liger is None, naive={"liger": True}),
+        rung("channels-last", False),
+        rung("evaluation batch size", False),
     ]
     rungs = tuple(one for one in made if isinstance(one, Rung))
     return rungs, tuple(one for one in made if isinstance(one, NotApplicable))
 
 
-def _no(name: str, reason: str) -> NotApplicable:
-    return NotApplicable(name=name, reason=reason)
+def _planned_checkpointing(rung: Callable[..., Made], best: Plan) -> Iterator[Made]:
+    """Checkpointing that the plan has: without it, larger batches do not fit."""
+    if (mode := best.gradient_checkpointing) != "none":
+        yield rung("planned checkpointing", True, plan={"gradient_checkpointing": mode})
 
 
-def _why(plan: Plan, setting: str, otherwise: str) -> str:
-    return next((r.why for r in plan.reasons if r.setting == setting and r.why), otherwise)
+def _trades(rung: Callable[..., Made], best: Plan, profile: HardwareProfile) -> Iterator[Made]:
+    """Rungs that give one thing up for another, which nothing is built on."""
+    frozen, gpus = best.workload.method == "frozen", profile.gpus
+    if frozen or best.gradient_checkpointing == "none":
+        yield rung("gradient checkpointing", not frozen, plan={"gradient_checkpointing": "full"})
+    if best.precision == "bf16" and gpus and gpus[0].fp16:
+        yield rung("fp16 instead of bf16", True, plan={"precision": "fp16"})
+    compiles = not profile.compile.missing(gpu=True)
+    graphs = {"compile": True, "compile_mode": "reduce-overhead"}
+    name = "CUDA graphs" if compiles or not gpus else "CUDA graphs without a compiler"
+    yield rung(name, gpus and compiles, plan=graphs)
 
 
-def _arithmetic(best: Plan) -> Iterator[Made]:
-    if best.runtime.tf32:
-        what = "fp32 products on the matrix units"
-        yield Rung(name="TF32", what=what, runtime={"tf32": True})
-    else:
-        yield _no("TF32", _why(best, "tf32", "the plan has it off"))
-    if best.precision == "fp32":
-        yield _no("mixed precision", _why(best, "precision", "the plan is in fp32"))
-    else:
-        what = f"autocast to {best.precision}"
-        yield Rung(name="mixed precision", what=what, plan={"precision": best.precision})
-    if best.optimizer != "adamw_fused":
-        yield _no("fused AdamW", _why(best, "optimizer", "the plan has another"))
-    else:
-        what = "one kernel for all weights, not a dozen for each"
-        yield Rung(name="fused AdamW", what=what, plan={"optimizer": best.optimizer})
-    what = "gradients are let go after a step, not filled with zeros"
-    yield Rung(name="set_to_none", what=what, naive={"zeroed": False})
-
-
-def _loader(best: Plan) -> Iterator[Made]:
-    if best.num_workers:
-        ahead = best.prefetch_factor
-        yield Rung(
-            name="loader workers",
-            what=f"{best.num_workers} processes make batches ahead, {ahead} each",
-            plan={"num_workers": best.num_workers, "prefetch_factor": ahead},
-        )
-    else:
-        why = _why(best, "num_workers", "they are off")
-        yield _no("loader workers", f"0 planned: {why}")
-    if best.pin_memory:
-        what = "batches in page-locked memory, copied while the GPU computes"
-        yield Rung(name="pinned memory", what=what, plan={"pin_memory": True})
-    else:
-        yield _no("pinned memory", _why(best, "pin_memory", "the plan has it off"))
-    if best.persistent_workers:
-        yield Rung(
-            name="persistent workers",
-            what="loader processes stay from epoch to epoch",
-            plan={"persistent_workers": True},
-            needs=("loader workers",),
-            between_epochs=True,
-        )
-    else:
-        why = _why(best, "persistent_workers", "there are no workers")
-        yield _no("persistent workers", why)
-
-
-def _kernels(best: Plan, profile: HardwareProfile) -> Iterator[Made]:
-    if profile.gpus:
-        what = "cuDNN times its algorithms, for convolutions"
-        yield Rung(name="cuDNN benchmark", what=what, runtime={"cudnn_benchmark": True})
-    else:
-        yield _no("cuDNN benchmark", "cuDNN is for GPUs")
-    if best.attention in FUSIBLE:
-        what = "scaled_dot_product_attention, not products and a softmax"
-        yield Rung(name="attention kernel", what=what, naive={"eager": False})
-    else:
-        comes = "; its kernel comes with packing" if best.packed else ""
-        yield _no("attention kernel", f"the model's attention is its own{comes}")
-
-
-def _shape(best: Plan) -> Iterator[Made]:
-    """Rungs that change the shape of a step's micro-batches."""
-    if best.gradient_checkpointing != "none":  # without it the larger batches do not fit
-        yield Rung(
-            name="gradient checkpointing",
-            what=f"blocks are computed again in the backward pass ({best.gradient_checkpointing})",
-            plan={"gradient_checkpointing": best.gradient_checkpointing},
-        )
-    if best.batch_size <= NAIVE_BATCH:
-        yield _no("batch size", f"the plan has {best.batch_size} at a time")
-    else:
-        names = ("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
-        yield Rung(
-            name="batch size",
-            what=f"{best.batch_size} sequences at a time, not {NAIVE_BATCH}",
-            plan={name: getattr(best, name) for name in names},
-        )
-    if len(set(best.workload.lengths)) <= 1:
-        yield _no("grouping by length", "every sequence is as long as the others")
-    else:
-        what = "sequences of like length together, in steps of like size"
-        yield Rung(name="grouping by length", what=what, naive={"shuffled": False})
-    if not best.packed:
-        yield _no("packing", _why(best, "packed", "the plan pads"))
-    else:
-        yield Rung(
-            name="packing",
-            what=f"sequences end to end, attention by {best.attention}",
-            plan={"packed": True, "attention": best.attention},
-            naive={"shuffled": False, "eager": False},
-            needs=("mixed precision",),
-            replaces=("grouping by length", "attention kernel"),
-        )
-
-
-def _compile(best: Plan, profile: HardwareProfile) -> Made:
-    if missing := profile.compile.missing(gpu=bool(profile.gpus)):
-        return _no("torch.compile", f"it would fail here: {' and '.join(missing)} missing")
-    return Rung(
-        name="torch.compile",
-        what="operations are joined into kernels of their own",
-        plan={"compile": True, "compile_mode": best.compile_mode if best.compile else "default"},
+def _made(
+    best: Plan, facts: Mapping[str, object], name: str, applies: object, **change: Any
+) -> Made:
+    """Rung of a row of optimizations.yaml, or the reason why it is not applicable."""
+    row = _table()[name]
+    if applies:
+        fields: dict[str, Any] = {k: row[k] for k in ("trades", "between_epochs") if k in row}
+        fields |= {key: tuple(row[key]) for key in ("needs", "replaces") if key in row}
+        what = row["what"].format(best=best, **facts)
+        return Rung(name=row.get("name", name), what=what, **fields, **change)
+    said = [r.why for r in best.reasons if r.setting == row.get("setting") and r.why]
+    why = said[0] if said else row["otherwise"].format(best=best, **facts)
+    return NotApplicable(
+        name=row.get("name", name), reason=row.get("reason", "{why}").format(why=why)
     )
 
 
-def _trades(best: Plan, profile: HardwareProfile) -> Iterator[Made]:
-    """Rungs that give one thing up for another, which nothing is built on."""
-    if best.workload.method == "frozen":
-        why = "a frozen encoder keeps nothing for a backward pass"
-        yield _no("gradient checkpointing", why)
-    elif best.gradient_checkpointing == "none":
-        yield Rung(
-            name="gradient checkpointing",
-            what="every block is computed again in the backward pass: time for memory",
-            plan={"gradient_checkpointing": "full"},
-            trades=True,
-        )
-    if best.precision == "bf16" and profile.gpus and profile.gpus[0].fp16:
-        what = "autocast to fp16, with loss scaling"
-        plan = {"precision": "fp16"}
-        yield Rung(name="fp16 instead of bf16", what=what, plan=plan, trades=True)
-    if not profile.gpus:
-        yield _no("CUDA graphs", "they are for GPUs")
-    elif profile.compile.missing(gpu=True):
-        yield _no("CUDA graphs", "they come with torch.compile")
-    else:
-        yield Rung(
-            name="CUDA graphs",
-            what="compiled with mode reduce-overhead: kernels are launched together",
-            plan={"compile": True, "compile_mode": "reduce-overhead"},
-            trades=True,
-        )
-
-
-def _liger(obstacle: str | None, profile: HardwareProfile) -> Made:
-    if not profile.gpus:
-        return _no("Liger kernels", "they are for GPUs")
-    if obstacle is not None or not supported.is_installed():
-        return _no("Liger kernels", obstacle or "liger-kernel is not installed")
-    what = "norms, rotations and feed-forwards of transformers' models by Liger's kernels"
-    return Rung(name="Liger kernels", what=what, naive={"liger": True}, trades=True)
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    text = Path(__file__).with_name("optimizations.yaml").read_text(encoding="utf-8")
+    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    return found
