@@ -25,6 +25,7 @@ from trainfit.engine.observers import TrainRow
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hpo import run_trial as trials
+from trainfit.hpo import side_by_side
 from trainfit.hpo.final import Best, StudyResult
 from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import Objective, Room
@@ -226,7 +227,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Iterator[Callable[[int], Bench]]:
+def bench(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[int], Bench]]:
+    monkeypatch.setattr(side_by_side, "_LOOK_EVERY", 0.0)
     made: list[Bench] = []
 
     def make(workers: int) -> Bench:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass, replace
@@ -40,6 +41,8 @@ _CORES = 3
 _LEAST_GAIN = 1.1
 _ALONE, _TOGETHER = 1.0, 6.0
 """Seconds of steps to time before helpers start, and before they are judged."""
+_LOOK_EVERY = 2.0
+"""Seconds between two looks at the study, which would cost as much as a short step."""
 Processes = list[subprocess.Popen[bytes]]
 
 
@@ -151,6 +154,8 @@ class Helpers(Observer):
         """Step of the last row of this fold."""
         self._timed: dict[tuple[int, int], tuple[int, float]] = {}
         """Steps and seconds by effective batch and number of trials under way."""
+        self._seen: tuple[float, int | None] = (-_LOOK_EVERY, 1)
+        """When the study was last looked at, and the trials under way."""
         self.result: SideBySide | None = None
         """Trials side by side; None while there are no helpers."""
 
@@ -225,12 +230,20 @@ class Helpers(Observer):
     def _under_way(self) -> int | None:
         """Trials under way, this process's included; None while a helper warms up."""
         helpers = self.alive
+        if not helpers:
+            return 1
+        if time.monotonic() - self._seen[0] < _LOOK_EVERY:
+            return self._seen[1]
+        self._seen = (time.monotonic(), self._count(helpers))
+        return self._seen[1]
+
+    def _count(self, helpers: set[int]) -> int | None:
         reported: dict[int, bool] = {}
-        for trial in self._study.get_trials(deepcopy=False) if helpers else ():
+        for trial in self._study.get_trials(deepcopy=False):
             pid = trial.user_attrs.get(WORKER, {}).get("pid")
             if pid in helpers:
                 reported[pid] = reported.get(pid, False) or trial.last_step is not None
-        if not reported:  # there are none, or they import and read the data
+        if not reported:  # they import and read the data
             return 1
         return 1 + len(helpers) if list(reported.values()) == [True] * len(helpers) else None
 
