@@ -24,6 +24,7 @@ from trainfit.conf import compose
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.codec import decode, encode
 from trainfit.core.errors import BadConfig, BadInput
+from trainfit.jobs.models import sources
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
 from trainfit.jobs.nli import build_model as nli_model
@@ -53,6 +54,32 @@ def test_a_folder_gives_its_weights_in_float32(tmp_path: Path) -> None:
     random = build_encoder(str(tmp_path), weights="random")
     name = "embeddings.word_embeddings.weight"
     assert not torch.equal(random.state_dict()[name], loaded.state_dict()[name])
+
+
+def test_a_model_that_is_kept_is_read_once_and_only_the_last_ones_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny("bert-base").encoder.save_pretrained(tmp_path)
+    read: list[float] = []
+    really = sources._read
+
+    def counted(config: PretrainedConfig, *rest: object) -> object:
+        read.append(config.hidden_dropout_prob)
+        return really(config, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(sources, "_read", counted)
+    first = build_encoder(str(tmp_path))
+    read.clear()
+    with sources.kept_in_memory():
+        for share in (0.1, 0.1, 0.2, 0.1, 0.3, 0.2, 0.1):
+            model = build_encoder(str(tmp_path), overrides={"hidden_dropout_prob": share})
+            assert model.config.hidden_dropout_prob == share
+            for weight, other in zip(model.parameters(), first.parameters(), strict=True):
+                assert torch.equal(weight, other)
+            model.get_input_embeddings().weight.data.zero_()  # of this copy alone
+        assert read == [0.1, 0.2, 0.3, 0.1]
+    build_encoder(str(tmp_path))
+    assert len(read) == 5
 
 
 def test_a_causal_folder_becomes_bidirectional_and_halves_its_window_once(tmp_path: Path) -> None:
