@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 BATCHES = (16, 32, 64, 128)
@@ -49,6 +49,20 @@ _SPACE = (
 )
 _FIXED = ("model.pooling=first", "model.head_dropout=0.1", "model.feed_forward_dropout=0.1")
 """Keys of the default search space that Trainer's classifier does not have."""
+
+
+class Setting(NamedTuple):
+    """A setting of the Trainer script."""
+
+    precision: str
+    workers: int
+    threads: int | None = None
+    """None: as torch chooses."""
+
+    @property
+    def name(self) -> str:
+        threads = f", {self.threads} thread" if self.threads else ""
+        return f"{self.precision}, {self.workers} workers{threads}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +89,8 @@ class Job:
     tokens: int = 0
     trials: int = 0
     patience: int | None = None
-    settings: tuple[tuple[str, int], ...] = (("bf16", 8),)
-    """Precision and loader processes of the Trainer script; the best of several counts."""
+    settings: tuple[Setting, ...] = (Setting("bf16", 8),)
+    """Settings of the Trainer script; the best of several counts."""
 
 
 JOBS = {
@@ -140,7 +154,7 @@ JOBS = {
         patience=3,
         words=("hardware=auto", "cv.folds=5"),
         data_words=("experiment=nli_embedded",),
-        settings=(("fp32", 0), ("bf16", 0)),
+        settings=(Setting("fp32", 0), Setting("fp32", 0, 1), Setting("bf16", 0)),
     ),
     "steps": Job(title="samples per second by batch", posts=400, words=("baselines=false",)),
 }
@@ -295,9 +309,8 @@ def trials_file(bench: Bench) -> Path:
     return bench.scratch / "trials.json"
 
 
-def run_trainer(bench: Bench, job: Job, cold: bool, setting: tuple[str, int]) -> dict[str, Any]:
+def run_trainer(bench: Bench, job: Job, cold: bool, setting: Setting) -> dict[str, Any]:
     """A run of the Trainer script."""
-    precision, workers = setting
     scratch = bench.scratch / "trainer"
     shutil.rmtree(scratch, ignore_errors=True)
     scratch.mkdir(parents=True)
@@ -321,8 +334,9 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: tuple[str, int]) ->
         "method": job.method,
         "learning_rate": job.learning_rate,
         "patience": job.patience,
-        "precision": precision,
-        "workers": 0 if bench.tiny else workers,
+        "precision": setting.precision,
+        "workers": 0 if bench.tiny else setting.workers,
+        "threads": setting.threads,
         "seed": 42,
         **gpt_spec(bench.tiny),
     }
@@ -333,7 +347,7 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: tuple[str, int]) ->
     said = json.loads(result.read_text()) if result.exists() else {}
     shutil.rmtree(scratch, ignore_errors=True)
     said.pop("seconds", None)
-    return {"who": "trainer", "setting": f"{precision}, {workers} workers", **said, **found}
+    return {"who": "trainer", "setting": setting.name, **said, **found}
 
 
 def gpt_spec(tiny: bool) -> dict[str, Any]:
@@ -439,7 +453,7 @@ def make_files(bench: Bench, jobs: list[Job]) -> None:
 def whole_job(bench: Bench) -> None:
     """Rounds of both contenders in turn."""
     make_files(bench, [bench.job])
-    slower: set[tuple[str, int]] = set()
+    slower: set[Setting] = set()
     for number in range(bench.rounds):
         cold = number == 0 and not bench.warm
         if bench.only != "trainer":
@@ -447,7 +461,7 @@ def whole_job(bench: Bench) -> None:
         if bench.only == "trainfit":
             continue
         settings = [each for each in bench.job.settings if each not in slower]
-        took: dict[tuple[str, int], float] = {}
+        took: dict[Setting, float] = {}
         for each in settings:
             found = run_trainer(bench, bench.job, cold, each)
             bench.keep({"round": number + 1, **found})

@@ -37,6 +37,8 @@ from transformers import (  # noqa: E402
 )
 
 CUDA = torch.cuda.is_available()
+if SPEC.get("threads"):
+    torch.set_num_threads(SPEC["threads"])
 STAGES: dict[str, float] = {"start": time.time() - BEGAN}
 RESULT: dict[str, Any] = {"stages": STAGES, "folds": []}
 
