@@ -272,6 +272,8 @@ def count_tokens(tokens: Tokens, size: int) -> Any:
 # ── in the background ─────────────────────────────────────────────────────────────────────────
 
 _ONE_THREAD = {f"{name}_NUM_THREADS": "1" for name in ("OMP", "OPENBLAS", "MKL")}
+_PATIENCE = 120.0
+"""Seconds to wait for the child once it is asked: on a busy machine its priority starves it."""
 _MOST_BYTES = 1 << 28
 """Larger data is scored after the training, in this process."""
 
@@ -280,7 +282,7 @@ _MOST_BYTES = 1 << 28
 def in_background(
     arrays: Callable[[], Arrays], *, cores: int
 ) -> Iterator[Callable[[], dict[str, float]]]:
-    """Score in a child process, on one core and at the lowest priority, where any is idle.
+    """Score in a child process, on one core and at a low priority, where any is idle.
 
     `cores` is the number of idle ones. The function that is given waits for the scores, or computes
     them here where no child has them. Data goes through a pipe: no text is written to a file.
@@ -304,7 +306,12 @@ def in_background(
     answers = child.stdout
 
     def wait() -> dict[str, float]:
-        said: dict[str, float] | None = json.loads(answers.readline() or "null")
+        timer = threading.Timer(_PATIENCE, child.kill)
+        timer.start()
+        try:
+            said: dict[str, float] | None = json.loads(answers.readline() or "null")
+        finally:
+            timer.cancel()
         return score(arrays()) if said is None else said
 
     try:
@@ -331,7 +338,7 @@ def _send(to: IO[bytes], arrays: Callable[[], Arrays]) -> None:
 def main() -> None:
     """Run the child: read the data, write the scores as a line."""
     if hasattr(os, "nice"):
-        os.nice(19)
+        os.nice(10)
     sent = sys.stdin.buffer
     size = int.from_bytes(sent.read(8), "little")
     data = io.BytesIO(sent.read(size))
