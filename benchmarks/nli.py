@@ -183,7 +183,7 @@ def run_trainfit(
     config: Any, made: Plan, tokens: Tokens, observer: Observer, steps: int, **changes: Any
 ) -> Any:
     """The engine's own run by the plan."""
-    asked = settings_from(config.model, weights="random", **model_decisions(made))
+    asked = settings_from(config.model, weights="random", **model_decisions(made, config.model))
     seed = changes.pop("seed", 0)
     task = task_of(asked, tokens, made.effective_batch_size, seed)
     settings = encoder_settings(
@@ -366,7 +366,7 @@ def curves(name: str, sizes: Any, record: Any, keep: Any) -> None:
         *plain,
     ]
     config, made = planned(name, tokens, *words)
-    asked = settings_from(config.model, weights="random", **model_decisions(made))
+    asked = settings_from(config.model, weights="random", **model_decisions(made, config.model))
 
     def build() -> nn.Module:
         same = replace(asked, attention="auto")
