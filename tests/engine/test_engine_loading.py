@@ -72,6 +72,21 @@ def test_ranks_share_a_step_and_an_idle_one_gets_nothing() -> None:
     assert [len(part) for part in batches] == [1, 0]
 
 
+def test_a_gpu_gets_whole_shapes_and_a_cpu_what_the_sequences_need() -> None:
+    task = ToyTask(sequences=43)
+    cut = cuts(task, padded=True)[0]
+    shapes = {}
+    for device in (torch.device("cuda"), CPU):
+        loader = StepLoader(task, LoaderSettings(), device)
+        batches = [batch for step in task.steps(0) for batch in loader.load(step, cut)]
+        shapes[device.type] = [tuple(batch["ids"].shape) for batch in batches]
+    assert set(shapes["cuda"]) <= set(cut.shapes)
+    assert sum(rows for rows, _ in shapes["cpu"]) == 43
+    assert all(
+        a[0] <= b[0] and a[1] <= b[1] for a, b in zip(*reversed(shapes.values()), strict=True)
+    )
+
+
 def test_loading_leaves_the_random_state_alone() -> None:
     task = ToyTask()
     before = torch.get_rng_state()

@@ -22,11 +22,13 @@ from torch.utils.data import DataLoader, Dataset
 from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.records import TrainTask
 from trainfit.data.tokens import Indices, IntArray, Tokens
-from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step
+from trainfit.packing import Cut, MicroBatch, PackedCut, PaddedCut, cut_step
 
 Batch = Mapping[str, Any]
 StepWork = tuple[tuple[MicroBatch, ...], int | None]
 """Micro-batches of a step on this rank, and the slots of a packed one."""
+_MULTIPLE = 8
+"""Widths of rows on a CPU are multiples of it."""
 
 
 class LoaderOptions(Protocol):
@@ -70,8 +72,8 @@ class StepLoader:
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
         self._dataset = _Collated(task)
         self._rank, self._ranks, self._in_step = rank, ranks, in_step
-        # Only a GPU repeats a shape faster than it computes a smaller one.
-        self._captured = device.type == "cuda"
+        # A GPU repeats a shape, which it has captured, faster than it takes a smaller one.
+        self._trims = device.type != "cuda"
         self._jobs = _WorkOrder()
         self._loader: DataLoader[list[Batch]] | None = _build_loader(
             self._dataset, self._jobs, options, device
@@ -104,9 +106,15 @@ class StepLoader:
         own = cut_step(self.lengths, np.asarray(step), cut, self._ranks)[self._rank]
         if not self._in_step:  # ranks that synchronise once per step need no empty batches
             own = tuple(batch for batch in own if batch.sequences)
-        if not self._captured:
-            own = tuple(replace(b, rows=min(b.rows, len(b.sequences) or 1)) for b in own)
+        if self._trims and isinstance(cut, PaddedCut):
+            own = tuple(self._trimmed(batch) for batch in own)
         return own, cut.slots if isinstance(cut, PackedCut) else None
+
+    def _trimmed(self, batch: MicroBatch) -> MicroBatch:
+        """Leave out what no sequence of the micro-batch needs of its shape."""
+        longest = int(self.lengths[list(batch.sequences)].max(initial=1))
+        width = min(batch.width, -(-longest // _MULTIPLE) * _MULTIPLE)
+        return replace(batch, rows=max(len(batch.sequences), 1), width=width)
 
 
 def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]:

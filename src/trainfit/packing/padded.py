@@ -24,6 +24,8 @@ from trainfit.packing.steps import (
 
 MOST_SHAPES = 8
 """Shapes of a cut: each takes memory and seconds to compile or to capture."""
+_LEAST_GAIN = 0.015
+"""Share of the tokens that one more width must save: steps of another mix are captured anew."""
 _MULTIPLE = 16
 """Widths are multiples of it: SDPA copies a mask of any other width."""
 _MOST_PLACES = 256
@@ -177,15 +179,19 @@ def _cut_of(profile: IntArray, rows: Rows) -> tuple[int, PaddedCut]:
         firsts.setdefault(held, []).append(profile[:, start])
         start += count
     options = {held: quantize(np.concatenate(f), MOST_SHAPES) for held, f in firsts.items()}
-    taken = dict.fromkeys(options, 1)
-    for _ in range(MOST_SHAPES - len(taken)):  # one width more never saves more than the last did
+    taken, worth = dict.fromkeys(options, 1), 0.0
+    if len(rows) <= MOST_SHAPES:  # a shape for each, and more where they pay
+        taken = {held: min(len(firsts[held]), len(found)) for held, found in options.items()}
+        worth = _LEAST_GAIN * sum(held * found[0][0] for held, found in options.items())
+    for _ in range(MOST_SHAPES - sum(taken.values())):  # one width more never saves more than the last did
         saved = {
             held: held * (found[taken[held] - 1][0] - found[taken[held]][0])
             for held, found in options.items()
             if taken[held] < len(found)
         }
-        if saved:
-            taken[max(saved, key=lambda held: saved[held])] += 1
+        if not saved or max(saved.values()) < worth:
+            break
+        taken[max(saved, key=lambda held: saved[held])] += 1
     shapes = [(held, width) for held, n in taken.items() for width in options[held][n - 1][1]]
     shapes.sort(key=lambda shape: (shape[0] * shape[1], shape))
     tokens = sum(held * options[held][n - 1][0] for held, n in taken.items())
