@@ -193,7 +193,7 @@ def test_padded_rows_of_many_shapes_are_compiled_once(
     torch.compiler.reset()
     counters.clear()
     train(task, chosen, tmp_path / "run")
-    assert len(shapes) > 4
+    assert len(shapes) > 2
     single = any(rows == 1 for rows, _ in shapes)
     kinds = 2 if name == "gemma-3-1b-it" else 1
     assert counters["stats"]["unique_graphs"] <= kinds * (1 + single)

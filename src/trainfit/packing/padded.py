@@ -183,7 +183,9 @@ def _cut_of(profile: IntArray, rows: Rows) -> tuple[int, PaddedCut]:
     if len(rows) <= MOST_SHAPES:  # a shape for each, and more where they pay
         taken = {held: min(len(firsts[held]), len(found)) for held, found in options.items()}
         worth = _LEAST_GAIN * sum(held * found[0][0] for held, found in options.items())
-    for _ in range(MOST_SHAPES - sum(taken.values())):  # one width more never saves more than the last did
+    for _ in range(
+        MOST_SHAPES - sum(taken.values())
+    ):  # one width more never saves more than the last did
         saved = {
             held: held * (found[taken[held] - 1][0] - found[taken[held]][0])
             for held, found in options.items()
