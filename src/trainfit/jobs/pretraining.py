@@ -18,6 +18,7 @@ from trainfit.core.errors import BadInput
 from trainfit.data.token_files import Ids
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.kernels.fused_ops import IGNORED
+from trainfit.packing.steps import divide_up
 from trainfit.runtime import eagerly
 
 METRIC = "val_loss"
@@ -93,10 +94,12 @@ class GptTask:
         """Mean loss on the evaluated blocks."""
         device = next(model.parameters()).device
         total = torch.zeros((), dtype=torch.float64, device=device)
+        count = len(self._evaluated)
+        rows = divide_up(count, divide_up(count, batch_size))  # of all batches: one shape
         with eagerly(model):  # the evaluation's batch size would be compiled anew
-            for start in range(0, len(self._evaluated), batch_size):
-                chosen = self._evaluated[start : start + batch_size].tolist()
-                batch = collate_blocks(self._validation, chosen, len(chosen), self._block)
+            for start in range(0, count, rows):
+                chosen = self._evaluated[start : start + rows].tolist()
+                batch = collate_blocks(self._validation, chosen, rows, self._block)
                 total += self.loss(model, {k: v.to(device) for k, v in batch.items()})
         return {METRIC: float(total) / self.weight(self._evaluated.tolist()), **self._beside}
 
