@@ -33,7 +33,7 @@ def steps(monkeypatch: pytest.MonkeyPatch) -> CapturedSteps:
     monkeypatch.setattr(torch.cuda, "default_generators", [Generator()])
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda _device: 7)
     monkeypatch.setattr(captured, "give_back_memory", lambda: None)
-    return CapturedSteps(torch.device("cuda", 0))
+    return CapturedSteps(torch.device("cuda", 0), obstacle=None)
 
 
 def batch(rows: int, longest: int = 4) -> dict[str, Any]:

@@ -12,13 +12,13 @@ import pytest
 from job_tiny import be_quick
 from trainfit.cli.main import run
 from trainfit.hpo import fleet, side_by_side
-from trainfit.hpo.objective import Room
+from trainfit.hpo.objective import GpuShare
 
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         be_quick(patch)
         patch.setattr(fleet, "COMMAND", (sys.executable, str(Path(__file__))))
         count = int(os.environ.get("BESIDE", "1"))
-        patch.setattr(side_by_side, "plan_workers", lambda *_: (count, Room(share=1 / count)))
+        patch.setattr(side_by_side, "plan_workers", lambda *_: (count, GpuShare(share=1 / count)))
         code = run(sys.argv[1:])
     sys.exit(code)

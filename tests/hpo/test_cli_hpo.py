@@ -19,7 +19,7 @@ from sqlalchemy.exc import DatabaseError
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
 from trainfit.hpo.fleet import check_room, seats
-from trainfit.hpo.objective import Room
+from trainfit.hpo.objective import GpuShare
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
 
@@ -280,7 +280,7 @@ def test_more_workers_than_a_gpu_has_room_for_are_refused(tmp_path: Path):
     asked: list[float] = []
 
     class Job:
-        room = Room()
+        room = GpuShare()
 
         def plan(self, _composed: Any) -> Any:
             asked.append(self.room.share)

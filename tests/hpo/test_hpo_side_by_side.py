@@ -28,7 +28,7 @@ from trainfit.hpo import run_trial as trials
 from trainfit.hpo import side_by_side
 from trainfit.hpo.final import Best, StudyResult
 from trainfit.hpo.fleet import work
-from trainfit.hpo.objective import Objective, Room
+from trainfit.hpo.objective import GpuShare, Objective
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
 from trainfit.hpo.study_settings import read_setting
@@ -93,7 +93,7 @@ def plan_of(peak: float | None, mfu: float | None = 0.01, method: str = "full", 
 def test_as_many_are_planned_as_memory_speed_and_cores_allow(plan: Any, workers: int, h200: Any):
     assert plan_workers(plan, h200, 50)[0] == workers
     assert plan_workers(plan, h200, 2)[0] == min(workers, 2)
-    assert plan_workers(plan, replace(h200, gpus=()), 50) == (1, Room())
+    assert plan_workers(plan, replace(h200, gpus=()), 50) == (1, GpuShare())
     for cores, most in ((2, 1), (8, 2), (9, 3)):
         few = replace(h200, cpu=replace(h200.cpu, cores=cores))
         assert plan_workers(plan, few, 50)[0] == min(workers, most)
@@ -103,7 +103,7 @@ def test_measured_memory_and_speed_replace_the_planned_ones(h200: Any):
     row = replace(row_at(20, 0.1), memory_gib=10.0, mfu=0.01)
     workers, room = plan_workers(plan_of(80, mfu=0.4), h200, 50, row)  # an upper bound
     assert workers == 4
-    assert room == Room(share=0.25, used=pytest.approx(1.15 * 10 / 80), beside=True)
+    assert room == GpuShare(share=0.25, used=pytest.approx(1.15 * 10 / 80), beside=True)
     assert room.holds(plan_of(160), h200.gpu)  # twice the batch: 23 GiB, and a margin
     assert not room.holds(plan_of(300), h200.gpu)
     busy = replace(row, mfu=0.5)
@@ -144,7 +144,7 @@ def test_a_trial_has_the_plan_of_one_alone_where_it_fits_and_never_another_metho
     objective = Objective(composed, "f1", alike=12)
     assert objective.plan(composed) == objective.latest
     assert asked == [None]
-    objective.room = Room(share=0.5)
+    objective.room = GpuShare(share=0.5)
     assert objective.plan(composed).memory.peak_reserved_gib == 20  # type: ignore[union-attr]
     assert asked[1:] == [pytest.approx(h200.gpu.memory_gib - 0.7)]  # whatever runs beside it
     peak[0] = 80.0
@@ -299,7 +299,7 @@ class Job:
     """An objective that has too little memory beside others."""
 
     def __init__(self, reason: str) -> None:
-        self.room, self.reason = Room(share=0.5, beside=True), reason
+        self.room, self.reason = GpuShare(share=0.5, beside=True), reason
         self.tried: list[float] = []
 
     def plan(self, _composed: Any) -> Any:
@@ -329,7 +329,7 @@ def test_a_trial_without_room_beside_others_is_run_with_the_whole_gpu(
     assert outcome.kind == "pruned"
     assert outcome.reason == "pruned at its end"
     assert job.tried == [0.5, 1.0]
-    assert job.room == Room()
+    assert job.room == GpuShare()
     assert one.alive == 0
     assert "has too little memory beside others" in one.said[-1]
     assert one.helpers.result.kept == 1

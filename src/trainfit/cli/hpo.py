@@ -147,10 +147,10 @@ def _work(
     """Be one of several workers; a helper of a worker where `used` is given."""
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.fleet import work
-    from trainfit.hpo.objective import Room
+    from trainfit.hpo.objective import GpuShare
     from trainfit.hpo.run_trial import run_trial
 
-    objective.room = Room(share=share, used=used or 1.0, beside=used is not None)
+    objective.room = GpuShare(share=share, used=used or 1.0, beside=used is not None)
     ended = work(opened.desk(), partial(run_trial, opened, objective), parent=parent)
     return 0 if ended == "done" else INTERRUPTED
 

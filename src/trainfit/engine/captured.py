@@ -12,7 +12,8 @@ one is captured. A step that cannot be captured runs eagerly, with the same resu
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -53,11 +54,10 @@ class _Graph:
 class CapturedSteps:
     """The captured steps of a model and its optimizer, by the shapes of their micro-batches."""
 
-    device: torch.device
-    obstacle: str | None = None
-    """Reason why steps are not captured any more; None while they are."""
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    obstacle: str | None = "steps are not captured here"
+    """Reason why steps are not captured; None while they are."""
     renew: bool = False
-    """Capture the next step anew: a profile of it shows operators as well as kernels."""
     seconds: float = 0.0
     """Time that capturing has taken."""
     peak: int = 0
@@ -139,6 +139,15 @@ class CapturedSteps:
         self.news.append(f"steps are not captured as CUDA graphs from here: {why}")
         self._graphs.clear()
         self._pool = None
+
+    @contextmanager
+    def renewed(self) -> Iterator[None]:
+        """Capture the step inside a block anew: its profile shows operators beside kernels."""
+        self.renew = True
+        try:
+            yield
+        finally:
+            self.renew = False
 
     def take_news(self) -> list[str]:
         """Return the events since the last call."""

@@ -9,7 +9,7 @@ replayed.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 import torch
@@ -118,7 +118,7 @@ class Parts:
     """Each rank holds a shard of the model (FSDP2)."""
     indivisible: str | None = None
     """Reason why a step must be one micro-batch; None where it can be cut."""
-    captured: CapturedSteps | None = None
+    captured: CapturedSteps = field(default_factory=CapturedSteps)
     """Whole steps as CUDA graphs, where they are captured."""
 
 
@@ -144,11 +144,10 @@ def take_step(
 ) -> StepOutcome:
     """Take a step on all ranks, with the cut of `rung` or a finer one."""
     cuts, batches = parts.settings.cuts, loaded.batches
-    if parts.captured is not None:
-        numbers = parts.captured.take(partial(_whole_step, parts), batches, weight)
-        if numbers is not None:
-            parts.buffers.forget()
-            return StepOutcome(numbers, rung, stop)
+    numbers = parts.captured.take(partial(_whole_step, parts), batches, weight)
+    if numbers is not None:
+        parts.buffers.forget()
+        return StepOutcome(numbers, rung, stop)
     start = saved_state.take(parts.device)
     parts.buffers.keep()
     parameters = trained_parameters(parts.optimizer)
@@ -159,7 +158,7 @@ def take_step(
         if not agreed.out_of_memory:
             break
         parts.optimizer.zero_grad(set_to_none=True)
-        if parts.captured is not None and parts.captured.held:
+        if parts.captured.held:
             parts.captured.stop("memory ran out beside them")
         give_back_memory()
         saved_state.put_back(start, parts.device)

@@ -118,8 +118,7 @@ class Session:
 
     def _preparing(self) -> tuple[float, float]:
         """Seconds that torch.compile and capturing have taken in this process."""
-        captured = self.parts.captured
-        return compile_seconds(), 0.0 if captured is None else captured.seconds
+        return compile_seconds(), self.parts.captured.seconds
 
     def read(self, *, wait: bool) -> None:
         """Read losses and norms of past steps; skipped steps are recorded or end the run."""
@@ -190,8 +189,8 @@ class Session:
 
     def _peak(self) -> int:
         """Most bytes in use so far; those of a replayed step were counted when it was captured."""
-        captured = 0 if self.parts.captured is None else self.parts.captured.peak
-        return max(self.progress.peak_memory, self.memory.update().peak, captured)
+        peaks = (self.progress.peak_memory, self.memory.update().peak, self.parts.captured.peak)
+        return max(peaks)
 
     @contextmanager
     def profiled(self, loaded: LoadedStep) -> Iterator[None]:
@@ -208,18 +207,14 @@ class Session:
         if not self.parts.world.first:
             yield
             return
-        captured = self.parts.captured
         with (
+            self.parts.captured.renewed(),
             timeline.stage("receipt"),
             looking(
                 self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
             ) as look,
         ):
-            if captured is not None:
-                captured.renew = True
             yield
-        if captured is not None:
-            captured.renew = False
         with suppress(OSError):  # a run does not fail for its receipt
             if look.evidence is not None:
                 look.evidence.save(self.run / EVIDENCE, parents=False)
@@ -230,9 +225,8 @@ class Session:
     def took(self, loaded: LoadedStep, taken: StepOutcome) -> None:
         """Update the progress after a step."""
         progress, window = self.progress, self.progress.window
-        if self.parts.captured is not None:
-            for text in self.parts.captured.take_news():
-                self.tell("capture", text)
+        for text in self.parts.captured.take_news():
+            self.tell("capture", text)
         progress.use_rung(taken.rung)
         retried(lambda: self.readings.add(progress.step, taken.numbers))
         progress.step += 1

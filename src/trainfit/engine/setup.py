@@ -156,14 +156,14 @@ def _captured_steps(
     optimizer: torch.optim.Optimizer,
     world: World,
     device: torch.device,
-) -> CapturedSteps | None:
-    """Prepare to capture whole steps; None where something in them may wait for the device."""
+) -> CapturedSteps:
+    """Prepare to capture whole steps, unless something in them may wait for the device."""
     alone = device.type == "cuda" and world.size == 1 and settings.cuda_graph
     fused = is_plain_adamw(optimizer) and optimizer.param_groups[0]["fused"]
     if not (alone and fused and getattr(task, "capturable", False)) or settings.graphs:
-        return None
+        return CapturedSteps()
     keep_rates_on_device(optimizer)
-    return CapturedSteps(device)
+    return CapturedSteps(device, obstacle=None)
 
 
 def _fits(build: Callable[[], T], what: str) -> T:

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from trainfit.core.errors import BadInput, RunFailed, redact
 from trainfit.engine.distributed import StopRequest, stop_on_signals
 from trainfit.hardware.host import allowed_by_affinity
-from trainfit.hpo.objective import Objective, Room
+from trainfit.hpo.objective import GpuShare, Objective
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import STORAGE, StudySettings
 from trainfit.hpo.trial_queue import PUT_BACK, Claim, Outcome, TrialQueue, beating
@@ -67,7 +67,7 @@ def check_room(
     share = min(seat.share for seat in taken)
     if share == 1.0:
         return
-    objective().room = Room(share=share)
+    objective().room = GpuShare(share=share)
     plan = objective().plan(open_study.setting.composed)
     if not plan.fits:
         need = f"{plan.memory.peak_reserved_gib:.1f} GiB" if plan.memory else "more"

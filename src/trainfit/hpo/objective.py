@@ -37,7 +37,7 @@ _CACHED = 2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Room:
+class GpuShare:
     """Memory of a GPU that a trial may take."""
 
     share: float = 1.0
@@ -72,7 +72,7 @@ class Objective:
 
         `alike` is the number of trials that share compiled code, over all processes.
         """
-        self.room = Room()
+        self.room = GpuShare()
         self.latest: Plan | None = None
         """Plan of the trial under way."""
         self._job = registry.job_module(composed.task)

@@ -24,7 +24,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, HardwareProfile, Record
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.hpo.fleet import Seat, Tell, start_worker, stop_workers, work
-from trainfit.hpo.objective import WORKERS, Objective, Room
+from trainfit.hpo.objective import WORKERS, GpuShare, Objective
 from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.studies import OpenStudy
@@ -57,16 +57,16 @@ class SideBySide(Record):
     """Steps of all of them in the time that one takes for a step alone; None: too few to tell."""
 
 
-def room_for(gpu: Gpu, workers: int, used: float = 1.0) -> Room:
+def room_for(gpu: Gpu, workers: int, used: float = 1.0) -> GpuShare:
     """Return each worker's room on a GPU, without the memory that other programs take."""
     others = gpu.state.memory_used_by_others_gib or 0.0
     share = max(0.0, 1 - others / gpu.memory_gib) / workers
-    return Room(share=share, used=used, beside=True)
+    return GpuShare(share=share, used=used, beside=True)
 
 
 def plan_workers(
     plan: Plan, profile: HardwareProfile, trials: int, row: TrainRow | None = None
-) -> tuple[int, Room]:
+) -> tuple[int, GpuShare]:
     """Number of trials side by side, by memory, cores and idle time; and the room of each.
 
     Figures of the plan are replaced by those of a `row` of its log. The outputs of a frozen encoder
@@ -74,7 +74,7 @@ def plan_workers(
     """
     gpu = profile.gpu
     if gpu is None or plan.memory is None or plan.workload.method == "frozen":
-        return 1, Room()
+        return 1, GpuShare()
     used, mfu = 1.0, plan.time.mfu if plan.time else None
     if row is not None:
         used = min(1.0, _UNSEEN * row.memory_gib / plan.memory.peak_reserved_gib)
@@ -85,7 +85,7 @@ def plan_workers(
         room = room_for(gpu, workers, used)
         if room.holds(plan, gpu):
             return workers, room
-    return 1, Room()
+    return 1, GpuShare()
 
 
 def work_side_by_side(
@@ -128,12 +128,12 @@ def _run_beside(
     """Run a trial, and once more with the whole GPU where there is no room beside others."""
     helpers.begin(int(claim.params.get(BATCH, batch)))
     if not helpers.alive:
-        objective.room = Room()
+        objective.room = GpuShare()
     outcome = run_trial(opened, objective, claim, lambda *_: (helpers,))
     if outcome.kind != "crowded":
         return outcome
     helpers.stop(f"trial {claim.trial.number} has too little memory beside others")
-    objective.room = Room()
+    objective.room = GpuShare()
     return run_trial(opened, objective, claim)
 
 
