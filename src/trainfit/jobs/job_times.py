@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -212,7 +213,8 @@ def learn(folder: Path) -> None:
         "predicted": time.stages,
         "measured": measured,
     }
-    write_whole(folder / FILE, json.dumps(content, indent=2) + "\n", parents=False)
+    with suppress(OSError):  # no run fails for it
+        write_whole(folder / FILE, json.dumps(content, indent=2) + "\n", parents=False)
     done, shape = _share_done(run, run.plan), _shape(run.plan)
     factors = {
         stage: measured[stage] / (seconds * (done if stage == "steps" else 1.0))
