@@ -13,6 +13,7 @@ import os
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -96,6 +97,16 @@ def _nothing_timed() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_choice, "time_steps", times)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _no_lines_of_stages() -> Iterator[None]:
+    """Say nothing about stages: their lines have a test, and others count the lines of errors."""
+    from trainfit.reports import terminal
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(terminal, "busy", lambda _what: nullcontext())
         yield
 
 

@@ -65,7 +65,8 @@ def predict(
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours."""
     from trainfit.jobs import own_steps
-    from trainfit.jobs.predict import answer, exports_of
+    from trainfit.jobs.predict import answer
+    from trainfit.runs.run_folder import exports_of
 
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):

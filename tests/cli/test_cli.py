@@ -16,6 +16,7 @@ from trainfit import __version__
 from trainfit.cli import main as entry
 from trainfit.cli.main import COMMANDS, quick_imports, run
 from trainfit.jobs import tuned_plans
+from trainfit.reports.terminal import busy
 
 pytestmark = pytest.mark.usefixtures("tiny_default")
 
@@ -43,6 +44,68 @@ def test_torch_is_not_imported(words: list[str]):
         "sys.exit(f'imported {heavy}' if heavy else code)"
     )
     assert done.returncode == 0, done.stderr
+
+
+WRONG = {
+    "train nli data.data_dir=gone": "no redsm5_posts.csv in gone",
+    "train nli data.data_dir=posts": "redsm5_posts.csv has no column text",
+    "train textclass data.train=gone.csv": "no file gone.csv",
+    "train textclass data.train=rows.csv": "rows.csv has no column label",
+    "train textclass data.train=rows.jsonl": "row 1 has no text",
+    "train nli model.name=empty": "no config.json in empty",
+    "train nli model.name=bert-bse": "did you mean bert-base",
+    "train gpt data.data_dir=gone": "no folder gone",
+    "plan nli --model empty": "no config.json in empty",
+    "plan gpt --model bert-base --gpu t4": "bert-base is no model for gpt",
+    "plan nli --gpu t5": "did you mean t4",
+    "tune textclass data.train=gone.csv": "no file gone.csv",
+    "tune nli model.name=empty": "no config.json in empty",
+    "hpo nli data.data_dir=gone": "no redsm5_posts.csv in gone",
+    "hpo textclass data.train=rows.csv": "rows.csv has no column label",
+    "predict gone --text a": "no run 'gone'",
+    "predict unfinished --text a": "no exported model",
+    "sample gone": "no run 'gone'",
+}
+
+
+def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path):
+    """One line each, in far less than a second of the processor's time."""
+    for folder in ("posts", "empty", "unfinished"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "posts/redsm5_posts.csv").write_text("post_id,words\n1,a\n")
+    (tmp_path / "posts/redsm5_annotations.csv").write_text("post_id,DSM5_symptom,status\n")
+    (tmp_path / "rows.csv").write_text("text,kind\na,1\n")
+    (tmp_path / "rows.jsonl").write_text('{"words": "a", "label": 1}\n')
+    (tmp_path / "unfinished/run.json").write_text("{}")
+    code = (
+        "import sys\nfrom trainfit.cli.main import run\n"
+        f"for words in {list(WRONG)!r}:\n"
+        "    assert run(words.split()) == 2, words\n"
+        "    heavy = {'torch', 'transformers', 'optuna', 'sklearn'} & set(sys.modules)\n"
+        "    assert not heavy, (words, heavy)\n"
+    )
+    before = resource.getrusage(resource.RUSAGE_CHILDREN)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path
+    )
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
+    assert done.returncode == 0, done.stderr
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(WRONG), done.stderr
+    for said, line in zip(WRONG.values(), lines, strict=True):
+        assert said in line
+    assert after.ru_utime - before.ru_utime < len(WRONG) * 0.5
+
+
+def test_a_stage_says_what_it_does_and_its_time(capsys: pytest.CaptureFixture[str]):
+    with busy("counting"):
+        assert capsys.readouterr().err == "trainfit: counting\n"
+        time.sleep(1.05)
+    assert re.fullmatch(r"trainfit: counting: 1\.\d s\n", capsys.readouterr().err)
+    with busy("done at once"):
+        pass
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "trainfit: done at once\n")
 
 
 def test_import_trainfit_imports_no_torch():

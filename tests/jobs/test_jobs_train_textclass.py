@@ -11,8 +11,9 @@ from sklearn import metrics as reference
 from job_tiny import be_quick, words, write_texts
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
-from trainfit.jobs.predict import answer, exports_of
+from trainfit.jobs.predict import answer
 from trainfit.jobs.scores import JobResult
+from trainfit.runs.run_folder import exports_of
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import click
@@ -36,7 +37,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     if gpu == "list":
         terminal.console().print(terminal.gpu_list(gpus()))
         return
-    with terminal.busy("looking at the hardware"):
+    with nullcontext() if gpu else terminal.busy("looking at the hardware"):
         profile = _profile(gpu)
     if measure:
         measured: Measurements | None = _measure(profile, quiet=as_json)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.config import config_option
+from trainfit.cli.main import loading
 from trainfit.core import codec
 
 if TYPE_CHECKING:
@@ -51,10 +52,22 @@ def command() -> None:
     """
 
 
+def _checked(task: str, overrides: tuple[str, ...], config_file: Path | None) -> tuple[str, ...]:
+    """Return the words of a study; raise BadInput for wrong ones before Optuna is imported."""
+    from trainfit.conf.search_space_files import compose_study
+    from trainfit.conf.starting import with_file
+    from trainfit.jobs.configuration import configure
+    from trainfit.jobs.registry import check_job
+
+    check_job(task)
+    words = with_file(task, config_file, overrides)
+    configure(task, compose_study(task, words).job)
+    return words
+
+
 def _search(
     task: str,
     overrides: tuple[str, ...],
-    config_file: Path | None,
     workers: int,
     as_json: bool,
     worker: int | None,
@@ -63,21 +76,17 @@ def _search(
 ) -> int:
     import time
 
-    from trainfit.cli.main import INTERRUPTED, quick_imports
+    from trainfit.cli.main import INTERRUPTED
 
-    with quick_imports():
+    begun = time.perf_counter()
+    with loading():
         from trainfit.cli.pages import study_page
         from trainfit.cli.train import report_on
-        from trainfit.conf.starting import with_file
         from trainfit.hpo.final import finish, summarise
         from trainfit.hpo.studies import open_study
         from trainfit.hpo.study_settings import read_setting
-        from trainfit.jobs.registry import check_job
         from trainfit.reports import terminal
 
-    begun = time.perf_counter()
-    check_job(task)
-    overrides = with_file(task, config_file, overrides)
     setting = read_setting(task, overrides)
     objective = _objective(setting)
     opened = open_study(setting, objective)
@@ -182,11 +191,13 @@ def _task_command(task: str, about: str) -> click.Command:
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
     @click.option("--beside", type=float, hidden=True)
-    def run(**given: Any) -> int:
-        from trainfit.hpo.storage import using_database
+    def run(overrides: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
+        words = _checked(task, overrides, config_file)
+        with loading():
+            from trainfit.hpo.storage import using_database
 
         with using_database():
-            return _search(task, **given)
+            return _search(task, words, **given)
 
     return run
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import click
 
-from trainfit.cli.main import MANY, SEED, Number
+from trainfit.cli.main import MANY, SEED, Number, loading
 
 
 @click.command()
@@ -47,6 +47,7 @@ def predict(
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
+    from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
     if (text is None) == (path is None):
@@ -60,9 +61,11 @@ def predict(
     if ":" in run:
         rows = _own(run, place, texts)
     else:
-        from trainfit.jobs.predict import answer, exports_of
-
-        rows = answer(exports_of(place), texts, criterion)
+        exports = run_folder.exports_of(place)
+        with loading():
+            from trainfit.jobs.predict import answer
+        with terminal.busy("predicting"):
+            rows = answer(exports, texts, criterion)
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -127,9 +130,13 @@ def sample(
     RUN is the folder of a run of `trainfit train gpt`; one that is not finished writes with its
     best checkpoint.
     """
-    from trainfit.jobs.sampling import open_writer
+    from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
-    writer = open_writer(run_folder.find(run, Path("runs")))
-    text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
+    place = run_folder.find(run, Path("runs"))
+    with loading():
+        from trainfit.jobs.sampling import open_writer
+    with terminal.busy("writing"):
+        writer = open_writer(place)
+        text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
     click.echo(json.dumps({"prompt": prompt, "text": text}) if as_json else text)

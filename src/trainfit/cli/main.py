@@ -99,6 +99,19 @@ def quick_imports() -> Iterator[None]:
             gc.enable()
 
 
+@contextmanager
+def loading() -> Iterator[None]:
+    """Import torch and all that a job needs, and say so: it takes seconds."""
+    from trainfit.reports import terminal
+
+    with quick_imports():
+        if os.environ.get("RANK", "0") == "0":
+            with terminal.busy("loading the libraries"):
+                yield
+        else:
+            yield
+
+
 def run(arguments: list[str]) -> int:
     """Run one command: 0, 1 for a finding or a failure, 2 for bad input."""
     if any("\0" in word for word in arguments):  # no shell can send it, but a program may

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +79,8 @@ def command(
         _compare(composed, watts, price, form)
         return
     question = job_plan.asked_question(composed, watts, price)
-    profile = job_plan.machine(composed, gpu)
+    with nullcontext() if gpu else terminal.busy("looking at the hardware"):
+        profile = job_plan.machine(composed, gpu)
     with terminal.busy("planning"):
         made = job_plan.answer(composed, question, profile, memory_gib=memory)
     if plot is not None:

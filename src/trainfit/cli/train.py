@@ -36,13 +36,13 @@ def command(
     data of yours a small model trains on synthetic data, or for gpt on the source of Python's
     standard library.
     """
-    from trainfit.cli.main import INTERRUPTED, quick_imports
+    from trainfit.cli.main import INTERRUPTED, loading
     from trainfit.conf.starting import with_file
     from trainfit.jobs.registry import check_job, job_module
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
-    with quick_imports():
+    with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines
         from trainfit.runs import timeline
@@ -103,8 +103,9 @@ def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
 
-    profile = machine(composed)
-    plan = make_plan(job.prepare(composed), profile)
+    with terminal.busy("planning"):
+        profile = machine(composed)
+        plan = make_plan(job.prepare(composed), profile)
     if as_json:
         data = {"config": codec.encode(composed.config), "plan": codec.encode(plan)}
         click.echo(codec.for_programs(data))

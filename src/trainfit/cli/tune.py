@@ -59,7 +59,7 @@ def command(
         raise BadInput("--batch-size-only takes seconds", "leave out --minutes")
     check_job(task)
     words = with_file(task, config_file, overrides)
-    job = _job(task, words, as_json)
+    job = _job(task, words)
     if batch_size_only:
         return _batch_size(job, as_json, output)
     if ladder:
@@ -67,7 +67,7 @@ def command(
     return _tune(job, minutes, as_json, output)
 
 
-def _job(task: str, words: tuple[str, ...], quiet: bool) -> JobQuestion:
+def _job(task: str, words: tuple[str, ...]) -> JobQuestion:
     """The job as `train` would begin it: its own data decides the lengths."""
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import configure
@@ -77,8 +77,9 @@ def _job(task: str, words: tuple[str, ...], quiet: bool) -> JobQuestion:
     composed = configure(task, words)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    profile = job_plan.machine(composed)
-    with terminal.busy("preparing the data", quiet=quiet):
+    with terminal.busy("looking at the hardware"):
+        profile = job_plan.machine(composed)
+    with terminal.busy("preparing the data"):
         job: JobQuestion = job_module(task).prepare(composed).tuned_job(profile)
     return job
 
@@ -108,7 +109,7 @@ def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path
     from trainfit.tuning.ladder.climb import MINUTES, climb
 
     minutes = minutes or MINUTES
-    with terminal.busy("planning", quiet=as_json):
+    with terminal.busy("planning"):
         best = with_tuned(job, job.ask({}))
     with watched("climbing", minutes * 60, quiet=as_json) as say:
         ladder = climb(
@@ -135,7 +136,7 @@ def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
     from trainfit.reports import terminal
     from trainfit.tuning.finder.finder import find, page
 
-    with terminal.busy("finding the batch size", quiet=as_json):
+    with terminal.busy("finding the batch size"):
         found = find(job_of(job.ask({})), job.profile)
     _hand_out(codec.encode(found), as_json, output)
     if not as_json:

@@ -58,6 +58,10 @@ SPECIAL_CASE = "SPECIAL_CASE"
 POSTS = "redsm5_posts.csv"
 ANNOTATIONS = "redsm5_annotations.csv"
 _SYMPTOM = ("DSM5_symptom", "symptom_label")
+_COLUMNS: dict[str, list[str | tuple[str, ...]]] = {
+    POSTS: ["post_id", "text"],
+    ANNOTATIONS: ["post_id", _SYMPTOM, "status"],
+}
 _COLUMN = {criterion.symptom: number for number, criterion in enumerate(CRITERIA)}
 _STATUS = {"1": True, "0": False, "1.0": True, "0.0": False}
 
@@ -99,15 +103,22 @@ class Corpus:
         return np.tile(np.arange(len(self.criteria)), len(self.ids))
 
 
-def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
-    """Read the corpus from a folder with the two files."""
+def check_redsm5(data_dir: Path | str) -> Path:
+    """Return the folder; raise BadInput where a file or a column of it is missing."""
     folder = Path(data_dir)
-    for name in (POSTS, ANNOTATIONS):
+    for name, columns in _COLUMNS.items():
         if not (folder / name).is_file():
             raise BadInput(
                 f"no {name} in {folder}",
                 "point data.data_dir at a copy of ReDSM5, or leave it out for synthetic data",
             )
+        next(read_csv(folder / name, columns), None)
+    return folder
+
+
+def read_redsm5(data_dir: Path | str, wording: Wording = "short") -> Corpus:
+    """Read the corpus from a folder with the two files."""
+    folder = check_redsm5(data_dir)
     posts = read_posts(folder / POSTS)
     annotations = read_annotations(folder / ANNOTATIONS)
     return label_posts(posts, annotations, [one.text(wording) for one in CRITERIA])
@@ -117,7 +128,7 @@ def read_posts(path: Path) -> dict[str, str]:
     """Read the texts of the posts by id; ids must differ and texts must not be empty."""
     rows: dict[str, int] = {}
     posts: dict[str, str] = {}
-    for number, row in read_csv(path, ["post_id", "text"]):
+    for number, row in read_csv(path, _COLUMNS[POSTS]):
         post_id = row["post_id"].strip()
         place = f"{path}: row {number}"
         if not post_id:
@@ -139,7 +150,7 @@ def read_posts(path: Path) -> dict[str, str]:
 def read_annotations(path: Path) -> list[Annotation]:
     """Read the annotations, without sentences and explanations."""
     annotations = []
-    for number, row in read_csv(path, ["post_id", _SYMPTOM, "status"]):
+    for number, row in read_csv(path, _COLUMNS[ANNOTATIONS]):
         place = f"{path}: row {number} (post {_id(row['post_id'].strip())})"
         symptom, status = row[_SYMPTOM[0]].strip(), row["status"].strip()
         if symptom not in _COLUMN and symptom != SPECIAL_CASE:

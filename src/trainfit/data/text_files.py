@@ -192,6 +192,11 @@ def check_file(path: Path) -> Path:
     return path
 
 
+def check_columns(path: Path, columns: Columns) -> None:
+    """Raise BadInput where a file cannot be read or lacks a column, by its first row."""
+    next(_reader(check_file(path))(path, columns.names), None)
+
+
 def _reader(path: Path) -> Callable[[Path, list[str]], _Rows]:
     if path.is_dir():
         return read_saved_dataset

@@ -9,12 +9,15 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
 from trainfit.conf.composition import as_word
-from trainfit.conf.schema import EncoderModel
+from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
+from trainfit.data.redsm5 import check_redsm5
+from trainfit.data.text_files import Columns, check_columns
+from trainfit.data.token_files import read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
-from trainfit.jobs.job_plan import model_fields
+from trainfit.jobs.job_plan import check_model, model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own
 
@@ -33,8 +36,14 @@ _MOST_WORDS = 8192
 
 
 def configure(task: str, overrides: Sequence[str]) -> Composed:
-    """Compose the configuration; without data and model, that of the small experiment."""
+    """Compose the configuration; without data and model, that of the small experiment.
+
+    Paths, columns and names are checked here, before torch is imported.
+    """
     composed = _filled(task, overrides)
+    _check_data(composed.config)
+    if not is_own(task) and not _is_on_hub(composed.config.model.name):
+        check_model(composed)
     model = getattr(composed.config, "model", None)
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
         return composed
@@ -42,6 +51,29 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
         raise BadInput(f"no tokenizer in {model.name}", NO_TOKENIZER_FIX)
     note = f"no tokenizer in {model.name}: one is learned from the data (model.weights=random)"
     return replace(composed, notes=(*composed.notes, note))
+
+
+def _check_data(config: Config) -> None:
+    """Raise BadInput for data that cannot be read or lacks a column, by its first rows."""
+    if isinstance(config, NliConfig) and config.data.data_dir is not None:
+        check_redsm5(config.data.data_dir)
+    elif isinstance(config, GptConfig) and config.data.data_dir is not None:
+        read_header(Path(config.data.data_dir))
+    elif isinstance(config, TextclassConfig):
+        data = config.data
+        for path in (data.train, data.validation, data.test):
+            if path is not None:
+                check_columns(Path(path), columns_of(config))
+
+
+def columns_of(config: TextclassConfig) -> Columns:
+    """Names of the columns of a job's files."""
+    data = config.data
+    return Columns(text=data.text_column, label=data.label_column, group=data.group_column)
+
+
+def _is_on_hub(name: str) -> bool:
+    return "/" in name and not Path(name).is_dir()
 
 
 def _lacks_tokenizer(folder: Path) -> bool:

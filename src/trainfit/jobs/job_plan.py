@@ -169,11 +169,8 @@ def question(
 ) -> Question:
     """The planner's question; `folds` are the lengths of folds after the first."""
     config = composed.config
-    facts = model_facts(config.model.name)
+    facts = check_model(composed)
     causal = isinstance(config, GptConfig)
-    if causal != facts.own_gpt:
-        need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
-        raise BadInput(f"{config.model.name} is no model for {composed.task}", f"give {need}")
     if isinstance(config.model, GptModel):
         arguments = {"name": config.model.name, **gpt_sizes(config.model)}
     else:
@@ -201,6 +198,16 @@ def question(
         watts=watts,
         price_per_hour=price_per_hour,
     )
+
+
+def check_model(composed: Composed) -> ModelFacts:
+    """Return the facts of a job's model; raise BadInput for an unknown one or another job's."""
+    name, causal = composed.config.model.name, isinstance(composed.config, GptConfig)
+    facts = model_facts(name)
+    if causal != facts.own_gpt:
+        need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
+        raise BadInput(f"{name} is no model for {composed.task}", f"give {need}")
+    return facts
 
 
 def asked_question(

@@ -111,15 +111,6 @@ class Exported:
     """Content of head.json."""
 
 
-def exports_of(run: Path) -> list[Path]:
-    """List the exports of a run: one, or one for each fold."""
-    found = [run / "export", *sorted(run.glob("fold-*/export"))]
-    found = [folder for folder in found if (folder / "head.json").is_file()]
-    if not found:
-        raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
-    return found
-
-
 def load_export(folder: Path, device: str = "cpu") -> Exported:
     """Read what `exports.write_classifier` wrote."""
     from trainfit.data.tokenizers import load_tokenizer, quiet_transformers

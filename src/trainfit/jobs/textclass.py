@@ -12,10 +12,16 @@ from trainfit.conf import Composed, TextclassConfig
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.synthetic import CLASSES, make_texts
-from trainfit.data.text_files import Columns, check_file, read_chunks
+from trainfit.data.text_files import check_file, read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
 from trainfit.jobs.baselines import text_arrays
-from trainfit.jobs.configuration import Chosen, choose_weights, least_occurrences, made_up
+from trainfit.jobs.configuration import (
+    Chosen,
+    choose_weights,
+    columns_of,
+    least_occurrences,
+    made_up,
+)
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
@@ -77,12 +83,7 @@ def read_texts(config: TextclassConfig) -> Callable[[], Iterator[str]]:
     if data.train is None:
         return lambda: iter(make_texts(data.scale, config.seed).texts)
     path = check_file(Path(data.train))
-    return lambda: (text for chunk in read_chunks(path, _columns(config)) for text in chunk.texts)
-
-
-def _columns(config: TextclassConfig) -> Columns:
-    data = config.data
-    return Columns(text=data.text_column, label=data.label_column, group=data.group_column)
+    return lambda: (text for chunk in read_chunks(path, columns_of(config)) for text in chunk.texts)
 
 
 def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
@@ -104,7 +105,7 @@ def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
         chosen.tokenizer,
         validation=data.validation,
         test=data.test,
-        columns=_columns(config),
+        columns=columns_of(config),
         max_length=data.max_length,
         **shares,
     )

@@ -230,7 +230,7 @@ def select(
         clear = told.taken.peak_reserved <= _CLEAR * held.capacity
         if later and clear:
             return Selection(best=told, fits=True, candidates=[told])
-        if not later and ran.taken.fits:
+        if not later and ran is not None and ran.taken.fits:
             return Selection(best=ran, fits=True, candidates=[ran])
     candidates = fitter.candidates(at, modes, speed)
     more = 1.0

@@ -196,11 +196,16 @@ class Fitter:
 
     def quickest(
         self, target: Target, speed: Speed, compile: bool
-    ) -> tuple[StepCandidate, StepCandidate]:
+    ) -> tuple[StepCandidate, StepCandidate | None]:
         """Estimate the fastest candidate without checkpointing.
 
         It is returned twice: estimated by small depths, and run with all layers, compiled or not.
+        A compiled step is run only where it decides between cuts.
         """
+        if compile and not self._plain:
+            shape = self._shape("none", self.cuttings[0])
+            (self._known["none", 0],) = take(self._factory, [shape], (target,), self._layers)
+            return self._candidate("none", 0, 0, speed), None
         by_depths, ran = self._both(self._plain, target, speed, compile)
         at = self._fewer(ran, speed)
         return (by_depths, ran) if at is None else self._both(at, target, speed, compile)

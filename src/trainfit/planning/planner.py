@@ -75,8 +75,10 @@ def plan(
     found = caches.read(Plan, place)
     if found is not None:
         return found
-    start(2)
+    start(1)
     fixed = fixed_settings(question, profile, ranks)
+    if fixed.plain and may_compile(question, profile):  # a compiled step beside small depths
+        start(2)
     fitter = fitter_for(question, fixed, (target,))
     made = _planned(question, profile, fixed, fitter, 0, target, ranks, measured, exact=True)
     if not made.fits and ranks > 1 and profile.gpus and made.memory is not None:

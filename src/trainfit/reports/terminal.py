@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from contextlib import AbstractContextManager, nullcontext
+import sys
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
     from trainfit.hardware.catalogue import GpuSpec
 
 PLAIN_WIDTH = 110
+_WORTH_SAYING = 1.0
+"""Seconds from which on the time of a stage is shown."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -26,10 +31,24 @@ def console(stderr: bool = False) -> Console:
     return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
 
 
-def busy(what: str, *, quiet: bool = False) -> AbstractContextManager[Any]:
-    """Show a spinner with this text in a terminal, and nothing elsewhere."""
-    shown = console(stderr=True)
-    return shown.status(what) if shown.is_terminal and not quiet else nullcontext()
+@contextmanager
+def busy(what: str) -> Iterator[None]:
+    """Say on standard error what is being done, and after a second or more how long it took.
+
+    A terminal shows a spinner and the time so far.
+    """
+    shown, begun = console(stderr=True), time.monotonic()
+    if shown.is_terminal:
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        with Progress(*columns, console=shown, transient=True) as progress:
+            progress.add_task(what, total=None)
+            yield
+    else:
+        print(f"trainfit: {what}", file=sys.stderr, flush=True)
+        yield
+    spent = time.monotonic() - begun
+    if spent >= _WORTH_SAYING:
+        print(f"trainfit: {what}: {spent:.1f} s", file=sys.stderr, flush=True)
 
 
 def table(

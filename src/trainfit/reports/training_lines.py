@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -101,9 +100,6 @@ def show(composed: Composed) -> Show:
     if tracking != "none":
         check_installed(tracking)  # before the first hour of training, not after it
 
-    def busy(what: str) -> AbstractContextManager[Any]:
-        return console.status(what) if console.is_terminal else nullcontext()
-
     line = iter_line if composed.task == "gpt" else None
 
     def watch(title: str) -> Sequence[Observer]:
@@ -113,7 +109,7 @@ def show(composed: Composed) -> Show:
     return Show(
         watch=watch,
         track=lambda run: (*open_trackers(tracking, run, composed), *gpu_trackers(run)),
-        busy=busy,
+        busy=terminal.busy,
     )
 
 

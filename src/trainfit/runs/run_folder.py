@@ -121,3 +121,12 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def exports_of(run: Path) -> list[Path]:
+    """List the exports of a run: one, or one for each fold."""
+    found = [run / "export", *sorted(run.glob("fold-*/export"))]
+    found = [folder for folder in found if (folder / "head.json").is_file()]
+    if not found:
+        raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
+    return found

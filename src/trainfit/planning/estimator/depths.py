@@ -6,7 +6,6 @@ depths and a line through them, and only the chosen one is run in full.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -17,7 +16,15 @@ from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TaskSpec
 from trainfit.planning.estimator import estimate
-from trainfit.planning.estimator.estimate import GIB, Answer, Request, Target, ask, told
+from trainfit.planning.estimator.estimate import (
+    GIB,
+    Answer,
+    Request,
+    Target,
+    ask,
+    is_started,
+    told,
+)
 from trainfit.planning.estimator.step_time import Done
 
 DEPTHS = (2, 3)
@@ -152,8 +159,8 @@ def _ask(
 
 
 def _ask_all(requests: list[Request]) -> list[Answer]:
-    """Share three or more requests between two children."""
-    if len(requests) < 3 or (os.cpu_count() or 1) < 2:
+    """Share requests between two children, where a second one was started."""
+    if len(requests) < 2 or not is_started(1):
         return ask(requests) if requests else []
     # A whole model is the longest: it gets a child of its own.
     whole = "depth" not in requests[0].task.arguments and "depth" in requests[1].task.arguments
