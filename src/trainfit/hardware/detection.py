@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -137,15 +138,27 @@ def detect(folder: Path | None = None) -> HardwareProfile:
     Reading a GPU's properties starts CUDA in this process, but nothing is allocated. Anything
     broken or out of reach becomes a note of the profile.
     """
-    profile, _ = probe_machine(folder or Path())
+    with ThreadPoolExecutor(1) as pool:
+
+        def try_early(host: Host) -> None:
+            if host.cpu.native_bf16 and not host.nvidia_devices:
+                pool.submit(bf16_fault)  # its child imports torch while this process does
+
+        profile, _ = probe_machine(folder or Path(), try_early)
     return _tried(profile, bf16_fault) if profile.torch and not profile.gpus else profile
 
 
-def probe_machine(folder: Path) -> tuple[HardwareProfile, Host]:
-    """Return the profile of this machine by all probes, and the report on its host."""
+def probe_machine(
+    folder: Path, tell: Callable[[Host], None] = lambda _host: None
+) -> tuple[HardwareProfile, Host]:
+    """Return the profile of this machine by all probes, and the report on its host.
+
+    `tell` gets the host before torch is imported.
+    """
     # NVML first: it sees the memory in use before this process could add to it.
     nvml = probe_nvml(load_nvml, os.getpid())
     host = probe_host(folder)
+    tell(host)
     profile = assemble(
         host=host,
         torch=probe_torch(load_torch, sysctl),
