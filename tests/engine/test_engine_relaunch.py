@@ -74,7 +74,8 @@ def test_the_others_end_when_a_rank_is_killed(
     assert "another rank has died; see its message" in (tmp_path / "run" / "train.log").read_text()
 
 
-@pytest.mark.parametrize("sharding", [pytest.param("none", marks=pytest.mark.soak), "fsdp"])
+@pytest.mark.soak
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
 def test_a_killed_rank_is_started_again_and_the_run_ends_the_same(
     tmp_path: Path, children: ForkServerContext, sharding: str
 ) -> None:

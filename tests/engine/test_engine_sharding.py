@@ -133,7 +133,7 @@ def test_a_run_of_two_ranks_ends_as_that_of_one(
         ("none", 1, "none"),
         ("none", 4, "none"),
         ("fsdp", 1, "none"),
-        ("fsdp", 4, "fsdp"),
+        pytest.param("fsdp", 4, "fsdp", marks=pytest.mark.soak),
         pytest.param("none", 4, "fsdp", marks=pytest.mark.soak),
         pytest.param("fsdp", 4, "none", marks=pytest.mark.soak),
     ],

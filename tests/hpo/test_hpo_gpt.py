@@ -17,6 +17,7 @@ from trainfit.hpo.studies import open_study
 from trainfit.hpo.study_settings import read_setting
 
 
+@pytest.mark.soak
 def test_a_study_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     be_quick(monkeypatch)
     words = [

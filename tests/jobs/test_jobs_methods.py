@@ -160,6 +160,7 @@ def test_dora_is_what_peft_computes(name: str, dropout: float) -> None:
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.soak
 def test_a_block_with_dora_is_one_graph() -> None:
     model = tiny("gemma-3-1b-it", method="dora", lora_dropout=0.1).train()
     batch = rows().packed

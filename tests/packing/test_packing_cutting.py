@@ -6,7 +6,7 @@ from itertools import chain, combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from packing_lengths import fill_of, fit_budget, fit_padded, redsm5_lengths
 
@@ -196,6 +196,7 @@ def test_batch_times_accumulation_is_always_cut_into_so_many(
 def test_every_step_of_every_fold_fits_the_one_cut_of_all(
     folds: list[list[int]], batch: int, ranks: int, padded: bool
 ) -> None:
+    assume(batch <= min(map(len, folds)))  # else a whole step of one fold is partial in another
     first, *others = folds
     longest = max(map(max, folds))
     how = {"padded": padded, "ranks": ranks, "seed": 7, "at_most": 1}

@@ -155,6 +155,7 @@ def test_a_child_that_cannot_start_ends_the_search_with_a_line() -> None:
         run(made, toy.candidate())
 
 
+@pytest.mark.soak
 def test_a_child_ends_with_its_parent(tmp_path: Path) -> None:
     import subprocess
     import sys

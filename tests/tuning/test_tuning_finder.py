@@ -88,6 +88,7 @@ def test_the_range_that_was_asked_holds():
     assert any("more would fit" in reason for reason in found.reasons)
 
 
+@pytest.mark.soak
 def test_a_step_that_does_not_fit_is_one_clear_line():
     with pytest.raises(RunFailed, match="1 row does not fit: it takes") as raised:
         find(replace(tiny_job(), memory_gib=0.01), without_gpu())
