@@ -232,7 +232,7 @@ def test_negative_ratio_thins_out_training_alone(tmp_path: Path):
     assert len(few.test) == len(every.test)
 
 
-def test_without_data_or_model_the_small_one_is_trained():
+def test_without_data_or_model_the_small_one_is_trained(tmp_path: Path):
     composed = configure("nli", ["cv.folds=5"])
     assert composed.values()["model.name"] == "modernbert-tiny"
     assert composed.values()["cv.folds"] == 5
@@ -240,7 +240,8 @@ def test_without_data_or_model_the_small_one_is_trained():
     assert any("synthetic data" in note for note in composed.notes)
     named = configure("nli", ["model.name=bert-base"])
     assert named.values()["training.learning_rate"] == 2e-5
-    real = configure("nli", ["data.data_dir=x"])
+    write_redsm5(tmp_path)
+    real = configure("nli", [f"data.data_dir={tmp_path}"])
     assert real.values()["model.name"] == "gemma-3-1b-it"
     frozen = configure("nli", ["experiment=nli_full_5fold"])
     assert frozen.values()["model.freeze_encoder"] is False
