@@ -164,3 +164,19 @@ def test_the_receipt_sees_operators_and_launches(tmp_path: Path) -> None:
     assert graph.clipped
     assert eager.clipped
     assert final_bits(tmp_path / "graph") == final_bits(tmp_path / "eager")
+
+
+def test_an_evaluation_that_runs_out_gets_the_memory_of_the_graphs(tmp_path: Path) -> None:
+    class Hungry(Task):
+        def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
+            free, _total = torch.cuda.mem_get_info()
+            if torch.cuda.memory_stats()["num_alloc_retries"] == 0:
+                torch.empty(2 * free, dtype=torch.uint8, device="cuda")  # once
+            return super().evaluate(model, batch_size)
+
+    torch.cuda.reset_accumulated_memory_stats()
+    result = train(Hungry(), settings(), tmp_path / "graph")
+    assert any("in an evaluation beside them" in text for text in captures(result))
+    assert not [event for event in result.events if event.kind == "oom"]
+    train(Task(), settings(cuda_graph=False), tmp_path / "eager")
+    assert final_bits(tmp_path / "graph") == final_bits(tmp_path / "eager")

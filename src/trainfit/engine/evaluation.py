@@ -64,11 +64,16 @@ def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
-            if batch_size == 1:
+            crowded = parts.captured.held
+            if batch_size == 1 and not crowded:
                 raise OutOfMemory(
                     "memory ran out in an evaluation of one sequence at a time",
                     "shorten the sequences (data.max_length) or take a smaller model",
                 ) from None
+        if crowded:  # the graphs' memory is worth less than a larger evaluation batch
+            parts.captured.stop("memory ran out in an evaluation beside them")
+            give_back_memory()
+            continue
         batch_size //= 2
         if parts.sharded:  # the other ranks wait in the middle of a layer
             raise MustRestart(
