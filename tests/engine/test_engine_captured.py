@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from trainfit.engine import captured
+from trainfit.engine import captured, recovery
 from trainfit.engine.captured import CapturedSteps
 from trainfit.engine.step import StepNumbers
 
@@ -81,3 +82,17 @@ def test_a_failed_capture_is_the_last(
     assert word in (steps.obstacle or "")
     assert len(steps.take_news()) == 1
     assert not steps.held
+
+
+def test_a_capture_that_breaks_off_leaves_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = torch.nn.Parameter(torch.ones(2))
+    parts = SimpleNamespace(optimizer=torch.optim.SGD([weight], lr=0.1))
+
+    def broken(*_given: Any) -> Tensor:
+        weight.sum().backward()
+        raise RuntimeError("not permitted when stream is capturing")
+
+    monkeypatch.setattr(recovery, "_accumulate", broken)
+    with pytest.raises(RuntimeError, match="capturing"):
+        recovery._whole_step(parts, [], torch.ones(()))  # type: ignore[arg-type]
+    assert weight.grad is None

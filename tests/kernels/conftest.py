@@ -21,3 +21,12 @@ def reference_kernel() -> Iterator[None]:
     library = install_reference()
     yield
     library._destroy()
+
+
+@pytest.fixture
+def new_enough() -> Iterator[None]:
+    """Skip GPUs without the kernels; compiled code does not outlive a test."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs compute capability 8.0")
+    yield
+    torch.compiler.reset()

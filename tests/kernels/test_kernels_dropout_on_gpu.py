@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -26,17 +26,9 @@ from trainfit.kernels.disentangled import disentangled_attention
 from trainfit.kernels.layout import lay_out
 from trainfit.kernels.varlen import VarlenAttention, softcapped_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_enough")]
 LENGTHS = (50, 200, 1, 130, 77, 160)
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _new_enough() -> Iterator[None]:
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("needs compute capability 8.0")
-    yield
-    torch.compiler.reset()
 
 
 # ── the flash kernel against the formula under its own mask ───────────────────────────────────

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -16,17 +15,9 @@ from trainfit.kernels.attention import masked_attention
 from trainfit.kernels.layout import lay_out
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_enough")]
 LENGTHS = (50, 200, 1, 130, 77, 160)
 BF16 = torch.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _new_enough() -> Iterator[None]:
-    if torch.cuda.get_device_capability() < (8, 0):
-        pytest.skip("needs compute capability 8.0")
-    yield
-    torch.compiler.reset()
 
 
 def on_gpu(name: str, path: attention.Path) -> EncoderClassifier:

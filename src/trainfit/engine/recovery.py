@@ -199,8 +199,12 @@ def _try(
 
 
 def _whole_step(parts: Parts, batches: Sequence[Batch], weight: Tensor) -> StepNumbers:
-    """Take a step on one rank; memory that runs out is the caller's matter."""
-    return _finish(parts, _accumulate(parts, batches, weight))
+    """Take a step on one rank to be captured; one that fails leaves no gradients behind."""
+    try:
+        return _finish(parts, _accumulate(parts, batches, weight))
+    except Exception:
+        parts.optimizer.zero_grad(set_to_none=True)
+        raise
 
 
 def _accumulate(parts: Parts, batches: Iterable[Batch], weight: float | Tensor) -> Tensor:

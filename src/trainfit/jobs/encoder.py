@@ -212,6 +212,7 @@ class PreparedEncoder:
                 with timeline.stage("between folds", number + 1 if self.cross_validated else None):
                     scored = self._fold(run, number, resume)
                 if scored is None:
+                    run.settle()
                     return self._end(run, finished, beaten)
                 finished.append(scored)
             run.settle()
