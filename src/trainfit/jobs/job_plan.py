@@ -5,9 +5,8 @@ Nothing here imports torch: the planner builds the model in a process of its own
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +75,8 @@ def plan(
         asked = question(composed, lengths, watts, price_per_hour)
     else:
         asked = asked_question(composed, watts, price_per_hour)
-    return answer(composed, asked, machine(composed, gpu), memory_gib=memory_gib)
+    profile = machine(composed, gpu)
+    return answer(composed, asked, profile, memory_gib=memory_gib)
 
 
 def answer(
@@ -95,8 +95,12 @@ def answer(
     if asked.pinned("liger"):
         _check_liger(asked, profile)
     measured = None if profile.simulated else remembered(profile)
-    options: Any = {"memory_gib": memory_gib, "ranks": ranks, "measured": measured, "here": here}
-    make: Callable[[Question], Plan] = partial(planner.plan, profile=profile, **options)
+
+    def make(one: Question) -> Plan:
+        return planner.plan(
+            one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured, here=here
+        )
+
     if composed.task not in _FACTORIES:  # a job of the user's own
         return make(asked)
     if composed.task == "gpt":
