@@ -10,6 +10,7 @@ every test that draws its inputs is a soak test there too.
 
 import gc
 import os
+import signal
 import sys
 import time
 from collections.abc import Iterator
@@ -22,6 +23,10 @@ from hypothesis import HealthCheck, is_hypothesis_test, settings
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""
 _STARTED = time.monotonic()
+
+# In the background of a shell Ctrl-C is ignored, and children of the tests would inherit that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Once for all: the estimator starts other processes, in seconds, where the path is another.
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))

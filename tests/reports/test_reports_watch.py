@@ -148,12 +148,7 @@ def test_ctrl_c_leaves_the_watcher_alone(growing: Path):
 
     parent, child = pty.openpty()
     words = [sys.executable, "-m", "trainfit", "watch", str(growing), "--every", "0.1"]
-    # Tests that run in the background of a shell ignore Ctrl-C, and their children inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(words, stdin=child, stdout=child, stderr=subprocess.PIPE)
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(words, stdin=child, stdout=child, stderr=subprocess.PIPE)
     os.close(child)
     seen = b""
     while b"100 of 400" not in seen:

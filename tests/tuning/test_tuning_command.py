@@ -269,18 +269,13 @@ def test_ctrl_c_at_the_terminal_keeps_what_children_measured(tmp_path: Path) -> 
     words = nli_words(tmp_path, EAGER, "training.batch_size=8")
     output = tmp_path / "out.json"
     command = [sys.executable, "-m", "trainfit", "tune", "nli", *words, "--output", str(output)]
-    # Tests that run in the background of a shell ignore Ctrl-C, and their children inherit that.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-    finally:
-        signal.signal(signal.SIGINT, before)
+    process = subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
     assert process.stderr is not None
     for line in process.stderr:
         if line.startswith("as planned"):
