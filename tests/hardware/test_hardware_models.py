@@ -29,6 +29,7 @@ PUBLISHED = {
     "deberta-v3-base": 183_831_552,
     "phobert-base-v2": 134_998_272,
     "bert-base": 109_482_240,
+    "multilingual-e5-small": 117_653_760,
     "modernbert-base": 149_014_272,
     "gpt2": 124_439_808,
 }
@@ -97,6 +98,7 @@ FORMULAS = {
     "deberta-v3-base": deberta(128_100, 256, 768, 12, 3072),
     "phobert-base-v2": bert(64_001, 258, 1, 768, 12, 3072),
     "bert-base": bert(30_522, 512, 2, 768, 12, 3072),
+    "multilingual-e5-small": bert(250_037, 512, 2, 384, 12, 1536),
     "modernbert-base": modernbert(50_368, 768, 22, 1152),
     "modernbert-tiny": modernbert(1024, 64, 2, 128),
     "gpt2": gpt2(50_257, 1024, 768, 12),
