@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from job_tiny import be_quick, words
 from trainfit.cli.main import run
 from trainfit.core.errors import BadInput
-from trainfit.data.text_files import check_classes
+from trainfit.data.labels import check_classes
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
 

@@ -11,7 +11,8 @@ import numpy as np
 
 from trainfit.core.errors import BadInput
 from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
-from trainfit.data.text_files import Columns, balanced_weights, count_classes, shown
+from trainfit.data.labels import balanced_weights, count_classes, shown
+from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
 from trainfit.data.tokens import Dataset, Tokens
 
