@@ -73,4 +73,4 @@ def test_other_shells_are_refused(capsys: pytest.CaptureFixture[str]):
 
 
 def test_the_tasks_are_those_of_the_schemas():
-    assert set(TASKS) == set(SCHEMAS)
+    assert set(TASKS) == {task for task in SCHEMAS if ":" not in task}  # a test may add its own

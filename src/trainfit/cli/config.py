@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
+from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.core import codec
 
 if TYPE_CHECKING:
@@ -22,10 +23,11 @@ config_option = click.option(
 )
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @task_argument()
 @overrides_argument()
 @config_option
+@job_options()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.

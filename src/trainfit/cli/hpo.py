@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.config import config_option
+from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.cli.main import loading
 from trainfit.core import codec
 
@@ -176,9 +177,14 @@ class _Workers(click.IntRange):
 
 
 def _task_command(task: str, about: str) -> click.Command:
-    @click.command(task, help=f"{about}\n\nOVERRIDES are key=value words; hpo.… are the study's.")
+    @click.command(
+        task,
+        cls=JobCommand,
+        help=f"{about}\n\nOVERRIDES are key=value words; hpo.… are the study's.",
+    )
     @click.argument("overrides", nargs=-1)
     @config_option
+    @job_options()
     @click.option(
         "--workers",
         type=_Workers(1, 1024),

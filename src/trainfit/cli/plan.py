@@ -11,6 +11,7 @@ import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
+from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -21,14 +22,14 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @task_argument()
 @overrides_argument()
 @config_option
+@job_options("output")
 @click.option(
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
-@click.option("--model", metavar="NAME", help="A name of the catalogue or the hub, or a folder.")
 @click.option("--memory", type=ABOVE_0, metavar="GIB", help="Use no more of the GPU than this.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
@@ -42,7 +43,6 @@ def command(
     overrides: tuple[str, ...],
     config_file: Path | None,
     gpu: str | None,
-    model: str | None,
     memory: float | None,
     form: str,
     as_json: bool,
@@ -60,6 +60,7 @@ def command(
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
     from trainfit.jobs import job_plan
+    from trainfit.jobs.configuration import check_data
     from trainfit.jobs.registry import check_job
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
@@ -70,7 +71,8 @@ def command(
     if plot is not None:
         check_plot(plot)
     check_job(task)
-    composed = compose(task, job_plan.with_model(with_file(task, config_file, overrides), model))
+    composed = compose(task, with_file(task, config_file, overrides))
+    check_data(composed.config)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":

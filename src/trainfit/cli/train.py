@@ -9,15 +9,17 @@ import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
+from trainfit.cli.job_words import JobCommand, job_options
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @task_argument()
 @overrides_argument()
 @config_option
+@job_options()
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
@@ -31,10 +33,10 @@ def command(
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
-    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words,
-    such as data.data_dir=FOLDER cv.folds=5; `trainfit config TASK` shows the keys. Without
-    data of yours a small model trains on synthetic data, or for gpt on the source of Python's
-    standard library.
+    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are your data, a file
+    or a folder, and key=value words such as cv.folds=5; `trainfit config TASK` shows the keys.
+    Without data of yours a small model trains on synthetic data, or for gpt on the source of
+    Python's standard library.
     """
     from trainfit.cli.main import INTERRUPTED, loading
     from trainfit.conf.starting import with_file

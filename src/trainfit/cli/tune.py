@@ -9,6 +9,7 @@ import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
+from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
     from trainfit.jobs.tuned_plans import JobQuestion
 
 
-@click.command()
+@click.command(cls=JobCommand)
 @task_argument()
 @overrides_argument()
 @config_option
+@job_options("output")
 @click.option(
     "--minutes", type=ABOVE_0, help="The time to keep to: 3, or 10 for the ladder.", metavar="N"
 )

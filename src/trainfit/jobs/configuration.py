@@ -41,7 +41,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     Paths, columns and names are checked here, before torch is imported.
     """
     composed = _filled(task, overrides)
-    _check_data(composed.config)
+    check_data(composed.config)
     if not is_own(task) and not _is_on_hub(composed.config.model.name):
         check_model(composed)
     model = getattr(composed.config, "model", None)
@@ -53,7 +53,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     return replace(composed, notes=(*composed.notes, note))
 
 
-def _check_data(config: Config) -> None:
+def check_data(config: Config) -> None:
     """Raise BadInput for data that cannot be read or lacks a column, by its first rows."""
     if isinstance(config, NliConfig) and config.data.data_dir is not None:
         check_redsm5(config.data.data_dir)

@@ -1,0 +1,138 @@
+"""Friendly words of a job's command: its data by position, and options that stand for keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import Any, NamedTuple
+
+import click
+
+from trainfit.core.errors import BadInput, brief, did_you_mean, nearest, redact_word
+from trainfit.core.settings import SETTINGS
+
+
+class Short(NamedTuple):
+    """An option that stands for a key."""
+
+    keys: str | Mapping[str, str]
+    """The key, or that of each task."""
+    metavar: str
+    about: str
+
+    def key(self, task: str) -> str | None:
+        """Key of a task; None where the task has none."""
+        return self.keys if isinstance(self.keys, str) else self.keys.get(task)
+
+
+_DATA = {"nli": "data.data_dir", "textclass": "data.train", "gpt": "data.data_dir"}
+SHORT: Mapping[str, Short] = {
+    "data": Short(_DATA, "PATH", "The data, as the word after TASK: a file or a folder."),
+    "model": Short("model.name", "NAME", "A name of the catalogue or the hub, or a folder."),
+    "output": Short("runs_dir", "FOLDER", "Where the folder of the run is made."),
+    "epochs": Short("training.num_epochs", "N", "Epochs of training."),
+    "batch_size": Short("training.effective_batch_size", "N", "Sequences per optimizer step."),
+    "lr": Short("training.learning_rate", "RATE", "The learning rate."),
+}
+"""Options by name; each is a word such as training.num_epochs=3."""
+_TEXTS = ("data", "model", "output")
+"""Options whose value is a text, also where it looks like a number or has spaces."""
+
+
+class JobCommand(click.Command):
+    """A command on a job; an option that it lacks is answered with the word to write."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Parse the words, or raise BadInput for an unknown option."""
+        words = [self.name or "", *args]
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            options = [name for param in self.get_params(ctx) for name in param.opts]
+            fix = _meant(error.option_name, words, [name for name in options if name[:2] == "--"])
+            raise BadInput(f"unknown option {brief(error.option_name)}", fix) from None
+
+
+def job_options(*without: str) -> Callable[[Any], Any]:
+    """Add the options of `SHORT`; the command gets their values among its OVERRIDES."""
+    names = [name for name in SHORT if name not in without]
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def run(overrides: tuple[str, ...], **given: Any) -> Any:
+            short = {name: given.pop(name) for name in names}
+            task = given.get("task") or str(click.get_current_context().command.name)
+            return function(overrides=all_words(task, overrides, short), **given)
+
+        for name in reversed(names):
+            row = SHORT[name]
+            run = click.option(_option(name), metavar=row.metavar, help=row.about)(run)
+        return run
+
+    return decorate
+
+
+def all_words(
+    task: str, overrides: Sequence[str], short: Mapping[str, str | None]
+) -> tuple[str, ...]:
+    """Key=value words, with those that the data's place and the options stand for."""
+    given = [
+        (f"{_option(name)} {value}", name, value)
+        for name, value in short.items()
+        if value is not None
+    ]
+    given += [(word, "data", word) for word in overrides if "=" not in word]
+    words = [word for word in overrides if "=" in word]
+    if not given:
+        return tuple(words)
+    from trainfit.jobs.registry import check_job
+
+    check_job(task)
+    for written, name, value in given:
+        _add(task, words, brief(redact_word(written)), name, value)
+    return tuple(words)
+
+
+def _add(task: str, words: list[str], written: str, name: str, value: str) -> None:
+    """Append the word that an option stands for, unless it is there."""
+    from trainfit.conf.composition import as_word, key_for, keys
+
+    key = SHORT[name].key(task)
+    if key not in keys(task):
+        fix = f"write key=value words; `trainfit config {task}` shows the keys"
+        raise BadInput(f"{brief(task)} has no key for {written}", fix)
+    assert key is not None
+    word = as_word(key, value) if name in _TEXTS else f"{key}={value}"
+    for other in words:
+        if key_for(task, other.partition("=")[0]) == key and _value(other) != _value(word):
+            both = f"{written} and {brief(redact_word(other))} set the same key {key}"
+            raise BadInput(both, "give one of them")
+    words.append(word)
+
+
+def _value(word: str) -> str:
+    return word.partition("=")[2].strip().strip("'\"")
+
+
+def _option(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _meant(written: str, words: Sequence[str], options: Sequence[str]) -> str:
+    """Word the fix for an unknown option by the option or the key that comes nearest."""
+    from trainfit.conf.composition import key_for, keys
+    from trainfit.conf.schema import SCHEMAS
+
+    name = written.lstrip("-").replace("-", "_").lower()
+    if _option(name) in options:
+        return f"write {_option(name)} VALUE"
+    task = next((word for word in words if word in SCHEMAS), "textclass")
+    key = SHORT[name].key(task) if name in SHORT else key_for(task, name)
+    if key is not None:
+        short = next((_option(one) for one, row in SHORT.items() if row.key(task) == key), None)
+        return f"write {key}=VALUE" + (f" or {short} VALUE" if short in options else "")
+    spelled = {option[2:].replace("-", "_"): option for option in options}
+    spelled |= {row.hf: f"{row.key}=VALUE" for row in SETTINGS if row.hf and row.key in keys(task)}
+    spelled |= {key.split(".")[-1]: f"{key}=VALUE" for key in keys(task)}
+    near = [spelled[one] for one in nearest(name, spelled, 1)]
+    return did_you_mean(near[0], near) if near else "write key=value words; see --help"
