@@ -63,7 +63,7 @@ def forward(
     *rest: Any,
 ) -> tuple[Tensor, Tensor, Tensor]:
     assert starts.dtype == key_starts.dtype == torch.int32
-    assert not is_causal
+    assert is_causal == (window_size == [-1, 0])
     assert longest == key_longest
     out = torch.full_like(query, torch.nan)
     for piece in _pieces(starts, longest):

@@ -43,9 +43,9 @@ def rows(draw: st.DrawFn) -> tuple[Layout, int | None]:
 
 
 @settings(max_examples=60)
-@given(rows(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans())
+@given(rows(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans(), st.booleans())
 def test_every_real_token_is_attended_as_under_the_mask(
-    row: tuple[Layout, int | None], heads: tuple[int, int], windowed: bool
+    row: tuple[Layout, int | None], heads: tuple[int, int], windowed: bool, causal: bool
 ) -> None:
     layout, window = row
     width, real = layout.ids.shape[1], int(layout.lengths.sum())
@@ -59,8 +59,9 @@ def test_every_real_token_is_attended_as_under_the_mask(
         call = CALL | {"scaling": 0.7, "windowed": windowed}
         module = torch.nn.Module()
         module.num_key_value_groups = heads[0] // heads[1]
-        fast = varlen_attention(layout, window, torch.float32)(module, *parts, **call)
-        slow = masked_attention(layout, window)(module, *parts, **call)
+        by_length = varlen_attention(layout, window, torch.float32, causal=causal)
+        fast = by_length(module, *parts, **call)
+        slow = masked_attention(layout, window, causal=causal)(module, *parts, **call)
         assert fast.shape == slow.shape == (1, width, heads[0], 8)
         assert fast.isfinite().all()
         torch.testing.assert_close(fast[:, :real], slow[:, :real])

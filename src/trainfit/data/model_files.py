@@ -134,6 +134,17 @@ def read_weights(place: str) -> dict[str, Tensor]:
     return tensors
 
 
+def read_named(place: str, names: set[str]) -> dict[str, Tensor]:
+    """Read those tensors of a model that have one of these names; a missing one is left out."""
+    from safetensors import safe_open
+
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(place):
+        with safe_open(path, framework="pt") as file:
+            tensors |= {name: file.get_tensor(name) for name in names & set(file.keys())}
+    return tensors
+
+
 def weight_files(place: str) -> list[Path]:
     """Find the safetensors files of a model; pickled weights are converted once."""
     if (path := fetch(place, _SAFE)) is not None:

@@ -107,6 +107,6 @@ class FrozenTask(ClassifierTask):
 
 def _can_be_cached(model: EncoderClassifier, sequences: int) -> bool:
     """True if nothing before the head is trained and the outputs fit into memory."""
-    trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
-    size = sequences * model.head.in_features * 4
-    return trained <= {"head.weight", "head.bias"} and size <= _MOST_BYTES
+    trained = [name for name, weight in model.named_parameters() if weight.requires_grad]
+    size = sequences * model.encoder.config.hidden_size * 4
+    return all(name.startswith("head.") for name in trained) and size <= _MOST_BYTES

@@ -203,7 +203,7 @@ def question(
 def check_model(composed: Composed) -> ModelFacts:
     """Return the facts of a job's model; raise BadInput for an unknown one or another job's."""
     name, causal = composed.config.model.name, isinstance(composed.config, GptConfig)
-    facts = model_facts(name)
+    facts = model_facts(name, getattr(composed.config.model, "pooling", "mean"))
     if causal != facts.own_gpt:
         need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
         raise BadInput(f"{name} is no model for {composed.task}", f"give {need}")
@@ -284,8 +284,11 @@ class ModelFacts:
     """Number of tokens in its vocabulary."""
 
 
-def model_facts(name: str) -> ModelFacts:
-    """Read the facts of a model from the catalogue, a folder or the hub, without building it."""
+def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
+    """Read the facts of a model from the catalogue, a folder or the hub, without building it.
+
+    With `pooling` auto a decoder is causal.
+    """
     fields = model_fields(name)
     kind = fields.get("model_type")
     layers = fields.get("num_hidden_layers", fields.get("n_layer"))
@@ -294,6 +297,8 @@ def model_facts(name: str) -> ModelFacts:
         fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
         raise BadInput(f"the config of {name} has no {lacks}", fix)
     unpackable = _unpackable(name, kind, fields)
+    if unpackable is None and pooling == "auto" and fields.get("attn_logit_softcapping"):
+        unpackable = f"{name} has soft-capped logits, whose kernel for packed rows looks both ways"
     return ModelFacts(
         layers=layers,
         own_gpt=kind == OWN_GPT,

@@ -2,7 +2,8 @@
 
 A model is built with `attn_implementation=register()`. Before each forward pass `choose` makes an
 `Attention` for the batch, which travels through the model as the keyword argument `ARGUMENT` and
-is called by every layer. It is bidirectional whatever the model was trained as.
+is called by every layer. It looks both ways, whatever the model was trained as, unless `causal` is
+asked for.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from trainfit.kernels.varlen import VarlenAttention
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
 @dataclass(frozen=True, slots=True, eq=False)
 class MaskedAttention:
-    """Bidirectional attention inside each sequence, with the masks of one batch."""
+    """Attention inside each sequence, with the masks of one batch."""
 
     full: Tensor | None
     """Broadcasts to `[B, heads, T, T]`. True: seen. None: every token sees every other."""
@@ -55,13 +56,15 @@ class MaskedAttention:
         return attended
 
 
-def masked_attention(layout: Layout, window: int | None) -> MaskedAttention:
+def masked_attention(
+    layout: Layout, window: int | None, *, causal: bool = False
+) -> MaskedAttention:
     """Build the masks of a batch, once for all layers."""
-    full = _visible(layout, None)
+    full = _visible(layout, None, causal)
     # A window longer than every sequence needs no mask. But beside a full mask, the windowed mask
     # always has the same shape, to avoid recompilation.
     outgrown = window is not None and (full is not None or window < layout.max_seqlen)
-    return MaskedAttention(full, _visible(layout, window) if outgrown else full)
+    return MaskedAttention(full, _visible(layout, window, causal) if outgrown else full)
 
 
 def same_sequence(layout: Layout) -> Tensor:
@@ -69,17 +72,19 @@ def same_sequence(layout: Layout) -> Tensor:
     return layout.ids[:, :, None] == layout.ids[:, None, :]
 
 
-def _visible(layout: Layout, window: int | None) -> Tensor | None:
+def _visible(layout: Layout, window: int | None, causal: bool) -> Tensor | None:
     """Build a mask of `MaskedAttention`; None where every token sees every other."""
     visible = None
     if layout.mask is not None:
         visible = layout.mask[:, None, :]
     elif layout.cu_seqlens is not None:
         visible = same_sequence(layout)
-    if window is not None:
+    if window is not None or causal:
         token = torch.arange(layout.ids.shape[1], device=layout.ids.device)
-        distance = (token[:, None] - token[None, :]).abs()[None]
-        near = distance < window
+        distance = (token[:, None] - token[None, :])[None]
+        distance = distance if causal else distance.abs()
+        near = distance < (layout.ids.shape[1] if window is None else window)
+        near = near & (distance >= 0) if causal else near
         # Padding beyond the window of every real token sees itself: an empty softmax is NaN, and
         # NaN times a gradient of zero is NaN.
         visible = near if visible is None else (visible & near) | (distance == 0)
@@ -135,14 +140,16 @@ def choose(
     head: int,
     softcap: float | None = None,
     dropout: float = 0.0,
+    causal: bool = False,
 ) -> Attention:
     """Choose the fastest attention for a batch that `path` allows.
 
-    In layers with a sliding window a token sees those at a distance below `window`, both ways.
+    In layers with a sliding window a token sees those at a distance below `window`, both ways or,
+    if `causal`, before it.
     `dtype` is that of the model's weights; autocast, where it is on, has the last word.
     """
     if path == "masked":
-        return masked_attention(layout, window)
+        return masked_attention(layout, window, causal=causal)
     kind = layout.ids.device.type
     dtype = computed_in(kind, dtype)
     reason = _no_kernel(layout, softcap, demanded=path == "varlen") or varlen.obstacle(
@@ -151,14 +158,15 @@ def choose(
         head=head,
         softcap=softcap,
         dropout=dropout,
+        causal=causal,
     )
     if reason is None:
-        return varlen.varlen_attention(layout, window, dtype)
+        return varlen.varlen_attention(layout, window, dtype, causal=causal)
     if path == "varlen":
         raise BadInput(
             f"no variable-length attention here: {reason}", "set attention to auto or masked"
         )
-    return masked_attention(layout, window)
+    return masked_attention(layout, window, causal=causal)
 
 
 def computed_in(device: str, weights: torch.dtype) -> torch.dtype:

@@ -94,7 +94,7 @@ _GROUPED: dict[str, Any] = (
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
 @dataclass(frozen=True, slots=True, eq=False)
 class VarlenAttention:
-    """Bidirectional attention inside each sequence of one packed row."""
+    """Attention inside each sequence of one packed row."""
 
     starts: Tensor
     """Start of each sequence, filler included; ends with the row's width."""
@@ -104,6 +104,8 @@ class VarlenAttention:
     """In layers with a sliding window, tokens at this distance and beyond are not seen."""
     dtype: torch.dtype
     """Dtype to compute in: rotary embeddings may have made the queries and keys float32."""
+    causal: bool = False
+    """A token sees none after it."""
 
     def __call__(
         self,
@@ -119,6 +121,7 @@ class VarlenAttention:
     ) -> Tensor:
         """Attend; heads come before tokens going in, after them coming out."""
         reach = self.window - 1 if windowed and self.window is not None else -1
+        ahead = 0 if self.causal else reach
         # The output has the query's strides, and the backward pass copies it unless contiguous.
         queries = query[0].transpose(0, 1).to(self.dtype).contiguous()
         keys, values = (part[0].transpose(0, 1).to(self.dtype) for part in (key, value))
@@ -148,11 +151,11 @@ class VarlenAttention:
                 self.longest,
                 self.longest,
                 dropout,
-                False,
+                self.causal and reach < 0,
                 False,
                 scale=scaling,
                 window_size_left=reach,
-                window_size_right=reach,
+                window_size_right=ahead,
             )
             return cast(Tensor, found[0])[None]
         attended = varlen_attn(
@@ -164,7 +167,7 @@ class VarlenAttention:
             self.longest,
             self.longest,
             scale=scaling,
-            window_size=(reach, reach),
+            window_size=(reach, ahead),
             **(_GROUPED if query.shape[1] != key.shape[1] else {}),
         )
         return cast(Tensor, attended)[None]
@@ -175,10 +178,12 @@ def draw_seed(device: torch.device) -> Tensor:
     return torch.randint(_SEEDS, (1,), device=device)
 
 
-def varlen_attention(layout: Layout, window: int | None, dtype: torch.dtype) -> VarlenAttention:
+def varlen_attention(
+    layout: Layout, window: int | None, dtype: torch.dtype, *, causal: bool = False
+) -> VarlenAttention:
     """Build the attention of a packed batch, once for all layers."""
     longest = min(layout.max_seqlen, layout.ids.shape[1])
-    return VarlenAttention(starts_of(layout), longest, window, dtype)
+    return VarlenAttention(starts_of(layout), longest, window, dtype, causal)
 
 
 def obstacle(
@@ -188,6 +193,7 @@ def obstacle(
     head: int,
     softcap: float | None,
     dropout: float,
+    causal: bool = False,
 ) -> str | None:
     """Reason why a GPU of that compute capability has no such attention; None: it has.
 
@@ -204,6 +210,8 @@ def obstacle(
         return f"heads of {head}"
     if softcap is not None and head not in CAPPED_HEADS:
         return f"its logits are soft-capped at {softcap}, and it has heads of {head}"
+    if softcap is not None and causal:
+        return f"its logits are soft-capped at {softcap}, and each token sees those before it alone"
     large = softcap is None and head > _LARGEST_DROPPED
     if dropout > 0 and large and capability not in (None, *_DROPS_LARGE):
         return f"it has attention dropout {dropout} and heads of {head}"

@@ -175,7 +175,8 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     half = arguments["precision"] != "fp32"
     weights = count_weights(sizes)
     adapters = _adapters(sizes, arguments) if method in ("lora", "dora") else 0
-    trained = {"full": weights, "frozen": sizes.hidden * 64}.get(method, adapters)
+    head = sizes.hidden * (64 + (sizes.hidden if arguments.get("pooling") == "auto" else 0))
+    trained = {"full": weights, "frozen": head}.get(method, adapters + head)
     stored = 4 if arguments.get("dtype", "float32") == "float32" else 2
     casts = 2 * weights if half and stored == 4 else 0
     fused = arguments.get("optimizer", "adamw_fused") == "adamw_fused"

@@ -1,8 +1,8 @@
-"""A transformers model as a bidirectional encoder, on padded and on packed rows.
+"""A transformers model as an encoder of sequences, on padded and on packed rows.
 
-Decoders (Gemma, Llama, Qwen, GPT-2) become encoders: their layers call trainfit's attention, which
-is bidirectional. Their config says so too, so that plain transformers computes the same with the
-saved model.
+Its layers call trainfit's attention. Decoders (Gemma, Llama, Qwen, GPT-2) become bidirectional
+unless they are taken as published. Their config says so too, so that plain transformers computes
+the same with the saved model.
 """
 
 from __future__ import annotations
@@ -63,6 +63,8 @@ class Traits:
     softcap: float | None
     """Bound that attention logits are squashed to."""
     attention_dropout: float
+    causal: bool = False
+    """True if a token sees none after it."""
 
 
 def build_encoder(
@@ -73,20 +75,22 @@ def build_encoder(
     attention_dropout: float | None = None,
     feed_forward_dropout: float | None = None,
     dtype: WeightsDtype = "float32",
+    published: bool = False,
 ) -> PreTrainedModel:
     """Build a bidirectional encoder without a head or a pooler.
 
     `source` is a name of the catalogue or the hub, a local folder, or a transformers config.
+    As `published`, a decoder stays causal and a pooler stays.
     """
-    config, place = sources.find(source, weights, overrides or {})
+    config, place = sources.find(source, weights, overrides or {}, published=published)
     text_config = config.get_text_config()
     _set_dropout(text_config, _ATTENTION_DROPOUT, attention_dropout)
     configured = _set_dropout(text_config, _FEED_FORWARD_DROPOUT, feed_forward_dropout)
     model = build_anywhere(partial(sources.create, config, place, getattr(torch, dtype)))
     if feed_forward_dropout and not configured:
         _drop_outputs(_feed_forwards(model), feed_forward_dropout)
-    _look_both_ways(model)
-    if getattr(model, "pooler", None) is not None:
+    _take_attention(model, published=published)
+    if getattr(model, "pooler", None) is not None and not published:
         # The classifier has its own, and DDP waits for weights that get no gradients.
         model.register_module("pooler", None)
     return model
@@ -111,6 +115,7 @@ def traits_of(model: PreTrainedModel) -> Traits:
         attention_dropout=max(
             getattr(model.config, name, None) or 0.0 for name in _ATTENTION_DROPOUT
         ),
+        causal=any(getattr(module, "is_causal", False) for module in model.modules()),
     )
 
 
@@ -140,6 +145,7 @@ def encode(
             head=traits.head,
             softcap=traits.softcap,
             dropout=traits.attention_dropout if model.training else 0.0,
+            causal=traits.causal,
         )
         output = model(**inputs)
     elif layout.cu_seqlens is None:
@@ -196,6 +202,7 @@ def packed_obstacle(
         head=traits.head,
         softcap=traits.softcap,
         dropout=traits.attention_dropout if model.training else 0.0,
+        causal=traits.causal,
     )
 
 
@@ -216,7 +223,7 @@ def own_obstacle(
     )
 
 
-def _look_both_ways(model: PreTrainedModel) -> None:
+def _take_attention(model: PreTrainedModel, *, published: bool) -> None:
     """Give the layers trainfit's attention; raise BadInput for a model that cannot take it."""
     config = model.config
     if config.model_type in _OWN_ATTENTION:
@@ -235,9 +242,10 @@ def _look_both_ways(model: PreTrainedModel) -> None:
             "choose a model of the BERT, ModernBERT, DeBERTa, Gemma, Llama or Qwen families",
         )
     model.set_attn_implementation(attention.register())
+    causal = published and getattr(config, "is_causal", True)
     modules: list[Any] = list(model.modules())
     for module in modules:
-        if getattr(module, "is_causal", False):
+        if getattr(module, "is_causal", False) and not causal:
             module.is_causal = False
 
 

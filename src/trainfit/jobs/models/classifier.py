@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, Self
 
@@ -11,11 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.jobs.models import sources
 from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_obstacle, traits_of
 from trainfit.jobs.models.building import build_anywhere
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
+from trainfit.jobs.models.own_heads import OwnHead, fill_head, find_head
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.supported import use_liger
@@ -166,36 +170,66 @@ def build_classifier(
 
 
 def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> EncoderClassifier:
+    source = settings.name if config is None else config
+    head = find_head(source, settings) if settings.pooling == "auto" else None
+    if settings.pooling == "auto" and head is None:
+        kind = sources.find(source, settings.weights, settings.overrides)[0].model_type
+        text = f"transformers has no head for {kind} that can be taken: pooling is mean"
+        warnings.warn(text, TrainfitWarning, stacklevel=2)
+        settings = replace(settings, pooling="mean")
     encoder = build_encoder(
-        settings.name if config is None else config,
+        source,
         weights=settings.weights,
         overrides=settings.overrides,
         attention_dropout=settings.attention_dropout,
         feed_forward_dropout=settings.feed_forward_dropout,
         dtype=settings.dtype,
+        published=head is not None,
     )
+    if head is not None:
+        fill_head(head, encoder, source, settings)
     checkpoint_blocks(encoder, settings.checkpointing)
     train_by(encoder, settings)
     if settings.liger:
         use_liger(encoder)
-    return EncoderClassifier(encoder, settings)
+    return EncoderClassifier(encoder, settings, head)
 
 
 class EncoderClassifier(nn.Module):
     """Classifies the sequences of padded rows (`attention_mask`) or a packed one (`cu_seqlens`)."""
 
-    def __init__(self, encoder: PreTrainedModel, settings: ClassifierSettings) -> None:
+    pooler: nn.Module
+    dropout: nn.Module
+    head: nn.Module
+
+    def __init__(
+        self, encoder: PreTrainedModel, settings: ClassifierSettings, head: OwnHead | None = None
+    ) -> None:
         super().__init__()
-        width = encoder.config.hidden_size
         self.settings = settings
         self.traits = traits_of(encoder)
         self.encoder = encoder
-        self.pooler = build_pooler(settings.pooling, width, settings.pool_tokens)
-        self.dropout = nn.Dropout(settings.head_dropout)
-        self.head = nn.Linear(width, settings.classes)
-        nn.init.normal_(self.head.weight, std=0.02)
-        nn.init.zeros_(self.head.bias)
+        if head is None:
+            self._add_head(encoder.config.hidden_size)
+        else:
+            self._take_head(head, encoder.config.hidden_size)
         self.train()
+
+    def _add_head(self, width: int) -> None:
+        settings = self.settings
+        self.pooler = build_pooler(settings.pooling, width, settings.pool_tokens)
+        self.dropout = nn.Dropout(0.1 if settings.head_dropout is None else settings.head_dropout)
+        self.head = linear = nn.Linear(width, settings.classes)
+        nn.init.normal_(linear.weight, std=0.02)
+        nn.init.zeros_(linear.bias)
+
+    def _take_head(self, head: OwnHead, width: int) -> None:
+        """Take the model's own head, which has its own dropout or gets it before it."""
+        asked = self.settings.head_dropout
+        before = asked is not None and not head.drop(asked)
+        self.pooler = build_pooler(head.reads, width)
+        self.dropout = nn.Dropout(asked or 0.0) if before else nn.Identity()
+        self.head = head
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **rows: Any

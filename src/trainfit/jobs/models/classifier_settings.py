@@ -12,7 +12,7 @@ from trainfit.core.errors import BadConfig, BadInput
 Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["full", "frozen", "lora", "dora"]
-Pooling = Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
+Pooling = Literal["auto", "mean", "first", "last", "max", "attention_kv", "attention_query"]
 Attention = Literal["auto", "varlen", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
@@ -44,6 +44,7 @@ class ClassifierSettings:
     """Dtype of the encoder's weights; head, pooler and adapters stay in float32."""
     method: Method = "full"
     pooling: Pooling = "mean"
+    """auto: as the head does that transformers gives the model; its decoders stay causal."""
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
     attention: Attention = "auto"
@@ -52,7 +53,8 @@ class ClassifierSettings:
     """None: the value of the model's config."""
     feed_forward_dropout: Probability | None = None
     """None: the value of the model's config."""
-    head_dropout: Probability = 0.1
+    head_dropout: Probability | None = 0.1
+    """None: that of the model's own head, 0.1 for any other."""
     checkpointing: Checkpointing = "none"
     """selective: every second block."""
     liger: bool = False

@@ -36,18 +36,25 @@ _BIDIRECTIONAL: dict[str, dict[str, Any]] = {
 
 
 def find(
-    source: str | PretrainedConfig, weights: Weights, overrides: dict[str, Any]
+    source: str | PretrainedConfig,
+    weights: Weights,
+    overrides: dict[str, Any],
+    *,
+    published: bool = False,
 ) -> tuple[PretrainedConfig, str | None]:
-    """Return the bidirectional config, and the place of the weights or None for random ones."""
+    """Return the config, and the place of the weights or None for random ones.
+
+    The config is bidirectional, or says what the `published` one says.
+    """
     if not isinstance(source, str):
         if weights == "pretrained":
             raise BadInput("a config has no pretrained weights", "name a folder or a model")
-        return _configured(source.to_dict(), overrides, "the config"), None
+        return _configured(source.to_dict(), overrides, "the config", published), None
     shape = None if Path(source).is_dir() else _in_catalogue(source)
     if shape is not None and (weights == "random" or (weights == "auto" and "/" not in source)):
-        return transformers_config(shape, **_changes(shape.config, overrides)), None
+        return transformers_config(shape, **_changes(shape.config, overrides, published)), None
     place = shape.hub if shape is not None and shape.hub is not None else source
-    config = _configured(read_config(place), overrides, place)
+    config = _configured(read_config(place), overrides, place, published)
     return config, None if weights == "random" else place
 
 
@@ -160,27 +167,28 @@ def without_bars() -> Iterator[None]:
             logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def _configured(fields: dict[str, Any], overrides: dict[str, Any], place: str) -> PretrainedConfig:
+def _configured(
+    fields: dict[str, Any], overrides: dict[str, Any], place: str, published: bool
+) -> PretrainedConfig:
     """Build a config with the overrides in it, since Gemma 3 halves its window only then."""
     from transformers import AutoConfig
 
     fields = plain_config(fields, place)
     text = fields.get("text_config")
     if text is None:
-        fields = fields | _changes(fields, overrides)
+        fields = fields | _changes(fields, overrides, published)
     else:
-        fields = fields | {"text_config": text | _changes(text, overrides)}
+        fields = fields | {"text_config": text | _changes(text, overrides, published)}
     check_fields(fields, place)
     with refusing(partial(_unbuildable, f"{fields.get('model_type')} of {place}")):
         config: PretrainedConfig = AutoConfig.for_model(**fields)
     return config
 
 
-def _changes(fields: dict[str, Any], overrides: dict[str, Any]) -> dict[str, Any]:
+def _changes(fields: dict[str, Any], overrides: dict[str, Any], published: bool) -> dict[str, Any]:
     """Return the overrides and the other changes that make an encoder."""
-    changes = {"use_cache": False} | _BIDIRECTIONAL.get(
-        fields.get("model_type", ""), {"is_causal": False}
-    )
+    both_ways = _BIDIRECTIONAL.get(fields.get("model_type", ""), {"is_causal": False})
+    changes = {"use_cache": False} | ({} if published else both_ways)
     layers = overrides.get("num_hidden_layers")
     if layers is not None and fields.get("layer_types"):
         changes["layer_types"] = fields["layer_types"][:layers]
