@@ -43,6 +43,28 @@ TINY: dict[str, dict[str, Any]] = {
         "eos_token_id": 0,
     },
 }
+_ROTARY = {"rope_type": "default", "rope_theta": 10_000.0}
+OTHERS: dict[str, dict[str, Any]] = {
+    "distilbert-base-uncased": _COMMON | {"hidden_dim": 48, "max_position_embeddings": 40},
+    "electra-small-discriminator": _COMMON | {"embedding_size": 16, "max_position_embeddings": 40},
+    "albert-base-v2": _COMMON | {"embedding_size": 16, "max_position_embeddings": 40},
+    "mpnet-base": _COMMON | {"max_position_embeddings": 42},
+    "deberta-base": _COMMON | {"max_position_embeddings": 40},
+    "smollm3-3b": _COMMON | {"num_key_value_heads": 2, "num_hidden_layers": 4, "pad_token_id": 0},
+    "qwen2.5-0.5b": _COMMON | {"num_key_value_heads": 2},
+    "phi-2": _COMMON
+    | {"num_key_value_heads": 4, "rope_parameters": _ROTARY | {"partial_rotary_factor": 0.5}},
+    "phi-3-mini-4k-instruct": _COMMON
+    | {"num_key_value_heads": 4, "sliding_window": 3, "pad_token_id": 0},
+    "olmo-2-1b": _COMMON | {"num_key_value_heads": 2, "pad_token_id": 0},
+    "pythia-70m": _COMMON | {"rope_parameters": _ROTARY | {"partial_rotary_factor": 0.5}},
+    "opt-125m": {
+        **{key: value for key, value in _COMMON.items() if key != "initializer_range"},
+        **{"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 40},
+        "init_std": 0.3,
+    },
+}
+"""One model of each further family of the catalogue."""
 DECODERS = ("gemma-3-1b-it", "gemma-2-2b", "gpt2")
 _LLAMA = {k: v for k, v in _COMMON.items() if k != "initializer_range"} | {
     "num_key_value_heads": 2,
@@ -66,7 +88,11 @@ NO_DROPOUT: dict[str, Any] = {
 def tiny(name: str, seed: int = 0, **settings: Any) -> EncoderClassifier:
     """A small classifier without dropout, whose head says something."""
     torch.manual_seed(seed)
-    chosen = NO_DROPOUT | {"name": name, "classes": 3, "overrides": TINY.get(name, {})} | settings
+    chosen = (
+        NO_DROPOUT
+        | {"name": name, "classes": 3, "overrides": (TINY | OTHERS).get(name, {})}
+        | settings
+    )
     model = build_classifier(ClassifierSettings(**chosen), config=CONFIGS.get(name))
     if not model.head.weight.is_meta:
         torch.nn.init.normal_(model.head.weight, std=0.5)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from jobs_tiny import CONFIGS, DECODERS, TINY, rows, rows_of, tiny
+from jobs_tiny import CONFIGS, DECODERS, OTHERS, TINY, rows, rows_of, tiny
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
@@ -15,7 +15,7 @@ from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels.layout import lay_out
 
-FAMILIES = (*TINY, *CONFIGS)
+FAMILIES = (*TINY, *CONFIGS, *OTHERS)
 
 
 def hidden_states(model: EncoderClassifier, **batch: Tensor) -> Tensor:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 OWN_GPT = "trainfit_gpt"
 """The `model_type` of trainfit's own GPT, which transformers does not know."""
+_WELL_KNOWN = ("bert-base", "roberta-base", "deberta-v3-base", "gemma-3-1b-it", "gpt2", "gpt-small")
+"""Examples for whoever gave a name that is near none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,21 +41,47 @@ class ModelShape:
     """Exact number in the backbone, tied weights counted once."""
     parameters_note: str
     """Remark on which weights the number counts and which it leaves out."""
+    published: str | None = None
+    """The number as published, rounded or cut off, such as "110M"; None for trainfit's own."""
+    published_counts: Literal["model", "language model", "classifier without embeddings"] = "model"
+    """Weights that the published number counts: the backbone, or transformers' class for a task."""
     source: str
+    """Publication of the number; the config is that of the hub."""
     config: dict[str, Any] = field(hash=False)
     """Fields of its transformers config with `model_type`; read-only."""
 
     @property
     def spellings(self) -> tuple[str, ...]:
         """Every name that `model_shape` accepts for it."""
-        return (self.slug, *([self.hub] if self.hub else []), *self.names)
+        on_hub = [self.hub, self.hub.rpartition("/")[2]] if self.hub else []
+        return tuple({name.lower(): name for name in (*self.names, *on_hub, self.slug)}.values())
 
 
 @cache
 def model_shapes() -> tuple[ModelShape, ...]:
     """Read every model of the catalogue."""
     text = resources.files("trainfit.hardware").joinpath("models.json").read_text(encoding="utf-8")
-    return decode(tuple[ModelShape, ...], json.loads(text), "models.json")
+    rows: dict[str, dict[str, Any]] = {}
+    for row in json.loads(text):
+        rows[row["slug"]] = _filled(row, rows[row["like"]] if "like" in row else {})
+    complete = [row | {"config": _with_layer_types(row["config"])} for row in rows.values()]
+    return decode(tuple[ModelShape, ...], complete, "models.json")
+
+
+def _filled(row: Mapping[str, Any], like: Mapping[str, Any]) -> dict[str, Any]:
+    """Add what a row leaves out, from the model that it is like."""
+    config = like.get("config", {}) | row.get("config", {})
+    own = {key: value for key, value in row.items() if key != "like"}
+    return {**like, "names": [], **own, "config": config}
+
+
+def _with_layer_types(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Repeat the pattern of layers, which is no field of transformers, over all of them."""
+    fields = {key: value for key, value in config.items() if key != "layer_pattern"}
+    if "layer_pattern" in config:
+        layers = config["num_hidden_layers"]
+        fields["layer_types"] = (config["layer_pattern"] * layers)[:layers]
+    return fields
 
 
 @cache
@@ -67,8 +95,8 @@ def model_shape(name: str) -> ModelShape:
     if shape is not None:
         return shape
     spellings = [spelling for shape in model_shapes() for spelling in shape.spellings]
-    slugs = ", ".join(shape.slug for shape in model_shapes())
-    near = did_you_mean(name.strip(), spellings, f"the catalogue has {slugs}.")
+    some = f"the catalogue has {len(model_shapes())} models, such as {', '.join(_WELL_KNOWN)}."
+    near = did_you_mean(name.strip(), spellings, some)
     raise BadInput(
         f"unknown model {name!r}",
         f"{near} For any other model give a local folder that holds its config.json",
@@ -146,21 +174,13 @@ def _pairs(length: int, window: int) -> int:
 
 
 def sizes_of(fields: Mapping[str, Any]) -> ModelSizes | None:
-    """Read the sizes from a model's config; None where it lacks one, or has experts."""
-    found = {
-        name: _first(fields, names)
-        for name, names in (
-            ("layers", ("num_hidden_layers", "n_layer")),
-            ("hidden", ("hidden_size", "n_embd")),
-            ("heads", ("num_attention_heads", "n_head")),
-            ("vocabulary", ("vocab_size",)),
-            ("positions", ("max_position_embeddings", "n_positions", "block_size")),
-        )
-    }
-    layers, hidden, heads, vocabulary, positions = found.values()
+    """Read the sizes from a model's config; None where it lacks one, or has other weights too."""
+    layers, hidden, heads = layers_of(fields), width_of(fields), heads_of(fields)
+    vocabulary = fields.get("vocab_size")
+    positions = _first(fields, (*_KINDS[_Positions], "block_size"))
     if not (layers and hidden and heads and vocabulary and positions):
         return None
-    if any(name.endswith("_experts") for name in fields):
+    if any(name.endswith("_experts") for name in fields) or fields.get("conv_kernel_size"):
         return None
     size = fields.get("head_dim") or hidden // heads
     return ModelSizes(
@@ -170,7 +190,7 @@ def sizes_of(fields: Mapping[str, Any]) -> ModelSizes | None:
         heads=heads,
         attention=heads * size,
         keys=(fields.get("num_key_value_heads") or heads) * size,
-        inner=fields.get("intermediate_size") or fields.get("n_inner") or 4 * hidden,
+        inner=_first(fields, _KINDS[_Inner | None]) or 4 * hidden,
         vocabulary=vocabulary,
         positions=positions,
     )
@@ -190,7 +210,7 @@ _KINDS: dict[Any, tuple[str, ...]] = {
     _Heads: ("num_attention_heads", "n_head", "n_heads", "num_heads"),
     _Heads | None: ("num_key_value_heads",),
     Annotated[int, Range(1, 8192)] | None: ("head_dim",),
-    _Inner | None: ("intermediate_size", "d_ff", "n_inner"),
+    _Inner | None: ("intermediate_size", "d_ff", "n_inner", "ffn_dim", "hidden_dim"),
     _Positions: ("max_position_embeddings", "n_positions", "n_ctx"),
     Annotated[int, Range(1, 2**25)] | None: ("sliding_window", "local_attention"),
     Annotated[int, Range(0, 65_536)]: ("type_vocab_size",),
@@ -284,6 +304,21 @@ def _contradictions(fields: Mapping[str, Any], where: str) -> Iterator[BadInput]
     types = fields.get("layer_types")
     if layers and types and len(types) != layers:
         yield BadInput(f"{where}: {len(types)} layer_types for {layers} layers", "give one each")
+
+
+def layers_of(fields: Mapping[str, Any]) -> int | None:
+    """Number of layers in a model's config, whatever its family calls it."""
+    return _first(fields, _KINDS[_Layers])
+
+
+def width_of(fields: Mapping[str, Any]) -> int | None:
+    """Width of the hidden states in a model's config."""
+    return _first(fields, _KINDS[_Width])
+
+
+def heads_of(fields: Mapping[str, Any]) -> int | None:
+    """Number of attention heads in a model's config."""
+    return _first(fields, _KINDS[_Heads])
 
 
 def _first(fields: Mapping[str, Any], names: tuple[str, ...]) -> int | None:

@@ -22,11 +22,19 @@ from trainfit.core.records import HardwareProfile
 from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
-from trainfit.hardware.model_shapes import OWN_GPT, model_shape, read_model_config, sizes_of
+from trainfit.hardware.model_shapes import (
+    OWN_GPT,
+    heads_of,
+    layers_of,
+    model_shape,
+    read_model_config,
+    sizes_of,
+    width_of,
+)
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
-from trainfit.kernels.supported import CAPPED_HEADS, model_obstacle
+from trainfit.kernels.supported import CAPPED_HEADS, OWN_ATTENTION, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
@@ -37,7 +45,6 @@ _OWN_BATCH = 32
 """Samples per optimizer step of a job of the user's own that says nothing about it."""
 _ANYWHERE = ("auto", "cpu", "conservative")
 """Presets that do not ask for a GPU."""
-_OWN_ATTENTION = ("deberta", "deberta-v2")
 _FACTORIES = {
     "nli": "trainfit.jobs.probes:encoder_step",
     "textclass": "trainfit.jobs.probes:encoder_step",
@@ -291,7 +298,7 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
     """
     fields = model_fields(name)
     kind = fields.get("model_type")
-    layers = fields.get("num_hidden_layers", fields.get("n_layer"))
+    layers = layers_of(fields)
     if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
         fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
@@ -303,7 +310,7 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         layers=layers,
         own_gpt=kind == OWN_GPT,
         unpackable=unpackable,
-        own_attention=kind in _OWN_ATTENTION,
+        own_attention=kind in OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
         no_liger=supported.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),
@@ -329,11 +336,10 @@ def model_fields(name: str) -> dict[str, Any]:
 
 
 def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
-    if kind in _OWN_ATTENTION:
+    if kind in OWN_ATTENTION:
         reason = model_obstacle(fields)
         return None if reason is None else f"{name} has its own attention, and {reason}"
-    heads = fields.get("num_attention_heads", fields.get("n_head"))
-    width = fields.get("hidden_size", fields.get("n_embd"))
+    heads, width = heads_of(fields), width_of(fields)
     head = fields.get("head_dim") or (width // heads if heads and width else 64)
     capped = bool(fields.get("attn_logit_softcapping"))
     if head % 8 or head > 256 or (capped and head not in CAPPED_HEADS):
@@ -342,7 +348,7 @@ def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
 
 
 def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
-    if kind in _OWN_ATTENTION:
+    if kind in OWN_ATTENTION:
         return "disentangled"
     return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
 

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
 
 MODEL_TYPE = "deberta-v2"
 """transformers' name for DeBERTa-v2 and DeBERTa-v3."""
+OWN_ATTENTION = ("deberta", MODEL_TYPE, "mpnet")
+"""Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
 TERMS = ("c2p", "p2c")
 """Score terms beside the content: the query's and the key's product with their distance."""
 _HEADS = (16, 32, 64, 128)

@@ -25,7 +25,7 @@ from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
 from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence
 from trainfit.kernels.layout import Layout
-from trainfit.kernels.supported import model_obstacle
+from trainfit.kernels.supported import OWN_ATTENTION, model_obstacle
 from trainfit.measuring.flops import sliding_window
 
 if TYPE_CHECKING:
@@ -40,8 +40,6 @@ _FEED_FORWARD_DROPOUT = (
     "hidden_dropout",
     "dropout",
 )
-_OWN_ATTENTION = ("deberta", "deberta-v2")
-"""Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
 _LAYER_TYPES = {"full_attention", "sliding_attention"}
 
 
@@ -109,7 +107,7 @@ def traits_of(model: PreTrainedModel) -> Traits:
         first_position=first,
         positions=min(tables, default=None),
         token_types=(getattr(model.config, "type_vocab_size", None) or 0) > 1,
-        own_attention=model.config.model_type in _OWN_ATTENTION,
+        own_attention=model.config.model_type in OWN_ATTENTION,
         head=_head(model.config),
         softcap=getattr(model.config, "attn_logit_softcapping", None),
         attention_dropout=max(
@@ -162,7 +160,7 @@ def _encode_own(
 ) -> Any:
     """Run DeBERTa on a packed row, through its parts: its forward takes no mask of blocks.
 
-    Distances within a sequence are the same in a packed row.
+    Distances within a sequence are the same in a packed row. MPNet's forward takes such a mask.
     """
     reason = own_obstacle(model, layout, demanded=path == "varlen")
     if path == "varlen" and reason is not None:
@@ -170,6 +168,10 @@ def _encode_own(
             f"no packed attention for {model.config.model_type} here: {reason}",
             "set attention to auto",
         )
+    if model.config.model_type == "mpnet":
+        hidden = ~same_sequence(layout)[:, None]
+        lowest = torch.finfo(model.dtype).min
+        return model(**inputs, attention_mask=hidden.to(model.dtype) * lowest)
     embedded = model.get_submodule("embeddings")(**inputs)
     encoder = model.get_submodule("encoder")
     if path == "masked" or reason is not None:
@@ -226,7 +228,7 @@ def own_obstacle(
 def _take_attention(model: PreTrainedModel, *, published: bool) -> None:
     """Give the layers trainfit's attention; raise BadInput for a model that cannot take it."""
     config = model.config
-    if config.model_type in _OWN_ATTENTION:
+    if config.model_type in OWN_ATTENTION:
         unscript(model)
         if model_obstacle(config.to_dict()) is None:
             disentangled.take_packed_rows(model)
