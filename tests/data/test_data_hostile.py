@@ -13,7 +13,8 @@ import pytest
 from trainfit.core.errors import BadInput
 from trainfit.data import columnar
 from trainfit.data.corpus import find_files
-from trainfit.data.text_files import Columns, check_file, read_chunks, read_lines, read_texts
+from trainfit.data.row_files import check_file, read_lines
+from trainfit.data.text_files import Columns, read_chunks, read_texts
 from trainfit.data.token_files import open_tokens
 
 GOOD = '{"text": "private words", "label": "a"}\n'
@@ -72,7 +73,7 @@ def test_a_byte_order_mark_is_read(tmp_path: Path):
 
 
 def test_a_line_without_end_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("trainfit.data.text_files.LONGEST_LINE", 1 << 20)
+    monkeypatch.setattr("trainfit.data.row_files.LONGEST_LINE", 1 << 20)
     (tmp_path / "a.jsonl").write_text("private" * (1 << 18))
     assert "1 million characters" in refused(lambda: read_lines(tmp_path / "a.jsonl"))
 

@@ -157,7 +157,7 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
         ("a.csv", "text,label\nx,\n", "row 1, column label"),
         ("a.csv", 'text,label\n"x,1\n', "row 1 cannot be read"),
         ("a.jsonl", '{"text": "x", "label": 1}\nprivate words\n', "row 2 is not a JSON object"),
-        ("a.jsonl", '{"text": "private words"}\n', "row 1 has no label"),
+        ("a.jsonl", '{"text": "private words"}\n', "no column label"),
         ("a.jsonl", '{"text": "private words", "label": 0.5}\n', "row 1, column label"),
         ("a.jsonl", '{"text": 3, "label": 1}\n', "row 1, column text"),
         ("a.parquet", "private words", "not a Parquet file"),

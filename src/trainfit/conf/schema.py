@@ -213,7 +213,7 @@ class TextclassData:
     """Texts with a label."""
 
     train: Place | None
-    """A CSV, JSONL or Parquet file, or a folder that datasets' save_to_disk wrote; null:
+    """A CSV, TSV, JSONL, JSON or Parquet file, or a folder that datasets' save_to_disk wrote; null:
     synthetic texts."""
     validation: Place | None
     """null: a share of the training file, as for the test."""

@@ -7,14 +7,15 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Generator, Iterator
+from contextlib import closing, suppress
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import IO, Any
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular
+from trainfit.data.columns import shown_columns
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
 CHILD = Path(__file__).with_name("reading_child.py")
@@ -27,14 +28,31 @@ _LEAST, _MOST = 2 << 30, 16 << 30
 
 def read_parquet(path: Path, names: list[str]) -> Rows:
     """Read the rows of a Parquet file."""
-    check_regular(path)
-    yield from _read(path, "parquet", [path], names, "Parquet file")
+    return _read(path, _parquet(path), names)
+
+
+def parquet_columns(path: Path) -> list[str]:
+    """Names of the columns of a Parquet file."""
+    return _columns(path, _parquet(path))
 
 
 def read_saved_dataset(path: Path, names: list[str]) -> Rows:
     """Read the rows of a folder that datasets' save_to_disk wrote."""
+    return _read(path, _arrow(path), names)
+
+
+def saved_columns(path: Path) -> list[str]:
+    """Names of the columns of a folder that datasets' save_to_disk wrote."""
+    return _columns(path, _arrow(path))
+
+
+def _parquet(path: Path) -> dict[str, Any]:
+    return {"format": "parquet", "files": [str(check_regular(path).absolute())]}
+
+
+def _arrow(path: Path) -> dict[str, Any]:
     files = _listed(check_saved_dataset(path))
-    yield from _read(path, "arrow", files, names, "saved dataset")
+    return {"format": "arrow", "files": [str(file.absolute()) for file in files]}
 
 
 def check_saved_dataset(path: Path) -> Path:
@@ -64,33 +82,39 @@ def _listed(path: Path) -> list[Path]:
     return [check_regular(path / name, fix) for name in names]
 
 
-def _read(
-    path: Path,
-    form: Literal["parquet", "arrow"],
-    files: Sequence[Path],
-    names: list[str],
-    kind: str,
-) -> Rows:
-    names_of_files = [str(file.absolute()) for file in files]
-    request = {"format": form, "files": names_of_files, "columns": names, "batch": _BATCH}
-    child = _start(request)
-    assert child.stdout is not None
-    damaged = BadInput(f"{path} is damaged, or not a {kind}", "save it again")
+def _read(path: Path, source: dict[str, Any], names: list[str]) -> Rows:
     number = 0
-    try:
-        header = _answer(child, child.stdout)
-        if header is None or "columns" not in header:
-            raise damaged
-        _check_columns(path, header, names)
-        while True:
-            answer = _answer(child, child.stdout)
-            if answer is None or "damaged" in answer:
-                raise damaged
-            if "end" in answer:
-                return
+    answers = _answers(path, source | {"columns": names, "batch": _BATCH})
+    with closing(answers):
+        _check_columns(path, next(answers), names)
+        for answer in answers:
             for values in answer["rows"]:
                 number += 1
                 yield number, dict(zip(names, values, strict=True))
+
+
+def _columns(path: Path, source: dict[str, Any]) -> list[str]:
+    with closing(_answers(path, source | {"columns": [], "batch": _BATCH})) as answers:
+        header = next(answers)
+    return [*header["columns"], *header["twice"]]
+
+
+def _answers(path: Path, request: dict[str, Any]) -> Generator[dict[str, Any]]:
+    """Read the child's answers: the columns, then batches of rows."""
+    kind = {"parquet": "Parquet file", "arrow": "saved dataset"}[request["format"]]
+    damaged = BadInput(f"{path} is damaged, or not a {kind}", "save it again")
+    child = _start(request)
+    assert child.stdout is not None
+    expected = "columns"
+    try:
+        while True:
+            answer = _answer(child, child.stdout)
+            if answer is not None and "end" in answer and expected == "rows":
+                return
+            if answer is None or expected not in answer:
+                raise damaged
+            yield answer
+            expected = "rows"
     finally:
         child.kill()
         child.communicate()
@@ -143,9 +167,7 @@ def _check_columns(path: Path, header: dict[str, Any], names: list[str]) -> None
     there: dict[str, str] = header["columns"]
     for name in names:
         if name not in there:
-            raise BadInput(
-                f"{path} has no column {name}", f"name one of its columns: {', '.join(there)}"
-            )
+            raise BadInput(f"{path} has no column {name}", shown_columns(list(there)))
         if name in header["twice"]:
             raise BadInput(f"{path} has the column {name} twice", "rename one of them")
         if there[name]:

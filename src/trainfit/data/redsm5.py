@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from trainfit.core.errors import BadInput
 from trainfit.data.folds import Fold, Folds, Shares, split
 from trainfit.data.labels import balanced_weights
-from trainfit.data.text_files import read_csv
+from trainfit.data.row_files import read_csv
 from trainfit.data.tokens import Dataset, IntArray, Tokens, tokenize_pairs
 
 if TYPE_CHECKING:

@@ -25,7 +25,8 @@ from trainfit.core import caches
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.files import cache_folder, checksum
 from trainfit.data.labels import check_classes, class_order, shown
-from trainfit.data.text_files import Chunk, Columns, check_file, hash_content, read_chunks
+from trainfit.data.row_files import check_file
+from trainfit.data.text_files import Chunk, Columns, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
 from trainfit.data.tokens import Tokens, encode_texts, map_in_order
 from trainfit.hardware.host import allowed_by_affinity

@@ -11,8 +11,9 @@ from typing import Any
 from trainfit.conf import Composed, TextclassConfig
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.labelled_texts import load_text_files, text_datasets
+from trainfit.data.row_files import check_file
 from trainfit.data.synthetic import CLASSES, make_texts
-from trainfit.data.text_files import check_file, read_chunks
+from trainfit.data.text_files import read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
 from trainfit.jobs.baselines import text_arrays
 from trainfit.jobs.configuration import (

@@ -1,0 +1,241 @@
+"""Rows of a table of texts: CSV, TSV, JSONL, JSON, Parquet or a saved `datasets` folder."""
+
+from __future__ import annotations
+
+import codecs
+import csv
+import io
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from itertools import chain, islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, reason
+from trainfit.core.files import check_regular, open_regular
+from trainfit.data import columnar
+from trainfit.data.columnar import Rows
+from trainfit.data.columns import shown_columns
+
+LONGEST_LINE = 64 << 20
+"""Most characters of a line or a text; no book has as many."""
+PATHS = "check data.train, data.validation and data.test"
+_SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
+_SAMPLE = 100
+"""Lines of a file that tell its separator, or the keys of its objects."""
+_MARKS = {
+    codecs.BOM_UTF32_LE: "UTF-32",
+    codecs.BOM_UTF32_BE: "UTF-32",
+    codecs.BOM_UTF16_LE: "UTF-16",
+    codecs.BOM_UTF16_BE: "UTF-16",
+}
+"""Byte order marks, longest first, since one begins like another."""
+
+
+class _Kind(NamedTuple):
+    """A kind of file: how its columns and its rows are read."""
+
+    columns: Callable[[Path], list[str]]
+    rows: Callable[[Path, list[str]], Rows]
+
+
+def read_rows(path: Path, names: list[str]) -> Rows:
+    """Read each row's number, from 1, and its values in these columns; None where one is absent."""
+    return _kind(path).rows(path, names)
+
+
+def column_names(path: Path) -> list[str]:
+    """Names of a file's columns, in their order."""
+    return _kind(check_file(path)).columns(path)
+
+
+def check_file(path: Path) -> Path:
+    """Return the path; raise BadInput where it cannot be read or has an unknown format."""
+    try:
+        if path.is_dir():
+            return columnar.check_saved_dataset(path)
+    except OSError as error:  # a name that is too long, or no permission
+        raise BadInput(f"cannot read {str(path)!r:.200} ({reason(error)})", PATHS) from None
+    check_regular(path, PATHS)
+    _kind(path)
+    return path
+
+
+def _kind(path: Path) -> _Kind:
+    if path.is_dir():
+        return _Kind(columnar.saved_columns, columnar.read_saved_dataset)
+    if path.suffix.lower() not in KINDS:
+        raise BadInput(
+            f"{path} has the ending {path.suffix or '(none)'}",
+            f"give {', '.join(KINDS)} or a folder that datasets' save_to_disk wrote",
+        )
+    return KINDS[path.suffix.lower()]
+
+
+def read_lines(path: Path) -> Iterator[str]:
+    """Read the lines of a UTF-8 file with their line ends; a byte order mark is dropped."""
+    check_regular(path)
+    try:
+        with open_regular(path) as raw:
+            start = raw.read(4)
+            for mark, name in _MARKS.items():
+                if start.startswith(mark):
+                    raise BadInput(f"{path} is {name} text", "save it as UTF-8")
+            raw.seek(0)
+            file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+            number = 0
+            while line := file.readline(LONGEST_LINE + 1):
+                number += 1
+                _check_line(line, f"{path}: line {number}")
+                yield line
+    except UnicodeDecodeError:
+        raise BadInput(f"{path} is not UTF-8 text", "save it as UTF-8") from None
+    except OSError as error:
+        raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
+
+
+def _check_line(line: str, place: str) -> None:
+    if len(line) > LONGEST_LINE:
+        raise BadInput(
+            f"{place} has more than {LONGEST_LINE >> 20} million characters", "break it up"
+        )
+    if "\0" in line:
+        raise BadInput(
+            f"{place} has a NUL: the file is binary, or not UTF-8", "save it as UTF-8 text"
+        )
+
+
+def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
+    """Read each row's number, from 1 below the header, and its values in these columns.
+
+    A column may have several names; its values are returned under the first.
+    """
+    mark = find_separator(path)
+    lines = csv.reader(read_lines(path), delimiter=mark, strict=True)
+    number = 0
+    try:
+        header = [name.strip() for name in next(lines, [])]
+        spellings = [(names,) if isinstance(names, str) else names for names in columns]
+        places = {names[0]: _place(path, header, names) for names in spellings}
+        for number, values in enumerate(lines, 1):
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise BadInput(
+                    f"{path}: row {number} has {len(values)} fields, but the header {len(header)}",
+                    f"quote fields that hold a {_SEPARATORS[mark]}",
+                )
+            yield number, {name: values[place] for name, place in places.items()}
+    except csv.Error as error:
+        # The csv module's messages are fixed sentences that quote no data.
+        raise BadInput(
+            f"{path}: row {number + 1} cannot be read ({error})",
+            "quote fields as CSV does; for longer texts use JSONL or Parquet",
+        ) from None
+
+
+def find_separator(path: Path) -> str:
+    """Find the separator of a CSV file: one that divides the header, and the rows alike."""
+    lines = list(islice(read_lines(path), _SAMPLE))
+    marks = sorted(_SEPARATORS, key=lambda mark: mark != "\t" or path.suffix.lower() != ".tsv")
+    return max(marks, key=lambda mark: _agreement(lines, mark))
+
+
+def _agreement(lines: Sequence[str], mark: str) -> tuple[float, int]:
+    """Share of the rows with as many fields as the header, and their number; none for one field."""
+    rows: list[list[str]] = []
+    with suppress(csv.Error):  # the rows before the error tell enough
+        rows.extend(csv.reader(lines, delimiter=mark))
+    # The last row may go on in the next line.
+    header, *others = [len(row) for row in rows if row] or [0]
+    others = others[:-1] if len(lines) == _SAMPLE else others
+    alike = sum(fields == header for fields in others) / len(others) if others else 1.0
+    return (alike, header) if header > 1 else (0.0, 0)
+
+
+def _header(path: Path) -> list[str]:
+    lines = csv.reader(read_lines(path), delimiter=find_separator(path))
+    try:
+        return [name.strip() for name in next(lines, [])]
+    except csv.Error as error:
+        raise BadInput(f"{path}: the header cannot be read ({error})", "mend it") from None
+
+
+def _place(path: Path, header: list[str], spellings: tuple[str, ...]) -> int:
+    places = [place for place, name in enumerate(header) if name in spellings]
+    if len(places) > 1:
+        raise BadInput(f"{path} has the column {spellings[0]} twice", "rename one of them")
+    if not places:
+        raise BadInput(f"{path} has no column {' or '.join(spellings)}", shown_columns(header))
+    return places[0]
+
+
+def _read_objects(path: Path, names: list[str]) -> Rows:
+    there = _object_keys(path)
+    for name in names:
+        if there and name not in there:
+            raise BadInput(f"{path} has no column {name}", shown_columns(there))
+    for number, row in _objects(path):
+        yield number, {name: row.get(name) for name in names}
+
+
+def _object_keys(path: Path) -> list[str]:
+    """Keys of the first objects; some writers leave out those without a value."""
+    return list({name: None for _, row in islice(_objects(path), _SAMPLE) for name in row})
+
+
+def _objects(path: Path) -> Rows:
+    """Read JSON objects, one per line or, in a .json file, as a list."""
+    lines = read_lines(path)
+    first = next(lines, "")
+    if path.suffix.lower() == ".json" and not first.lstrip().startswith("{"):
+        yield from _listed_objects(path, first + "".join(lines))
+        return
+    for number, line in enumerate(chain([first], lines), 1):
+        if line.strip():
+            yield number, _object(line, f"{path}: row {number}")
+
+
+def _listed_objects(path: Path, text: str) -> Rows:
+    rows = _parsed(text, str(path)) if text.strip() else []
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise BadInput(f"{path} is not a list of JSON objects", "write one object per row")
+    yield from enumerate(rows, 1)
+
+
+def _object(line: str, place: str) -> dict[str, Any]:
+    row = _parsed(line, place)
+    if not isinstance(row, dict):
+        raise BadInput(f"{place} is not a JSON object", "write one object per line")
+    return row
+
+
+def _parsed(text: str, place: str) -> Any:
+    """Parse JSON; None where it is something else."""
+    try:
+        return codec.parse(text, _once)
+    except BadInput as twice:
+        raise BadInput(f"{place} {twice.what}", twice.fix) from None
+    except ValueError:
+        return None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    row = dict(pairs)
+    if len(row) != len(pairs):
+        raise BadInput("has the same key twice", "keep one of them")
+    return row
+
+
+_TABLE = _Kind(_header, read_csv)
+_OBJECTS = _Kind(_object_keys, _read_objects)
+KINDS: dict[str, _Kind] = {
+    ".csv": _TABLE,
+    ".tsv": _TABLE,
+    ".jsonl": _OBJECTS,
+    ".ndjson": _OBJECTS,
+    ".json": _OBJECTS,
+    ".parquet": _Kind(columnar.parquet_columns, columnar.read_parquet),
+}
+"""Kinds of files by their ending."""

@@ -1,0 +1,124 @@
+"""Tables as people have them: separators, columns, and what is said where none is known."""
+
+import csv
+import json
+from pathlib import Path
+
+import pandas as pd
+import pytest
+
+from trainfit.core.errors import BadInput
+from trainfit.data.columns import choose_columns
+from trainfit.data.row_files import column_names, find_separator, read_rows
+
+KEYS = {"text": "data.text_column", "label": "data.label_column", "second": "data.second_column"}
+BOTH = {"text": "auto", "label": "auto"}
+PAIR = {"text": "auto", "second": "auto", "label": "auto"}
+ROWS = [
+    {"review": f'a "good" film; tab\there, no {n} | so\nit goes, {n}', "sentiment": "pos"}
+    for n in range(150)
+] + [{"review": "dull; dull; dull", "sentiment": "neg"}]
+
+
+def choose(found: list[str], wanted: dict[str, str] = BOTH) -> dict[str, str]:
+    return choose_columns(found, wanted, "a.csv", KEYS)
+
+
+@pytest.mark.parametrize(
+    ("header", "wanted", "expected"),
+    [
+        ("review sentiment", BOTH, "review sentiment"),
+        ("Sentiment Review", BOTH, "Review Sentiment"),
+        ("id Text LABEL title", BOTH, "Text LABEL"),
+        ("Unnamed:_0 remarks rating", BOTH, "remarks rating"),
+        ("tweet mood", BOTH, "tweet mood"),
+        ("v1 v2", BOTH, "v2 v1"),
+        ("text label stars", BOTH | {"label": "stars"}, "text stars"),
+        ("a b label", BOTH | {"text": "b"}, "b label"),
+        ("premise hypothesis label", PAIR, "premise hypothesis label"),
+        ("idx Sentence1 Sentence2 gold", PAIR, "Sentence1 Sentence2 gold"),
+        ("query passage score", PAIR, "query passage score"),
+        ("tokens ner_tags", {"tokens": "auto", "tags": "auto"}, "tokens ner_tags"),
+        ("words labels", {"tokens": "auto", "tags": "auto"}, "words labels"),
+        ("comment", {"text": "auto"}, "comment"),
+        ("remarks", {"text": "auto"}, "remarks"),
+        ("remarks label", {"text": "auto"}, "remarks"),
+    ],
+)
+def test_columns_are_told_by_their_names(header: str, wanted: dict[str, str], expected: str):
+    found = choose(header.split(), wanted)
+    assert list(found) == list(wanted) or set(found) == set(wanted)
+    assert [found[role] for role in wanted] == expected.split()
+
+
+@pytest.mark.parametrize(
+    ("header", "message"),
+    [
+        (["a", "b", "label"], "write data.text_column=a data.label_column=label"),
+        (["a", "my note"], "data.text_column=a data.label_column='my note'"),
+        (["text"], "no column is recognised as label; its columns are text"),
+        (["text", "text", "label"], "has the column text twice"),
+        (["what a bad film it was", "0"], "begin with a line such as text,label"),
+        ([], "no column is recognised"),
+    ],
+)
+def test_unknown_columns_are_listed_but_no_text(header: list[str], message: str):
+    with pytest.raises(BadInput) as caught:
+        choose(header)
+    assert message in str(caught.value)
+    assert "film" not in str(caught.value)
+
+
+DIALECTS = {
+    "comma": {},
+    "semicolon": {"sep": ";"},
+    "tab": {"sep": "\t"},
+    "pipe": {"sep": "|"},
+    "all quoted": {"quoting": csv.QUOTE_ALL, "sep": ";"},
+    "of Windows": {"encoding": "utf-8-sig", "lineterminator": "\r\n"},
+    "with an index": {"index": True},
+}
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("ending", ["csv", "tsv"])
+def test_a_table_is_read_in_any_dialect(tmp_path: Path, dialect: str, ending: str):
+    path = tmp_path / f"reviews.{ending}"
+    pd.DataFrame(ROWS).to_csv(path, **{"index": False} | DIALECTS[dialect])
+    assert choose(column_names(path)) == {"text": "review", "label": "sentiment"}
+    rows = [row for _, row in read_rows(path, ["review", "sentiment"])]
+    assert rows == ROWS
+
+
+@pytest.mark.parametrize(
+    ("content", "mark"),
+    [
+        ("text\na;b;c\nd;e;f\n", ","),  # only in the texts
+        ("text,label\na;b;c,1\nd;e;f,2\n", ","),
+        ("text;label, really\na, b, c;1\nd;2\n", ";"),
+        (' Text ; Label \n"a;b",1;2\n', ";"),
+        ("text\tlabel\na, b\t1\n", "\t"),
+        ("", ","),
+    ],
+)
+def test_a_separator_is_in_the_header_and_the_rows_agree(tmp_path: Path, content: str, mark: str):
+    path = tmp_path / "a.csv"
+    path.write_text(content)
+    assert find_separator(path) == mark
+    assert all(name == name.strip() for name in column_names(path))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.ndjson", "a.json", "lines.json"])
+def test_json_is_a_list_or_lines(tmp_path: Path, name: str):
+    path = tmp_path / name
+    lines = "\r\n".join(json.dumps(row) for row in ROWS)
+    path.write_text(json.dumps(ROWS, indent=1) if name == "a.json" else lines, "utf-8-sig")
+    assert column_names(path) == ["review", "sentiment"]
+    assert [row for _, row in read_rows(path, ["review", "sentiment"])] == ROWS
+
+
+@pytest.mark.parametrize("content", ["[1]", "[", '"x"', '[{"text": "private"}, null]'])
+def test_other_json_is_refused(tmp_path: Path, content: str):
+    (tmp_path / "a.json").write_text(content)
+    with pytest.raises(BadInput, match="not a list of JSON objects"):
+        column_names(tmp_path / "a.json")
