@@ -155,7 +155,7 @@ def test_a_study_with_another_space_is_refused(
 # ── processes ─────────────────────────────────────────────────────────────────────────────────
 
 
-def start(*words: str, beside: int = 1) -> subprocess.Popen[str]:
+def start(*words: str, beside: int = 1, pause: float = 0) -> subprocess.Popen[str]:
     paths = os.pathsep.join([str(HERE), str(HERE.parent), *sys.path])
     return subprocess.Popen(
         [sys.executable, str(QUICKLY), "hpo", *words, "--json"],
@@ -168,6 +168,7 @@ def start(*words: str, beside: int = 1) -> subprocess.Popen[str]:
             "OMP_NUM_THREADS": "1",
             "PYTHONFAULTHANDLER": "1",
             "BESIDE": str(beside),
+            **({"PAUSE": str(pause)} if pause else {}),
         },
     )
 
@@ -198,7 +199,7 @@ def until(tmp: Path, count: int, command: subprocess.Popen[str], seconds: float 
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path: Path):
     words = words_of(tmp_path, "hpo.trials=4", "cv.folds=2", "hpo.grace=600", "hpo.pruner=none")
-    first = start(*words)
+    first = start(*words, pause=0.3)
     until(tmp_path, 1, first)
     first.send_signal(by)
     first.communicate(timeout=60)
@@ -241,7 +242,7 @@ def test_trials_side_by_side_have_the_values_of_one_after_another(tmp_path: Path
 @pytest.mark.soak
 def test_several_workers_share_a_study_and_one_is_killed(tmp_path: Path):
     words = words_of(tmp_path, "hpo.trials=8", "cv.folds=2", "hpo.pruner=none")
-    command = start(*words, "--workers", "2")
+    command = start(*words, "--workers", "2", pause=0.2)
     try:
         until(tmp_path, 2, command)
         import psutil
