@@ -170,7 +170,7 @@ def test_columns_that_cannot_be_used_are_named(tmp_path: Path, table: pa.Table):
     twice = pa.table([table["text"], table["text"]], names=["text", "text"])
     pq.write_table(twice, tmp_path / "twice.parquet")
     assert "column text twice" in refused(lambda: read_texts(tmp_path / "twice.parquet", "text"))
-    nested = pa.table({"text": [["private"]], "when": [pa.scalar(1, pa.timestamp("s"))]})
+    nested = pa.table({"text": [{"a": "private"}], "when": [pa.scalar(1, pa.timestamp("s"))]})
     pq.write_table(nested, tmp_path / "nested.parquet")
     assert "nested" in refused(lambda: read_texts(tmp_path / "nested.parquet", "text"))
 

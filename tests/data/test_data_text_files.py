@@ -85,7 +85,9 @@ def test_the_cache_is_used_again_and_any_change_makes_a_new_one(
     made = []
     real = token_cache.read_chunks
     monkeypatch.setattr(
-        token_cache, "read_chunks", lambda path, columns: made.append(path) or real(path, columns)
+        token_cache,
+        "read_chunks",
+        lambda path, *how, **more: made.append(path) or real(path, *how, **more),
     )
 
     def read(path=path, tokenizer=tokenizer, max_length=9, columns=WHO):

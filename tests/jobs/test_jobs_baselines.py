@@ -12,14 +12,12 @@ from trainfit.data.synthetic import make_corpus
 from trainfit.data.tokens import from_lists
 from trainfit.jobs import baselines
 from trainfit.jobs.baselines import (
-    best_threshold,
     in_background,
     majority_baseline,
     pair_arrays,
-    text_arrays,
-    text_baselines,
     tfidf_baseline,
 )
+from trainfit.jobs.text_baselines import best_threshold, text_arrays, text_baselines
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from report_runs import write_predictions
 from sklearn import metrics
 
-from trainfit.reports.score_sections import (
+from trainfit.reports.predictions import (
     Predictions,
     average_precision,
     f1_interval,

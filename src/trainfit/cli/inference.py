@@ -98,7 +98,8 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
     text = io.StringIO()
     writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:  # several labels are a list, which CSV has not
+        writer.writerow({k: "|".join(v) if isinstance(v, list) else v for k, v in row.items()})
     return text.getvalue()
 
 

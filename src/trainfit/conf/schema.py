@@ -220,13 +220,18 @@ class TextclassData:
     test: Place | None
     text_column: Name
     label_column: Name
+    target: Literal["auto", "single", "multi", "regression"] = "auto"
+    """One class per text, several labels, or a number. auto: as the labels look; a note tells.
+
+    Several labels are lists, or stand in one field with |, ; or a comma between them.
+    """
     group_column: Name | None
     """Rows of one group, such as an author, stay on one side of a split; null: no groups."""
     scale: Literal["small", "full"]
     """Size of synthetic data. small: 1,200 short texts. full: 20,000 of up to 160 words."""
     max_length: Tokens
     class_weights: bool
-    """Weigh each class in the loss against its share of the data."""
+    """Weigh each class in the loss against its share of the data; of single classes only."""
     test_share: HeldOut
     validation_share: HeldOut
 

@@ -62,7 +62,8 @@ class HpoConfig:
     hours: Annotated[float, Range(0, 10**5)] | None
     """Hours of this command after which no trial begins; null: no limit."""
     metric: Name
-    """Metric on the validation data; its mean over folds is the trial's value."""
+    """Metric on the validation data; its mean over folds is the trial's value. auto: the one that
+    chooses the best checkpoint."""
     sampler_startup: Count
     """Random trials before the sampler (TPE) learns from them."""
     pruner: Literal["median", "hyperband", "wilcoxon", "none"]

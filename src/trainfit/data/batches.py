@@ -180,7 +180,7 @@ def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
 
 
 _IGNORED = -100
-"""Label of a slot or row without a sequence; cross-entropy ignores it."""
+"""Class of a slot or row without a sequence; cross-entropy ignores it. Other labels are NaN."""
 
 
 def collate_packed(
@@ -206,7 +206,7 @@ def collate_packed(
     batch = _gather(tokens, chosen, target, (1, width), pad_id)
     return batch | {
         "cu_seqlens": torch.from_numpy(ends),
-        "labels": _labels(tokens, chosen, slots),
+        "labels": labels_of(tokens, chosen, slots),
     }
 
 
@@ -232,7 +232,7 @@ def collate_padded(
     batch = _gather(tokens, chosen, target, (rows, width), pad_id)
     return batch | {
         "attention_mask": torch.from_numpy(mask),
-        "labels": _labels(tokens, chosen, rows),
+        "labels": labels_of(tokens, chosen, rows),
     }
 
 
@@ -267,7 +267,11 @@ def _within(lengths: IntArray) -> IntArray:
     return within
 
 
-def _labels(tokens: Tokens, chosen: IntArray, places: int) -> Tensor:
-    labels = np.full(places, _IGNORED, dtype=np.int64)
-    labels[: chosen.size] = tokens.labels[chosen]
+def labels_of(tokens: Tokens, chosen: IntArray, places: int) -> Tensor:
+    """Collate the labels of the chosen sequences, with fillers up to `places`."""
+    found = tokens.labels[chosen]
+    classes = found.ndim == 1 and found.dtype.kind != "f"
+    kind, filler = (np.int64, _IGNORED) if classes else (np.float32, np.nan)
+    labels = np.full((places, *found.shape[1:]), filler, dtype=kind)
+    labels[: chosen.size] = found
     return torch.from_numpy(labels)

@@ -173,5 +173,5 @@ def _check_columns(path: Path, header: dict[str, Any], names: list[str]) -> None
         if there[name]:
             raise BadInput(
                 f"{path}: column {name} is {there[name]}",
-                "use text, whole numbers or true and false",
+                "use text, numbers, true and false, or lists of these",
             )

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
+from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
 from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
+from trainfit.data.label_kinds import LabelKind, strata_of
 from trainfit.data.labels import balanced_weights, count_classes, shown
 from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
@@ -27,6 +29,7 @@ def load_text_files(
     validation: Path | str | None = None,
     test: Path | str | None = None,
     columns: Columns | None = None,
+    kind: LabelKind | None = None,
     max_length: int,
     processes: int | None = None,
     progress: Progress | None = None,
@@ -40,6 +43,7 @@ def load_text_files(
             tokenizer,
             max_length=max_length,
             columns=columns or Columns(),
+            kind=kind,
             known=known,
             processes=processes,
             progress=progress,
@@ -65,7 +69,9 @@ def text_datasets(
     seed: int = 0,
 ) -> tuple[Dataset, ...]:
     """Split tokenised texts into datasets; the held-out test set is taken first, unless given."""
-    if len(classes) < 2:
+    if len(classes) < 2 and tokens.labels.dtype.kind != "f":
+        if not classes:
+            raise BadInput("the training data has no label at all", "name the right column")
         raise BadInput(
             f"the training data has one class only, {shown(classes[0])}", "give examples of another"
         )
@@ -73,14 +79,14 @@ def text_datasets(
         raise BadInput(
             f"cv.folds is {folds}, but there is a validation file", "leave one of them out"
         )
-    items = np.arange(len(tokens))
+    items, strata = np.arange(len(tokens)), strata_of(tokens.labels)
     if test is None:
-        items, held = hold_out(items, tokens.labels, tokens.groups, test_share, seed)
+        items, held = hold_out(items, strata, tokens.groups, test_share, seed)
         test = tokens.subset(held)
     if validation is not None:
         return (_dataset(tokens.subset(items), validation, test, classes),)
     made = make_folds(
-        items, tokens.labels, tokens.groups, folds=folds, share=validation_share, seed=seed + 1
+        items, strata, tokens.groups, folds=folds, share=validation_share, seed=seed + 1
     )
     return tuple(
         _dataset(tokens.subset(fold.train), tokens.subset(fold.validation), test, classes)
@@ -90,24 +96,49 @@ def text_datasets(
 
 def _same_classes(read: LabelledTokens, classes: list[str]) -> Tokens:
     """Renumber the labels as in the training data."""
+    labels = read.tokens.labels
     numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
-    return replace(read.tokens, labels=numbers[read.tokens.labels])
+    if labels.ndim == 2:
+        table = np.zeros((len(labels), len(classes)), dtype=labels.dtype)
+        table[:, numbers] = labels
+        return replace(read.tokens, labels=table)
+    return read.tokens if labels.dtype.kind == "f" else replace(read.tokens, labels=numbers[labels])
 
 
 def _dataset(train: Tokens, validation: Tokens, test: Tokens, classes: Sequence[str]) -> Dataset:
     parts = {"train": train, "validation": validation, "test": test}
     groups = {name: part.groups for name, part in parts.items() if part.groups is not None}
     check_apart(groups)
-    metadata: dict[str, Any] = {
-        "classes": list(classes),
-        "class_weights": balanced_weights(train.labels, classes),
-    }
+    metadata: dict[str, Any] = {"classes": list(classes), **_learned(train.labels, classes)}
     for name, part in parts.items():
         metadata[name] = {
             "texts": len(part),
-            "by_class": count_classes(part.labels, len(classes)),
+            **_counted(part.labels, len(classes)),
             "tokens": int(part.lengths.sum()),
             "mean_length": round(float(part.lengths.mean()), 1),
             "longest": int(part.lengths.max()),
         }
     return Dataset(**parts, metadata=metadata)
+
+
+def _learned(labels: NDArray[Any], classes: Sequence[str]) -> dict[str, Any]:
+    """Describe the training labels for the loss, with transformers' word for their kind."""
+    if labels.ndim == 2:
+        return {"problem_type": "multi_label_classification"}
+    if labels.dtype.kind != "f":
+        weights = balanced_weights(labels, classes)
+        return {"problem_type": "single_label_classification", "class_weights": weights}
+    mean, std = float(labels.mean()), float(labels.std())
+    if not std:
+        raise BadInput("all training labels are the same number", "give examples of others")
+    return {"problem_type": "regression", "target_mean": mean, "target_std": std}
+
+
+def _counted(labels: NDArray[Any], classes: int) -> dict[str, Any]:
+    """Describe the labels of a part: texts by class or label, or the range of its numbers."""
+    if labels.dtype.kind == "f":
+        figures = {"mean": labels.mean(), "std": labels.std(), "min": labels.min()}
+        return {name: float(value) for name, value in (figures | {"max": labels.max()}).items()}
+    if labels.ndim == 2:
+        return {"by_class": labels.sum(0, dtype=np.int64).tolist()}
+    return {"by_class": count_classes(labels, classes)}

@@ -47,7 +47,8 @@ def read_name(value: Any, place: str) -> str:
 
 def check_kind(kinds: dict[str, int], value: Any, row: int, place: str) -> None:
     """Raise BadInput for labels of two types in a column: 1 and "one" would become two classes."""
-    kind = {str: "text", bool: "true or false"}.get(type(value), "a number")
+    names = {str: "text", bool: "true or false", list: "a list"}
+    kind = names.get(type(value), "a number")
     kinds.setdefault(kind, row)
     if len(kinds) > 1:
         first = next(iter(kinds))

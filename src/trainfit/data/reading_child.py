@@ -103,6 +103,8 @@ def _kind(kind: Any) -> str:
     """Type of a column, or "" where its values can be a text or a label."""
     from pyarrow import types
 
+    if types.is_list(kind) or types.is_large_list(kind):
+        kind = kind.value_type
     if types.is_dictionary(kind):
         kind = kind.value_type
     plain = ("is_string", "is_large_string", "is_string_view", "is_integer", "is_floating")
@@ -118,6 +120,8 @@ def _rows(batch: Any, columns: list[str]) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_plain(one) for one in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

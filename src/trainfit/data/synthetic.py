@@ -12,11 +12,12 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import product
 from statistics import NormalDist
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit.data.label_kinds import VALUE, Target
 from trainfit.data.redsm5 import (
     CRITERIA,
     SPECIAL_CASE,
@@ -226,27 +227,53 @@ CLASSES = ("clean", "flagged")
 _COUNT: dict[Scale, int] = {"small": 1200, "full": 20_000}
 _TEXT_WORDS: dict[Scale, tuple[int, int]] = {"small": (8, 40), "full": (8, 160)}
 _FLAGGED = 0.2
+_RATED = 0.4
+"""Chance of each of several labels."""
 _LURED = 0.4
 """Share of clean texts that hold a cue too, about someone else."""
 _CUES = CUES[9:]
 
 
+_AMOUNTS = (1.0, 2.5, 4.0)
+"""Number that each cue adds, where labels are numbers."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Texts:
-    """Texts and their classes."""
+    """Texts and their labels."""
 
     texts: list[str] = field(repr=False)
-    labels: NDArray[np.int64] = field(repr=False)
+    labels: NDArray[Any] = field(repr=False)
+    classes: tuple[str, ...] = CLASSES
 
 
-def make_texts(scale: Scale = "small", seed: int = 0) -> Texts:
-    """Make the synthetic texts of a seed, with an exact share of flagged ones."""
+def make_texts(scale: Scale = "small", seed: int = 0, target: Target = "single") -> Texts:
+    """Make the synthetic texts of a seed, with an exact share of flagged ones.
+
+    Several labels are the cues of a text that are about the writer, and its number their sum.
+    """
     random = np.random.default_rng((seed, 9))
+    if target != "single":
+        return _make_rated(scale, random, target)
     count = _COUNT[scale]
     labels = random.permutation(np.arange(count) < round(_FLAGGED * count)).astype(np.int64)
     return Texts(
         texts=[_text(_TEXT_WORDS[scale], bool(label), random) for label in labels], labels=labels
     )
+
+
+def _make_rated(scale: Scale, random: np.random.Generator, target: Target) -> Texts:
+    labels = (random.random((_COUNT[scale], len(_CUES))) < _RATED).astype(np.uint8)
+    low, high = np.log(_TEXT_WORDS[scale])
+    texts = []
+    for row in labels:
+        telling = [(cue, bool(there)) for cue, there in zip(_CUES, row, strict=True)]
+        told = [one for one in telling if one[1] or random.random() < _LURED]
+        size = max(SENTENCE * len(telling), round(float(np.exp(random.uniform(low, high)))))
+        texts.append(" ".join(compose(size, told, random)[0]))
+    if target == "regression":
+        return Texts(texts=texts, labels=labels @ np.array(_AMOUNTS), classes=(VALUE,))
+    return Texts(texts=texts, labels=labels, classes=_CUES)
 
 
 def _text(words: tuple[int, int], flagged: bool, random: np.random.Generator) -> str:

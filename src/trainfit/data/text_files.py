@@ -5,13 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
+from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
 from trainfit.data.labels import check_characters, check_kind, read_name
 from trainfit.data.row_files import LONGEST_LINE, check_file, read_rows
+
+_TELLING = 10_000
+"""Rows that tell the kind of the labels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,12 +39,15 @@ class Chunk:
     """Checked rows of a file."""
 
     texts: list[str] = field(default_factory=list, repr=False)
-    labels: list[str] = field(default_factory=list)
+    labels: list[Label] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
 
 
-def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chunk]:
-    """Read a file in chunks of `rows` rows, with only one in memory."""
+def read_chunks(
+    path: Path, columns: Columns, rows: int = 2048, *, kind: LabelKind | None = None
+) -> Iterator[Chunk]:
+    """Read a file in chunks of `rows` rows, with only one in memory; `kind` None: classes."""
+    kind = kind or LabelKind()
     if columns.text == columns.label:
         raise BadInput(
             f"text and label are both the column {columns.text}",
@@ -51,8 +59,9 @@ def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chun
         place = f"{path}: row {number}"
         chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
         label, where = row[columns.label], f"{place}, column {columns.label}"
-        chunk.labels.append(read_name(label, where))
-        check_kind(kinds, label, number, where)
+        chunk.labels.append(read_label(label, kind, where))
+        if label is not None:
+            check_kind(kinds, label, number, where)
         if columns.group is not None:
             chunk.groups.append(read_name(row[columns.group], f"{place}, column {columns.group}"))
         if len(chunk.texts) == rows:
@@ -60,6 +69,12 @@ def read_chunks(path: Path, columns: Columns, rows: int = 2048) -> Iterator[Chun
             chunk = Chunk()
     if chunk.texts:
         yield chunk
+
+
+def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) -> LabelKind:
+    """Tell the kind of a file's labels by its first rows."""
+    rows = islice(read_rows(check_file(path), columns.names), _TELLING)
+    return infer_kind((row[columns.label] for _, row in rows), asked)
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:

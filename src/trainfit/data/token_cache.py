@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from numpy.typing import NDArray
 from trainfit.core import caches
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.files import cache_folder, checksum
+from trainfit.data.label_kinds import VALUE, Label, LabelKind, Target
 from trainfit.data.labels import check_classes, class_order, shown
 from trainfit.data.row_files import check_file
 from trainfit.data.text_files import Chunk, Columns, hash_content, read_chunks
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 2
+_FORMAT = 3
 _FILES = ("tokens", "lengths", "labels", "groups")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
@@ -68,6 +69,7 @@ def tokenize_file(
     *,
     max_length: int,
     columns: Columns,
+    kind: LabelKind | None = None,
     known: Sequence[str] | None = None,
     processes: int | None = None,
     progress: Progress | None = None,
@@ -77,26 +79,28 @@ def tokenize_file(
     The cache holds the label names, so nothing is cached unless they are class names, or the
     `known` ones where given.
     """
+    kind = kind or LabelKind()
     content = {
         "format": _FORMAT,
         "content": hash_content(check_file(path)),
         "tokenizer": tokenizer_hash(tokenizer),
         "max_length": max_length,
         "columns": asdict(columns),
+        "labels": asdict(kind),
     }
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "tokens" / key[:32]
-    found = _open(folder)
+    found = _open(folder, kind.target)
     check = partial(_check_labels, path, columns.label, known)
     if found is not None:
         check(found.classes, len(found.tokens))
     else:
-        chunks = read_chunks(path, columns)
+        chunks = read_chunks(path, columns, kind=kind)
         count = _processes(path) if processes is None else processes
         pairs = ((chunk, chunk.texts) for chunk in chunks)
         encoded = map_in_order(pairs, partial(_encode, tokenizer, max_length), count)
         _make(folder, path, encoded, check, progress)
-        found = _open(folder)
+        found = _open(folder, kind.target)
     if found is None:
         raise RunFailed(f"{folder} was changed as it was written", "try again")
     return found
@@ -175,13 +179,13 @@ def _write(
         for chunk, (flat, sizes) in encoded:
             ids.write(flat.tobytes())
             lengths.write(sizes.tobytes())
-            numbers = [labels.setdefault(name, len(labels)) for name in chunk.labels]
+            rows = _label_rows(chunk.labels, labels, sequences)
             if len(labels) > _MOST_CLASSES:
                 raise BadInput(
                     f"{source} has more than {_MOST_CLASSES:,} different labels",
                     "name the right column (data.label_column)",
                 )
-            classes.write(np.array(numbers, dtype=np.int32).tobytes())
+            classes.write(rows.tobytes())
             for name in chunk.groups:  # a hash of its name, so that no table of groups is needed
                 groups.write(hashlib.blake2b(name.encode(), digest_size=8).digest())
             sequences += sizes.size
@@ -196,11 +200,39 @@ def _write(
     )
 
 
+def _label_rows(labels: Sequence[Label], names: dict[str, int], first: int) -> NDArray[Any]:
+    """Number the labels of rows from `first` on: classes, pairs of row and label, or numbers."""
+    found: list[Any] = []
+    for row, label in enumerate(labels, first):
+        if isinstance(label, float):
+            found.append(label)
+        elif isinstance(label, str):
+            found.append(names.setdefault(label, len(names)))
+        else:
+            found += [(row, names.setdefault(name, len(names))) for name in label]
+    kind = np.float64 if isinstance(labels[0], float) else np.int32
+    return np.array(found, dtype=kind)
+
+
+def _read_labels(folder: Path, meta: _Meta, classes: list[str], target: Target) -> NDArray[Any]:
+    if target == "regression":
+        return np.fromfile(folder / "labels", dtype=np.float64)
+    places = {name: place for place, name in enumerate(classes)}
+    numbers = np.array([places[name] for name in meta.labels], dtype=np.int64)
+    found = np.fromfile(folder / "labels", dtype=np.int32)
+    if target == "single":
+        return numbers[found]
+    pairs = found.reshape(-1, 2)
+    table = np.zeros((meta.sequences, len(classes)), dtype=np.uint8)
+    table[pairs[:, 0], numbers[pairs[:, 1]]] = 1
+    return table
+
+
 def _checksums(folder: Path) -> dict[str, str]:
     return {name: checksum(folder / name) for name in _FILES}
 
 
-def _open(folder: Path) -> LabelledTokens | None:
+def _open(folder: Path, target: Target) -> LabelledTokens | None:
     """Open the tokens in a folder; None where there are none, or damaged ones."""
     meta = caches.read(_Meta, folder / "meta.json") if folder.exists() else None
     try:
@@ -212,13 +244,12 @@ def _open(folder: Path) -> LabelledTokens | None:
         return None
     lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
     groups = np.fromfile(folder / "groups", dtype=np.int64)
-    classes = class_order(meta.labels)
-    numbers = np.array([classes.index(name) for name in meta.labels], dtype=np.int64)
+    classes = [VALUE] if target == "regression" else class_order(meta.labels)
     tokens = Tokens(
         ids=np.memmap(folder / "tokens", dtype=np.int32, mode="r"),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        labels=numbers[np.fromfile(folder / "labels", dtype=np.int32)],
+        labels=_read_labels(folder, meta, classes, target),
         groups=groups if groups.size else None,
     )
     return LabelledTokens(tokens=tokens, classes=classes)

@@ -40,7 +40,8 @@ class Tokens:
     starts: IntArray = field(repr=False)
     """Start of each sequence in `ids`."""
     lengths: IntArray = field(repr=False)
-    labels: IntArray = field(repr=False)
+    labels: NDArray[Any] = field(repr=False)
+    """Class of each sequence; a row of 0 and 1 for several labels, or a number of its own."""
     types: NDArray[np.uint8] | None = field(default=None, repr=False)
     """Token types: 0 for the first text of a pair and 1 for the second; None: no types."""
     groups: IntArray | None = field(default=None, repr=False)
@@ -82,7 +83,7 @@ class Dataset:
 
 def from_lists(
     ids: Sequence[Sequence[int]],
-    labels: Indices,
+    labels: Indices | NDArray[Any],
     *,
     types: Sequence[Sequence[int]] | None = None,
     groups: IntArray | None = None,
@@ -99,7 +100,7 @@ def from_lists(
         ids=flat,
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        labels=np.asarray(labels, dtype=np.int64),
+        labels=np.asarray(labels),
         types=kinds,
         groups=groups,
         criteria=criteria,
@@ -109,7 +110,7 @@ def from_lists(
 def tokenize_texts(
     tokenizer: Tokenizer,
     texts: Sequence[str],
-    labels: Indices,
+    labels: Indices | NDArray[Any],
     *,
     max_length: int,
 ) -> Tokens:

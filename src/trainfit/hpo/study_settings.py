@@ -7,7 +7,7 @@ import json
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -109,17 +109,22 @@ def default_storage(runs: Path) -> str:
 
 def read_setting(task: str, words: Sequence[str]) -> StudySettings:
     """Read the words of a command, or raise one error with every mistake in them."""
+    from trainfit.jobs.configuration import metric_of
+
     asked = compose_study(task, words)
     composed = configure(task, asked.job)
     if composed.origins.get("model.name") == f"experiment {task}_embedded":
         asked = compose_study(task, words, "embedded")
         composed = configure(task, asked.job)
+    hpo = asked.hpo
+    if hpo.metric == "auto":
+        hpo = replace(hpo, metric=metric_of(composed))
     typed = tuple(word for word in words if parse_word(word).key_or_group != "hpo.storage")
     return StudySettings(
         task=task,
         words=typed,
         job_words=asked.job,
-        hpo=asked.hpo,
+        hpo=hpo,
         composed=composed,
         notes=(*composed.notes, *asked.notes),
     )

@@ -23,21 +23,19 @@ from numpy.typing import NDArray
 
 from trainfit.data.folds import Folds, make_folds
 from trainfit.data.redsm5 import Corpus
-from trainfit.data.tokens import Dataset, Tokens
-from trainfit.jobs.metrics import Metrics, binary_metrics, class_metrics
+from trainfit.jobs.metrics import Metrics, binary_metrics
+from trainfit.jobs.text_baselines import Arrays, best_threshold, regress, score_texts
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
-Arrays = dict[str, NDArray[Any]]
-"""Data of all folds, as it is sent to a child process."""
 VARIANTS = ((False, 1.0), (False, 10.0), (True, 1.0), (True, 10.0))
 """Single words, or words and pairs (True), with more or less regularisation."""
 _INNER_FOLDS = 3
 
 
 def score(arrays: Arrays) -> dict[str, float]:
-    """Mean F1 of both baselines over the folds."""
-    each = _score_pairs(arrays) if "evidence" in arrays else _score_texts(arrays)
+    """Mean score of both baselines over the folds."""
+    each = _score_pairs(arrays) if "evidence" in arrays else score_texts(arrays)
     return {name: float(np.mean([fold[name] for fold in each])) for name in each[0]}
 
 
@@ -123,17 +121,6 @@ def tfidf_baseline(
     return binary_metrics(corpus.labels[held], scores, choices[best][0])
 
 
-def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
-    """Return the threshold with the best F1 on these (training) labels, and that F1."""
-    grid = np.unique(np.quantile(scores, np.linspace(0, 1, 101)))
-    every, positive = np.sort(scores), np.sort(scores[labels == 1])
-    predicted = every.size - np.searchsorted(every, grid)
-    hits = positive.size - np.searchsorted(positive, grid)
-    f1s = 2 * hits / np.maximum(predicted + positive.size, 1)
-    best = int(np.argmax(f1s))
-    return float(grid[best]), float(f1s[best])
-
-
 def _fit_and_score(
     corpus: Corpus,
     counts: Counts,
@@ -151,7 +138,7 @@ def _fit_and_score(
             continue
         for row, (pairs, strength) in enumerate(variants):
             table = tables[pairs]
-            scores[row, corpus.criterion_of[held] == k] = _regress(
+            scores[row, corpus.criterion_of[held] == k] = regress(
                 table[corpus.post_of[part]],
                 corpus.labels[part],
                 table[corpus.post_of[asked]],
@@ -171,102 +158,6 @@ def _weigh(counts: Counts, known: IntArray, pairs: bool) -> Any:
         return columns
     columns.sort_indices()  # else each regression would
     return TfidfTransformer(sublinear_tf=True).fit(columns[known]).transform(columns)
-
-
-def _regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Floats:
-    """Probability of label 1 for each asked row; constant where there is nothing to learn."""
-    from sklearn.linear_model import LogisticRegression
-
-    if labels.min() == labels.max() or not known.shape[1]:
-        return np.full(asked.shape[0], float(labels.mean()))
-    model = LogisticRegression(class_weight="balanced", C=strength, solver="liblinear")
-    probabilities: Floats = model.fit(known, labels).predict_proba(asked)[:, 1]
-    return probabilities
-
-
-# ── texts with a class ────────────────────────────────────────────────────────────────────────
-
-_MOST = 50_000
-"""Maximum number of texts that the regression learns from."""
-_PARTS = ("train", "validation", "test")
-_FIELDS = ("starts", "lengths", "labels")
-
-
-def text_arrays(datasets: Sequence[Dataset], seed: int) -> Arrays:
-    """Data of the baselines of a text classification."""
-    classes = len(datasets[0].metadata["classes"])
-    arrays = {"seed": np.array(seed), "classes": np.array(classes)}
-    for number, dataset in enumerate(datasets):
-        for name in _PARTS:
-            part: Tokens = getattr(dataset, name)
-            home = f"ids {id(part.ids)}"  # most parts share one array
-            arrays |= {home: part.ids, f"{number}.{name}": np.array(home)}
-            arrays |= {f"{number}.{name}.{field}": getattr(part, field) for field in _FIELDS}
-    return arrays
-
-
-def _score_texts(arrays: Arrays) -> list[dict[str, float]]:
-    def part(place: str) -> Tokens:
-        fields = {field: arrays[f"{place}.{field}"] for field in _FIELDS}
-        return Tokens(ids=arrays[str(arrays[place])], **fields)
-
-    return [
-        text_baselines(
-            Dataset(
-                metadata={"classes": range(int(arrays["classes"]))},
-                **{name: part(f"{number}.{name}") for name in _PARTS},
-            ),
-            seed=int(arrays["seed"]),
-        )
-        for number in range(sum(name.endswith(".test") for name in arrays))
-    ]
-
-
-def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
-    """F1 of both baselines on the test set, fitted on training and validation texts together."""
-    classes = len(dataset.metadata["classes"])
-    labels = np.concatenate([dataset.train.labels, dataset.validation.labels])
-    common = int(np.bincount(labels, minlength=classes).argmax())
-    answers = np.tile(np.eye(classes)[common], (len(dataset.test), 1))
-    return {
-        "majority_f1": class_metrics(dataset.test.labels, answers).f1,
-        "bag_of_words_f1": _regression(dataset, classes, seed).f1,
-    }
-
-
-def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
-    from scipy.sparse import vstack
-    from sklearn.feature_extraction.text import TfidfTransformer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import cross_val_predict
-    from sklearn.pipeline import make_pipeline
-
-    parts = (dataset.train, dataset.validation, dataset.test)
-    size = 1 + max(int(part.ids.max()) for part in parts)
-    known = vstack([count_tokens(part, size) for part in parts[:2]]).tocsr()
-    labels = np.concatenate([part.labels for part in parts[:2]])
-    chosen = np.random.default_rng(seed).permutation(labels.size)[:_MOST]
-    known, labels = known[chosen], labels[chosen]
-    model = make_pipeline(
-        TfidfTransformer(sublinear_tf=True),
-        LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000),
-    )
-    model.fit(known, labels)
-    found = model.predict_proba(count_tokens(dataset.test, size))
-    if classes > 2 or np.bincount(labels).min() < 3:
-        return class_metrics(dataset.test.labels, found)
-    inner = cross_val_predict(model, known, labels, cv=3, method="predict_proba")[:, 1]
-    threshold, _ = best_threshold(labels, inner)
-    return binary_metrics(dataset.test.labels, found[:, 1], threshold)
-
-
-def count_tokens(tokens: Tokens, size: int) -> Any:
-    """Count each token in each text, as a sparse matrix."""
-    from scipy.sparse import csr_matrix
-
-    rows = np.repeat(np.arange(len(tokens)), tokens.lengths)
-    ids = np.concatenate([tokens.sequence(at) for at in range(len(tokens))])
-    return csr_matrix((np.ones(ids.size), (rows, ids)), shape=(len(tokens), size))
 
 
 # ── in the background ─────────────────────────────────────────────────────────────────────────

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from trainfit.conf.schema import EncoderModel
@@ -18,15 +17,10 @@ from trainfit.data.tokens import IntArray, Tokens
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.jobs import tuned_plans
-from trainfit.jobs.metrics import class_metrics
 from trainfit.jobs.models.backbone import Traits, packed_obstacle
-from trainfit.jobs.models.classifier import (
-    EncoderClassifier,
-    Head,
-    build_classifier,
-    classification_loss,
-)
+from trainfit.jobs.models.classifier import EncoderClassifier, Head, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.targets import OneClass, Outputs
 from trainfit.measuring import flops
 from trainfit.packing import PackedCut, deal_steps
 from trainfit.packing.packed import fit_packed_parts
@@ -34,8 +28,6 @@ from trainfit.packing.padded import MOST_SHAPES, quantize
 from trainfit.packing.steps import divide_up
 from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly
-
-Probabilities = NDArray[np.float64]
 
 
 class ClassifierTask:
@@ -51,16 +43,19 @@ class ClassifierTask:
         *,
         effective_batch: int,
         seed: int = 0,
+        target: OneClass | None = None,
         class_weights: Sequence[float] | None = None,
         pad_id: int = 0,
         longest: int | None = None,
     ) -> None:
-        """`class_weights` are the factors of the classes' losses; None for equal ones.
+        """`target` None is one class per sequence; `class_weights` None are equal ones.
 
         `longest` is the longest sequence of all folds, for which kernels are shaped; None: of this.
         """
         self._build = build
-        self._train, self._validation = train, validation
+        self._target = target or OneClass()
+        self._train = replace(train, labels=self._target.to_learn(train.labels))
+        self._validation = validation
         self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
         self._class_weights = None if class_weights is None else np.asarray(class_weights)
         self._longest = longest or (int(train.lengths.max()) if len(train) else None)
@@ -107,18 +102,16 @@ class ClassifierTask:
         """Sum the loss of a micro-batch; `weight` is computed from labels on the CPU."""
         inputs = dict(batch)
         labels, weights = inputs.pop("labels"), inputs.pop("class_weights", None)
-        return classification_loss(model(**inputs), labels, weights)
+        return self._target.loss(model(**inputs), labels, weights)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Metrics on the validation part."""
-        found = self.probabilities(model, batch_size)
-        labels = self._validation.labels
-        chance = np.maximum(found[np.arange(labels.size), labels], 1e-12)
-        return {"loss": float(-np.log(chance).mean()), **class_metrics(labels, found).scalars()}
+        found = self.outputs(model, batch_size)
+        return self._target.evaluate(self._validation.labels, found)
 
-    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
-        """Probabilities of the validation part."""
-        return predict(model, self._validation, batch_size, self._pad_id)
+    def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
+        """Probabilities or numbers of the validation part."""
+        return predict(model, self._validation, batch_size, self._pad_id, self._target)
 
 
 def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], float] | None:
@@ -173,10 +166,16 @@ def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
     return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
-def predict(model: nn.Module, tokens: Tokens, batch_size: int, pad_id: int = 0) -> Probabilities:
-    """Probabilities of the classes for each sequence, in the given order."""
+def predict(
+    model: nn.Module,
+    tokens: Tokens,
+    batch_size: int,
+    pad_id: int = 0,
+    target: OneClass | None = None,
+) -> Outputs:
+    """Probabilities of the classes, or a number, for each sequence, in the given order."""
     logits = in_batches(model, model, tokens, batch_size, pad_id)
-    return logits.softmax(-1).numpy()
+    return (target or OneClass()).outputs(logits).numpy()
 
 
 @torch.no_grad()

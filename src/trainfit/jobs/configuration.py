@@ -12,14 +12,15 @@ from trainfit.conf.composition import as_word
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
+from trainfit.data.label_kinds import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
-from trainfit.data.text_files import Columns, check_columns
+from trainfit.data.text_files import Columns, check_columns, infer_labels
 from trainfit.data.token_files import read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.job_plan import check_model, model_fields
 from trainfit.jobs.models.classifier_settings import Weights
-from trainfit.jobs.registry import is_own
+from trainfit.jobs.registry import is_own, load
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -42,6 +43,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     """
     composed = _filled(task, overrides)
     check_data(composed.config)
+    composed = _with_target_note(composed)
     if not is_own(task) and not _is_on_hub(composed.config.model.name):
         check_model(composed)
     model = getattr(composed.config, "model", None)
@@ -64,6 +66,39 @@ def check_data(config: Config) -> None:
         for path in (data.train, data.validation, data.test):
             if path is not None:
                 check_columns(Path(path), columns_of(config))
+
+
+def kind_of(config: TextclassConfig) -> LabelKind:
+    """Kind of a job's labels: as configured, or as the training file's first rows look."""
+    data = config.data
+    if data.train is None:
+        return LabelKind(target="single" if data.target == "auto" else data.target)
+    return infer_labels(Path(data.train), columns_of(config), data.target)
+
+
+def metric_of(composed: Composed) -> str:
+    """Name the metric that chooses a job's best checkpoint."""
+    if is_own(composed.task):
+        return load(composed.task).metric
+    config = composed.config
+    if isinstance(config, GptConfig):
+        return "val_loss"
+    numbers = isinstance(config, TextclassConfig) and kind_of(config).target == "regression"
+    return "rmse" if numbers else "f1"
+
+
+def _with_target_note(composed: Composed) -> Composed:
+    """Add a note on what was inferred from the labels."""
+    config = composed.config
+    if not isinstance(config, TextclassConfig) or config.data.train is None:
+        return composed
+    if config.data.target != "auto":
+        return composed
+    note = (
+        f"labels of {config.data.label_column}: {describe(kind_of(config))}; "
+        "set data.target to single, multi or regression where that is wrong"
+    )
+    return replace(composed, notes=(*composed.notes, note))
 
 
 def columns_of(config: TextclassConfig) -> Columns:

@@ -9,7 +9,6 @@ done when its scores are written, so a job that was killed goes on where it was.
 
 from __future__ import annotations
 
-import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -27,11 +26,12 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Dataset, IntArray, Tokens
-from trainfit.engine.loop_settings import LoopSettings, loop_settings
+from trainfit.engine.loop_settings import LoopSettings
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
-from trainfit.jobs.baselines import Arrays, in_background
-from trainfit.jobs.classification import ClassifierTask, Probabilities, ideal_seconds, opening
+from trainfit.jobs.baselines import in_background
+from trainfit.jobs.classification import ClassifierTask, ideal_seconds, opening
 from trainfit.jobs.configuration import Chosen
+from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
@@ -40,21 +40,17 @@ from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run
 from trainfit.jobs.scores import FoldScores, JobResult
-from trainfit.packing import ladder
+from trainfit.jobs.targets import OneClass, Outputs, target_of
+from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
 
 if TYPE_CHECKING:
-    from trainfit.conf.schema import EncoderModel
     from trainfit.jobs.configuration import EncoderConfig
 
-METRIC = "f1"
-"""F1 of the positive class on the validation part: it chooses the best checkpoint."""
 _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
 _SOME = 0.1
 """Dropout that stands for any other in a plan: memory and time are the same for all above 0."""
-_SLACK = 1.02
-"""Factor on the planned tokens, since steps dealt with another seed are a little larger."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +84,14 @@ class PreparedEncoder:
         """True where there are folds."""
         return self.config.cv.folds is not None
 
-    metrics = ("f1", "accuracy", "precision", "recall", "macro_f1", "auc", "loss")
+    @property
+    def metrics(self) -> tuple[str, ...]:
+        """Metrics that an evaluation gives."""
+        return self.target(0).metrics
+
+    def target(self, fold: int) -> OneClass:
+        """Return what a fold's model learns: a class, labels or a number."""
+        return target_of(self.datasets[fold].metadata)
 
     @property
     def folds(self) -> int:
@@ -139,7 +142,7 @@ class PreparedEncoder:
     def task(self, fold: int, plan: Plan, device: torch.device) -> ClassifierTask:
         """Return what the loop trains."""
         dataset, config = self.datasets[fold], self.config
-        weights = dataset.metadata["class_weights"] if config.data.class_weights else None
+        weights = dataset.metadata.get("class_weights") if config.data.class_weights else None
         iterations = config.training.eval_iters
         validation = dataset.validation
         if iterations is not None:
@@ -149,6 +152,7 @@ class PreparedEncoder:
         options: dict[str, Any] = {
             "effective_batch": plan.effective_batch_size,
             "seed": config.seed + fold,
+            "target": self.target(fold),
             "class_weights": weights,
             "pad_id": self.chosen.pad_id,
             "longest": max(int(lengths.max()) for lengths in self._lengths),
@@ -166,13 +170,13 @@ class PreparedEncoder:
         device: torch.device,
         model: EncoderClassifier,
         tokens: Tokens,
-    ) -> Probabilities:
+    ) -> Outputs:
         """Run the frozen encoder over tokens, once."""
         asked, chosen = self.config.model, self.chosen
         random = self.config.seed + fold if chosen.weights == "random" else None
         how = (asked.pooling, asked.pool_tokens, plan.precision, plan.weights_dtype)
 
-        def compute(missing: Tokens) -> Probabilities:
+        def compute(missing: Tokens) -> Outputs:
             return pool_within(
                 model.to(device).eval(),
                 missing,
@@ -185,7 +189,10 @@ class PreparedEncoder:
 
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of a fold."""
-        made = encoder_settings(self.config, plan, self._lengths, device=device.type, ranks=ranks)
+        target = self.target(fold)
+        made = encoder_settings(
+            self.config, plan, self._lengths, device=device.type, ranks=ranks, target=target
+        )
         return replace(made, seed=self.config.seed + fold)
 
     @property
@@ -242,15 +249,22 @@ class PreparedEncoder:
         dataset, plan = self.datasets[number], run.plan
         build = partial(_build, self, plan, run.device)
         model = run.best_model(build, folder, number, trained=EncoderClassifier)
-        found, size = predict_within(
+        target = self.target(number)
+        predict = partial(
+            predict_within,
             model,
-            dataset.test,
-            plan.eval_batch_size,
             pad_id=self.chosen.pad_id,
             precision=plan.precision,
+            target=target,
         )
+        found, size = predict(dataset.test, plan.eval_batch_size)
+        thresholds: tuple[float, ...] = ()
+        if dataset.test.labels.ndim == 2:
+            thresholds = target.thresholds(
+                dataset.validation.labels, predict(dataset.validation, size)[0]
+            )
         criteria = dataset.metadata.get("criteria")
-        judged = scores.judge(dataset, found, result, number + 1, criteria=criteria)
+        judged = scores.judge(dataset, found, result, number + 1, criteria, thresholds)
         if not run.world.first:
             return judged
         run.later(partial(self._write, run, folder, title, model, judged, found, size))
@@ -263,12 +277,12 @@ class PreparedEncoder:
         title: str,
         model: EncoderClassifier,
         judged: FoldScores,
-        found: Probabilities,
+        found: Outputs,
         eval_batch_size: int,
         weights: Mapping[str, torch.Tensor] | None,
     ) -> None:
         """Write the model, the predictions and, last, the scores: then the fold is done."""
-        dataset, facts = self.datasets[judged.fold - 1], self._export_facts(eval_batch_size)
+        dataset, facts = self.datasets[judged.fold - 1], self._export_facts(judged, eval_batch_size)
         exports.write_classifier(
             folder / "export",
             model,
@@ -283,7 +297,8 @@ class PreparedEncoder:
         if self.cross_validated:
             with closing(Journal(run.folder)) as journal:
                 journal.row("fold", {"step": judged.fold, **judged.overall.scalars()})
-                journal.line(f"{title}: held-out f1 {judged.overall.f1:.4f}")
+                metric = self.target(judged.fold - 1).metric
+                journal.line(f"{title}: held-out {metric} {getattr(judged.overall, metric):.4f}")
             # The weights are in the export; five folds' optimizer states would fill a disk.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
 
@@ -295,9 +310,12 @@ class PreparedEncoder:
         written = (fold for fold in others if (fold / "scores.json").is_file())
         return next((fold / "export" for fold in written if fold != folder), None)
 
-    def _export_facts(self, eval_batch_size: int) -> dict[str, Any]:
+    def _export_facts(self, judged: FoldScores, eval_batch_size: int) -> dict[str, Any]:
+        thresholds = {"thresholds": list(judged.thresholds)} if judged.thresholds else {}
         return {
             "task": self.composed.task,
+            **self.target(judged.fold - 1).facts(),
+            **thresholds,
             "classes": self.datasets[0].metadata["classes"],
             "max_length": self.config.data.max_length,
             "pad_id": self.chosen.pad_id,
@@ -315,6 +333,7 @@ class PreparedEncoder:
             baselines,
             cross_validated=self.cross_validated,
             stopped=stopped,
+            problem_type=self.target(0).problem_type,
         )
         if run.world.first and not stopped and self.cross_validated:
             scores.join_predictions(run.folder, len(self.datasets))
@@ -344,53 +363,3 @@ def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> Encod
         return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
     return model
-
-
-def model_decisions(plan: Plan, asked: EncoderModel) -> dict[str, Any]:
-    """The fields of ClassifierSettings that the plan decides."""
-    decided: dict[str, Any] = {
-        "method": plan.workload.method,
-        "checkpointing": plan.gradient_checkpointing,
-        "dtype": plan.weights_dtype,
-        "liger": plan.liger,
-    }
-    if not plan.packed:  # nor does an evaluation take packed rows
-        decided["attention"] = "masked"
-    elif asked.attention_dropout is None:  # it costs time, so that packed rows have it on request
-        decided["attention_dropout"] = 0.0
-    return decided
-
-
-def encoder_settings(
-    config: EncoderConfig, plan: Plan, folds: Sequence[IntArray], *, device: str, ranks: int
-) -> LoopSettings:
-    """Return the settings of the first fold; all folds, of these lengths, share their cuts."""
-    first, *others = folds
-    cuts = ladder(
-        first,
-        plan.effective_batch_size,
-        _cap(config, plan, max(int(lengths.max()) for lengths in folds)),
-        padded=not plan.packed,
-        ranks=ranks,
-        seed=config.seed,
-        at_least=plan.gradient_accumulation_steps,
-        at_most=plan.gradient_accumulation_steps,
-        folds=others,
-    )
-    in_folds = config.cv.folds is not None  # their checkpoints are deleted after their export
-    return loop_settings(
-        config, plan, cuts, device=device, seed=config.seed, metric=METRIC, save_last=not in_folds
-    )
-
-
-def _cap(config: EncoderConfig, plan: Plan, longest: int) -> int:
-    """Most tokens of a micro-batch: as planned, and never over a batch_size that was set.
-
-    Where both batch_size and gradient_accumulation_steps are set, the run keeps to both.
-    """
-    planned = math.ceil(plan.micro_batch_tokens * _SLACK)
-    if config.training.batch_size != "auto":
-        asked = plan.batch_size * config.data.max_length
-        free = config.optimization.gradient_accumulation_steps == "auto"
-        planned = min(asked, planned) if free else asked
-    return max(longest, planned)

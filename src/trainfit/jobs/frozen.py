@@ -14,13 +14,14 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from trainfit.data.batches import labels_of
 from trainfit.data.tokens import Tokens
-from trainfit.jobs.classification import ClassifierTask, Probabilities
+from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.models.classifier import EncoderClassifier, Head
-from trainfit.kernels.fused_ops import IGNORED
+from trainfit.jobs.targets import Outputs
 from trainfit.runs import timeline
 
-Pool = Callable[[EncoderClassifier, Tokens], Probabilities]
+Pool = Callable[[EncoderClassifier, Tokens], Outputs]
 """Computes the pooled outputs of sequences `[sequences, width]`."""
 _Known = tuple[NDArray[np.int32], dict[int, NDArray[np.float64]]]
 """The token array, held so that its id is not reused, and the outputs by sequence start."""
@@ -36,8 +37,8 @@ class SharedFeatures:
         self._known: dict[Hashable, _Known] = {}
 
     def of(
-        self, tokens: Tokens, encoder: Hashable, compute: Callable[[Tokens], Probabilities]
-    ) -> Probabilities:
+        self, tokens: Tokens, encoder: Hashable, compute: Callable[[Tokens], Outputs]
+    ) -> Outputs:
         """Return the outputs of these sequences; `compute` makes those that are missing."""
         key = (id(tokens.ids), encoder)
         last = self._known.pop(key, (tokens.ids, {}))
@@ -85,24 +86,24 @@ class FrozenTask(ClassifierTask):
         if not self._pooled:
             return super().collate(sequences, rows, width, slots)
         chosen = torch.tensor(sequences, dtype=torch.long)
-        empty = (rows if slots is None else slots) - len(chosen)
-        labels = torch.from_numpy(self._train.labels)[chosen]
+        places = rows if slots is None else slots
+        pooled = self._pooled["train"][chosen]
         return {
-            "pooled": nn.functional.pad(self._pooled["train"][chosen], (0, 0, 0, empty)),
-            "labels": nn.functional.pad(labels, (0, empty), value=IGNORED),
+            "pooled": nn.functional.pad(pooled, (0, 0, 0, places - len(chosen))),
+            "labels": labels_of(self._train, chosen.numpy(), places),
             **self._beside,
         }
 
-    def probabilities(self, model: nn.Module, batch_size: int) -> Probabilities:
-        """Probabilities of the validation part."""
+    def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
+        """Probabilities or numbers of the validation part."""
         if not self._pooled:
-            return super().probabilities(model, batch_size)
+            return super().outputs(model, batch_size)
         device = next(model.parameters()).device
         parts = [
-            model(part.to(device)).double().softmax(-1).cpu().numpy()
+            model(part.to(device)).double().cpu()
             for part in torch.split(self._pooled["validation"], batch_size)
         ]
-        return np.concatenate(parts)
+        return self._target.outputs(torch.cat(parts)).numpy()
 
 
 def _can_be_cached(model: EncoderClassifier, sequences: int) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a classifier, overall, by criterion and over folds.
+"""Metrics of a classifier or a regression, overall, by criterion or label, and over folds.
 
 A metric that is not defined is None (the AUC of a single class), never a zero that would be
 averaged. Precision, recall and F1 without a true positive are 0, since model selection needs them.
@@ -7,8 +7,10 @@ averaged. Precision, recall and F1 without a true positive are 0, since model se
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,21 +27,42 @@ class Metrics:
 
     count: int
     accuracy: float
+    """Share of the items that are right; of several labels, all of an item's."""
     precision: float
-    """Precision of the positive class, or the mean over several classes; so for recall and F1."""
+    """Precision of the positive class, or the mean over several classes; so for recall and F1.
+
+    Of several labels per item, all labels of all items together (micro)."""
     recall: float
     f1: float
     macro_f1: float
     auc: float | None
     """Area under the ROC curve, the mean of one-vs-rest; None if a class is missing."""
     confusion: tuple[tuple[int, ...], ...]
-    """Counts by true class, then by predicted class."""
+    """Counts by true class, then by predicted class; none for several labels per item."""
 
     def scalars(self, prefix: str = "") -> dict[str, float]:
         """Return the metrics that are not None, by name."""
         names = ("accuracy", "precision", "recall", "f1", "macro_f1", "auc")
         values = {name: getattr(self, name) for name in names}
         return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class NumberMetrics:
+    """Metrics of predicted numbers, in the units of the labels."""
+
+    count: int
+    mse: float
+    rmse: float
+    mae: float
+    pearson: float | None
+    """Correlation; None where all labels or all predictions are the same, as for Spearman's."""
+    spearman: float | None
+
+    def scalars(self) -> dict[str, float]:
+        """Return the metrics that are not None, by name."""
+        values = {name: getattr(self, name) for name in self.__slots__ if name != "count"}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +92,80 @@ def class_metrics(labels: IntArray, probabilities: Floats) -> Metrics:
     known = [value for value in each if value is not None]
     auc = math.fsum(known) / classes if len(known) == classes else None
     return _metrics(labels, predicted, auc, classes)
+
+
+def label_metrics(labels: IntArray, scores: Floats, thresholds: Sequence[float]) -> Metrics:
+    """Metrics of scores `[items, labels]`, each label given from its threshold on."""
+    _check_some(labels)
+    given = scores >= np.asarray(thresholds)
+    true = labels > 0
+    hits, said, there = ((table).sum(0) for table in (true & given, given, true))
+    each = _ratio(2 * hits, said + there)
+    seen = said + there > 0
+    areas = [rank_auc(labels[:, k], scores[:, k]) for k in range(labels.shape[1])]
+    known = [area for area in areas if area is not None]
+    micro = [hits.sum(), said.sum(), there.sum()]
+    return Metrics(
+        count=len(labels),
+        accuracy=float((true == given).all(1).mean()),
+        precision=float(_ratio(micro[0], micro[1])),
+        recall=float(_ratio(micro[0], micro[2])),
+        f1=float(_ratio(2 * micro[0], micro[1] + micro[2])),
+        macro_f1=float(each[seen].mean()) if seen.any() else 0.0,
+        auc=math.fsum(known) / len(known) if known else None,
+        confusion=(),
+    )
+
+
+def best_thresholds(labels: IntArray, scores: Floats) -> tuple[float, ...]:
+    """Choose for each label the threshold with the best F1; 0.5 without any example of it."""
+    return tuple(_threshold(labels[:, k] > 0, scores[:, k]) for k in range(labels.shape[1]))
+
+
+def _threshold(true: NDArray[np.bool_], scores: Floats) -> float:
+    if not true.any():
+        return 0.5
+    order = np.argsort(-scores, kind="stable")
+    ranked, hits = scores[order], np.cumsum(true[order])
+    f1 = 2 * hits / (np.arange(1, true.size + 1) + true.sum())
+    last = np.append(ranked[1:] < ranked[:-1], True)  # equal scores are given together
+    best = int(np.argmax(np.where(last, f1, -1.0)))
+    lower = ranked[best + 1] if best + 1 < true.size else 0.0
+    return float((ranked[best] + lower) / 2)
+
+
+def number_metrics(labels: Floats, found: Floats) -> NumberMetrics:
+    """Metrics of predicted numbers."""
+    from scipy.stats import pearsonr, spearmanr
+
+    _check_some(labels)
+    errors = found - labels
+    mse = float(np.square(errors).mean())
+    return NumberMetrics(
+        count=int(labels.size),
+        mse=mse,
+        rmse=math.sqrt(mse),
+        mae=float(np.abs(errors).mean()),
+        pearson=_correlation(pearsonr, labels, found),
+        spearman=_correlation(spearmanr, labels, found),
+    )
+
+
+def _correlation(compute: Any, labels: Floats, found: Floats) -> float | None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of numbers that are all the same: then it is not defined
+        value = float(compute(labels, found).statistic) if labels.size > 1 else math.nan
+    return value if math.isfinite(value) else None
+
+
+def by_label(
+    labels: IntArray, scores: Floats, names: Sequence[str], thresholds: Sequence[float]
+) -> dict[str, Metrics]:
+    """Metrics of each of several labels."""
+    return {
+        name: binary_metrics(labels[:, k].astype(np.int64), scores[:, k], thresholds[k])
+        for k, name in enumerate(names)
+    }
 
 
 def by_group(
@@ -118,8 +215,7 @@ def spread(values: Sequence[float]) -> Spread:
 
 
 def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: int) -> Metrics:
-    if not labels.size:
-        raise BadInput("metrics of no predictions", "give the part that is evaluated some data")
+    _check_some(labels)
     confusion = np.bincount(labels * classes + predicted, minlength=classes**2)
     table = confusion.reshape(classes, classes)
     hits = np.diag(table)
@@ -139,5 +235,10 @@ def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: 
     )
 
 
-def _ratio(part: IntArray, whole: IntArray) -> NDArray[np.float64]:
+def _check_some(labels: NDArray[Any]) -> None:
+    if not labels.size:
+        raise BadInput("metrics of no predictions", "give the part that is evaluated some data")
+
+
+def _ratio(part: Any, whole: Any) -> NDArray[np.float64]:
     return np.where(whole > 0, part / np.maximum(whole, 1), 0.0)

@@ -21,10 +21,11 @@ from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.step import autocast
 from trainfit.jobs import exports
-from trainfit.jobs.classification import Probabilities, in_batches, predict
+from trainfit.jobs.classification import in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.runs import timeline
 
 if TYPE_CHECKING:
@@ -45,9 +46,12 @@ def predict_within(
     *,
     pad_id: int = 0,
     precision: Precision = "fp32",
-) -> tuple[Probabilities, int]:
+    target: OneClass | None = None,
+) -> tuple[Outputs, int]:
     """Predict with as many sequences at a time as fit into memory; return that number too."""
-    return _within(batch_size, model, precision, lambda n: predict(model, tokens, n, pad_id))
+    return _within(
+        batch_size, model, precision, lambda n: predict(model, tokens, n, pad_id, target)
+    )
 
 
 def pool_within(
@@ -57,10 +61,10 @@ def pool_within(
     *,
     pad_id: int = 0,
     precision: Precision = "fp32",
-) -> Probabilities:
+) -> Outputs:
     """Compute pooled outputs with as many sequences at a time as fit into memory."""
 
-    def pool(size: int) -> Probabilities:
+    def pool(size: int) -> Outputs:
         # Each part goes to the CPU: those of many sequences do not fit a small GPU.
         return in_batches(
             model, lambda **rows: model.pool(**rows).cpu(), tokens, size, pad_id
@@ -73,8 +77,8 @@ def _within(
     batch_size: int,
     model: nn.Module,
     precision: Precision,
-    compute: Callable[[int], Probabilities],
-) -> tuple[Probabilities, int]:
+    compute: Callable[[int], Outputs],
+) -> tuple[Outputs, int]:
     """Call `compute`, halving the number of sequences whenever memory runs out."""
     device = next(model.parameters()).device.type
     while True:
@@ -93,7 +97,7 @@ def _within(
         give_back_memory()
 
 
-def _finite(found: Probabilities) -> Probabilities:
+def _finite(found: Outputs) -> Outputs:
     if not np.isfinite(found).all():
         raise RunFailed(
             "the model's outputs are not finite", "train it again with a lower learning rate"
@@ -183,13 +187,14 @@ def predict_texts(
     *,
     device: str = "cpu",
     precision: Precision = "fp32",
-) -> tuple[Probabilities, dict[str, Any]]:
-    """Return the mean probabilities over the exports for each text, and the facts of head.json.
+) -> tuple[Outputs, dict[str, Any]]:
+    """Return the mean outputs over the exports for each text, and the facts of head.json.
 
     `criteria` are the criteria's texts that the texts are paired with.
     """
-    total: Probabilities | None = None
+    total: Outputs | None = None
     facts: dict[str, Any] = {}
+    thresholds = []
     for folder in folders:
         exported = load_export(folder, device)
         facts = exported.facts
@@ -200,16 +205,18 @@ def predict_texts(
             facts["eval_batch_size"],
             pad_id=facts["pad_id"],
             precision=precision,
+            target=target_of(facts),
         )
         total = found if total is None else total + found
+        thresholds.append(facts.get("thresholds", ()))
     assert total is not None
-    return total / len(folders), facts
+    return total / len(folders), facts | {"thresholds": np.mean(thresholds, axis=0).tolist()}
 
 
 def answer(
     folders: Sequence[Path], texts: Sequence[str], criterion: str | None = None
 ) -> list[dict[str, Any]]:
-    """Return a row for each text and criterion: its number, class and probabilities."""
+    """Return a row for each text and criterion: its number, and the class or labels found."""
     if not texts:
         raise BadInput("there is no text to classify", "give a file with a text per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -221,12 +228,21 @@ def answer(
     answers = []
     for (at, code), chances in zip(rows, found.tolist(), strict=True):
         row: dict[str, Any] = {"row": at + 1} | ({} if code is None else {"criterion": code})
-        row["class"] = facts["classes"][int(np.argmax(chances))]
-        row |= {
-            f"p({name})": chance for name, chance in zip(facts["classes"], chances, strict=True)
-        }
-        answers.append(row)
+        answers.append(row | _worded(chances, facts))
     return answers
+
+
+def _worded(found: list[float], facts: dict[str, Any]) -> dict[str, Any]:
+    """Word the outputs of a text: a number, or classes with the probability of each."""
+    names, kind = facts["classes"], target_of(facts).problem_type
+    if kind == "regression":
+        return {"value": found[0]}
+    chances = {f"p({name})": chance for name, chance in zip(names, found, strict=True)}
+    if kind == "single_label_classification":
+        return {"class": names[int(np.argmax(found))], **chances}
+    least = facts["thresholds"]
+    given = [n for n, chance, low in zip(names, found, least, strict=True) if chance >= low]
+    return {"labels": given, **chances}
 
 
 def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str] | None:

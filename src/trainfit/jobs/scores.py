@@ -15,8 +15,8 @@ import numpy as np
 from trainfit.core.files import read_text, write_whole
 from trainfit.core.records import Event, Record, RunResult
 from trainfit.data.tokens import Dataset
-from trainfit.jobs.classification import Probabilities
-from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
+from trainfit.jobs.metrics import Metrics, by_group, by_label, class_metrics, over_folds
+from trainfit.jobs.targets import Outputs, Scores, target_of
 
 Row = dict[str, Any]
 
@@ -26,7 +26,7 @@ class FoldScores(Record):
     """Scores of a fold's model on its held-out test set."""
 
     fold: int
-    overall: Metrics
+    overall: Scores
     by_criterion: dict[str, Metrics]
     steps: int
     best_step: int | None
@@ -34,6 +34,10 @@ class FoldScores(Record):
     seconds: float
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
+    by_label: dict[str, Metrics] = field(default_factory=dict)
+    """Metrics of each label, where a text has several."""
+    thresholds: tuple[float, ...] = ()
+    """Probability from which on each of several labels is given, chosen on the validation part."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,24 +54,29 @@ class JobResult(Record):
     seconds: float
     by_criterion: dict[str, Metrics] = field(default_factory=dict)
     """Metrics over the held-out parts of all folds together."""
+    by_label: dict[str, Metrics] = field(default_factory=dict)
+    problem_type: str = "single_label_classification"
 
 
 def judge(
     dataset: Dataset,
-    found: Probabilities,
+    found: Outputs,
     result: RunResult,
     fold: int,
     criteria: Sequence[str] | None,
+    thresholds: tuple[float, ...] = (),
 ) -> FoldScores:
-    """Score a fold's probabilities on its test set."""
-    test = dataset.test
+    """Score a fold's outputs on its test set."""
+    test, names = dataset.test, dataset.metadata["classes"]
     each: dict[str, Metrics] = {}
     if criteria is not None and test.criteria is not None:
         each = by_group(test.labels, found[:, 1], test.criteria, criteria)
     return FoldScores(
         fold=fold,
-        overall=class_metrics(test.labels, found),
+        overall=target_of(dataset.metadata).score(test.labels, found, thresholds),
         by_criterion=each,
+        by_label=by_label(test.labels, found, names, thresholds) if thresholds else {},
+        thresholds=thresholds,
         steps=result.steps,
         best_step=result.best_step,
         seconds=result.seconds,
@@ -84,6 +93,7 @@ def summarise(
     *,
     cross_validated: bool,
     stopped: bool,
+    problem_type: str = "single_label_classification",
 ) -> JobResult:
     """Summarise all folds."""
     return JobResult(
@@ -94,19 +104,22 @@ def summarise(
         baselines=baselines,
         events=tuple(_events(folds, cross_validated)),
         seconds=sum(fold.seconds for fold in folds),
-        by_criterion=_pooled(folds),
+        by_criterion=_pooled([fold.by_criterion for fold in folds]),
+        by_label=_pooled([fold.by_label for fold in folds]),
+        problem_type=problem_type,
     )
 
 
 def _fold_metrics(folds: Sequence[FoldScores], cross_validated: bool) -> dict[str, Any]:
     figures = [fold.overall.scalars() for fold in folds]
-    confusion = np.sum([fold.overall.confusion for fold in folds], axis=0).tolist()
+    tables = [getattr(fold.overall, "confusion", ()) for fold in folds]
+    confusion = {"confusion": np.sum(tables, axis=0).tolist()} if tables[0] else {}
     if not cross_validated:
-        return {**figures[0], "confusion": confusion, "count": folds[0].overall.count}
+        return {**figures[0], **confusion, "count": folds[0].overall.count}
     spread = over_folds(figures)
     return {
         **{name: one.mean for name, one in spread.items()},
-        "confusion": confusion,
+        **confusion,
         "count": sum(fold.overall.count for fold in folds),
         "mean": {name: one.mean for name, one in spread.items()},
         "std": {name: one.std for name, one in spread.items()},
@@ -115,13 +128,10 @@ def _fold_metrics(folds: Sequence[FoldScores], cross_validated: bool) -> dict[st
     }
 
 
-def _pooled(folds: Sequence[FoldScores]) -> dict[str, Metrics]:
-    """Metrics by criterion: the counts of all folds together, with the mean of their AUCs."""
-    names = dict.fromkeys(name for fold in folds for name in fold.by_criterion)
-    return {
-        name: _together([f.by_criterion[name] for f in folds if name in f.by_criterion])
-        for name in names
-    }
+def _pooled(folds: Sequence[dict[str, Metrics]]) -> dict[str, Metrics]:
+    """Metrics by criterion or label: the counts of all folds, with the mean of their AUCs."""
+    names = dict.fromkeys(name for fold in folds for name in fold)
+    return {name: _together([fold[name] for fold in folds if name in fold]) for name in names}
 
 
 def _together(parts: Sequence[Metrics]) -> Metrics:
@@ -145,17 +155,23 @@ def _events(folds: Sequence[FoldScores], cross_validated: bool) -> Iterator[Even
 # ── files ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def rows(ids: Sequence[str], dataset: Dataset, found: Probabilities, fold: int) -> list[Row]:
+def rows(ids: Sequence[str], dataset: Dataset, found: Outputs, fold: int) -> list[Row]:
     """Make a row for each held-out item: its id, label and scores, without its text."""
+    kind = target_of(dataset.metadata).problem_type
     test, codes = dataset.test, dataset.metadata.get("criteria")
     made = []
     for at, name in enumerate(ids):
         row: Row = {"fold": fold, "id": name}
         if codes is not None and test.criteria is not None:
             row["criterion"] = codes[int(test.criteria[at])]
-        row["label"] = int(test.labels[at])
-        chances = [float(value) for value in found[at]]
-        if len(chances) == 2:
+        label, chances = test.labels[at].tolist(), [float(value) for value in found[at]]
+        if kind == "multi_label_classification":
+            row |= {f"label_{k}": value for k, value in enumerate(label)}
+        else:
+            row["label"] = label
+        if kind == "regression":
+            row["prediction"] = chances[0]
+        elif len(chances) == 2 and kind == "single_label_classification":
             row["score"] = chances[1]
         else:
             row |= {f"score_{k}": value for k, value in enumerate(chances)}

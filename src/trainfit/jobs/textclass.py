@@ -12,14 +12,14 @@ from trainfit.conf import Composed, TextclassConfig
 from trainfit.conf.schema import EncoderModel
 from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.row_files import check_file
-from trainfit.data.synthetic import CLASSES, make_texts
+from trainfit.data.synthetic import make_texts
 from trainfit.data.text_files import read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
-from trainfit.jobs.baselines import text_arrays
 from trainfit.jobs.configuration import (
     Chosen,
     choose_weights,
     columns_of,
+    kind_of,
     least_occurrences,
     made_up,
 )
@@ -28,6 +28,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
+from trainfit.jobs.text_baselines import text_arrays
 
 
 def build_model(model: EncoderModel, *, classes: int, **decided: Any) -> EncoderClassifier:
@@ -80,15 +81,15 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 
 def read_texts(config: TextclassConfig) -> Callable[[], Iterator[str]]:
     """The training texts, read anew at each call."""
-    data = config.data
+    data, kind = config.data, kind_of(config)
     if data.train is None:
-        return lambda: iter(make_texts(data.scale, config.seed).texts)
-    path = check_file(Path(data.train))
-    return lambda: (text for chunk in read_chunks(path, columns_of(config)) for text in chunk.texts)
+        return lambda: iter(make_texts(data.scale, config.seed, kind.target).texts)
+    path, columns = check_file(Path(data.train)), columns_of(config)
+    return lambda: (text for chunk in read_chunks(path, columns, kind=kind) for text in chunk.texts)
 
 
 def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
-    data = config.data
+    data, kind = config.data, kind_of(config)
     shares: dict[str, Any] = {
         "folds": config.cv.folds,
         "test_share": data.test_share,
@@ -96,17 +97,18 @@ def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
         "seed": config.seed,
     }
     if data.train is None:
-        made = make_texts(data.scale, config.seed)
+        made = make_texts(data.scale, config.seed, kind.target)
         tokens = tokenize_texts(
             chosen.tokenizer, made.texts, made.labels, max_length=data.max_length
         )
-        return text_datasets(tokens, CLASSES, **shares)
+        return text_datasets(tokens, made.classes, **shares)
     return load_text_files(
         data.train,
         chosen.tokenizer,
         validation=data.validation,
         test=data.test,
         columns=columns_of(config),
+        kind=kind,
         max_length=data.max_length,
         **shares,
     )

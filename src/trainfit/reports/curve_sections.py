@@ -184,7 +184,7 @@ def _measures(run: RunFiles) -> list[PlotSpec]:
     first = list(dict.fromkeys(first))
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
     chosen = first if first and first != ["loss"] else [*first, *rest]
-    titles = {"f1": "F1", "auc": "AUC", "val_loss": "loss"}
+    titles = {"f1": "F1", "auc": "AUC", "rmse": "RMSE", "val_loss": "loss"}
     return [
         PlotSpec(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
     ]
@@ -261,6 +261,7 @@ _COMPARED: tuple[tuple[str, PlotSpec], ...] = (
     ("evaluations", PlotSpec("loss", "Validation loss")),
     ("evaluations", PlotSpec("val_loss", "Validation loss")),
     ("evaluations", PlotSpec("f1", "Validation F1")),
+    ("evaluations", PlotSpec("rmse", "Validation RMSE")),
     *(("train", spec) for spec in _SPEED if spec.name in _COMPARED_SPEED),
 )
 
@@ -287,7 +288,9 @@ def main_score(run: RunFiles) -> tuple[str, IntervalRow] | None:
     """Main score of a run, with its interval where there are folds."""
     metrics = run.results.get("metrics") or {}
     own = run.results.get("metric")  # of a job of the user's own
-    names = {str(own): str(own)} if own else {"f1": "F1", "val_loss": "validation loss"}
+    names = (
+        {str(own): str(own)} if own else {"f1": "F1", "rmse": "RMSE", "val_loss": "validation loss"}
+    )
     for name, label in names.items():
         value = metrics.get(name, run.results.get(name))
         if value is not None:

@@ -1,21 +1,13 @@
-"""Scores on held-out data: folds, criteria, confusion, ROC, precision–recall, F1 intervals.
-
-predictions.csv holds labels and probabilities, and names of posts. Intervals draw whole posts: the
-nine criteria of one post are not nine independent answers.
-"""
+"""Scores on held-out data: folds, criteria, labels, confusion, curves, intervals, numbers."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from trainfit.core.errors import MALFORMED
-from trainfit.core.files import open_regular
 from trainfit.reports.model import (
     Block,
     IntervalRow,
@@ -29,11 +21,17 @@ from trainfit.reports.model import (
     Table,
     cell,
 )
-from trainfit.runs.reader import Floats, RunFiles
-
-Ints = NDArray[np.int64]
-Truth = NDArray[np.bool_]
-Curve = tuple[Floats, Floats]
+from trainfit.reports.predictions import (
+    POINTS,
+    Predictions,
+    average_precision,
+    f1_interval,
+    pr_curve,
+    read_numbers,
+    read_predictions,
+    roc_curve,
+)
+from trainfit.runs.reader import RunFiles
 
 FIGURES = {
     "f1": "F1",
@@ -44,152 +42,41 @@ FIGURES = {
     "auc": "AUC",
 }
 """Scores in the order of the tables, with their titles."""
-BASELINES = {"majority_f1": "majority class", "bag_of_words_f1": "TF-IDF regression"}
+_LABEL_FIGURES = {
+    "f1": "micro F1",
+    "precision": "micro precision",
+    "recall": "micro recall",
+    "macro_f1": "macro F1",
+    "accuracy": "subset accuracy",
+    "auc": "mean AUC",
+}
+_NUMBER_FIGURES = {
+    "rmse": "RMSE",
+    "mse": "MSE",
+    "mae": "MAE",
+    "pearson": "Pearson",
+    "spearman": "Spearman",
+}
+BASELINES = {
+    "majority_f1": "majority class",
+    "mean_rmse": "mean of the labels",
+    "bag_of_words_f1": "TF-IDF regression",
+    "bag_of_words_rmse": "TF-IDF regression",
+}
 _BOOTSTRAP = "95% bootstrap intervals over posts; none where no error was seen"
 _MOST_CLASSES = 8
-_DRAWS = 1000
-_GROUPS = 2000
-_POINTS = 400
-"""Points of a curve: a plot cannot show more."""
 
 
-@dataclass(frozen=True, slots=True)
-class Predictions:
-    """Held-out items: fold, post, criterion, label and probability per class of each."""
-
-    folds: Ints
-    posts: Ints
-    criteria: tuple[str, ...]
-    """Names of the criteria; empty where the task has none."""
-    criterion_of: Ints
-    labels: Ints
-    chances: Floats
-
-    @property
-    def classes(self) -> int:
-        return int(self.chances.shape[1])
-
-    @property
-    def predicted(self) -> Ints:
-        return np.asarray(self.chances.argmax(1), dtype=np.int64)
-
-    def part(self, chosen: Truth) -> Predictions:
-        return Predictions(
-            self.folds[chosen],
-            self.posts[chosen],
-            self.criteria,
-            self.criterion_of[chosen],
-            self.labels[chosen],
-            self.chances[chosen],
-        )
-
-    def by_fold(self) -> Iterator[tuple[int, Predictions]]:
-        for number in np.unique(self.folds):
-            yield int(number), self.part(self.folds == number)
-
-    def by_criterion(self) -> Iterator[tuple[str, Predictions]]:
-        for number, name in enumerate(self.criteria):
-            chosen = self.criterion_of == number
-            if chosen.any():
-                yield name, self.part(chosen)
+def figures_of(problem_type: str) -> Mapping[str, str]:
+    """Titles of the scores of a kind of labels, the one that decides first."""
+    kinds = {"multi_label_classification": _LABEL_FIGURES, "regression": _NUMBER_FIGURES}
+    return kinds.get(problem_type, FIGURES)
 
 
-def read_predictions(path: Path) -> Predictions | None:
-    """The predictions of a run, or None where there are none that can be read."""
-    from pyarrow import ArrowException, csv
-
-    try:
-        with open_regular(path) as file:
-            table = csv.read_csv(file)
-        names = table.column_names
-        columns = [name for name in names if name == "score" or name.startswith("score_")]
-        scores = np.stack([table[name].to_numpy() for name in columns], 1).astype(np.float64)
-        posts = np.unique(np.array(table["id"].to_pylist(), dtype=str), return_inverse=True)[1]
-        words = table["criterion"].to_pylist() if "criterion" in names else []
-        codes = tuple(dict.fromkeys(words))
-        place = {code: number for number, code in enumerate(codes)}
-        found = [place[word] for word in words] or [0] * len(posts)
-        if columns == ["score"]:
-            scores = np.hstack([1 - scores, scores])
-        labels = table["label"].to_numpy().astype(np.int64)
-        known = ((labels >= 0) & (labels < scores.shape[1])).all()
-        if not (scores.size and np.isfinite(scores).all() and known):
-            return None
-        return Predictions(
-            table["fold"].to_numpy().astype(np.int64),
-            posts.astype(np.int64),
-            codes,
-            np.array(found, dtype=np.int64),
-            labels,
-            scores,
-        )
-    except (OSError, ArrowException, *MALFORMED):
-        return None
-
-
-def roc_curve(positive: Truth, scores: Floats) -> Curve | None:
-    """False against true positive rate over all thresholds; None without one of the classes."""
-    from sklearn import metrics
-
-    if positive.all() or not positive.any():
-        return None
-    x, y, _ = metrics.roc_curve(positive, scores, drop_intermediate=False)
-    return _fewer(x, y)
-
-
-def pr_curve(positive: Truth, scores: Floats) -> Curve | None:
-    """Recall against precision over all thresholds; None without a positive."""
-    from sklearn import metrics
-
-    if not positive.any():
-        return None
-    precision, recall, _ = metrics.precision_recall_curve(positive, scores)
-    precision[-1] = precision[-2]  # scikit-learn begins at precision 1, whatever was predicted
-    return _fewer(recall[::-1], precision[::-1])
-
-
-def average_precision(positive: Truth, scores: Floats) -> float | None:
-    """Precision at each threshold, weighted by the recall that it adds; None without a positive."""
-    from sklearn import metrics
-
-    return float(metrics.average_precision_score(positive, scores)) if positive.any() else None
-
-
-def _fewer(x: Floats, y: Floats) -> Curve:
-    """At most about _POINTS points, evenly along the curve, with both ends."""
-    if len(x) <= _POINTS:
-        return x, y
-    way = np.append(0.0, np.cumsum(np.hypot(np.diff(x), np.diff(y))))
-    chosen = np.unique(np.searchsorted(way, np.linspace(0, way[-1], _POINTS)))
-    chosen = np.unique(np.append(chosen, [0, len(x) - 1]))
-    return x[chosen], y[chosen]
-
-
-def f1_interval(found: Predictions, seed: int = 0) -> tuple[float, float, float]:
-    """F1 of class 1, or the mean over classes, with its 95% bootstrap interval over posts."""
-    generator = np.random.default_rng(seed)
-    posts = np.unique(found.posts, return_inverse=True)[1]
-    # Posts by the hundred thousand are drawn in random groups, which spread as they do.
-    posts = generator.permutation(int(posts.max()) + 1)[posts] % _GROUPS
-    count = int(posts.max()) + 1
-    drawn = generator.multinomial(count, np.full(count, 1 / count), size=_DRAWS)
-    weights = np.vstack([np.ones(count, dtype=drawn.dtype), drawn])
-    if found.classes == 2:
-        values = np.nan_to_num(_f1(found, 1, posts, weights))
-    else:
-        each = np.array([_f1(found, k, posts, weights) for k in range(found.classes)])
-        there = np.isfinite(each)  # a class that is neither there nor predicted has no F1
-        values = np.where(there, each, 0.0).sum(0) / np.maximum(there.sum(0), 1)
-    low, high = np.quantile(values[1:], [0.025, 0.975])
-    return float(values[0]), float(low), float(high)
-
-
-def _f1(found: Predictions, label: int, posts: Ints, weights: Ints) -> Floats:
-    """F1 of a class for each weighting of the posts."""
-    true, said = found.labels == label, found.predicted == label
-    hits = weights @ np.bincount(posts, true & said, minlength=weights.shape[1])
-    both = weights @ np.bincount(posts, true.astype(int) + said, minlength=weights.shape[1])
-    return np.where(both > 0, 2 * hits / np.maximum(both, 1), np.nan)
+def problem_type_of(run: RunFiles) -> str:
+    """Kind of a run's labels, by transformers' name; empty for an earlier run's."""
+    folds = run.data.get("folds") or [{}]
+    return str(folds[0].get("problem_type", ""))
 
 
 def scores_section(run: RunFiles) -> Section | None:
@@ -201,7 +88,7 @@ def scores_section(run: RunFiles) -> Section | None:
         blocks.append(_table(metrics, run))
     if found is not None:
         blocks += _intervals(found, run)
-    if metrics and "confusion" in metrics:
+    if metrics and metrics.get("confusion"):
         counts = tuple(tuple(map(int, row)) for row in metrics["confusion"])
         blocks.append(
             Matrix(
@@ -216,6 +103,10 @@ def scores_section(run: RunFiles) -> Section | None:
         blocks += _curves(found, run)
     if by_criterion := run.results.get("by_criterion"):
         blocks.append(_criteria_table(by_criterion, found))
+    if by_label := run.results.get("by_label"):
+        blocks.append(_labels_table(by_label))
+    if problem_type_of(run) == "regression":
+        blocks += _scatter(run.folder / "predictions.csv")
     if not blocks and any(part.scores for part in run.parts):
         blocks.append(Remark(text="Some folds are scored, and the run is not finished."))
     if not blocks:
@@ -259,7 +150,8 @@ def _scores(figures: Mapping[str, Any], names: Collection[str]) -> list[str]:
 
 def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     own = run.results.get("metric")  # a job of the user's own has figures of its own
-    titles = {name: name.replace("_", " ") for name in metrics} if own else FIGURES
+    known = figures_of(problem_type_of(run))
+    titles = {name: name.replace("_", " ") for name in metrics} if own else known
     rows, main = score_rows(metrics, run.results.get("baselines") or {}, titles)
     return Table(
         columns=("", *titles.values()),
@@ -373,6 +265,41 @@ def _criteria_table(
         title="By criterion",
         columns=("", *FIGURES.values(), "average precision", "positives", "pairs"),
         rows=rows,
+    )
+
+
+def _labels_table(by_label: Mapping[str, Mapping[str, Any]]) -> Table:
+    names = ("f1", "precision", "recall", "auc")
+    rows = tuple(
+        (
+            label,
+            *(four(one.get(name)) for name in names),
+            sum(one["confusion"][1]),
+            sum(row[1] for row in one["confusion"]),
+        )
+        for label, one in by_label.items()
+    )
+    titles = (FIGURES[name] for name in names)
+    return Table(title="By label", columns=("", *titles, "texts", "given"), rows=rows)
+
+
+def _scatter(path: Path) -> Iterator[Lines]:
+    """Predictions against labels, at most POINTS of them."""
+    pairs = read_numbers(path)
+    if pairs is None:
+        return
+    pairs = pairs[:: 1 + len(pairs) // POINTS]
+    low, high = float(pairs.min()), float(pairs.max())
+    x, y = (tuple(values.tolist()) for values in pairs.T)
+    yield Lines(
+        id="predictions",
+        title="Predictions",
+        x_label="label",
+        note="a point is a held-out text; on the line label and prediction are the same",
+        series=(
+            Series(name="the same", x=(low, high), y=(low, high), color=-1, style="faint"),
+            Series(name="held out", x=x, y=y, color=0, style="points"),
+        ),
     )
 
 

@@ -27,7 +27,7 @@ from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
-from trainfit.reports.score_sections import FIGURES, four, score_rows
+from trainfit.reports.score_sections import FIGURES, figures_of, four, score_rows
 
 
 def gpt_page(result: GptResult) -> RenderableType:
@@ -241,8 +241,10 @@ def result_page(result: JobResult) -> RenderableType:
     parts: list[RenderableType] = [_scores(result)]
     if result.by_criterion:
         parts += ["", _criteria(result.by_criterion)]
-    confusion = result.metrics["confusion"]
-    parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
+    if result.by_label:
+        parts += ["", _labels(result.by_label)]
+    if confusion := result.metrics.get("confusion"):
+        parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
     if result.events:
         kinds = sorted({event.kind for event in result.events})
         counts = [f"{sum(e.kind == kind for e in result.events)} {kind}" for kind in kinds]
@@ -252,11 +254,21 @@ def result_page(result: JobResult) -> RenderableType:
 
 
 def _scores(result: JobResult) -> Table:
-    rows, main = score_rows(result.metrics, result.baselines)
+    figures = figures_of(result.problem_type)
+    rows, main = score_rows(result.metrics, result.baselines, figures)
     title = f"Held-out scores over {main} folds" if main else "Held-out test scores"
-    table = terminal.table(title, ("",), FIGURES)
+    table = terminal.table(title, ("",), figures if figures is FIGURES else figures.values())
     for at, row in enumerate(rows):
         table.add_row(*row, style="bold" if at == main else None)
+    return table
+
+
+def _labels(by_label: Mapping[str, Metrics]) -> Table:
+    names = ("f1", "precision", "recall", "auc")
+    table = terminal.table("By label", ("",), (*names, "texts"))
+    for name, one in by_label.items():
+        cells = [four(getattr(one, figure)) for figure in names]
+        table.add_row(name, *cells, str(sum(one.confusion[1])))
     return table
 
 

@@ -35,7 +35,7 @@ class ClassifierSettings:
 
     name: str
     """Name in the catalogue or on the hub, or a local folder."""
-    classes: Annotated[int, Range(2)] = 2
+    classes: Annotated[int, Range(1)] = 2
     weights: Weights = "auto"
     """auto: random for a name of the catalogue, pretrained for a folder or a hub id."""
     overrides: dict[str, Any] = field(default_factory=dict, hash=False)

@@ -1,0 +1,157 @@
+"""Targets of a classifier: one class, several labels or a number; loss, outputs and metrics.
+
+A loss is a sum over sequences, so that any cut of a step adds up to the same. Sequences that only
+fill a batch have the label -100, or NaN where labels are no classes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn import functional
+
+from trainfit.jobs.metrics import (
+    Metrics,
+    NumberMetrics,
+    best_thresholds,
+    class_metrics,
+    label_metrics,
+    number_metrics,
+)
+from trainfit.jobs.models.classifier import classification_loss
+
+Outputs = NDArray[np.float64]
+"""Probabilities of the classes or labels, or numbers, `[sequences, outputs]`."""
+Scores = Metrics | NumberMetrics
+
+
+class OneClass:
+    """One class per sequence, by cross-entropy."""
+
+    problem_type: ClassVar[str] = "single_label_classification"
+    metric: ClassVar[str] = "f1"
+    """Metric on the validation part that chooses the best checkpoint."""
+    greater_is_better: ClassVar[bool] = True
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("f1", "accuracy", "precision", "recall", "macro_f1", "auc", "loss"),
+    )
+
+    def to_learn(self, labels: NDArray[Any]) -> NDArray[Any]:
+        """Return the labels as the loss takes them."""
+        return labels
+
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the loss of a micro-batch."""
+        return classification_loss(logits, labels, weights)
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        """Turn logits into probabilities or numbers."""
+        return logits.softmax(-1)
+
+    def thresholds(self, labels: NDArray[Any], found: Outputs) -> tuple[float, ...]:
+        """Choose the probabilities from which on a label is given; none for one class."""
+        del labels, found
+        return ()
+
+    def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
+        """Compute the metrics of outputs."""
+        del thresholds
+        return class_metrics(labels, found)
+
+    def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
+        """Compute the loss and the metrics of the validation part."""
+        chance = np.maximum(found[np.arange(labels.size), labels], 1e-12)
+        return {"loss": float(-np.log(chance).mean()), **self.score(labels, found).scalars()}
+
+    def facts(self) -> dict[str, Any]:
+        """Return what is needed to use the model, by transformers' names where it has some."""
+        return {"problem_type": self.problem_type}
+
+
+class SeveralLabels(OneClass):
+    """Any number of labels per sequence: a yes or no for each, by its own threshold."""
+
+    problem_type: ClassVar[str] = "multi_label_classification"
+
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the sequences' binary cross-entropies, each the mean over the labels."""
+        del weights
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        filler = labels.isnan()
+        each = functional.binary_cross_entropy_with_logits(
+            logits, labels.masked_fill(filler, 0.0).to(logits), reduction="none"
+        )
+        return each.masked_fill(filler, 0.0).mean(-1).sum()
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        return logits.sigmoid()
+
+    def thresholds(self, labels: NDArray[Any], found: Outputs) -> tuple[float, ...]:
+        """Choose the threshold of each label with the best F1."""
+        return best_thresholds(labels, found)
+
+    def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
+        return label_metrics(labels, found, thresholds or [0.5] * found.shape[1])
+
+    def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
+        """Score by the thresholds that are best here: at 0.5 a rare label is long without any."""
+        chance = np.where(labels > 0, found, 1 - found)
+        scored = self.score(labels, found, self.thresholds(labels, found))
+        return {"loss": float(-np.log(np.maximum(chance, 1e-12)).mean()), **scored.scalars()}
+
+
+@dataclass(frozen=True, slots=True)
+class Number(OneClass):
+    """A number per sequence, learned by squared errors of standardised values."""
+
+    problem_type: ClassVar[str] = "regression"
+    metric: ClassVar[str] = "rmse"
+    greater_is_better: ClassVar[bool] = False
+    metrics: ClassVar[tuple[str, ...]] = ("rmse", "mse", "mae", "pearson", "spearman", "loss")
+    mean: float
+    std: float
+
+    def to_learn(self, labels: NDArray[Any]) -> NDArray[Any]:
+        return (labels - self.mean) / self.std
+
+    def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Sum the squared errors."""
+        del weights
+        found = logits[..., 0].to(torch.promote_types(logits.dtype, torch.float32))
+        filler = labels.isnan()
+        error = found - labels.masked_fill(filler, 0.0).to(found)
+        return error.masked_fill(filler, 0.0).square().sum()
+
+    def outputs(self, logits: Tensor) -> Tensor:
+        return logits * self.std + self.mean
+
+    def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
+        del thresholds
+        return number_metrics(labels, found[:, 0])
+
+    def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
+        """Give NaN for a correlation that is not defined, which is never the best."""
+        scored = number_metrics(labels, found[:, 0])
+        undefined = dict.fromkeys(("pearson", "spearman"), math.nan)
+        return {"loss": scored.mse / self.std**2, **undefined, **scored.scalars()}
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            "problem_type": self.problem_type,
+            "target_mean": self.mean,
+            "target_std": self.std,
+        }
+
+
+def target_of(facts: dict[str, Any]) -> OneClass:
+    """Return the target that a dataset's metadata or an export's head.json describes."""
+    kind = facts.get("problem_type", OneClass.problem_type)
+    if kind == Number.problem_type:
+        return Number(float(facts["target_mean"]), float(facts["target_std"]))
+    return SeveralLabels() if kind == SeveralLabels.problem_type else OneClass()

@@ -1,0 +1,190 @@
+"""Baselines of texts: the commonest answer, and a regression on TF-IDF of the tokens.
+
+Classes and labels get a logistic regression, numbers a ridge regression. Files of pairs count the
+tokens of both texts together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trainfit.data.tokens import Dataset, Tokens
+from trainfit.jobs.metrics import (
+    Metrics,
+    best_thresholds,
+    binary_metrics,
+    class_metrics,
+    label_metrics,
+    number_metrics,
+)
+
+IntArray = NDArray[np.int64]
+Floats = NDArray[np.float64]
+Arrays = dict[str, NDArray[Any]]
+"""Data of all folds, as it is sent to a child process."""
+_MOST = 50_000
+"""Maximum number of texts that the regression learns from."""
+_QUICK_LABELS = 10
+"""Number of labels that have a regression each on so many texts; more have fewer."""
+_PARTS = ("train", "validation", "test")
+_FIELDS = ("starts", "lengths", "labels")
+
+
+def text_arrays(datasets: Sequence[Dataset], seed: int) -> Arrays:
+    """Data of the baselines of a text classification."""
+    classes = len(datasets[0].metadata["classes"])
+    arrays = {"seed": np.array(seed), "classes": np.array(classes)}
+    for number, dataset in enumerate(datasets):
+        for name in _PARTS:
+            part: Tokens = getattr(dataset, name)
+            home = f"ids {id(part.ids)}"  # most parts share one array
+            arrays |= {home: part.ids, f"{number}.{name}": np.array(home)}
+            arrays |= {f"{number}.{name}.{field}": getattr(part, field) for field in _FIELDS}
+    return arrays
+
+
+def score_texts(arrays: Arrays) -> list[dict[str, float]]:
+    """Score both baselines in each fold."""
+
+    def part(place: str) -> Tokens:
+        fields = {field: arrays[f"{place}.{field}"] for field in _FIELDS}
+        return Tokens(ids=arrays[str(arrays[place])], **fields)
+
+    return [
+        text_baselines(
+            Dataset(
+                metadata={"classes": range(int(arrays["classes"]))},
+                **{name: part(f"{number}.{name}") for name in _PARTS},
+            ),
+            seed=int(arrays["seed"]),
+        )
+        for number in range(sum(name.endswith(".test") for name in arrays))
+    ]
+
+
+def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
+    """Score both baselines on the test set: F1, or for numbers the root mean squared error."""
+    if dataset.train.labels.ndim == 2:
+        return _label_baselines(dataset, seed)
+    if dataset.train.labels.dtype.kind == "f":
+        return _number_baselines(dataset, seed)
+    classes = len(dataset.metadata["classes"])
+    labels = np.concatenate([dataset.train.labels, dataset.validation.labels])
+    common = int(np.bincount(labels, minlength=classes).argmax())
+    answers = np.tile(np.eye(classes)[common], (len(dataset.test), 1))
+    return {
+        "majority_f1": class_metrics(dataset.test.labels, answers).f1,
+        "bag_of_words_f1": _regression(dataset, classes, seed).f1,
+    }
+
+
+def _label_baselines(dataset: Dataset, seed: int) -> dict[str, float]:
+    """Micro F1 of the commonest set of labels, and of a regression for each label.
+
+    The regressions' thresholds are chosen on the validation part, as the model's are.
+    """
+    truth = dataset.test.labels
+    sets = np.concatenate([dataset.train.labels, dataset.validation.labels])
+    common, counts = np.unique(sets, axis=0, return_counts=True)
+    answers = np.tile(common[counts.argmax()], (len(truth), 1)).astype(np.float64)
+    labels = truth.shape[1]
+    most = _MOST * _QUICK_LABELS // max(labels, _QUICK_LABELS)
+    chosen = np.random.default_rng(seed).permutation(len(dataset.train))[:most]
+    train = dataset.train.subset(chosen)
+    known, *asked = weigh_tokens((train, dataset.validation, dataset.test))
+    found = [
+        np.stack([regress(known, train.labels[:, k], one, 10.0) for k in range(labels)], axis=1)
+        for one in asked
+    ]
+    thresholds = best_thresholds(dataset.validation.labels, found[0])
+    return {
+        "majority_f1": label_metrics(truth, answers, [0.5] * labels).f1,
+        "bag_of_words_f1": label_metrics(truth, found[1], thresholds).f1,
+    }
+
+
+def _number_baselines(dataset: Dataset, seed: int) -> dict[str, float]:
+    """Root of the mean squared error of the mean, and of a ridge regression on words."""
+    from sklearn.linear_model import Ridge
+
+    truth = dataset.test.labels
+    chosen = np.random.default_rng(seed).permutation(len(dataset.train))[:_MOST]
+    train = dataset.train.subset(chosen)
+    known, asked = weigh_tokens((train, dataset.test))
+    mean = float(dataset.train.labels.mean())
+    found = Ridge(alpha=1.0).fit(known, train.labels).predict(asked)
+    return {
+        "mean_rmse": number_metrics(truth, np.full(len(truth), mean)).rmse,
+        "bag_of_words_rmse": number_metrics(truth, found).rmse,
+    }
+
+
+def weigh_tokens(parts: Sequence[Tokens]) -> list[Any]:
+    """TF-IDF of the tokens of each text, by those of the first part."""
+    from sklearn.feature_extraction.text import TfidfTransformer
+
+    size = 1 + max(int(part.ids.max()) for part in parts)
+    counts = [count_tokens(part, size) for part in parts]
+    weigh = TfidfTransformer(sublinear_tf=True).fit(counts[0])
+    return [weigh.transform(count) for count in counts]
+
+
+def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
+    from scipy.sparse import vstack
+    from sklearn.feature_extraction.text import TfidfTransformer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.model_selection import cross_val_predict
+    from sklearn.pipeline import make_pipeline
+
+    parts = (dataset.train, dataset.validation, dataset.test)
+    size = 1 + max(int(part.ids.max()) for part in parts)
+    known = vstack([count_tokens(part, size) for part in parts[:2]]).tocsr()
+    labels = np.concatenate([part.labels for part in parts[:2]])
+    chosen = np.random.default_rng(seed).permutation(labels.size)[:_MOST]
+    known, labels = known[chosen], labels[chosen]
+    model = make_pipeline(
+        TfidfTransformer(sublinear_tf=True),
+        LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000),
+    )
+    model.fit(known, labels)
+    found = model.predict_proba(count_tokens(dataset.test, size))
+    if classes > 2 or np.bincount(labels).min() < 3:
+        return class_metrics(dataset.test.labels, found)
+    inner = cross_val_predict(model, known, labels, cv=3, method="predict_proba")[:, 1]
+    threshold, _ = best_threshold(labels, inner)
+    return binary_metrics(dataset.test.labels, found[:, 1], threshold)
+
+
+def count_tokens(tokens: Tokens, size: int) -> Any:
+    """Count each token in each text, as a sparse matrix."""
+    from scipy.sparse import csr_matrix
+
+    rows = np.repeat(np.arange(len(tokens)), tokens.lengths)
+    ids = np.concatenate([tokens.sequence(at) for at in range(len(tokens))])
+    return csr_matrix((np.ones(ids.size), (rows, ids)), shape=(len(tokens), size))
+
+
+def best_threshold(labels: IntArray, scores: Floats) -> tuple[float, float]:
+    """Return the threshold with the best F1 on these (training) labels, and that F1."""
+    grid = np.unique(np.quantile(scores, np.linspace(0, 1, 101)))
+    every, positive = np.sort(scores), np.sort(scores[labels == 1])
+    predicted = every.size - np.searchsorted(every, grid)
+    hits = positive.size - np.searchsorted(positive, grid)
+    f1s = 2 * hits / np.maximum(predicted + positive.size, 1)
+    best = int(np.argmax(f1s))
+    return float(grid[best]), float(f1s[best])
+
+
+def regress(known: Any, labels: IntArray, asked: Any, strength: float) -> Floats:
+    """Probability of label 1 for each asked row; constant where there is nothing to learn."""
+    from sklearn.linear_model import LogisticRegression
+
+    if labels.min() == labels.max() or not known.shape[1]:
+        return np.full(asked.shape[0], float(labels.mean()))
+    model = LogisticRegression(class_weight="balanced", C=strength, solver="liblinear")
+    probabilities: Floats = model.fit(known, labels).predict_proba(asked)[:, 1]
+    return probabilities

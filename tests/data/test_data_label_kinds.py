@@ -1,0 +1,100 @@
+"""Kinds of labels: told by their values, read from every format, spread over a split."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from trainfit.core.errors import BadInput
+from trainfit.data.label_kinds import LabelKind, infer_kind, read_label, strata_of
+from trainfit.data.text_files import Columns, infer_labels, read_chunks
+
+JOINED = ["a|b", "a", "b|c", "a|c"] * 5
+
+
+@pytest.mark.parametrize(
+    ("values", "target", "separator"),
+    [
+        (["spam", "ham", "spam"], "single", None),
+        ([0, 1, 1, 0], "single", None),
+        (["0", "1", "2"] * 9, "single", None),
+        ([1.0, 2.0, 1.0], "single", None),
+        ([True, False], "single", None),
+        (list(range(77)) * 6, "single", None),  # numbers of 77 classes
+        (["3.7", "2.0", "4.1"], "regression", None),
+        ([0.5, 1.0, 1.5, 1.0], "regression", None),
+        (list(range(100, 160)), "regression", None),
+        (["-1e3", "2.5e-1"], "regression", None),
+        ([["a", "b"], [], ["c"]], "multi", None),
+        (JOINED, "multi", "|"),
+        (["a; b", "b;c", "a"], "multi", ";"),
+        (["a,b", "b,c", "c,a"], "multi", ","),
+        (["a", "b", "c", "a,b", "a"], "multi", ","),  # few rows have two, and all occur alone
+        (["['a', 'b']", "['b', 'c']", "['a', 'b']"], "multi", ","),
+        (["Arts, leisure", "Law, order", "Arts, leisure"], "single", None),
+        (["arts|leisure", *["law"] * 9], "single", None),
+        (["3.7", "n/a", "2.2"], "single", None),
+        ([], "single", None),
+        ([None, ""], "single", None),
+    ],
+)
+def test_the_values_tell_the_kind(values: list[Any], target: str, separator: str | None):
+    found = infer_kind(values)
+    assert (found.target, found.separator) == (target, separator)
+
+
+def test_what_is_asked_for_decides():
+    assert infer_kind([0, 1], "regression").target == "regression"
+    assert infer_kind(["1.5", "2.5"], "single").target == "single"
+    assert infer_kind(["a", "b", "a;c"], "multi").separator == ";"
+    assert infer_kind(["a", "b"], "multi").separator is None
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "label"),
+    [
+        (" b| a|b|", LabelKind(target="multi", separator="|"), ("a", "b")),
+        ("", LabelKind(target="multi", separator="|"), ()),
+        (None, LabelKind(target="multi"), ()),
+        (["b", 3], LabelKind(target="multi"), ("3", "b")),
+        ("['b', \"a\"]", LabelKind(target="multi", separator=","), ("a", "b")),
+        (" 3.5 ", LabelKind(target="regression"), 3.5),
+        (4, LabelKind(target="regression"), 4.0),
+    ],
+)
+def test_a_label_is_read(value: Any, kind: LabelKind, label: Any):
+    assert read_label(value, kind, "here") == label
+
+
+@pytest.mark.parametrize(
+    "value", ["nan", "inf", "1_000", "private words", True, None, 10**400, [1]]
+)
+def test_what_is_no_number_is_refused_and_not_shown(value: Any):
+    with pytest.raises(BadInput, match="row 7: the label is no number") as caught:
+        read_label(value, LabelKind(target="regression"), "row 7")
+    assert "private" not in str(caught.value)
+
+
+def test_lists_are_the_same_from_jsonl_and_parquet(tmp_path: Path):
+    labels = [["a", "b"], [], ["c"]]
+    rows = [{"text": f"t {n}", "label": label} for n, label in enumerate(labels)]
+    (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    for name in ("a.jsonl", "a.parquet"):
+        kind = infer_labels(tmp_path / name, Columns(), "auto")
+        assert kind == LabelKind(target="multi")
+        [chunk] = read_chunks(tmp_path / name, Columns(), kind=kind)
+        assert chunk.labels == [("a", "b"), (), ("c",)]
+
+
+def test_a_split_spreads_the_rarest_label_and_every_range_of_numbers():
+    labels = np.array([[1, 0], [1, 1], [0, 0], [1, 0]], dtype=np.uint8)
+    assert strata_of(labels).tolist() == [1, 2, 0, 1]
+    numbers = np.random.default_rng(0).normal(size=1000)
+    found = strata_of(numbers)
+    assert np.bincount(found).tolist() == [100] * 10
+    assert numbers[found == 0].max() < numbers[found == 9].min()
