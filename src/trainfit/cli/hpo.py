@@ -12,6 +12,7 @@ from trainfit.cli.config import config_option
 from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.cli.main import loading
 from trainfit.core import codec
+from trainfit.core.libraries import HPO, need
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -60,6 +61,7 @@ def _checked(task: str, overrides: tuple[str, ...], config_file: Path | None) ->
     from trainfit.jobs.configuration import configure
     from trainfit.jobs.registry import check_job
 
+    need("hpo", *HPO)
     check_job(task)
     words = with_file(task, config_file, overrides)
     configure(task, compose_study(task, words).job)
@@ -218,6 +220,7 @@ for _task, _about in _TASKS.items():
 @_JSON
 def status(study: str | None, storage: str | None, as_json: bool) -> None:
     """Trials of a STUDY, the best so far and the time left; without one, all studies."""
+    need("hpo", *HPO)
     from trainfit.cli.pages import status_page, studies_page
     from trainfit.hpo.status import status_of
     from trainfit.hpo.storage import reading_study
@@ -251,6 +254,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     The model that the study trained is shown where there is one. OVERRIDES change the
     configuration, such as optimization.compile=true training.num_epochs=20, and train another.
     """
+    need("hpo", *HPO)
     from trainfit.cli.main import INTERRUPTED
     from trainfit.hpo.final import finish
     from trainfit.hpo.storage import reading_study, using_database

@@ -18,7 +18,15 @@ from typing import Any, NoReturn, TextIO
 import click
 
 from trainfit import __version__
-from trainfit.core.errors import TrainfitError, TrainfitWarning, brief, did_you_mean, redact
+from trainfit.core.errors import (
+    BadInput,
+    TrainfitError,
+    TrainfitWarning,
+    brief,
+    did_you_mean,
+    redact,
+)
+from trainfit.core.libraries import PIP_NAMES, missing
 
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
@@ -135,12 +143,22 @@ def run(arguments: list[str]) -> int:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return 0
         except Exception as error:  # the last resort: no traceback reaches a user
+            if lacking := _lacking(error, arguments[0]):
+                return _fail(str(lacking), lacking.exit_code)
             if os.environ.get("TRAINFIT_TRACEBACK"):
                 raise
             first = (str(error).strip().splitlines() or ["no message"])[0]
             hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
             return _fail(f"internal error, {type(error).__name__}: {first}; {hint}", 1)
     return code if isinstance(code, int) else 0
+
+
+def _lacking(error: Exception, command: str) -> BadInput | None:
+    """Word the error of a library that is not installed; None for any other error."""
+    name = (getattr(error, "name", None) or "").partition(".")[0]
+    if not isinstance(error, ModuleNotFoundError) or name not in PIP_NAMES:
+        return None
+    return missing(command, name)
 
 
 def _fail(message: str, code: int) -> int:

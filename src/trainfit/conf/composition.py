@@ -18,6 +18,7 @@ from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, se
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.core import codec
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
+from trainfit.core.libraries import has, need
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -196,6 +197,7 @@ def _parse(
 
 def parse_word(word: str) -> Override:
     """Parse a word in Hydra's grammar; sweeps are allowed, deletions and additions are not."""
+    need(f"the word {brief(redact_word(word))!r}", "hydra")
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
@@ -267,7 +269,9 @@ def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
 def _hydra_compose(
     task: str, groups: tuple[str, ...]
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
-    """Merge default, hardware preset and experiment with Hydra."""
+    """Merge default, hardware preset and experiment with Hydra, or alone where it is missing."""
+    if not has("hydra"):
+        return _plain_compose(task, dict(group.split("=") for group in groups))
     from hydra import compose as hydra_compose
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
@@ -279,6 +283,29 @@ def _hydra_compose(
     data = OmegaConf.to_container(composed)
     assert isinstance(data, dict)
     return choices, {str(key): value for key, value in data.items() if key != "hydra"}
+
+
+def _plain_compose(
+    task: str, groups: dict[str, str]
+) -> tuple[dict[str, str | None], dict[str, Any]]:
+    """Merge the files as Hydra does, so that commands without key=value words need no Hydra."""
+    data = yaml.safe_load((task_folder(task) / "config.yaml").read_text())
+    listed: list[dict[str, str | None]] = data.pop("defaults")[1:]
+    chosen = {group: name for item in listed for group, name in item.items()}
+    choices = chosen | _overridden(task, groups.get("experiment")) | groups
+    for group, name in choices.items():
+        for key, value in layer(task, group, name).items() if name is not None else ():
+            _put(data, key, value)
+    return choices, data
+
+
+def _overridden(task: str, experiment: str | None) -> dict[str, str]:
+    """Groups that an experiment chooses: `- override /hardware: gpu_3090` in its defaults."""
+    if experiment is None:
+        return {}
+    path = task_folder(task) / "experiment" / f"{experiment}.yaml"
+    listed = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    return {key.removeprefix("override /"): name for item in listed for key, name in item.items()}
 
 
 def _origins(

@@ -15,6 +15,7 @@ from typing import IO, Any
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular
+from trainfit.core.libraries import need
 from trainfit.data.columns import shown_columns
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
@@ -121,6 +122,7 @@ def _answers(path: Path, request: dict[str, Any]) -> Generator[dict[str, Any]]:
 
 
 def _start(request: dict[str, Any]) -> subprocess.Popen[str]:
+    need("to read Parquet files and saved datasets", "pyarrow")
     # -P: beside the script lie modules with the names of libraries.
     command = [sys.executable, "-P", str(CHILD), str(_memory())]
     # The system's allocator reserves no more address space than it uses.

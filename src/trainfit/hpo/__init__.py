@@ -19,6 +19,9 @@ class _Search(ModuleType):
 
         The same call goes on where a study was left.
         """
+        from trainfit.core.libraries import HPO, need
+
+        need("hpo", *HPO)
         from trainfit.hpo.final import search
 
         return search(task, *overrides)

@@ -14,6 +14,7 @@ from torch import nn
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
+from trainfit.core.libraries import need
 from trainfit.core.plan_records import Precision
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.checkpoint import read_tensors
@@ -162,6 +163,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 
 def _load_adapter(encoder: PreTrainedModel, folder: Path) -> None:
     """Put the adapter into the encoder; transformers' own load_adapter leaves out DoRA's norms."""
+    need("a model with adapters", "peft")
     from peft import LoraConfig
 
     try:

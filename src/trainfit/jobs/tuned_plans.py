@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from trainfit.conf import Composed, compose
+from trainfit.conf import Composed, NliConfig, compose
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
+from trainfit.core.libraries import has
 from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import chosen_by, with_values
@@ -144,9 +145,19 @@ def subject() -> str:
     return f"{TASK} with {config.model.name}"
 
 
+def _example() -> Composed:
+    """Configuration of the job of the recommendation; without peft its encoder is frozen."""
+    composed = compose(TASK, OVERRIDES)
+    config = composed.config
+    if has("peft") or not isinstance(config, NliConfig):
+        return composed
+    model = replace(config.model, freeze_encoder=True)
+    return replace(composed, config=replace(config, model=model))
+
+
 def recommend(profile: HardwareProfile) -> Recommendation:
     """Plan the default job on this machine and return its settings as starting values."""
-    composed = compose(TASK, OVERRIDES)
+    composed = _example()
     plan = job_plan.answer(composed, job_plan.question(composed), profile)
     preset, why = preset_for(profile.gpu)
     row = Reason(setting="preset", value=preset, why=f"{why}; hardware={preset} pins its values")

@@ -10,6 +10,7 @@ from contextlib import ExitStack, contextmanager
 from typing import Any
 
 from trainfit.core.errors import BadInput
+from trainfit.core.libraries import warn_of_newer
 from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import Applied, Change
 from trainfit.runtime import environment
@@ -282,6 +283,7 @@ def apply(settings: RuntimeSettings | Plan) -> Applied:
     `Applied.changes` has the value of each switch as read back, and a note where it could not be
     set. `undo` takes the result and restores everything.
     """
+    warn_of_newer()
     wanted = settings.runtime if isinstance(settings, Plan) else settings
     with ExitStack() as restore:
         asked = {name: getattr(wanted, name) for name in _SWITCHES}

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trainfit.core.errors import BadInput
+from trainfit.core.libraries import need
 from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
 
 if TYPE_CHECKING:
@@ -33,6 +34,7 @@ def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
 
 def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
     """Add LoRA or DoRA to the attention projections; everything else is frozen."""
+    need(f"model.method={settings.method}", "peft")
     from peft import LoraConfig
     from peft.tuners.lora.dora import DoraLinearLayer
     from transformers.pytorch_utils import Conv1D
@@ -78,8 +80,11 @@ def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
     """Recompute all blocks, or every second one, in the backward pass."""
     if how == "none":
         return
-    model.gradient_checkpointing_enable(
-        {"use_reentrant": False}, every_n_layers=2 if how == "selective" else 1
-    )
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    blocks = [block for block in model.modules() if isinstance(block, GradientCheckpointingLayer)]
+    for block in blocks[1::2] if how == "selective" else ():
+        block.gradient_checkpointing = False  # older transformers lack every_n_layers
     # Only re-entrant checkpointing needs it; it would run the backward pass of frozen parts.
     model.disable_input_require_grads()  # type: ignore[no-untyped-call]

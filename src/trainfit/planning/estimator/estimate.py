@@ -23,6 +23,7 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
+from trainfit.core.libraries import warn_of_newer
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.planning.estimator.step_time import Done, recorded
@@ -150,6 +151,7 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
     A child takes seconds to start, so it is kept for later requests. `child` numbers the children
     that answer at the same time.
     """
+    warn_of_newer()
     # The child must find everything that the parent can import.
     path = os.pathsep.join(entry for entry in sys.path if entry)
     return _child(child, path).ask(requests)

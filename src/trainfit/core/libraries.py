@@ -1,0 +1,75 @@
+"""Libraries that only a part of trainfit needs: is one there, and the line where it is not."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from functools import cache
+from importlib import metadata
+from importlib.util import find_spec
+
+from trainfit.core.errors import BadInput, TrainfitWarning
+
+PIP_NAMES = {
+    "alembic": "'trainfit[hpo]'",
+    "datasets": "'trainfit[data]'",
+    "hydra": "hydra-core",
+    "lightning": "'trainfit[lightning]'",
+    "omegaconf": "hydra-core",
+    "optuna": "'trainfit[hpo]'",
+    "peft": "peft",
+    "psycopg": "'trainfit[postgres]'",
+    "pyarrow": "pyarrow",
+    "scipy": "scipy",
+    "sentencepiece": "sentencepiece",
+    "sklearn": "scikit-learn",
+    "sqlalchemy": "'trainfit[hpo]'",
+}
+"""Name for pip install by the name to import."""
+
+HPO = ("optuna", "sqlalchemy")
+"""Libraries of the extra `hpo`."""
+
+NEWEST_TESTED = {"torch": "2.13", "transformers": "5.22"}
+"""Newest minor version of each library that docs/compat.md lists; a newer one gets a warning."""
+
+
+def has(module: str) -> bool:
+    """Tell if a library is installed; it is not imported."""
+    return find_spec(module) is not None
+
+
+def need(what: str, *modules: str) -> None:
+    """Raise BadInput with the pip command where `what` needs a library that is not installed."""
+    for module in modules:
+        if not has(module):
+            raise missing(what, module)
+
+
+def missing(what: str, module: str) -> BadInput:
+    """Word the error for a library that is not installed."""
+    return BadInput(f"{what} needs {module}", f"pip install {PIP_NAMES.get(module, module)}")
+
+
+@cache
+def warn_of_newer() -> None:
+    """Warn, once in a process, of libraries that are newer than any that was tested."""
+    for name, tested in NEWEST_TESTED.items():
+        if (found := _version(name)) is not None and _minor(found) > _minor(tested):
+            warnings.warn(
+                f"{name} {found} is newer than any that trainfit was tested with ({tested}); "
+                f"if something is odd, pip install '{name}=={tested}.*'",
+                TrainfitWarning,
+                stacklevel=3,
+            )
+
+
+def _version(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> tuple[int, ...]:
+    return tuple(map(int, re.findall(r"\d+", version)[:2]))
