@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from jobs_tiny import TINY, rows, tiny
+from jobs_tiny import OTHERS, TINY, rows, tiny
 from peft import PeftModel
 from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
@@ -20,6 +20,7 @@ from trainfit.jobs.models.adapters import projections
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.dora import CompilableDora
 from trainfit.kernels.layout import lay_out
+from trainfit.kernels.supported import NOT_RECOMPUTED
 from trainfit.runtime import repeated_blocks
 
 LABELS = torch.tensor([0, 2, 1, 1])
@@ -213,6 +214,23 @@ def test_checkpointing_keeps_less_and_computes_the_same(name: str, method: str) 
     assert kept["full"] < kept["selective"] < kept["none"]
     torch.testing.assert_close(gradients["full"], gradients["none"], rtol=1e-10, atol=1e-10)
     torch.testing.assert_close(gradients["selective"], gradients["none"], rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_every_family_has_adapters_on_its_attention_and_recomputes_or_says_that_it_cannot(
+    name: str,
+) -> None:
+    model = tiny(name, method="lora")
+    blocks = 1 if name == "albert-base-v2" else model.encoder.config.num_hidden_layers
+    adapted = [key for key, one in model.named_parameters() if one.requires_grad and "lora" in key]
+    assert len(adapted) in (blocks * 2 * 2, blocks * 4 * 2)  # two matrices for each projection
+    step(model, rows().padded)
+    if model.encoder.config.model_type in NOT_RECOMPUTED:
+        with pytest.raises(BadInput, match="cannot compute the blocks"):
+            tiny(name, checkpointing="full")
+    else:
+        plain, again = (step(tiny(name, checkpointing=c), rows().padded) for c in ("none", "full"))
+        torch.testing.assert_close(again, plain)
 
 
 # ── dropout ───────────────────────────────────────────────────────────────────────────────────

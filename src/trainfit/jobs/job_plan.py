@@ -34,7 +34,7 @@ from trainfit.hardware.model_shapes import (
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
-from trainfit.kernels.supported import CAPPED_HEADS, OWN_ATTENTION, model_obstacle
+from trainfit.kernels.supported import CAPPED_HEADS, NOT_RECOMPUTED, OWN_ATTENTION, model_obstacle
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
@@ -199,6 +199,7 @@ def question(
         unpackable=facts.unpackable,
         own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
+        not_recomputed=facts.not_recomputed,
         no_liger=facts.no_liger,
         uncapturable=None,
         causal=causal,
@@ -286,6 +287,7 @@ class ModelFacts:
     unpackable: str | None
     own_attention: bool
     packed_attention: str
+    not_recomputed: str | None
     no_liger: str | None
     vocabulary: int
     """Number of tokens in its vocabulary."""
@@ -312,6 +314,9 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         unpackable=unpackable,
         own_attention=kind in OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
+        not_recomputed=f"transformers cannot compute the blocks of {name} again"
+        if kind in NOT_RECOMPUTED
+        else None,
         no_liger=supported.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),
     )

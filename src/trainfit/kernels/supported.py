@@ -16,6 +16,8 @@ MODEL_TYPE = "deberta-v2"
 """transformers' name for DeBERTa-v2 and DeBERTa-v3."""
 OWN_ATTENTION = ("deberta", MODEL_TYPE, "mpnet")
 """Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
+NOT_RECOMPUTED = ("albert", "mpnet")
+"""Encoders whose blocks transformers cannot compute again in the backward pass."""
 TERMS = ("c2p", "p2c")
 """Score terms beside the content: the query's and the key's product with their distance."""
 _HEADS = (16, 32, 64, 128)
@@ -26,7 +28,7 @@ CAPPED_HEADS = (*_HEADS, 256)
 def model_obstacle(fields: dict[str, Any]) -> str | None:
     """Reason why no GPU can run packed attention for a model's config; None: it can."""
     if fields.get("model_type") != MODEL_TYPE or not fields.get("relative_attention"):
-        return "it has an attention of its own"
+        return "no kernel here computes it on packed rows"
     terms = fields.get("pos_att_type") or []
     terms = terms.split("|") if isinstance(terms, str) else terms
     if set(terms) != set(TERMS):

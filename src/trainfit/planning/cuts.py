@@ -200,7 +200,8 @@ def checkpointing_modes(question: Question, fixed: FixedSettings) -> tuple[Check
     if fixed.checkpointing is not None:
         return (fixed.checkpointing.value,)
     # A frozen encoder has no backward pass to keep activations for.
-    return ("none",) if question.workload.method == "frozen" else MODES
+    never = question.workload.method == "frozen" or question.not_recomputed is not None
+    return ("none",) if never else MODES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -111,6 +111,8 @@ def _checkpointing(
         return fixed.checkpointing
     if question.workload.method == "frozen":
         return Choice(value="none", why="a frozen encoder keeps nothing for a backward pass")
+    if question.not_recomputed is not None:
+        return Choice(value="none", why=question.not_recomputed)
     if not chosen.fits:
         return Choice(value=best.checkpointing, why="what takes the least memory; it does not fit")
     others = [
@@ -169,8 +171,9 @@ def _other_methods(
     if question.causal or question.workload.method != "full":
         return []
     base = arguments | best.cutting.shape
+    least = "full" if question.not_recomputed is None else "none"
     asked = {
-        "LoRA (model.method=lora)": {"method": "lora", "checkpointing": "full"},
+        "LoRA (model.method=lora)": {"method": "lora", "checkpointing": least},
         "a frozen encoder (model.freeze_encoder=true)": {
             "method": "frozen",
             "checkpointing": "none",

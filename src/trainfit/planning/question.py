@@ -50,6 +50,8 @@ class Question(Record):
     """The model's own code attends to padded rows, where the memory margin is wider."""
     packed_attention: str = "varlen"
     """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
+    not_recomputed: str | None = None
+    """Reason why the blocks cannot be computed again in the backward pass; None: they can."""
     no_liger: str | None = "Liger is for transformers' models"
     """Reason why Liger has no kernels for the model; None: it has."""
     uncapturable: str | None = "its loss may wait for the GPU"

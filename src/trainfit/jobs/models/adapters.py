@@ -20,6 +20,13 @@ _PROJECTIONS = (
     ("Wqkv", "attn.Wo"),  # ModernBERT
     ("attn.c_attn", "attn.c_proj"),  # GPT-2
     ("q_lin", "k_lin", "v_lin", "out_lin"),  # DistilBERT
+    ("query", "key", "value", "attention.dense"),  # ALBERT
+    ("in_proj", "attention.output.dense"),  # DeBERTa of version 1
+    ("attn.q", "attn.k", "attn.v", "attn.o"),  # MPNet
+    ("q_proj", "k_proj", "v_proj", "self_attn.dense"),  # Phi
+    ("qkv_proj", "o_proj"),  # Phi-3
+    ("query_key_value", "attention.dense"),  # Pythia
+    ("q_proj", "k_proj", "v_proj", "self_attn.out_proj"),  # OPT
 )
 """Names of the query, key, value and output projections of attention in each family."""
 
@@ -80,6 +87,11 @@ def checkpoint_blocks(model: PreTrainedModel, how: Checkpointing) -> None:
     """Recompute all blocks, or every second one, in the backward pass."""
     if how == "none":
         return
+    if not model.supports_gradient_checkpointing:
+        raise BadInput(
+            f"transformers cannot compute the blocks of {model.config.model_type} again",
+            "set model.use_gradient_checkpointing=false",
+        )
     from transformers.modeling_layers import GradientCheckpointingLayer
 
     model.gradient_checkpointing_enable({"use_reentrant": False})

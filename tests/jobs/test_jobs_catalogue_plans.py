@@ -1,0 +1,34 @@
+"""A plan for one model of each family of the catalogue, without a network."""
+
+from __future__ import annotations
+
+import pytest
+
+import trainfit
+from trainfit.hardware.model_shapes import OWN_GPT, ModelShape, model_shapes
+
+FAMILIES = {
+    shape.config["model_type"]: shape
+    for shape in reversed(model_shapes())
+    if shape.config["model_type"] != OWN_GPT
+}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("shape", FAMILIES.values(), ids=FAMILIES)
+def test_a_model_of_every_family_is_planned(shape: ModelShape) -> None:
+    plan = trainfit.plan("textclass", gpu="4090", model=shape.slug)
+    assert plan.memory is not None
+    weights = plan.memory.weights_gib * 2**30 / shape.parameters
+    assert 1.9 < weights < 4.4  # bytes of a weight, with the head and without a pooler
+    # In full training a weight has a gradient and two moments, all in float32.
+    assert plan.fits == (16 * shape.parameters < plan.memory.capacity_gib * 2**30)
+
+
+@pytest.mark.soak
+def test_blocks_that_cannot_be_recomputed_are_not_where_memory_is_tight() -> None:
+    plan = trainfit.plan(
+        "textclass", "model.method=full", gpu="t4", model="albert-xlarge-v2", memory_gib=2.5
+    )
+    assert plan.gradient_checkpointing == "none"
+    assert any("cannot compute the blocks" in reason.why for reason in plan.reasons)
