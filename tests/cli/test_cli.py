@@ -54,7 +54,7 @@ WRONG = {
     "train textclass data.train=rows.jsonl": "row 1 has no text",
     "train nli model.name=empty": "no config.json in empty",
     "train nli model.name=bert-bse": "did you mean bert-base",
-    "train gpt data.data_dir=gone": "no folder gone",
+    "train gpt data.data_dir=gone": "no file or folder gone",
     "plan nli --model empty": "no config.json in empty",
     "plan gpt --model bert-base --gpu t4": "bert-base is no model for gpt",
     "plan nli --gpu t5": "did you mean t4",

@@ -33,7 +33,7 @@ PUBLISHED = {
     "modernbert-base": 149_014_272,
     "gpt2": 124_439_808,
 }
-GPTS = ("gpt-tiny", "gpt-small", "gpt-medium", "gpt-124m")
+GPTS = ("gpt-tiny", "gpt-mini", "gpt-small", "gpt-medium", "gpt-124m")
 OWN = (*GPTS, "modernbert-tiny")
 
 
@@ -103,6 +103,7 @@ FORMULAS = {
     "modernbert-tiny": modernbert(1024, 64, 2, 128),
     "gpt2": gpt2(50_257, 1024, 768, 12),
     "gpt-tiny": own_gpt(2048, 128, 128, 4),
+    "gpt-mini": own_gpt(8192, 256, 384, 6),
     "gpt-small": own_gpt(30_000, 1024, 768, 12),
     "gpt-medium": own_gpt(30_000, 1024, 1024, 24),
     "gpt-124m": own_gpt(50_304, 1024, 768, 12),

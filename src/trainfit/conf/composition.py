@@ -101,9 +101,9 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
     data = deepcopy(shipped)
     for key, value in _own_tasks[task].defaults.items() if task in _own_tasks else ():
-        _put(data, key, value)
+        put_value(data, key, value)
     for key, item in settled.items():
-        _put(data, key, item.value)
+        put_value(data, key, item.value)
     problems += contradictions
     try:
         config = codec.decode(schema, data)
@@ -295,7 +295,7 @@ def _plain_compose(
     choices = chosen | _overridden(task, groups.get("experiment")) | groups
     for group, name in choices.items():
         for key, value in layer(task, group, name).items() if name is not None else ():
-            _put(data, key, value)
+            put_value(data, key, value)
     return choices, data
 
 
@@ -337,7 +337,8 @@ def flatten(data: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
             yield f"{prefix}{key}", value
 
 
-def _put(data: dict[str, Any], key: str, value: Any) -> None:
+def put_value(data: dict[str, Any], key: str, value: Any) -> None:
+    """Set a dotted key of a nested mapping."""
     *path, last = key.split(".")
     for part in path:
         data = data[part]

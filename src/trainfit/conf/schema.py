@@ -167,7 +167,7 @@ class GptModel:
     """The model of a pretraining job."""
 
     name: Place
-    """A GPT shape of the catalogue: gpt-tiny, gpt-small, gpt-medium or gpt-124m."""
+    """A GPT shape of the catalogue: gpt-tiny, gpt-mini, gpt-small, gpt-medium or gpt-124m."""
     n_layer: Layers | None
     """null: as the name says. So are the next two."""
     n_head: Small | None
@@ -241,12 +241,12 @@ class TextData:
     """A stream of tokens."""
 
     data_dir: Place | None
-    """A folder of `trainfit prepare gpt`, or of nanoGPT's token files with a meta.json; null: the
-    source of Python's standard library."""
+    """A text file, a folder of .txt files, one of `trainfit prepare gpt`, or of nanoGPT's token
+    files with a meta.json; null: the source of Python's standard library."""
     max_length: Tokens
     """Tokens per sequence: the block size."""
     vocab_size: Annotated[int, Range(257, 2**24)]
-    """Vocabulary of the tokenizer that is learned where data_dir is null."""
+    """Vocabulary of the tokenizer that is learned where data_dir names no tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -20,6 +20,8 @@ from trainfit.data.text_files import read_texts
 
 END_OF_TEXT = "<|endoftext|>"
 _TABLES = (".csv", ".jsonl", ".parquet")
+_TEXTS = (".txt", ".text", ".md")
+"""Files of a folder that is named as data itself; other files there may be anything."""
 _BLOCK = 1 << 20
 _LONGEST = 4 << 20
 """Characters of the longest piece; a longer document comes in several pieces."""
@@ -67,17 +69,43 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     return list(found)
 
 
-def _named(path: Path) -> Path:
+def find_texts(given: Path) -> list[Path]:
+    """List the text file that is named as data, or the text files of a folder; one has a text."""
+    fix = "give a text file, a folder of .txt files, or one that `trainfit prepare gpt` wrote"
+    try:
+        given.stat()
+        inside = given.is_dir()
+        files = list(_inside(given, _TEXTS)) if inside else [_named(given, fix)]
+    except FileNotFoundError:
+        raise BadInput(f"no file or folder {given}", fix) from None
+    except OSError as error:
+        raise BadInput(f"cannot read {str(given)!r:.200} ({reason(error)})", fix) from None
+    if not files:
+        raise BadInput(f"there are no token files and no texts in {given}", fix)
+    if not any(map(_has_text, files)):
+        what = f"the files of {given} are empty" if inside else f"{given} is empty"
+        raise BadInput(what, "give a text to learn from")
+    return files
+
+
+def _has_text(path: Path) -> bool:
+    if path.suffix.lower() in _TABLES:
+        return any(True for _ in read_texts(path, "text"))
+    return any(block.strip() for block in _blocks(path))
+
+
+def _named(path: Path, fix: str = "check --input") -> Path:
     """Check that a file that was named itself exists and is text."""
-    if not _is_text(check_regular(path, "check --input")):
+    if not _is_text(check_regular(path, fix)):
         raise BadInput(f"{path} is binary, or not UTF-8: it has NUL bytes", "save it as UTF-8 text")
     return path
 
 
-def _inside(folder: Path) -> Iterator[Path]:
+def _inside(folder: Path, suffixes: Sequence[str] = ("",)) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
-        if path.is_file() and not hidden and _is_text(path):
+        named = path.name.lower().endswith(tuple(suffixes))
+        if named and path.is_file() and not hidden and _is_text(path):
             yield path
 
 
@@ -89,15 +117,41 @@ def _is_text(path: Path) -> bool:
 
 
 def read_pieces(
-    files: Sequence[Path], *, seed: int, separator: str = END_OF_TEXT, column: str = "text"
+    files: Sequence[Path],
+    *,
+    seed: int,
+    separator: str = END_OF_TEXT,
+    column: str = "text",
+    ends: float | None = None,
 ) -> Iterator[Piece]:
-    """Read the documents of the files in order; empty ones are left out."""
+    """Read the documents of the files in order; empty ones are left out.
+
+    `ends` is the share of each text file that is held out at its end, where there are too few
+    documents to hold out some of them.
+    """
     for path in files:
         if path.suffix.lower() in _TABLES:
             for text in read_texts(path, column):
                 yield Piece(text=text, place=_place(text, seed), last=True)
-        else:
+        elif ends is None:
             yield from _pieces(path, seed, separator)
+        else:
+            yield from _with_end_apart(path, separator, ends)
+
+
+def _with_end_apart(path: Path, separator: str, share: float) -> Iterator[Piece]:
+    """Split a text file as `_pieces` does, with the place 0 after its border, cut at a line end."""
+    border, done = path.stat().st_size * (1 - share), 0
+    for text, last in _cut(path, separator):
+        size = len(text.encode(errors="replace"))
+        if done < border < done + size:
+            about = int(len(text) * (border - done) / size)
+            cut = text.rfind("\n", 0, about) + 1 or about
+            yield Piece(text=text[:cut], place=share, last=True)
+            yield Piece(text=text[cut:], place=0.0, last=last)
+        elif text.strip():
+            yield Piece(text=text, place=share if done < border else 0.0, last=last)
+        done += size
 
 
 def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:

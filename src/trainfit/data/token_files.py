@@ -114,6 +114,11 @@ def open_tokens(folder: Path, *, survey: bool = True) -> TokenFolder:
     )
 
 
+def is_prepared(folder: Path) -> bool:
+    """Look for token files in a folder; anything else is a text or a folder of texts."""
+    return any((folder / name).is_file() for name in (META, "meta.pkl", *FILES.values()))
+
+
 def read_header(folder: Path) -> Header:
     """Read meta.json of a folder, in trainfit's form or nanoGPT's."""
     path = folder / META

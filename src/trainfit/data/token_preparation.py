@@ -12,8 +12,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, BinaryIO
 
@@ -25,7 +26,14 @@ from trainfit.core.codec import Length, Range
 from trainfit.core.errors import BadInput, RunFailed, reason
 from trainfit.core.files import cache_folder, checksum
 from trainfit.core.records import Record
-from trainfit.data.corpus import END_OF_TEXT, Piece, find_files, read_pieces, standard_library
+from trainfit.data.corpus import (
+    END_OF_TEXT,
+    Piece,
+    find_files,
+    find_texts,
+    read_pieces,
+    standard_library,
+)
 from trainfit.data.token_files import (
     FILES,
     META,
@@ -51,6 +59,8 @@ _LEARNED_FROM = 1 << 30
 """Most bytes that a tokenizer is learned from; larger corpora are sampled."""
 _TOGETHER = 1 << 20
 """Characters sent to a process at a time."""
+_FEW = 100
+"""Documents from which on a share of them is held out; of fewer, chance might hold out none."""
 _Encoded = list[NDArray[np.uint32]]
 
 
@@ -68,6 +78,10 @@ class Preparation(Record):
     """Text that separates documents in a file."""
     column: Annotated[str, Length(1, 500)] = "text"
     """Column with the texts in CSV, JSONL and Parquet files."""
+    least: Annotated[int, Range(0)] = 0
+    """Occurrences that make a piece of text a token: the vocabulary is saved with the model."""
+    ends: bool = False
+    """Hold out the end of each text file, not whole documents."""
 
 
 def prepare_tokens(
@@ -96,11 +110,26 @@ def prepare_tokens(
 
 def embedded_tokens(how: Preparation, progress: Progress | None = None) -> Path:
     """Return the folder with the tokens of Python's own source, making it at first use."""
-    files = standard_library()
+    return _kept("python", standard_library(), how, progress)
+
+
+def text_tokens(place: Path, how: Preparation, progress: Progress | None = None) -> Path:
+    """Return the folder with the tokens of a text file or a folder of them, made at first use.
+
+    Of a few documents, the end of each file is held out.
+    """
+    files = find_texts(place)
+    documents = (piece for piece in _pieces(files, how) if piece.last)
+    few = len(list(islice(documents, _FEW))) < _FEW
+    return _kept("texts", files, replace(how, ends=few), progress)
+
+
+def _kept(name: str, files: Sequence[Path], how: Preparation, progress: Progress | None) -> Path:
+    """Return the cached folder of these files' tokens, by their content; it holds no text."""
     digest = hashlib.sha256(json.dumps(asdict(how), sort_keys=True).encode())
     for path in files:
-        digest.update(path.read_bytes())
-    folder = cache_folder() / "corpora" / f"python-{digest.hexdigest()[:32]}"
+        digest.update(checksum(path).encode())
+    folder = cache_folder() / "corpora" / f"{name}-{digest.hexdigest()[:32]}"
     try:
         open_tokens(folder)
     except BadInput as error:
@@ -162,11 +191,12 @@ def _tokenizer(
             if how.validation_share <= piece.place <= most:
                 yield piece.text
 
-    return learn_bpe(texts(), how.vocab_size, how.special)
+    return learn_bpe(texts(), how.vocab_size, how.special, least=how.least)
 
 
 def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
-    return read_pieces(files, seed=how.seed, separator=how.separator, column=how.column)
+    ends = how.validation_share if how.ends else None
+    return read_pieces(files, seed=how.seed, separator=how.separator, column=how.column, ends=ends)
 
 
 # ── tokens ────────────────────────────────────────────────────────────────────────────────────

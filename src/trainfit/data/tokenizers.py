@@ -132,7 +132,9 @@ def learn_tokenizer(
     )
 
 
-def learn_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()) -> Backend:
+def learn_bpe(
+    texts: Iterable[str], vocab_size: int, special: Sequence[str] = (), *, least: int = 0
+) -> Backend:
     """Learn a tokenizer for GPT; the end of a text and the `special` tokens come first."""
     special = list(dict.fromkeys([END_OF_TEXT, *special]))
     fewest = _BYTES + len(special)
@@ -141,7 +143,7 @@ def learn_bpe(texts: Iterable[str], vocab_size: int, special: Sequence[str] = ()
             f"a vocabulary of {vocab_size}",
             f"give {fewest} or more: one for each byte and each special token",
         )
-    return _learn(texts, vocab_size, special, least=0, space_first=False)
+    return _learn(texts, vocab_size, special, least=least, space_first=False)
 
 
 def _learn(

@@ -12,12 +12,14 @@ from trainfit.conf.composition import as_word
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
+from trainfit.data.corpus import find_texts
 from trainfit.data.label_kinds import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
 from trainfit.data.text_files import Columns, check_columns, infer_labels
-from trainfit.data.token_files import read_header
+from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
+from trainfit.jobs.gpt_choice import fitted
 from trainfit.jobs.job_plan import check_model, model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own, load
@@ -43,7 +45,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     """
     composed = _filled(task, overrides)
     check_data(composed.config)
-    composed = _with_target_note(composed)
+    composed = fitted(_with_target_note(composed))
     if not is_own(task) and not _is_on_hub(composed.config.model.name):
         check_model(composed)
     model = getattr(composed.config, "model", None)
@@ -60,7 +62,8 @@ def check_data(config: Config) -> None:
     if isinstance(config, NliConfig) and config.data.data_dir is not None:
         check_redsm5(config.data.data_dir)
     elif isinstance(config, GptConfig) and config.data.data_dir is not None:
-        read_header(Path(config.data.data_dir))
+        place = Path(config.data.data_dir)
+        read_header(place) if is_prepared(place) else find_texts(place)
     elif isinstance(config, TextclassConfig):
         data = config.data
         for path in (data.train, data.validation, data.test):

@@ -21,14 +21,14 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
-from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens
+from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens, text_tokens
 from trainfit.engine.distributed import World, first_says, gather
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
-from trainfit.jobs import exports, gpt_result, job_plan, tuned_plans
+from trainfit.jobs import exports, gpt_choice, gpt_result, job_plan, tuned_plans
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
@@ -156,21 +156,29 @@ def prepare(
     progress: Progress | None = None,
     nested: bool = True,
 ) -> PreparedGpt:
-    """Open the tokens that are named, or those of the standard library, made by the first rank."""
+    """Open the tokens that are named, or those of a text, made by the first rank."""
     del nested  # there are no folds
     config = composed.config
     assert isinstance(config, GptConfig)
     world = world or World()
-    folder = config.data.data_dir or ""
-    if world.first and not folder:
-        how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
-        folder = str(embedded_tokens(how, progress))
-    folder = first_says(world, folder)
+    folder = first_says(world, str(_token_folder(composed, progress)) if world.first else "")
     data = open_tokens(Path(folder), survey=world.first)
     size = _vocabulary(config, data)
     settled = replace(config, model=replace(config.model, vocab_size=size))
     count_blocks(data.train, config.data.max_length, "training")
     return PreparedGpt(composed=replace(composed, config=settled), data=data)
+
+
+def _token_folder(composed: Composed, progress: Progress | None) -> Path:
+    """Return the folder of tokens that is named, or that of a text or the standard library."""
+    config, text = composed.config, gpt_choice.text_of(composed)
+    assert isinstance(config, GptConfig)
+    if text is not None:
+        return text_tokens(text, gpt_choice.preparation(config), progress)
+    if config.data.data_dir is not None:
+        return Path(config.data.data_dir)
+    how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
+    return embedded_tokens(how, progress)
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:

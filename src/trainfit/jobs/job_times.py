@@ -41,6 +41,12 @@ _FORWARD = {"full": 0.4, "frozen": 0.0}
 _FORWARD_ADAPTED = 0.55
 _EVALUATED_ROWS = 16
 """Sequences in a batch of an evaluation that has a number of batches."""
+_OPERATIONS = {"full": 6, "frozen": 0.1}
+"""Operations per weight and token of a training; with adapters 4. A frozen encoder runs once."""
+CORE_RATE = 4e10
+"""Operations per second of a CPU's core in the step of a small model."""
+_LONG = 2 * 3600.0
+"""Seconds from which on a job says that it will take hours."""
 _KEPT = 256
 """Factors that are kept, the last learned."""
 _MOST = 20.0
@@ -101,6 +107,33 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     time = _at(plan, question, step * factors["steps"])
     whole = sum(stages.values())
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
+
+
+def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | None:
+    """Say that a job takes hours here, and what would not; None for a shorter job."""
+    told = None if plan.time is None else plan.time.job_seconds
+    seconds = _by_operations(plan, question) if told is None else told
+    if seconds is None or seconds < _LONG:
+        return None
+    work = plan.workload
+    steps = math.ceil(work.sequences / plan.effective_batch_size) * work.epochs
+    fewer = max(1, int(steps * 3600 / seconds))
+    hours = f"{seconds / 3600:,.0f} hours"
+    smaller = ", or take a smaller model (model.name)" if named_model else ""
+    return (
+        f"this job takes about {hours} on this machine; for about an hour, set "
+        f"training.max_steps={fewer} in place of {math.ceil(steps):,}{smaller}"
+    )
+
+
+def _by_operations(plan: Plan, question: Question) -> float | None:
+    """Estimate a CPU's seconds by the operations of the steps: no rule tells the time of one."""
+    if plan.device != "cpu" or question.sizes is None:
+        return None
+    work, threads = question.workload, plan.runtime.num_threads or 1
+    tokens = sum(work.lengths) / max(len(work.lengths), 1) * work.sequences
+    per_token = _OPERATIONS.get(work.method, 4) * count_weights(question.sizes)
+    return tokens * per_token * work.epochs * work.trainings / (CORE_RATE * threads)
 
 
 def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:

@@ -57,6 +57,8 @@ class Show:
     """Trackers of a fold in that folder."""
     busy: Callable[[str], AbstractContextManager[Any]] = lambda _what: nullcontext()
     """A sign of life while something takes a while."""
+    note: Callable[[str], None] = lambda _text: None
+    """A line to read before the training begins."""
 
 
 class Prepared(Protocol):
@@ -232,6 +234,8 @@ def train_job(
             plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
+        if resume is None and (text := _length_note(prepared, profile, plan)) is not None:
+            show.note(text)
         with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
             run = Run(
                 prepared=prepared,
@@ -303,6 +307,12 @@ def make_plan(
     if memory_gib is None:
         plan = tuned_plans.with_tuned(job, plan)
     return job_times.with_job_time(plan, job.question, profile, job.load)
+
+
+def _length_note(prepared: Prepared, profile: HardwareProfile, plan: Plan) -> str | None:
+    question = prepared.tuned_job(profile, plan.ranks).question
+    named = hasattr(prepared.config, "model")
+    return job_times.length_note(plan, question, named_model=named)
 
 
 def begin(

@@ -110,6 +110,7 @@ def show(composed: Composed) -> Show:
         watch=watch,
         track=lambda run: (*open_trackers(tracking, run, composed), *gpu_trackers(run)),
         busy=terminal.busy,
+        note=lambda text: console.print(Text(f"trainfit: note: {text}"), soft_wrap=True),
     )
 
 
