@@ -25,7 +25,6 @@ BAD_JSONL = {
     "same key twice": '{"text": "private", "text": "private", "label": 1}\n',
     "surrogate pair": '{"text": "private \\ud83d", "label": "a"}\n',
     "row 1, column label: half of": '{"text": "private", "label": "\\udfff"}\n',
-    "column label: there is no label": GOOD + '{"text": "private", "label": null}\n',
     "label is a number, but text in row 1": GOOD + '{"text": "private", "label": 1}\n',
     "label is true or false": '{"text": "x", "label": 1}\n{"text": "x", "label": true}\n',
     "label has 300 characters": '{"text": "x", "label": "' + "private " * 37 + 'four"}\n',

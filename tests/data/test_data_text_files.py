@@ -145,7 +145,7 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
     tmp_path: Path, tokenizer, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
-    rows = [*ROWS, {"text": " ", "label": 1, "who": "w"}]
+    rows = [*ROWS, {"text": 3, "label": 1, "who": "w"}]
     with pytest.raises(BadInput, match="row 49, column text: there is no text"):
         tokenize_file(put(tmp_path, "jsonl", rows), tokenizer, max_length=9, columns=Columns())
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
@@ -156,7 +156,7 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
     [
         ("a.csv", "text,label\n", "no rows"),
         ("a.csv", "text,class\nx,1\n", "no column label"),
-        ("a.csv", "text,label\nx,\n", "row 1, column label"),
+        ("a.csv", "text,label\nx,\n ,1\n,\n", "has no rows with a text and a label"),
         ("a.csv", 'text,label\n"x,1\n', "row 1 cannot be read"),
         ("a.jsonl", '{"text": "x", "label": 1}\nprivate words\n', "row 2 is not a JSON object"),
         ("a.jsonl", '{"text": "private words"}\n', "no column label"),

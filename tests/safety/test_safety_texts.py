@@ -65,7 +65,7 @@ def kept(tmp_path: Path, data: Path) -> list[Path]:
 @pytest.mark.parametrize(
     ("column", "says"),
     [
-        ("text", "text and label are both"),
+        ("text", "40 different labels in 40 rows"),
         ("title", "40 different labels in 40 rows"),
         ("essay", "characters"),
         ("post_id", "40 different labels in 40 rows"),

@@ -23,9 +23,11 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     "--file",
     "path",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="CSV, JSONL or Parquet with a column of texts.",
+    help="CSV, TSV, JSONL, JSON or Parquet with a column of texts.",
 )
-@click.option("--text-column", default="text", show_default=True)
+@click.option(
+    "--text-column", default="auto", show_default=True, help="auto: by its name, such as text."
+)
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
@@ -88,10 +90,14 @@ def _item(text: str) -> Any:
 
 
 def _read(path: Path | None, column: str) -> list[str]:
+    from trainfit.data.columns import choose_columns
+    from trainfit.data.row_files import column_names
     from trainfit.data.text_files import read_texts
 
     assert path is not None
-    return list(read_texts(path, column))
+    names = column_names(path) if column == "auto" else [column]
+    chosen = choose_columns(names, {"text": column}, str(path), {"text": "--text-column"})
+    return list(read_texts(path, chosen["text"]))
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

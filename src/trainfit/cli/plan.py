@@ -62,6 +62,7 @@ def command(
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import check_data
     from trainfit.jobs.registry import check_job
+    from trainfit.jobs.text_sources import settle_sources
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -71,7 +72,7 @@ def command(
     if plot is not None:
         check_plot(plot)
     check_job(task)
-    composed = compose(task, with_file(task, config_file, overrides))
+    composed = settle_sources(compose(task, with_file(task, config_file, overrides)))
     check_data(composed.config)
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)

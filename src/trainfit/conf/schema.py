@@ -213,13 +213,15 @@ class TextclassData:
     """Texts with a label."""
 
     train: Place | None
-    """A CSV, TSV, JSONL, JSON or Parquet file, or a folder that datasets' save_to_disk wrote; null:
-    synthetic texts."""
+    """A CSV, TSV, JSONL, JSON or Parquet file, a folder that datasets' save_to_disk wrote, or one
+    with files such as train.csv, validation.csv and test.csv; null: synthetic texts."""
     validation: Place | None
-    """null: a share of the training file, as for the test."""
+    """null: that of the folder, else a share of the training file, as for the test."""
     test: Place | None
     text_column: Name
+    """Column of the texts. auto: by its name, such as text, review or comment."""
     label_column: Name
+    """Column of the labels. auto: by its name, such as label, sentiment or category."""
     target: Literal["auto", "single", "multi", "regression"] = "auto"
     """One class per text, several labels, or a number. auto: as the labels look; a note tells.
 

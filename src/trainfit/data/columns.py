@@ -80,6 +80,11 @@ def shown_columns(found: Sequence[str]) -> str:
     return f"its columns are {', '.join(names[:30]) or 'without names'}"
 
 
+def shown_name(name: str) -> str:
+    """Show the name of a column, unless it may be a text."""
+    return name if _is_name(name) else "(a long name)"
+
+
 def _is_name(cell: str) -> bool:
     """Tell the name of a column from a text, which must not be shown: a file may lack a header."""
     return bool(_NAME.fullmatch(cell)) and len(cell.split()) <= (3 if cell.istitle() else 2)

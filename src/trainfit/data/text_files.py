@@ -43,10 +43,27 @@ class Chunk:
     groups: list[str] = field(default_factory=list)
 
 
+@dataclass(slots=True)
+class RowCount:
+    """Rows of a file so far, and those among them that were skipped."""
+
+    rows: int = 0
+    skipped: int = 0
+
+
 def read_chunks(
-    path: Path, columns: Columns, rows: int = 2048, *, kind: LabelKind | None = None
+    path: Path,
+    columns: Columns,
+    rows: int = 2048,
+    *,
+    kind: LabelKind | None = None,
+    count: RowCount | None = None,
 ) -> Iterator[Chunk]:
-    """Read a file in chunks of `rows` rows, with only one in memory; `kind` None: classes."""
+    """Read a file in chunks of `rows` rows, with only one in memory; `kind` None: classes.
+
+    Rows without a text or a label are skipped, and counted by `count`. Of several labels, none
+    is an answer too.
+    """
     kind = kind or LabelKind()
     if columns.text == columns.label:
         raise BadInput(
@@ -54,8 +71,14 @@ def read_chunks(
             "name two (data.text_column, data.label_column)",
         )
     chunk = Chunk()
+    count = count or RowCount()
     kinds: dict[str, int] = {}
     for number, row in read_rows(path, columns.names):
+        count.rows += 1
+        unlabelled = kind.target != "multi" and _is_blank(row[columns.label])
+        if unlabelled or _is_blank(row[columns.text]):
+            count.skipped += 1
+            continue
         place = f"{path}: row {number}"
         chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
         label, where = row[columns.label], f"{place}, column {columns.label}"
@@ -74,7 +97,8 @@ def read_chunks(
 def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) -> LabelKind:
     """Tell the kind of a file's labels by its first rows."""
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
-    return infer_kind((row[columns.label] for _, row in rows), asked)
+    labels = (row[columns.label] for _, row in rows)
+    return infer_kind((label for label in labels if not _is_blank(label)), asked)
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:
@@ -99,6 +123,10 @@ def hash_content(path: Path) -> str:
 def check_columns(path: Path, columns: Columns) -> None:
     """Raise BadInput where a file cannot be read or lacks a column, by its first row."""
     next(read_rows(check_file(path), columns.names), None)
+
+
+def _is_blank(value: Any) -> bool:
+    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _text(value: Any, place: str) -> str:

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -22,12 +23,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.core import caches
-from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import cache_folder, checksum
 from trainfit.data.label_kinds import VALUE, Label, LabelKind, Target
 from trainfit.data.labels import check_classes, class_order, shown
 from trainfit.data.row_files import check_file
-from trainfit.data.text_files import Chunk, Columns, hash_content, read_chunks
+from trainfit.data.text_files import Chunk, Columns, RowCount, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
 from trainfit.data.tokens import Tokens, encode_texts, map_in_order
 from trainfit.hardware.host import allowed_by_affinity
@@ -37,7 +38,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 3
+_FORMAT = 4
 _FILES = ("tokens", "lengths", "labels", "groups")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
@@ -51,12 +52,15 @@ class LabelledTokens:
 
     tokens: Tokens
     classes: list[str]
+    rows: int
+    """Rows of the file, with those that were skipped for want of a text or a label."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Meta:
     """Description of a file's tokens, from the folder that holds them."""
 
+    rows: int
     sequences: int
     tokens: int
     labels: tuple[str, ...]
@@ -95,14 +99,18 @@ def tokenize_file(
     if found is not None:
         check(found.classes, len(found.tokens))
     else:
-        chunks = read_chunks(path, columns, kind=kind)
+        counted = RowCount()
+        chunks = read_chunks(path, columns, kind=kind, count=counted)
         count = _processes(path) if processes is None else processes
         pairs = ((chunk, chunk.texts) for chunk in chunks)
         encoded = map_in_order(pairs, partial(_encode, tokenizer, max_length), count)
-        _make(folder, path, encoded, check, progress)
+        _make(folder, path, encoded, counted, check, progress)
         found = _open(folder, kind.target)
     if found is None:
         raise RunFailed(f"{folder} was changed as it was written", "try again")
+    if skipped := found.rows - len(found.tokens):
+        what = f"{path.name}: skipped {skipped:,} of {found.rows:,} rows without text or label"
+        warnings.warn(what, TrainfitWarning, stacklevel=2)
     return found
 
 
@@ -138,6 +146,7 @@ def _make(
     folder: Path,
     source: Path,
     encoded: Iterator[tuple[Chunk, _Encoded]],
+    counted: RowCount,
     check: Callable[[Sequence[str], int], None],
     progress: Progress | None,
 ) -> None:
@@ -146,9 +155,10 @@ def _make(
         folder.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
         try:
-            meta = _write(building, source, encoded, progress)
+            meta = _write(building, source, encoded, counted, progress)
             if not meta.sequences:
-                raise BadInput(f"{source} has no rows", "give a file with a text per row")
+                which = " with a text and a label" if counted.rows else ""
+                raise BadInput(f"{source} has no rows{which}", "give a file with a text per row")
             check(meta.labels, meta.sequences)
             caches.write(building / "meta.json", meta)
             caches.discard(folder)
@@ -166,6 +176,7 @@ def _write(
     building: Path,
     source: Path,
     encoded: Iterator[tuple[Chunk, _Encoded]],
+    counted: RowCount,
     progress: Progress | None,
 ) -> _Meta:
     labels: dict[str, int] = {}
@@ -196,7 +207,11 @@ def _write(
             file.flush()
             os.fsync(file.fileno())
     return _Meta(
-        sequences=sequences, tokens=tokens, labels=tuple(labels), checksums=_checksums(building)
+        rows=counted.rows,
+        sequences=sequences,
+        tokens=tokens,
+        labels=tuple(labels),
+        checksums=_checksums(building),
     )
 
 
@@ -252,4 +267,4 @@ def _open(folder: Path, target: Target) -> LabelledTokens | None:
         labels=_read_labels(folder, meta, classes, target),
         groups=groups if groups.size else None,
     )
-    return LabelledTokens(tokens=tokens, classes=classes)
+    return LabelledTokens(tokens=tokens, classes=classes, rows=meta.rows)

@@ -23,6 +23,7 @@ from trainfit.jobs.gpt_choice import fitted
 from trainfit.jobs.job_plan import check_model, model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own, load
+from trainfit.jobs.text_sources import find_columns, settle_sources
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -43,7 +44,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
 
     Paths, columns and names are checked here, before torch is imported.
     """
-    composed = _filled(task, overrides)
+    composed = settle_sources(_filled(task, overrides))
     check_data(composed.config)
     composed = fitted(_with_target_note(composed))
     if not is_own(task) and not _is_on_hub(composed.config.model.name):
@@ -106,8 +107,7 @@ def _with_target_note(composed: Composed) -> Composed:
 
 def columns_of(config: TextclassConfig) -> Columns:
     """Names of the columns of a job's files."""
-    data = config.data
-    return Columns(text=data.text_column, label=data.label_column, group=data.group_column)
+    return Columns(**find_columns(config.data), group=config.data.group_column)
 
 
 def _is_on_hub(name: str) -> bool:

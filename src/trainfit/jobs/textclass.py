@@ -129,7 +129,10 @@ def _nested(folds: Sequence[Dataset], config: TextclassConfig) -> tuple[Dataset,
 
 
 def _row_numbers(datasets: Sequence[Dataset]) -> dict[int, dict[int, int]]:
-    """Row of each text in its file, from 1, by the array of tokens and the text's place in it."""
+    """Number of each text in its file, from 1, by the array of tokens and the text's place in it.
+
+    Rows that were skipped have no number.
+    """
     starts: dict[int, set[int]] = {}
     for data in datasets:
         for part in (data.train, data.validation, data.test):

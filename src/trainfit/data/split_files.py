@@ -1,0 +1,43 @@
+"""Splits of a folder: those of a saved DatasetDict, or train.csv, dev.csv and test.csv."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from trainfit.core.errors import BadInput
+from trainfit.data.row_files import KINDS
+
+_NAMES = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+"""Names of each split without their ending."""
+
+
+def find_splits(path: Path) -> dict[str, Path]:
+    """Find the file of each split in a folder; any other path is the training data itself."""
+    try:
+        if not path.is_dir() or (path / "state.json").is_file():
+            return {"train": path}
+    except OSError:  # whoever reads it says why
+        return {"train": path}
+    found = {split: list(_places(path, names)) for split, names in _NAMES.items()}
+    for split, places in found.items():
+        if len(places) > 1:
+            both = f"{places[0].name} and {places[1].name}"
+            raise BadInput(f"{path} holds {both}", f"name one of them with data.{split}")
+    if not found["train"]:
+        raise BadInput(
+            f"{path} is no saved dataset and holds no train.csv, train.jsonl or the like",
+            "give a file, a folder with train.csv, or one that datasets' save_to_disk wrote",
+        )
+    return {split: places[0] for split, places in found.items() if places}
+
+
+def _places(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+    for name in names:
+        if (folder / name / "state.json").is_file():
+            yield folder / name
+        yield from (path for end in KINDS if (path := folder / f"{name}{end}").is_file())

@@ -1,0 +1,196 @@
+"""Data as people have it: any table, a folder of splits, blank rows; the columns are found."""
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from job_tiny import be_quick, words
+from trainfit.cli.main import run
+from trainfit.conf import TextclassConfig
+from trainfit.conf.schema import TextclassData
+from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.data.labelled_texts import load_text_files
+from trainfit.data.text_files import Columns, RowCount, read_chunks
+from trainfit.data.tokenizers import learn_tokenizer
+from trainfit.jobs.configuration import columns_of, configure
+
+ROWS = [
+    {"review": f"film {n}, seen; twice\nor more", "sentiment": ["bad", "good"][n % 2]}
+    for n in range(60)
+]
+
+
+def put(path: Path, **how: object) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    pd.DataFrame(ROWS).to_csv(path, **{"index": False} | how)
+    return path
+
+
+def settled(*words: str) -> tuple[TextclassData, tuple[str, ...]]:
+    composed = configure("textclass", [*words, "model.name=modernbert-tiny"])
+    assert isinstance(composed.config, TextclassConfig)
+    return composed.config.data, composed.notes
+
+
+def test_columns_are_found_said_and_kept(tmp_path: Path):
+    data, notes = settled(f"data.train={put(tmp_path / 'a.csv', sep=';')}")
+    assert (data.text_column, data.label_column) == ("review", "sentiment")
+    assert "the texts are the column review, the labels sentiment" in notes
+    data, notes = settled(
+        f"data.train={tmp_path / 'a.csv'}",
+        "data.text_column=review",
+        "data.label_column=sentiment",
+    )
+    assert data.text_column == "review"
+    assert not any("the texts are" in note for note in notes)
+
+
+def test_a_folder_of_files_is_its_splits(tmp_path: Path):
+    put(tmp_path / "train.csv")
+    put(tmp_path / "dev.tsv", sep="\t")
+    pq.write_table(pa.Table.from_pylist(ROWS), tmp_path / "test.parquet")
+    data, notes = settled(f"data.train={tmp_path}")
+    assert [data.train, data.validation, data.test] == [
+        str(tmp_path / name) for name in ("train.csv", "dev.tsv", "test.parquet")
+    ]
+    assert "data.validation is dev.tsv of the same folder" in notes
+    data, notes = settled(f"data.train={tmp_path}", "cv.folds=3")
+    assert data.validation is None
+    assert "dev.tsv is left out: cv.folds takes the validation data" in notes
+    (tmp_path / "test.parquet").unlink()
+    (tmp_path / "test.csv").write_text("review\nunlabelled\n")
+    data, notes = settled(f"data.train={tmp_path}", f"data.validation={tmp_path / 'train.csv'}")
+    assert (data.validation, data.test) == (str(tmp_path / "train.csv"), None)
+    assert "test.csv is left out: it has no column sentiment" in notes
+    put(tmp_path / "train.json")
+    with pytest.raises(BadInput, match=r"holds train.csv and train.json; name one of them"):
+        settled(f"data.train={tmp_path}")
+
+
+def test_a_saved_datasetdict_is_its_splits(tmp_path: Path):
+    import datasets
+
+    datasets.disable_progress_bars()
+    rows = datasets.Dataset.from_list(ROWS)
+    datasets.DatasetDict(train=rows, test=rows, unsupervised=rows).save_to_disk(tmp_path / "saved")
+    data, _ = settled(f"data.train={tmp_path / 'saved'}")
+    assert (data.train, data.validation, data.test) == (
+        str(tmp_path / "saved" / "train"),
+        None,
+        str(tmp_path / "saved" / "test"),
+    )
+    chunk = next(read_chunks(Path(data.train), Columns(text="review", label="sentiment")))
+    assert chunk.texts == [row["review"] for row in ROWS]
+
+
+def test_a_job_that_was_only_composed_finds_its_columns_too(tmp_path: Path):
+    composed = configure("textclass", [f"data.train={put(tmp_path / 'a.csv')}"])
+    assert isinstance(composed.config, TextclassConfig)
+    data = replace(composed.config.data, text_column="auto", label_column="auto")
+    assert columns_of(replace(composed.config, data=data)) == Columns(
+        text="review", label="sentiment"
+    )
+
+
+@pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])
+def test_blank_rows_are_skipped_and_counted(tmp_path: Path, ending: str):
+    blank = [
+        {"text": "", "label": "a"},
+        {"text": " \t", "label": "a"},
+        {"text": "x", "label": None},
+    ]
+    good = [{"text": f"words {n}", "label": "ab"[n % 2]} for n in range(37)]
+    rows, path = [blank[0], *good[:20], blank[1], *good[20:], blank[2]], tmp_path / f"a.{ending}"
+    if ending == "csv":
+        pd.DataFrame(rows).to_csv(path, index=False)
+    elif ending == "jsonl":
+        path.write_text("\n".join(json.dumps(row) for row in rows) + '\n{"text": "no label"}\n')
+    else:
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    count = RowCount()
+    chunks = list(read_chunks(path, Columns(), 10, count=count))
+    assert [text for chunk in chunks for text in chunk.texts] == [row["text"] for row in good]
+    assert [name for chunk in chunks for name in chunk.labels] == [row["label"] for row in good]
+    skipped = 4 if ending == "jsonl" else 3
+    assert count == RowCount(rows=37 + skipped, skipped=skipped)
+    tokenizer = learn_tokenizer([row["text"] for row in good])
+    for _ in range(2):  # from the cache too
+        message = f"skipped {skipped} of {37 + skipped} rows without text or label"
+        with pytest.warns(TrainfitWarning, match=message):
+            load_text_files(path, tokenizer, max_length=9)
+
+
+def test_one_command_trains_on_a_table_of_reviews_and_answers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    be_quick(monkeypatch)
+    path = put(tmp_path / "reviews.csv", sep="|", index=True)
+    own = words(tmp_path, "data.max_length=16", "training.num_epochs=1")
+    assert run(["train", "textclass", str(path), *own, "--batch-size", "8", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert "note: the texts are the column review, the labels sentiment" in err
+    folder = Path(json.loads(out)["run"])
+    config = json.loads((folder / "config.json").read_text())
+    assert config["config"]["data"]["label_column"] == "sentiment"
+    assert config["origins"]["data.label_column"] == "found"
+    assert run(["predict", str(folder), "--file", str(path)]) == 0
+    assert len(json.loads(capsys.readouterr().out)) == len(ROWS)
+
+
+FILES = {
+    "three.csv": "a,b,c\nx,y,z\n",
+    "headless.csv": "what a private film it was to see,1\nprivate again,0\n",
+    "empty.csv": "",
+    "one.csv": "text\nprivate\n",
+    "notes.txt": "private",
+    "list.json": "3",
+}
+MISTAKES = {
+    "three.csv": "write data.text_column=a data.label_column=b",
+    "three.csv data.text_column=review": "has no column review; its columns are a, b, c",
+    "headless.csv": "begin with a line such as text,label",
+    "empty.csv": "no column is recognised as text or label",
+    "one.csv": "no column is recognised as label; its columns are text",
+    "notes.txt": "has the ending .txt; give .csv, .tsv, .jsonl",
+    "list.json": "is not a list of JSON objects",
+    "nowhere.csv": "no file",
+    "folder": "holds no train.csv",
+}
+
+
+def test_mistakes_in_data_are_one_line_without_torch(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    for name, content in FILES.items():
+        (tmp_path / name).write_text(content)
+    script = """
+import json, sys
+from trainfit.cli.main import run
+for line in json.load(sys.stdin):
+    print("==", line, file=sys.stderr)
+    assert run(["train", "textclass", *line.split()]) == 2
+assert not {"torch", "pyarrow", "datasets"} & sys.modules.keys()
+"""
+    begun = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        input=json.dumps(list(MISTAKES)),
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=tmp_path,
+    )
+    assert time.monotonic() - begun < 2 * len(MISTAKES)
+    _, *answers = done.stderr.split("== ")
+    for answer, (line, message) in zip(answers, MISTAKES.items(), strict=True):
+        asked, said, *more = answer.splitlines()
+        assert (asked, more) == (line, [])
+        assert message in said
+        assert "private" not in said
