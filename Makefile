@@ -7,7 +7,7 @@ STAMP := .venv/.installed
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test style types tests test-gpu soak fuzz lint docs check-gpu check-hardware clean \
+.PHONY: help setup test style types tests test-gpu soak fuzz lint docs compat check-gpu check-hardware clean \
 	nli-train-auto nli-train-4090 nli-train-3090 nli-train-low-mem nli-train-cpu hpo-demo gpt-train
 
 # make nli-train-auto DATA_DIR=path/to/redsm5 MODEL=google/gemma-3-1b-it ARGS='training.num_epochs=5'
@@ -94,6 +94,9 @@ soak: setup ## The long tests; MINUTES=20 runs a part that changes with the comm
 fuzz: setup ## Hostile commands, configurations and files: none may crash, hang or be taken
 	$(BIN)/python tests/fuzz/fuzz.py --cases $(or $(N),3000) --seed $(SEED) \
 		$(if $(CASE),--case $(CASE)) $(if $(KIND),--kind $(KIND)) $(ARGS)
+
+compat: setup ## A smoke set at the lowest and the highest versions, in fresh environments
+	$(BIN)/python benchmarks/compat.py $(ARGS)
 
 clean: ## Remove .venv and caches
 	rm -rf .venv site .pytest_cache .mypy_cache .ruff_cache .import_linter_cache

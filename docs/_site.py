@@ -32,6 +32,7 @@ _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
     *("tuning", "batch-size", "ladder", "time-to-result", "speed", "gpt", "many-gpus", "estimate"),
     *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
+    *("platforms", "compat"),
 )
 _PYTHON = ("write-a-job",)
 _INSIDE = ("architecture", "sources")

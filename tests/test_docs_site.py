@@ -166,5 +166,17 @@ def test_the_notebook_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caps
     assert pages[1].startswith("<iframe")
 
 
+def test_the_notebook_goes_on_with_a_run_that_was_left(tmp_path: Path):
+    [cell] = [cell for cell in cells() if "resume" in cell["metadata"].get("tags", [])]
+    names: dict[str, Any] = {"RUNS": tmp_path, "OVERRIDES": "cv.folds=2"}
+    show("".join(cell["source"]), names)
+    assert names["WORDS"] == f"runs_dir={tmp_path} cv.folds=2"
+    for name in ("textclass-1", "textclass-2", "textclass-3"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "textclass-3" / "results.json").touch()
+    show("".join(cell["source"]), names)
+    assert names["WORDS"] == f"--resume {tmp_path / 'textclass-2'}"
+
+
 def test_the_notebook_is_kept_without_output():
     assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in cells())

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import logging
 from contextlib import closing
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from trainfit.core.records import Event
 from trainfit.runs.event_log import Journal, forget_after
@@ -60,3 +63,14 @@ def test_damaged_rows_are_left_out(tmp_path: Path):
     (tmp_path / "events.jsonl").write_text("\n".join(lines))
     part = read_part(tmp_path)
     assert (part.events, part.setup) == ((), None)
+
+
+def test_lines_reach_the_logger_of_a_program_without_its_secrets(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    assert logging.getLogger("trainfit").handlers == []
+    with caplog.at_level(logging.INFO, logger="trainfit"):
+        journal = Journal(tmp_path)
+        journal.line("step 1 with https://me:secret@host/x")
+        journal.close()
+    assert caplog.record_tuples == [("trainfit", logging.INFO, "step 1 with https://***@host/x")]

@@ -7,6 +7,7 @@ the resumed run takes again: both are removed on resume.
 from __future__ import annotations
 
 import json
+import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -54,8 +55,9 @@ class Journal:
             yield text
 
     def line(self, text: str) -> None:
-        """Write a line for people, with the time."""
-        self._write(LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {redact(text)}")
+        """Write a line for people, with the time; programs get it from logging as `trainfit`."""
+        if self._write(LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {redact(text)}"):
+            logging.getLogger("trainfit").info("%s", redact(text))
 
     def close(self) -> None:
         for file in self._files.values():
