@@ -50,8 +50,8 @@ WRONG = {
     "train nli data.data_dir=gone": "no redsm5_posts.csv in gone",
     "train nli data.data_dir=posts": "redsm5_posts.csv has no column text",
     "train textclass data.train=gone.csv": "no file gone.csv",
-    "train textclass data.train=rows.csv": "rows.csv has no column label",
-    "train textclass data.train=rows.jsonl": "row 1 has no text",
+    "train textclass data.train=rows.csv": "rows.csv: no column is recognised as label",
+    "train textclass data.train=rows.jsonl": "rows.jsonl: no column is recognised as text",
     "train nli model.name=empty": "no config.json in empty",
     "train nli model.name=bert-bse": "did you mean bert-base",
     "train gpt data.data_dir=gone": "no file or folder gone",
@@ -61,7 +61,7 @@ WRONG = {
     "tune textclass data.train=gone.csv": "no file gone.csv",
     "tune nli model.name=empty": "no config.json in empty",
     "hpo nli data.data_dir=gone": "no redsm5_posts.csv in gone",
-    "hpo textclass data.train=rows.csv": "rows.csv has no column label",
+    "hpo textclass data.train=rows.csv": "rows.csv: no column is recognised as label",
     "predict gone --text a": "no run 'gone'",
     "predict unfinished --text a": "no exported model",
     "sample gone": "no run 'gone'",
@@ -74,8 +74,8 @@ def test_mistakes_are_told_before_torch_is_imported(tmp_path: Path):
         (tmp_path / folder).mkdir()
     (tmp_path / "posts/redsm5_posts.csv").write_text("post_id,words\n1,a\n")
     (tmp_path / "posts/redsm5_annotations.csv").write_text("post_id,DSM5_symptom,status\n")
-    (tmp_path / "rows.csv").write_text("text,kind\na,1\n")
-    (tmp_path / "rows.jsonl").write_text('{"words": "a", "label": 1}\n')
+    (tmp_path / "rows.csv").write_text("text,kind,when\na,1,2\n")
+    (tmp_path / "rows.jsonl").write_text('{"words": "a", "when": 2, "label": 1}\n')
     (tmp_path / "unfinished/run.json").write_text("{}")
     code = (
         "import sys\nfrom trainfit.cli.main import run\n"
