@@ -15,6 +15,7 @@ import pytest
 from gpt_tiny import be_quick
 from plan_example import make_plan
 from trainfit.cli.main import run
+from trainfit.conf import compose
 from trainfit.core.plan_records import TimeEstimate
 from trainfit.data.corpus import read_pieces
 from trainfit.data.token_files import open_tokens
@@ -214,3 +215,38 @@ def test_a_cpu_without_recorded_times_goes_by_operations():
     assert sizes_of({"model_type": "unheard of"}) is None
     unknown = replace(question, sizes=None)
     assert job_times.length_note(plan, unknown, named_model=True) is None
+
+
+# ── what a plan knows of the data ─────────────────────────────────────────────────────────────
+
+
+def test_a_plan_counts_the_rows_and_classes_of_a_file(tmp_path: Path):
+    rows = [f"{'word ' * (3 + n % 5)},{'abc'[n % 3]}" for n in range(200)]
+    (tmp_path / "rows.csv").write_text("\n".join(["text,label", *rows]))
+    composed = configure(
+        "textclass", [f"data.train={tmp_path / 'rows.csv'}", "model.name=bert-base"]
+    )
+    asked = job_plan.question(composed)
+    data = composed.config.data
+    kept = round(200 * (1 - data.test_share) * (1 - data.validation_share))
+    assert asked.data == f"rows.csv: 200 rows, 3 classes, {kept} of them to train on"
+    assert asked.workload.sequences == len(asked.workload.lengths) == kept
+    assert {round(1.3 * n) + 2 for n in range(3, 8)} == set(asked.workload.lengths)
+    assert asked.assumed == ("1.3 tokens per word of rows.csv",)
+
+
+def test_a_plan_counts_tokens_and_says_what_it_assumes(tmp_path: Path):
+    path = write_text(tmp_path / "input.txt", 100_000)
+    asked = job_plan.question(configure("gpt", [f"data.data_dir={path}"]))
+    tokens = round(0.9 * path.stat().st_size / (1 + 0.55 * np.log2(257 / 256)))
+    assert asked.data == f"input.txt: {tokens:,} tokens to train on"
+    assert asked.workload.sequences == (tokens - 1) // 128
+    folder = text_tokens(path, Preparation(vocab_size=257, validation_share=0.1))
+    words = [f"data.data_dir={folder}", "data.max_length=64"]
+    known = job_plan.question(configure("gpt", words))
+    assert known.workload.sequences == (open_tokens(folder).header.train.tokens - 1) // 64
+    assert known.assumed == ()
+    nothing = job_plan.question(compose("nli"))
+    assert nothing.data is None
+    said = "1,484 posts with 9 criteria each, as long as ReDSM5's: no data is named"
+    assert nothing.assumed == (said,)

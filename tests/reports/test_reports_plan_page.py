@@ -6,13 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console, RenderableType
 
-from trainfit.core.plan_records import Plan, Reason, TimeEstimate
+from trainfit.core.plan_records import Plan, Reason, TaskSpec, TimeEstimate
 from trainfit.core.records import Measurement
 from trainfit.reports.model import duration
 from trainfit.reports.plan_page import (
     UNRECORDED,
     comparison,
     comparison_data,
+    effective_batch,
     plan_page,
     ranked,
 )
@@ -52,6 +53,44 @@ def test_every_setting_is_on_the_page_with_its_reason_and_what_lost(make_plan: M
     for name in ("optimizer adamw_fused", "num_workers 6", "micro_batch_tokens 4,096"):
         assert name in page
     assert page.rstrip().endswith("Advice: an effective batch of 32 is the MFU table's choice")
+
+
+def test_the_model_the_data_and_the_cut_are_named(make_plan: Make):
+    plan = make_plan(
+        task=TaskSpec(factory="trainfit.jobs.probes:encoder_step", arguments={"name": "bert-base"}),
+        effective_batch_size=64,
+        step_parts=(18, 23, 23),
+        micro_batch_tokens=8192,
+        data="reviews.csv: 500 rows, 3 classes",
+        assumptions=("lengths as ReDSM5's",),
+        memory__weights_gib=0.5,
+    )
+    page = printed(plan_page(plan), 200).splitlines()
+    assert page[1] == "Model bert-base, 268M parameters, method dora"  # in two bytes each
+    assert "tokens (reviews.csv: 500 rows, 3 classes), " in page[2]
+    assert page[3] == "Effective batch: 64 = 23 + 23 + 18, at most 8,192 tokens each"
+    assert page[4] == "Assumed: lengths as ReDSM5's"
+
+
+@pytest.mark.parametrize(
+    ("parts", "ranks", "said"),
+    [
+        ((64,), 1, "64 at once"),
+        ((16, 16, 16, 16), 1, "64 = 4 × 16, at most 4,096 tokens each"),
+        ((40, 24), 1, "64 = 40 + 24, at most 4,096 tokens each"),
+        ((9, 8, 8, 8, 8, 8, 8, 4, 3), 1, "64 = 9 + 8 + 8 + … + 3, at most 4,096 tokens each"),
+        ((20, 12), 2, "64 = 2 ranks × (20 + 12), at most 4,096 tokens each"),
+        ((32,), 2, "64 = 2 ranks × 32"),
+        ((), 1, "64 in 3 micro-batches"),  # a plan of an earlier version
+    ],
+)
+def test_a_product_only_where_it_is_exact(
+    make_plan: Make, parts: tuple[int, ...], ranks: int, said: str
+):
+    plan = make_plan(
+        effective_batch_size=64, step_parts=parts, ranks=ranks, gradient_accumulation_steps=3
+    )
+    assert effective_batch(plan) == said
 
 
 def rows(page: str) -> dict[str, float]:
@@ -175,6 +214,7 @@ def test_a_narrow_terminal_cuts_no_number(make_plan: Make):
     plan = make_plan(
         batch_size=128,
         gradient_accumulation_steps=16,
+        effective_batch_size=2048,
         gradient_checkpointing="selective",
         memory__peak_reserved_gib=101.25,
         memory__capacity_gib=139.81,

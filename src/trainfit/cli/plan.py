@@ -59,8 +59,10 @@ def command(
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
+    from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import check_data
+    from trainfit.jobs.gpt_choice import fitted
     from trainfit.jobs.registry import check_job
     from trainfit.jobs.text_sources import settle_sources
     from trainfit.planning import planner
@@ -74,6 +76,7 @@ def command(
     check_job(task)
     composed = settle_sources(compose(task, with_file(task, config_file, overrides)))
     check_data(composed.config)
+    composed = fitted(composed, None if gpu in (None, "all") else find(gpu))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":

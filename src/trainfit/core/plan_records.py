@@ -245,7 +245,11 @@ class Plan(Record):
     advice: tuple[str, ...] = ()
     """Changes that would make the job fit, and further hints."""
     assumptions: tuple[str, ...] = ()
-    """Assumed facts about a machine that is not here."""
+    """Assumed facts about data that is not named, or a machine that is not here."""
+    data: str | None = None
+    """The data in words: a name, rows and classes; None where none was read."""
+    step_parts: tuple[int, ...] = ()
+    """Sequences of each micro-batch of a rank's first step; empty where not known."""
     measurements: tuple[Measurement, ...] = ()
 
     def verdict(self) -> str:

@@ -41,9 +41,6 @@ from trainfit.packing import ladder
 from trainfit.runs import timeline
 from trainfit.runs.opening import PretrainingSetup, RunSetup
 
-_ROUND = 64
-"""The vocabulary is filled up to a multiple of this: matrix units like round sizes."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedGpt:
@@ -79,7 +76,7 @@ class PreparedGpt:
         """Return the question of the planner and the tuner, about the blocks that there are."""
         config, block = self.config, self.config.data.max_length
         blocks = self.sequences
-        batch = job_plan.question(self.composed).workload.effective_batch_size * ranks
+        batch = job_plan.effective_batch(self.composed) * ranks
         # They are all alike: those of some steps tell the planner as much as millions.
         asked = job_plan.question(self.composed, [block] * min(blocks, 4 * batch))
         steps = config.training.max_steps
@@ -193,7 +190,7 @@ def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
     """Rows of the embedding: one for each token at least."""
     asked, needed = config.model.vocab_size, data.header.vocab_size
     if asked == "auto":
-        return -(-needed // _ROUND) * _ROUND
+        return -(-needed // gpt_choice.ROUND) * gpt_choice.ROUND
     if asked < needed:
         raise BadInput(
             f"model.vocab_size is {asked}, and the tokens of {data.folder} go up to {needed}",

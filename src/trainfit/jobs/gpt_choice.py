@@ -35,6 +35,8 @@ _LEAST = 50
 _BYTES = 257
 """Tokens of the smallest vocabulary: every byte, and the end of a text."""
 _MOST_TOKENS = 30_000
+ROUND = 64
+"""The vocabulary is filled up to a multiple of this: matrix units like round sizes."""
 _PER_PARAMETER = 20
 _HOUR = 3600.0
 _LARGER = 1.5
@@ -93,9 +95,11 @@ def fitted(composed: Composed, gpu: GpuSpec | None = None) -> Composed:
     size = sum(path.stat().st_size for path in find_texts(place))
     free = {key for key, origin in composed.origins.items() if origin == "default"}
     words = vocabulary(size) if "data.vocab_size" in free else config.data.vocab_size
-    tokens = max(1, round(size * (1 - HELD_OUT) / bytes_per_token(words)))
+    tokens = count_tokens(size, words)
     rate, machine = _rate(config, gpu)
-    chosen = {"data.vocab_size": words} | _chosen(config, free, tokens, words, rate)
+    rows = -(-words // ROUND) * ROUND
+    chosen = {"data.vocab_size": words, "model.vocab_size": rows}
+    chosen |= _chosen(config, free, tokens, words, rate)
     data = codec.encode(config)
     for key in chosen.keys() & free:
         put_value(data, key, chosen[key])
@@ -118,9 +122,10 @@ def vocabulary(size: int) -> int:
     return _BYTES if count < 2 * _BYTES - 2 else min(count, _MOST_TOKENS)
 
 
-def bytes_per_token(words: int) -> float:
-    """About as many bytes of plain text as a token of such a vocabulary has."""
-    return 1 + 0.55 * math.log2(words / (_BYTES - 1))
+def count_tokens(size: int, words: int) -> int:
+    """Estimate the tokens to train on in a text of `size` bytes, by the vocabulary."""
+    bytes_per_token = 1 + 0.55 * math.log2(words / (_BYTES - 1))
+    return max(1, round(size * (1 - HELD_OUT) / bytes_per_token))
 
 
 def choose_size(tokens: int, words: int, rate: float) -> str:

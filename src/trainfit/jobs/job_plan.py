@@ -10,8 +10,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
 from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
@@ -31,6 +29,8 @@ from trainfit.hardware.model_shapes import (
     sizes_of,
     width_of,
 )
+from trainfit.jobs import gpt_choice
+from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
@@ -50,12 +50,8 @@ _FACTORIES = {
     "textclass": "trainfit.jobs.probes:encoder_step",
     "gpt": "trainfit.jobs.probes:gpt_step",
 }
-# ReDSM5 as published: words per post, and pairs of a post with nine criteria.
-_POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
 _FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
 """Small vocabulary of a model that is timed: looking tokens up costs next to nothing."""
-_GPT_TOKENS = 10_000_000
-"""An epoch of pretraining where no data is named: about the standard library of Python."""
 
 
 def plan(
@@ -78,6 +74,7 @@ def plan(
     name = name_of(task)
     check_job(name)
     composed = compose(name, with_model(overrides, model))
+    composed = gpt_choice.fitted(composed, None if gpu is None else find(gpu))
     if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
     else:
@@ -183,6 +180,7 @@ def question(
     else:
         decided = {"method": _method(config.model), "checkpointing": "none", "weights": "random"}
         arguments = codec.encode(settings_from(config.model, **decided))
+    data = _looked_at(composed, lengths)
     _positive("watts", watts)
     _positive("a price per hour", price_per_hour)
     return Question(
@@ -191,7 +189,9 @@ def question(
         arguments=arguments,
         layers=arguments.get("n_layer", facts.layers) if causal else facts.layers,
         sizes=sizes_of(model_fields(config.model.name) | (arguments if causal else {})),
-        workload=replace(_workload(composed, lengths), trainings=1 + len(folds)),
+        workload=replace(_workload(composed, data), trainings=1 + len(folds)),
+        data=data.about or None,
+        assumed=data.assumed,
         more_folds=tuple(_cut_off(each, config.data.max_length) for each in folds),
         quick={} if causal else {"overrides": _FEW_TOKENS},
         pins=configured_pins(composed),
@@ -233,7 +233,7 @@ def asked_question(
 def effective_batch(composed: Composed) -> int:
     """Return the sequences per optimizer step, without reading the data of a job."""
     if composed.task in _FACTORIES:
-        return question(composed).workload.effective_batch_size
+        return _effective(composed)
     pin = configured_pins(composed).get("effective_batch_size")
     return _OWN_BATCH if pin is None else int(str(pin.value))
 
@@ -358,19 +358,28 @@ def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
     return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
 
 
-def _workload(composed: Composed, lengths: Sequence[int] | None) -> Workload:
+def _looked_at(composed: Composed, lengths: Sequence[int] | None) -> KnownData:
+    """Return the given lengths, or those of the data that is named, or assumed ones."""
+    if lengths is not None:
+        return KnownData(lengths=tuple(lengths), sequences=len(lengths), about="")
+    found = known_data(composed)
+    if found is not None:
+        return found
+    assumed = assumed_lengths(composed.task, composed.config.data.max_length).tolist()
+    said = (assumption(composed),)
+    return KnownData(lengths=tuple(assumed), sequences=len(assumed), about="", assumed=said)
+
+
+def _workload(composed: Composed, data: KnownData) -> Workload:
     config = composed.config
     longest = config.data.max_length
-    if lengths is None:
-        lengths = assumed_lengths(composed.task, longest).tolist()
-    lengths = _cut_off(lengths, longest)
     training = config.training
     steps = training.max_steps
     effective = _effective(composed)
-    epochs = training.num_epochs if steps is None else steps * effective / len(lengths)
+    epochs = training.num_epochs if steps is None else steps * effective / max(1, data.sequences)
     return Workload(
-        lengths=lengths,
-        sequences=len(lengths),
+        lengths=_cut_off(data.lengths, longest),
+        sequences=data.sequences,
         max_length=longest,
         effective_batch_size=effective,
         epochs=epochs,
@@ -403,18 +412,3 @@ def _effective(composed: Composed) -> int:
             f"use at most {MOST_SEQUENCES:,}",
         )
     return product
-
-
-def assumed_lengths(task: str, longest: int) -> Any:
-    """Lengths where the data is not here: ReDSM5's, short texts, or full blocks."""
-    if task == "gpt":
-        return np.full(max(1, _GPT_TOKENS // longest), longest)
-    draws = np.random.default_rng(0)
-    if task == "textclass":
-        words = np.exp(np.log(0.35 * longest) + 0.6 * draws.standard_normal(10_000))
-        return np.clip(np.round(words), 3, longest).astype(np.int64)
-    middle = np.log(_MEAN_WORDS) - _SPREAD**2 / 2
-    words = np.exp(middle + _SPREAD * draws.standard_normal(_POSTS))
-    tokens = np.maximum(2, np.round(words * _TOKENS_PER_WORD)).astype(np.int64)
-    criteria = draws.integers(12, 40, _CRITERIA)
-    return np.minimum(tokens[:, None] + criteria, longest).ravel()

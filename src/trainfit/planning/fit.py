@@ -44,6 +44,8 @@ class Cutting:
     """Tokens per step on a rank, filler and padding included."""
     tokens: float
     """Tokens per step on a rank, of the data."""
+    parts: tuple[int, ...] = ()
+    """Sequences of each micro-batch of the first step."""
 
     @property
     def probed(self) -> int:
@@ -138,6 +140,7 @@ def _profile(steps: Sequence[tuple[IntArray, IntArray]], cut: Cut, ranks: int) -
     ]
     # Attention may grow with the square of the width, so a wide micro-batch counts for more.
     worst = max((b for b, _ in batches), key=lambda b: b.rows * b.width * (b.width + 1024))
+    first = steps[0]
     usual, lengths = sorted(batches, key=lambda b: b[0].tokens)[len(batches) // 2]
     return Cutting(
         cut=cut,
@@ -146,6 +149,7 @@ def _profile(steps: Sequence[tuple[IntArray, IntArray]], cut: Cut, ranks: int) -
         lengths=tuple(lengths[np.array(usual.sequences)].tolist()),
         computed=sum(b.rows * b.width for b, _ in batches) / len(steps),
         tokens=sum(b.tokens for b, _ in batches) / len(steps),
+        parts=tuple(len(b.sequences) for b in cut_step(first[1], first[0], cut, ranks)[0]),
     )
 
 

@@ -358,7 +358,9 @@ def _written(
             for name, c in choices.items()
         ),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
-        assumptions=_assumptions(profile),
+        assumptions=(*question.assumed, *_assumptions(profile)),
+        data=question.data,
+        step_parts=best.cutting.parts,
         **{f.name: choices[f.name].value for f in fields(Plan) if f.name in choices},
     )
 

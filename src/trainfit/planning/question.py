@@ -62,6 +62,10 @@ class Question(Record):
     """A step cannot be cut: its loss does not add up over micro-batches."""
     watts: float | None = None
     price_per_hour: float | None = None
+    data: str | None = None
+    """The data in words: a name, rows and classes; None where it is not known."""
+    assumed: tuple[str, ...] = ()
+    """Facts about the data that are assumed."""
 
     def __post_init__(self) -> None:
         """Raise BadInput for a pin that no row of the settings table takes."""

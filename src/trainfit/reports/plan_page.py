@@ -20,11 +20,14 @@ UNRECORDED = "not recorded on this architecture"
 FIELDS = tuple(row.field for row in SETTINGS if row.field and "." not in row.field)
 """Settings that are a plan's own fields; each is shown, with its reason if it has one."""
 _BAR = 24
+_THOUSANDS = ((1e9, "B"), (1e6, "M"), (1e3, "k"))
+_MOST_PARTS = 8
+"""Micro-batches whose sequences are all written out."""
 
 
 def plan_page(plan: Plan) -> RenderableType:
     """The page of `trainfit plan`; its first line says whether the run fits."""
-    parts: list[RenderableType] = [_verdict(plan), Text(_workload(plan), "dim")]
+    parts: list[RenderableType] = [_verdict(plan), *(Text(line, "dim") for line in about(plan))]
     parts += [Text(f"Assumed: {line}", "dim") for line in plan.assumptions]
     parts += ["", _settings(plan), *_unexplained(plan)]
     if plan.memory is not None:
@@ -46,16 +49,54 @@ def _verdict(plan: Plan) -> Text:
     return text
 
 
-def _workload(plan: Plan) -> str:
-    load = plan.workload
-    ranks = "" if plan.ranks == 1 else f" over {plan.ranks} ranks"
+def about(plan: Plan) -> list[str]:
+    """Model, data and step of a plan, a line each."""
+    load, own = plan.workload, plan.task.factory.endswith(":own_step")
+    named = plan.task.arguments.get("name", "")
+    weights = _parameters(plan)
+    words = [f"{'Job' if own else 'Model'} {named}" if named else "", weights]
+    words += ["" if own else f"method {load.method}"]
+    what = f"sequences of up to {load.max_length:,} tokens" if load.max_length > 1 else "samples"
     folds = "" if load.trainings == 1 else f" in each of {load.trainings} trainings"
-    sized = load.max_length > 1
-    what = f"sequences of up to {load.max_length:,} tokens" if sized else "samples"
-    return (
-        f"{load.sequences:,} {what}, {load.epochs:g} "
-        f"epochs{folds}, effective batch {plan.effective_batch_size}{ranks}, method {load.method}"
-    )
+    epochs = f"{load.epochs:.3g} {'epoch' if load.epochs == 1 else 'epochs'}{folds}"
+    source = "" if plan.data is None else f" ({plan.data})"
+    return [
+        ", ".join(word for word in words if word),
+        f"Data: {load.sequences:,} {what}{source}, {epochs}",
+        f"Effective batch: {effective_batch(plan)}",
+    ]
+
+
+def _parameters(plan: Plan) -> str:
+    """Count the parameters by the memory of the weights; without an estimate, say nothing."""
+    if plan.memory is None or plan.sharding != "none":
+        return ""
+    width = 4 if plan.weights_dtype == "float32" else 2
+    count = plan.memory.weights_gib * 2**30 / width
+    about = "at most " if plan.memory.bound else ""
+    size, unit = next((row for row in _THOUSANDS if count >= row[0]), (1, ""))
+    return f"{about}{count / size:.3g}{unit} parameters"
+
+
+def effective_batch(plan: Plan) -> str:
+    """The effective batch with its cut: as a product only where all parts are alike."""
+    total, ranks = plan.effective_batch_size, plan.ranks
+    parts = sorted(plan.step_parts, reverse=True)
+    share = "" if ranks == 1 else f" over {ranks} ranks"
+    if not parts or ranks * sum(parts) != total:
+        count = plan.gradient_accumulation_steps
+        return f"{total}{share}" + (f" in {count} micro-batches" if count > 1 else "")
+    each = f", at most {plan.micro_batch_tokens:,} tokens each"
+    over = "" if ranks == 1 else f"{ranks} ranks × "
+    if len(parts) == 1:
+        return f"{total}{share} at once" if ranks == 1 else f"{total} = {over}{parts[0]}"
+    if len(set(parts)) == 1:
+        cut = f"{len(parts)} × {parts[0]}"
+    else:
+        shown = [*map(str, parts)] if len(parts) <= _MOST_PARTS else [*map(str, parts[:3]), "…"]
+        cut = " + ".join([*shown, *([str(parts[-1])] if len(parts) > _MOST_PARTS else [])])
+        cut = cut if ranks == 1 else f"({cut})"
+    return f"{total} = {over}{cut}" + (each if plan.workload.max_length > 1 else "")
 
 
 def _settings(plan: Plan) -> Table:
@@ -230,11 +271,18 @@ def _compared(slug: str, plan: Plan) -> list[str | Text]:
         Text(slug),
         "yes" if plan.fits else "no",
         plan.precision,
-        f"{plan.batch_size} × {plan.gradient_accumulation_steps}",
+        _batch(plan),
         _CHECKPOINTING[plan.gradient_checkpointing],
         peak,
         *([_UNKNOWN] * 3 if time is None else _speed(time)),
     ]
+
+
+def _batch(plan: Plan) -> str:
+    """A product where it is exact, else the whole and its parts."""
+    size, count = plan.batch_size, plan.gradient_accumulation_steps
+    exact = size * count * plan.ranks == plan.effective_batch_size
+    return f"{size} × {count}" if exact else f"{plan.effective_batch_size} in {count}"
 
 
 def _speed(time: TimeEstimate) -> list[str]:
