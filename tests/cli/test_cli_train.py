@@ -323,7 +323,7 @@ def test_predict_gives_the_scores_of_the_job(trained: Path, capsys: Any):
 
 def test_the_page_on_prediction_shows_how_to_do_it_without_trainfit(trained: Path):
     page = (ROOT / "docs" / "predict.md").read_text()
-    [block] = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)
     assert "trainfit" not in block

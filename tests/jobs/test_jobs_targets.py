@@ -206,6 +206,7 @@ def test_several_labels_from_file_to_answer(tmp_path: Path):
 def test_numbers_in_folds_from_file_to_answer(tmp_path: Path):
     train = write_labels(tmp_path / "all.csv", 240, 3, "regression")
     more = [f"data.train={train}", "data.max_length=32", "training.num_epochs=10", "cv.folds=2"]
+    more.append("training.learning_rate=0.006")
     composed = configure("textclass", words(tmp_path, *more, "baselines=true"))
     assert "data.target=regression" in " ".join(composed.notes)
     result = textclass.train(composed)
@@ -223,7 +224,7 @@ def test_numbers_in_folds_from_file_to_answer(tmp_path: Path):
     assert result.metrics["rmse"] < 0.7 * result.baselines["mean_rmse"]
     assert result.baselines["bag_of_words_rmse"] < result.baselines["mean_rmse"]
     folder = Path(result.run)
-    head = json.loads((folder / "fold-1" / "export" / "head.json").read_text())
+    head = json.loads((folder / "fold-1" / "export" / "trainfit.json").read_text())
     assert head["problem_type"] == "regression"
     assert head["classes"] == ["value"]
     [little, much] = answer(exports_of(folder), ["juniper kapok larch", "cedar birch alder"])

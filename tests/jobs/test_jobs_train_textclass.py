@@ -2,7 +2,9 @@
 
 import csv
 import json
+import re
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -22,7 +24,8 @@ def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(tmp_path: Path, *more: str) -> JobResult:
-    own = words(tmp_path, "data.max_length=32", "training.num_epochs=4", *more)
+    quick = ("training.num_epochs=4", "training.learning_rate=0.01")
+    own = words(tmp_path, "data.max_length=32", *quick, *more)
     return textclass.train(configure("textclass", own))
 
 
@@ -77,3 +80,16 @@ def test_an_export_answers_for_new_texts(tmp_path: Path):
     rows = answer(exports_of(Path(result.run)), ["alder juniper kapok", "birch juniper kapok"])
     assert [row["class"] for row in rows] == ["0", "1"]
     assert rows[0]["p(0)"] + rows[0]["p(1)"] == pytest.approx(1)
+
+
+def test_the_page_on_prediction_shows_how_to_use_an_export(tmp_path: Path):
+    result = run(tmp_path, *files(tmp_path), "model.method=lora")
+    page = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
+    block, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    texts = ["alder juniper kapok", "birch juniper kapok"]
+    found = names["classify"](str(Path(result.run) / "export"), texts)
+    for told, row in zip(found, answer(exports_of(Path(result.run)), texts), strict=True):
+        for one in told:
+            assert one["score"] == pytest.approx(row[f"p({one['label']})"], abs=1e-5)

@@ -148,11 +148,16 @@ class EncoderModel:
     """
     use_flash_attention: bool
     """Prefer the flash kernel; others stay as fallbacks."""
-    pooling: Literal["mean", "first", "last", "max", "attention_kv", "attention_query"]
-    """How a sequence of vectors becomes one."""
+    pooling: Literal["auto", "mean", "first", "last", "max", "attention_kv", "attention_query"]
+    """How a sequence of vectors becomes one.
+
+    auto: as transformers' own head for the model does, with which the export is a transformers
+    classifier; decoders stay causal. With all others they look both ways.
+    """
     pool_tokens: Tokens
     """The k of first-k and last-k pooling."""
-    head_dropout: Share
+    head_dropout: Share | None
+    """null: that of transformers' own head with pooling auto, else 0.1."""
     attention_dropout: Share | None
     """null: as the model's own config says on padded rows, and none on packed ones."""
     feed_forward_dropout: Share | None

@@ -145,6 +145,18 @@ def read_named(place: str, names: set[str]) -> dict[str, Tensor]:
     return tensors
 
 
+def weight_shapes(place: str) -> dict[str, tuple[int, ...]]:
+    """Read the names and shapes of a model's tensors."""
+    from safetensors import safe_open
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    for path in weight_files(place):
+        with safe_open(path, framework="pt") as file:
+            names = list(file.keys())
+            shapes |= {name: tuple(file.get_slice(name).get_shape()) for name in names}
+    return shapes
+
+
 def weight_files(place: str) -> list[Path]:
     """Find the safetensors files of a model; pickled weights are converted once."""
     if (path := fetch(place, _SAFE)) is not None:

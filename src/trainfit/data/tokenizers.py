@@ -43,18 +43,19 @@ def has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in _FILES)
 
 
-def load_tokenizer(place: str) -> Tokenizer:
+def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
     """Load the tokenizer of a hub id or a local folder.
 
     AutoTokenizer follows the config. Where it finds no vocabulary, or misreads a file as another
-    kind, the class is chosen by the files themselves.
+    kind, the class is chosen by the files themselves; so is that of one that was `learned`, for
+    which AutoTokenizer would take the class of some models.
     """
     import transformers
 
     files = tokenizer_files(place)
     by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
     reasons = []
-    for kind in ("AutoTokenizer", *by_file):
+    for kind in by_file if learned else ("AutoTokenizer", *by_file):
         try:
             with quiet_transformers():
                 tokenizer: Tokenizer = getattr(transformers, kind).from_pretrained(
@@ -200,6 +201,13 @@ def pad_id(tokenizer: Tokenizer) -> int:
         if isinstance(value, int):
             return value
     return 0
+
+
+def is_learned(tokenizer: Tokenizer) -> bool:
+    """Tell a tokenizer without rules of a class of its own, such as `learn_tokenizer` makes."""
+    from transformers import PreTrainedTokenizerFast
+
+    return type(tokenizer) is PreTrainedTokenizerFast
 
 
 def tokenizer_hash(tokenizer: Tokenizer) -> str:

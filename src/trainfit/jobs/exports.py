@@ -1,6 +1,6 @@
 """Exports: trained models for use without trainfit.
 
-A classifier:
+A classifier with transformers' own head has transformers' layout (standard_export.py). Any other:
 
     export/encoder/           save_pretrained: AutoModel.from_pretrained loads it, bidirectional
     export/adapter/           LoRA or DoRA alone: peft loads it on top of the encoder
@@ -32,11 +32,13 @@ from trainfit.core.files import checksum, write_whole
 from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
-from trainfit.data.tokenizers import load_bpe
+from trainfit.data.tokenizers import is_learned, load_bpe
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import Gpt
+from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
+from trainfit.jobs.standard_export import write_standard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -57,12 +59,30 @@ def write_classifier(
     weights: Mapping[str, Tensor] | None = None,
     base: Path | None = None,
 ) -> None:
-    """Write `model` with its tokenizer; `facts` go into head.json.
+    """Write `model` with its tokenizer; `facts` go into trainfit.json or head.json.
 
     `weights` replace those of the model with the same names. `base` is an export of a model with
     the same frozen weights: where adapters were trained, its files are linked.
     """
     state = {**model.state_dict(), **(weights or {})}
+    with written_whole(folder) as unfinished:
+        if isinstance(model.head, OwnHead):
+            known = facts | {"learned_tokenizer": is_learned(tokenizer)}
+            write_standard(unfinished, model, state, known)
+            _write_tokenizer(unfinished, tokenizer, model, facts)
+        else:
+            _write_parts(unfinished, model, state, facts, base)
+            _write_tokenizer(unfinished, tokenizer, model)
+
+
+def _write_parts(
+    folder: Path,
+    model: EncoderClassifier,
+    state: Mapping[str, Tensor],
+    facts: dict[str, Any],
+    base: Path | None,
+) -> None:
+    """Write the encoder and the head apart."""
     encoder = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
     head = {
         name: tensor.detach().cpu().contiguous()
@@ -77,11 +97,9 @@ def write_classifier(
         "dtype": settings.dtype if settings.method != "full" else "float32",
         **facts,
     }
-    with written_whole(folder) as unfinished:
-        _write_encoder(unfinished, model.encoder, encoder, base)
-        safetensors.torch.save_file(head, unfinished / "head.safetensors")
-        _write_tokenizer(unfinished, tokenizer, model)
-        write_whole(unfinished / "head.json", json.dumps(known, indent=2) + "\n")
+    _write_encoder(folder, model.encoder, encoder, base)
+    safetensors.torch.save_file(head, folder / "head.safetensors")
+    write_whole(folder / "head.json", json.dumps(known, indent=2) + "\n")
 
 
 def write_gpt(folder: Path, model: Gpt, tokenizer: Path | None) -> None:
@@ -144,8 +162,16 @@ def _linked(source: Path, target: Path) -> bool:
     return True
 
 
-def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifier) -> None:
-    """Write the tokenizer; it returns only inputs that the encoder takes."""
+def _write_tokenizer(
+    folder: Path,
+    tokenizer: Tokenizer,
+    model: EncoderClassifier,
+    facts: dict[str, Any] | None = None,
+) -> None:
+    """Write the tokenizer; it returns only inputs that the encoder takes.
+
+    With `facts` it truncates and pads as in training.
+    """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
     settings = json.loads(path.read_text())
@@ -154,7 +180,12 @@ def _write_tokenizer(folder: Path, tokenizer: Tokenizer, model: EncoderClassifie
     names = settings.get("model_input_names", tokenizer.model_input_names)
     if not model.traits.token_types:
         names = [name for name in names if name != "token_type_ids"]
-    path.write_text(json.dumps(settings | {"model_input_names": names}, indent=2) + "\n")
+    settings["model_input_names"] = names
+    if facts is not None:
+        settings |= {"model_max_length": facts["max_length"], "padding_side": "right"}
+        if tokenizer.pad_token is None:
+            settings["pad_token"] = tokenizer.convert_ids_to_tokens(facts["pad_id"])
+    path.write_text(json.dumps(settings, indent=2) + "\n")
 
 
 def read_gpt(folder: Path) -> Gpt:

@@ -16,6 +16,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, reason
 from trainfit.core.libraries import need
 from trainfit.core.plan_records import Precision
+from trainfit.data.model_files import weight_shapes
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts
 from trainfit.engine.checkpoint import read_tensors
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
@@ -24,8 +25,10 @@ from trainfit.engine.step import autocast
 from trainfit.jobs import exports
 from trainfit.jobs.classification import in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder
-from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.models.own_heads import OwnHead
+from trainfit.jobs.standard_export import FACTS
 from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.runs import timeline
 
@@ -36,7 +39,9 @@ if TYPE_CHECKING:
 
 _LORA = ("r", "lora_alpha", "lora_dropout", "target_modules", "use_dora", "fan_in_fan_out")
 """Fields of an adapter's config that training sets."""
-_NEEDED = ("classes", "pooling", "pool_tokens", "dtype", "max_length", "pad_id", "eval_batch_size")
+_NEEDED = ("classes", "max_length", "pad_id", "eval_batch_size")
+_NEEDED_APART = (*_NEEDED, "pooling", "pool_tokens", "dtype")
+"""Facts of an export whose head is apart from its encoder."""
 
 
 @timeline.stage("evaluation")
@@ -113,17 +118,48 @@ class Exported:
     model: EncoderClassifier
     tokenizer: Tokenizer
     facts: dict[str, Any]
-    """Content of head.json."""
+    """Content of trainfit.json or head.json."""
 
 
 def load_export(folder: Path, device: str = "cpu") -> Exported:
-    """Read what `exports.write_classifier` wrote."""
+    """Read what `exports.write_classifier` wrote, in either layout."""
     from trainfit.data.tokenizers import load_tokenizer, quiet_transformers
 
     exports.check_export(folder)
     facts = _facts(folder)
     with quiet_transformers():  # it reports a pooler that BERT has and the classifier has not
-        encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])
+        model = _load_whole(folder, facts) if is_standard(folder) else _load_parts(folder, facts)
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {folder} is not finite", "train it again")
+    return Exported(
+        model=model.to(device).eval(),
+        tokenizer=load_tokenizer(str(folder), learned=facts.get("learned_tokenizer", False)),
+        facts=facts,
+    )
+
+
+def is_standard(folder: Path) -> bool:
+    """Tell an export in transformers' layout from one with the head apart."""
+    return (folder / FACTS).is_file()
+
+
+def _load_whole(folder: Path, facts: dict[str, Any]) -> EncoderClassifier:
+    """Read a classifier in transformers' layout."""
+    settings = ClassifierSettings(
+        name=str(folder), classes=len(facts["classes"]), weights="pretrained", pooling="auto"
+    )
+    model = build_classifier(settings)
+    if not isinstance(model.head, OwnHead):
+        raise BadInput(f"transformers has no classifier for {folder}", "export it again")
+    own, saved = model.head.names(model.encoder), weight_shapes(str(folder))
+    if wrong := sorted(name for name, shape in own.items() if saved.get(name) != shape):
+        raise BadInput(f"model.safetensors in {folder} does not fit: {wrong[0]}", "export it again")
+    return model
+
+
+def _load_parts(folder: Path, facts: dict[str, Any]) -> EncoderClassifier:
+    """Read a classifier whose head is apart from its encoder."""
+    encoder = build_encoder(str(folder / "encoder"), weights="pretrained", dtype=facts["dtype"])
     if (folder / "adapter").is_dir():
         _load_adapter(encoder, folder / "adapter")
     settings = ClassifierSettings(
@@ -139,24 +175,19 @@ def load_export(folder: Path, device: str = "cpu") -> Exported:
     if lacking or unknown:
         names = ", ".join([*lacking, *unknown])
         raise BadInput(f"head.safetensors in {folder} does not fit: {names}", "export it again")
-    if name := find_nonfinite(model):
-        raise BadInput(f"the weight {name} of {folder} is not finite", "train it again")
-    return Exported(
-        model=model.to(device).eval(),
-        tokenizer=load_tokenizer(str(folder)),
-        facts=facts,
-    )
+    return model
 
 
 def _facts(folder: Path) -> dict[str, Any]:
-    """Read head.json and check that it is complete."""
+    """Read trainfit.json or head.json and check that it is complete."""
+    name, needed = (FACTS, _NEEDED) if is_standard(folder) else ("head.json", _NEEDED_APART)
     try:
-        facts = codec.read_object(folder / "head.json")
-        if missing := [name for name in _NEEDED if name not in facts]:
+        facts = codec.read_object(folder / name)
+        if missing := [one for one in needed if one not in facts]:
             raise ValueError(f"it has no {missing[0]}")
     except (OSError, ValueError) as error:
         raise BadInput(
-            f"cannot read head.json in {folder} ({reason(error)})", "export the model again"
+            f"cannot read {name} in {folder} ({reason(error)})", "export the model again"
         ) from None
     return facts
 
@@ -190,7 +221,7 @@ def predict_texts(
     device: str = "cpu",
     precision: Precision = "fp32",
 ) -> tuple[Outputs, dict[str, Any]]:
-    """Return the mean outputs over the exports for each text, and the facts of head.json.
+    """Return the mean outputs over the exports for each text, and the exports' facts.
 
     `criteria` are the criteria's texts that the texts are paired with.
     """

@@ -126,7 +126,8 @@ def _version(package: str) -> str | None:
 def exports_of(run: Path) -> list[Path]:
     """List the exports of a run: one, or one for each fold."""
     found = [run / "export", *sorted(run.glob("fold-*/export"))]
-    found = [folder for folder in found if (folder / "head.json").is_file()]
+    known = ("trainfit.json", "head.json")
+    found = [folder for folder in found if any((folder / name).is_file() for name in known)]
     if not found:
         raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
     return found

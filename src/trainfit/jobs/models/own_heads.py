@@ -45,6 +45,12 @@ class OwnHead(nn.Module):
         """Name of the encoder in the class."""
         return self.model.base_model_prefix
 
+    def names(self, encoder: PreTrainedModel) -> dict[str, tuple[int, ...]]:
+        """Return names and shapes of the weights of the whole classifier with this encoder."""
+        inside = {f"{self.prefix}.{name}": one for name, one in encoder.state_dict().items()}
+        both = inside | self.model.state_dict()
+        return {name: tuple(tensor.shape) for name, tensor in both.items()}
+
     def drop(self, probability: float) -> bool:
         """Set the dropout of the head; return False if it has none."""
         layers = [one for one in self.model.modules() if isinstance(one, nn.Dropout)]

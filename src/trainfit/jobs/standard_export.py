@@ -1,0 +1,149 @@
+"""Exports of classifiers with transformers' own heads: AutoModelForSequenceClassification's layout.
+
+export/config.json, model.safetensors    the whole classifier, adapters merged into its weights
+export/adapter/                          LoRA or DoRA with the head: peft loads it on the base
+export/tokenizer…                        AutoTokenizer.from_pretrained(export) loads it
+export/trainfit.json                     classes, max_length and other facts that predict needs
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import safetensors.torch
+import torch
+
+from trainfit.core.errors import BadInput
+from trainfit.core.files import write_whole
+from trainfit.hardware.model_shapes import model_shape
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
+    from transformers import PretrainedConfig
+
+    from trainfit.jobs.models.classifier import EncoderClassifier
+    from trainfit.jobs.models.own_heads import OwnHead
+
+FACTS = "trainfit.json"
+FORMAT = "trainfit classifier 2"
+
+
+def write_standard(
+    folder: Path, model: EncoderClassifier, state: Mapping[str, Tensor], facts: dict[str, Any]
+) -> None:
+    """Write a classifier with its own head, with the weights in `state`, into a new folder."""
+    head = cast("OwnHead", model.head)
+    inside = _part(state, "encoder.")
+    of_head = {name: tensor.float() for name, tensor in _part(state, "head.model.").items()}
+    if model.settings.method in ("lora", "dora"):
+        _write_adapter(folder / "adapter", model, inside, of_head)
+        inside = _merged(model, inside)
+    whole = {f"{head.prefix}.{name}": tensor for name, tensor in inside.items()} | of_head
+    _write_config(folder, model, facts)
+    safetensors.torch.save_file(_plain(whole), folder / "model.safetensors", {"format": "pt"})
+    write_whole(folder / FACTS, json.dumps({"format": FORMAT, **facts}, indent=2) + "\n")
+
+
+def config_of(model: EncoderClassifier, facts: dict[str, Any]) -> PretrainedConfig:
+    """Return the config of the classifier, with the names of its classes."""
+    head = cast("OwnHead", model.head)
+    config: Any = copy.deepcopy(model.encoder.config)
+    config.id2label = dict(enumerate(map(str, facts["classes"])))
+    config.label2id = {name: number for number, name in config.id2label.items()}
+    config.problem_type = facts.get("problem_type", "single_label_classification")
+    config.architectures = [type(head.model).__name__]
+    config.dtype = torch.float32  # weights in half precision are made so where they are loaded
+    if head.reads == "last":  # it looks for the last token that is no padding
+        config.pad_token_id = facts["pad_id"]
+    made: PretrainedConfig = config
+    return made
+
+
+def _write_config(folder: Path, model: EncoderClassifier, facts: dict[str, Any]) -> None:
+    config_of(model, facts).save_pretrained(folder)
+    if model.traits.softcap is not None:
+        # transformers' default attention leaves the soft cap out, and warns of it.
+        path = folder / "config.json"
+        fields = json.loads(path.read_text()) | {"attn_implementation": "eager"}
+        path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def hub_name(name: str) -> str | None:
+    """Return the name on the hub of a model; None for a folder, which others do not have."""
+    if Path(name).is_dir():
+        return None
+    try:
+        return model_shape(name).hub
+    except BadInput:
+        return name
+
+
+def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
+
+
+def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+
+
+def _merged(model: EncoderClassifier, state: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return the encoder's weights with the adapters added to them, in float32."""
+    from transformers.pytorch_utils import Conv1D
+
+    settings = model.settings
+    made: dict[str, Tensor] = {}
+    for name, tensor in state.items():
+        if ".lora_" in name:
+            continue
+        layer, is_base, kind = name.rpartition(".base_layer.")
+        made[f"{layer}.{kind}" if is_base else name] = tensor
+        if not is_base or kind != "weight":
+            continue
+        inputs, outputs = (state[f"{layer}.lora_{part}.default.weight"].float() for part in "AB")
+        turned = isinstance(model.encoder.get_submodule(f"{layer}.base_layer"), Conv1D)
+        weight = tensor.float().T if turned else tensor.float()
+        weight = weight + outputs @ inputs * (settings.lora_alpha / settings.lora_rank)
+        if settings.method == "dora":
+            length = state[f"{layer}.lora_magnitude_vector.default.weight"].float()
+            weight = weight * (length / weight.norm(dim=1))[:, None]
+        made[f"{layer}.weight"] = weight.T if turned else weight
+    return made
+
+
+def _write_adapter(
+    folder: Path,
+    model: EncoderClassifier,
+    state: dict[str, Tensor],
+    of_head: dict[str, Tensor],
+) -> None:
+    """Write the adapters as peft does for the whole classifier, whose head is saved with them."""
+    head = cast("OwnHead", model.head)
+    model.encoder.save_pretrained(folder, state_dict=state)
+    path = folder / "adapter_model.safetensors"
+    start = "base_model.model."
+    saved = {
+        f"{start}{head.prefix}.{name.removeprefix(start)}": tensor
+        for name, tensor in safetensors.torch.load_file(path).items()
+    }
+    saved |= {f"{start}{name}": tensor for name, tensor in of_head.items()}
+    safetensors.torch.save_file(_plain(saved), path, {"format": "pt"})
+    path = folder / "adapter_config.json"
+    fields = json.loads(path.read_text())
+    fields |= {
+        "task_type": "SEQ_CLS",
+        "base_model_name_or_path": hub_name(model.settings.name),
+        "target_modules": sorted(fields["target_modules"]),  # peft compares the ends of names
+        "modules_to_save": sorted({_module(name, head.prefix) for name in of_head}),
+    }
+    path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def _module(name: str, prefix: str) -> str:
+    """Return the part of the head that a weight is in: the encoder's pooler, or another layer."""
+    parts = name.split(".")
+    return parts[1] if parts[0] == prefix else parts[0]

@@ -1,0 +1,137 @@
+"""An export with transformers' own head is a classifier of transformers, and of peft."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from own_tiny import DECODERS, FAMILIES, config_of, own
+from torch import Tensor
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    pipeline,
+)
+
+from trainfit.core.errors import BadInput
+from trainfit.data import learn_tokenizer
+from trainfit.data.tokens import tokenize_texts
+from trainfit.jobs import exports
+from trainfit.jobs.classification import in_batches
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.predict import answer, load_export
+
+TEXTS = ["one short text", "another one that is quite a bit longer than that", "a"]
+CLASSES = ["no", "maybe", "yes"]
+
+
+def trained(name: str, **settings: Any) -> EncoderClassifier:
+    """A model whose adapters and head are not what they were built as."""
+    model = own(config_of(name, vocab_size=320), **settings)
+    torch.manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model.eval()
+
+
+def write(folder: Path, model: EncoderClassifier) -> Tensor:
+    """Export a model and return its logits."""
+    pad = model.encoder.config.pad_token_id
+    tokenizer = learn_tokenizer(TEXTS, vocabulary=320, pad_id=pad)
+    facts = {"classes": CLASSES, "max_length": 38, "pad_id": pad, "eval_batch_size": 8}
+    exports.write_classifier(folder, model, tokenizer, facts)
+    tokens = tokenize_texts(tokenizer, TEXTS, [0, 0, 0], max_length=38)
+    return in_batches(model, model, tokens, 8, pad).float()
+
+
+def logits_of(folder: Path, plain: Any) -> Tensor:
+    """Without a line of trainfit."""
+    # AutoTokenizer takes Qwen's own class for its model type, whatever was saved.
+    learned = plain.config.model_type == "qwen2"
+    kind = PreTrainedTokenizerFast if learned else AutoTokenizer
+    tokenizer = kind.from_pretrained(folder)
+    rows = tokenizer(TEXTS, padding=True, truncation=True, return_tensors="pt")
+    with torch.no_grad():
+        found: Tensor = plain.eval()(**rows).logits
+    return found
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_auto_classes_give_the_same_logits(name: str, tmp_path: Path) -> None:
+    folder = tmp_path / "export"
+    ours = write(folder, trained(name))
+    plain, loaded = AutoModelForSequenceClassification.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(loaded[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert plain.config.id2label == dict(enumerate(CLASSES))
+    assert plain.config.problem_type == "single_label_classification"
+    torch.testing.assert_close(logits_of(folder, plain), ours, atol=1e-5, rtol=1e-5)
+    rows = answer([folder], TEXTS)
+    found = torch.tensor([[row[f"p({label})"] for label in CLASSES] for row in rows])
+    torch.testing.assert_close(found, ours.softmax(-1), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["bert", "gpt2"])
+def test_a_pipeline_takes_the_folder(name: str, tmp_path: Path) -> None:
+    ours = write(tmp_path / "export", trained(name)).softmax(-1)
+    classify = pipeline("text-classification", str(tmp_path / "export"), top_k=None)
+    for chances, found in zip(ours, classify(TEXTS), strict=True):
+        by_name = {one["label"]: one["score"] for one in found}
+        assert [by_name[label] for label in CLASSES] == pytest.approx(chances.tolist(), abs=1e-5)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("name", ["bert", "deberta-v3", "modernbert-mean", "gpt2", "gemma-3"])
+def test_adapters_are_merged_and_peft_loads_them_too(
+    name: str, method: str, tmp_path: Path
+) -> None:
+    from peft import PeftModel
+
+    folder = tmp_path / "export"
+    model = trained(name, method=method, lora_rank=4)
+    ours = write(folder, model)
+    merged = AutoModelForSequenceClassification.from_pretrained(folder)
+    torch.testing.assert_close(logits_of(folder, merged), ours, atol=1e-5, rtol=1e-5)
+    base = AutoModelForSequenceClassification.from_config(merged.config)
+    weights = {
+        f"{model.head.prefix}.{part.replace('.base_layer.', '.')}": tensor
+        for part, tensor in model.encoder.state_dict().items()
+        if "lora_" not in part
+    }
+    base.load_state_dict(weights, strict=False)  # the head is peft's to load
+    adapted = PeftModel.from_pretrained(base, folder / "adapter")
+    torch.testing.assert_close(logits_of(folder, adapted), ours, atol=1e-5, rtol=1e-5)
+
+
+def test_half_precision_is_stored_as_it_was_and_read_as_float32(tmp_path: Path) -> None:
+    write(tmp_path / "export", trained("bert", method="frozen", dtype="bfloat16"))
+    plain = AutoModelForSequenceClassification.from_pretrained(tmp_path / "export")
+    assert plain.dtype == torch.float32
+    again = load_export(tmp_path / "export").model
+    name = "encoder.layer.0.output.dense.weight"
+    assert torch.equal(plain.bert.get_parameter(name), again.encoder.get_parameter(name))
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_an_exported_decoder_is_trained_on_as_it_is(name: str, tmp_path: Path) -> None:
+    write(tmp_path / "export", trained(name))
+    again = own(str(tmp_path / "export"))
+    assert again.traits.causal
+    assert again.head.reads == "last"
+
+
+def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
+    write(tmp_path / "export", trained("bert"))
+    path = tmp_path / "export" / "trainfit.json"
+    facts = json.loads(path.read_text())
+    path.write_text(json.dumps(facts | {"classes": [*CLASSES, "more"]}))
+    exports.write_checksums(tmp_path / "export")
+    with pytest.raises(BadInput, match=r"does not fit: classifier\.bias"):
+        load_export(tmp_path / "export")
