@@ -82,6 +82,19 @@ def test_the_first_lines_say_what_is_set(tmp_path: Path, capsys: Any):
     ):
         assert line in captured.err
     [folder] = (tmp_path / "runs").iterdir()
+    [counts] = json.loads((folder / "data.json").read_text())["folds"]
+    parts = [counts[part]["pairs"] for part in ("train", "validation", "test")]
+    assert (
+        "Data: {:,} rows: {:,} to train on, {:,} for validation, {:,} for the test".format(
+            sum(parts), *parts
+        )
+        in captured.err
+    )
+    positives = counts["train"]["positives"]
+    names = counts["classes"]
+    said = f"Classes to train on: {names[0]} {parts[0] - positives:,}, {names[1]} {positives:,}"
+    assert said in captured.err
+    assert "trained, method full" in captured.err
     assert "Using AdamW optimizer" in (folder / "train.log").read_text()
     assert "By criterion" in captured.out
     assert str(folder) in captured.out

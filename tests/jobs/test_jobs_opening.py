@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import warnings
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,7 @@ from trainfit.jobs import classification
 from trainfit.packing import PackedCut, PaddedCut, ladder
 from trainfit.reports.run_report import report
 from trainfit.runs.event_log import Journal
-from trainfit.runs.opening import RunSetup
+from trainfit.runs.opening import DataSetup, RunSetup
 from trainfit.runtime import applied
 
 DOCUMENT = (
@@ -154,3 +155,34 @@ def test_the_log_for_people_is_never_read_back(monkeypatch: pytest.MonkeyPatch, 
     before = report(tmp_path).chapters
     (tmp_path / "train.log").write_text("2026-11-15 06:19:00 oom at step 3: it is said\n")
     assert report(tmp_path).chapters == before
+
+
+# ── the model and the data ────────────────────────────────────────────────────────────────────
+
+
+def test_the_model_and_its_method_come_first(monkeypatch: pytest.MonkeyPatch):
+    setup = opened(monkeypatch, tiny("bert-base"))
+    count = sum(p.numel() for p in tiny("bert-base").parameters())
+    [first, *_] = replace(setup, model="bert-base", method="lora", trained_weights=10).lines()
+    assert first == f"Model: bert-base, {count:,} weights, 10 trained, method lora"
+    frozen = replace(setup, model="bert-base", method="frozen", trained_weights=10)
+    assert next(frozen.lines()) == "Model: bert-base, frozen; the 10 weights of its head train"
+    own = replace(setup, model="Digits", method=None, trained_weights=10)
+    assert next(own.lines()) == f"Model: Digits, {count:,} weights, 10 trained"
+
+
+def test_rows_split_and_classes_are_counted():
+    data = DataSetup(train=700, validation=100, test=200, classes={"a": 400, "b": 300})
+    assert list(data.lines()) == [
+        "Data: 1,000 rows: 700 to train on, 100 for validation, 200 for the test",
+        "Classes to train on: a 400, b 300",
+    ]
+    fold = replace(data, fold=2, folds=5, synthetic=True, classes={})
+    assert list(fold.lines()) == [
+        "Data: 1,000 rows of synthetic data: fold 2 of 5, 700 to train on, 100 for validation,"
+        " 200 for the test",
+    ]
+    [alone] = replace(data, test=0, classes={}).lines()
+    assert alone.endswith("100 for validation, which are the test too")
+    many = replace(data, classes={str(n): n for n in range(30)})
+    assert list(many.lines())[1].endswith("19 19, and 10 more classes")

@@ -30,7 +30,7 @@ from trainfit.engine.loop_settings import LoopSettings
 from trainfit.jobs import exports, job_plan, scores, tuned_plans
 from trainfit.jobs.baselines import in_background
 from trainfit.jobs.classification import ClassifierTask, ideal_seconds, opening
-from trainfit.jobs.configuration import Chosen
+from trainfit.jobs.configuration import Chosen, made_up
 from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
@@ -44,6 +44,7 @@ from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import DataSetup
 
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
@@ -134,6 +135,23 @@ class PreparedEncoder:
             "checksum": scores.checksum(self.datasets),
             "folds": [dataset.metadata for dataset in self.datasets],
         }
+
+    def counts(self, fold: int) -> DataSetup:
+        """Count the rows of each part, and those of each class to train on."""
+        data, by_class = self.datasets[fold], dict[str, int]()
+        labels, names = data.train.labels, data.metadata["classes"]
+        if labels.dtype.kind != "f":
+            rows = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(names))
+            by_class = dict(zip(map(str, names), map(int, rows), strict=True))
+        return DataSetup(
+            train=len(data.train),
+            validation=len(data.validation),
+            test=len(data.test),
+            classes=by_class,
+            fold=fold + 1,
+            folds=self.folds,
+            synthetic=made_up(self.composed),
+        )
 
     def files(self) -> Mapping[str, Path]:
         """Name no files: the tokenizer is in the export."""

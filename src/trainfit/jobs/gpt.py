@@ -100,6 +100,9 @@ class PreparedGpt:
             "unigram_entropy": data.unigram_entropy,
         }
 
+    def counts(self, _fold: int) -> None:
+        """Count nothing: the line on the tokens says it."""
+
     def files(self) -> Mapping[str, Path]:
         """Name the tokenizer, which samples are decoded with."""
         return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer}

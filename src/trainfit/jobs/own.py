@@ -34,6 +34,7 @@ from trainfit.jobs.run import Run, Show, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
 from trainfit.runs import timeline
+from trainfit.runs.opening import DataSetup
 
 _SAMPLES = 64
 """Samples of the training data whose bytes make its checksum."""
@@ -181,6 +182,11 @@ class PreparedJob:
                     leaf.contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else b""
                 )
         return digest.hexdigest()
+
+    def counts(self, _fold: int) -> DataSetup:
+        """Count the samples of each part."""
+        test = 0 if self.test is self.validation else len(self.test)
+        return DataSetup(train=len(self.train), validation=len(self.validation), test=test)
 
     def files(self) -> Mapping[str, Path]:
         """Name files to copy into the run folder: none."""

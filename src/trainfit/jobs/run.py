@@ -42,6 +42,7 @@ from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.measuring.receipt import save_receipt
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
+from trainfit.runs.opening import DataSetup, RunSetup
 from trainfit.runtime import applied
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -96,6 +97,9 @@ class Prepared(Protocol):
     def facts(self) -> dict[str, Any]:
         """Describe the data for data.json, without any of it: counts and a `checksum`."""
 
+    def counts(self, fold: int) -> DataSetup | None:
+        """Count the rows of a fold for the first lines; None where the job says it otherwise."""
+
     def files(self) -> Mapping[str, Path]:
         """Name files to copy into the run folder."""
 
@@ -145,6 +149,7 @@ class Run:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
         first = self.world.first
         extras = self.prepared.extras(self)
+        opening = extras.pop("opening")
         result = loop.train(
             self.prepared.task(fold, self.plan, self.device),
             self.settings(fold),
@@ -153,6 +158,7 @@ class Run:
             shared=self.shared,
             observers=self.show.watch(title),
             trackers=self.show.track(folder) if first else (),
+            opening=lambda parts: self._named(opening(parts), fold),
             **extras,
         )
         if first:
@@ -161,6 +167,16 @@ class Run:
             with timeline.stage("receipt"):
                 save_receipt(folder, self.plan, max_grad_norm=clip, own_optimizer=own)
         return result
+
+    def _named(self, setup: RunSetup, fold: int) -> RunSetup:
+        """Add the names of model and method, and the counts of the data."""
+        model = getattr(self.prepared.config, "model", None)
+        return replace(
+            setup,
+            model=self.prepared.composed.task.rpartition(":")[2] if model is None else model.name,
+            method=None if model is None else self.plan.workload.method,
+            data=self.prepared.counts(fold),
+        )
 
     @timeline.stage("judge")
     def best_model(

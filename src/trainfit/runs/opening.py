@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from trainfit.core.plan_records import Precision
@@ -13,6 +13,8 @@ AttentionKind = Literal[
     "sdpa", "varlen", "disentangled", "softcap", "mask", "own", "products", "frozen"
 ]
 _KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
+_MOST_CLASSES = 20
+"""Classes that are counted in a line."""
 _PADDED = "on padded rows of like length"
 
 
@@ -74,6 +76,37 @@ class PretrainingSetup(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataSetup(Record):
+    """Rows of a run by part, and training rows by class."""
+
+    train: int
+    validation: int
+    test: int = 0
+    """0: there is none beside the validation part."""
+    classes: dict[str, int] = field(default_factory=dict)
+    """Training rows of each class; a row with several labels counts for each."""
+    fold: int = 1
+    folds: int = 1
+    synthetic: bool = False
+
+    def lines(self) -> Iterator[str]:
+        """Sentences on the split and the classes."""
+        total = self.train + self.validation + self.test
+        made = " of synthetic data" if self.synthetic else ""
+        fold = "" if self.folds == 1 else f"fold {self.fold} of {self.folds}, "
+        test = f", {self.test:,} for the test" if self.test else ", which are the test too"
+        yield (
+            f"Data: {total:,} rows{made}: {fold}{self.train:,} to train on,"
+            f" {self.validation:,} for validation{test}"
+        )
+        if self.classes:
+            shown = [f"{name} {count:,}" for name, count in self.classes.items()][:_MOST_CLASSES]
+            more = len(self.classes) - len(shown)
+            rest = f", and {more:,} more classes" if more else ""
+            yield f"Classes to train on: {', '.join(shown)}{rest}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RunSetup(Record):
     """Settings in effect at the first step of a process, as torch and the loader report them."""
 
@@ -114,6 +147,9 @@ class RunSetup(Record):
     tuned_samples_per_second: float | None = None
     """Rate that `tune` measured, where the plan was tuned."""
     pretraining: PretrainingSetup | None = None
+    model: str | None = None
+    """Name of the model, or of the class of a job of the user's own."""
+    data: DataSetup | None = None
 
     @property
     def device_words(self) -> str:
@@ -123,6 +159,10 @@ class RunSetup(Record):
     def lines(self) -> Iterator[str]:
         """Sentences for the head of train.log, the terminal and the report."""
         rows = "packed " if self.packed else "padded "
+        if self.model is not None:
+            yield self._model(self.model)
+        if self.data is not None:
+            yield from self.data.lines()
         yield self._device()
         yield self._tf32()
         yield f"Precision: {self.precision}" + (" with loss scaling" if self.loss_scaling else "")
@@ -153,6 +193,12 @@ class RunSetup(Record):
                 f"Settings as tuned on this machine: {self.tuned_samples_per_second:,.1f}"
                 " samples/s (tune=off plans without measuring)"
             )
+
+    def _model(self, name: str) -> str:
+        if self.method == "frozen":
+            return f"Model: {name}, frozen; the {self.trained_weights:,} weights of its head train"
+        how = "" if self.method is None else f", method {self.method}"
+        return f"Model: {name}, {self.weights:,} weights, {self.trained_weights:,} trained{how}"
 
     def _device(self) -> str:
         ranks = f", {self.ranks} ranks" if self.ranks > 1 else ""
