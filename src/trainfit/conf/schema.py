@@ -219,7 +219,11 @@ class TextclassData:
 
     train: Place | None
     """A CSV, TSV, JSONL, JSON or Parquet file, a folder that datasets' save_to_disk wrote, or one
-    with files such as train.csv, validation.csv and test.csv; null: synthetic texts."""
+    with files such as train.csv, validation.csv and test.csv, or the name of a dataset of the
+    hub, such as imdb or owner/name:subset; null: synthetic texts."""
+    split: Name | None = None
+    """The split to train on, where the data has several; null: train, with its validation and test
+    splits."""
     validation: Place | None
     """null: that of the folder, else a share of the training file, as for the test."""
     test: Place | None

@@ -9,6 +9,7 @@ from typing import Any
 from trainfit.conf import Composed, TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.data.columns import AUTO, choose_columns, shown_name
+from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
 from trainfit.data.row_files import column_names
 from trainfit.data.split_files import find_splits
 
@@ -43,9 +44,13 @@ def find_columns(data: TextclassData) -> dict[str, str]:
 def _settled(data: TextclassData, *, folds: bool) -> tuple[TextclassData, list[str]]:
     """Return the settled section, and notes on what was found."""
     assert data.train is not None
-    splits = find_splits(Path(data.train))
-    found = replace(data, train=str(splits.pop("train")))
     notes: list[str] = []
+    path = Path(data.train)
+    if is_hub_name(data.train):
+        path = fetch_dataset(data.train)
+        notes.append(f"{data.train} is taken from the hub")
+    splits = find_splits(path, data.split)
+    found = replace(data, train=str(splits.pop("train")), split=None)
     files: dict[str, Any] = {}
     names = find_columns(found)
     if AUTO in (data.text_column, data.label_column):

@@ -1,0 +1,118 @@
+"""Data sets of the hub by name, loaded by `datasets` and read from its files like any other.
+
+Its Arrow files are linked from a folder of the cache, a split each; nothing is copied.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import socket
+import tempfile
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+from urllib.request import getproxies
+
+from trainfit.core.errors import BadInput, RunFailed, brief, reason, refusing
+from trainfit.core.files import cache_folder
+from trainfit.core.libraries import need
+
+_NAME = re.compile(r"(?!.*\.[A-Za-z]{2,7}$)[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?", re.ASCII)
+_FIX = "check the path or the name; a subset is named as OWNER/NAME:SUBSET"
+_PATIENCE = 4.0
+"""Seconds to wait for the hub to answer at all; the library itself would try for half a minute."""
+
+
+def is_hub_name(word: str) -> bool:
+    """Tell a name such as imdb or owner/name:subset from a path; there must be no such path."""
+    return len(word) < 200 and bool(_NAME.fullmatch(word)) and not os.path.lexists(word)
+
+
+def fetch_dataset(name: str) -> Path:
+    """Return a folder with a saved dataset per split; it is loaded once."""
+    folder = cache_folder() / "hub" / hashlib.sha256(name.encode()).hexdigest()[:32]
+    if not _is_whole(folder):
+        need(f"the dataset {name} of the hub", "datasets")
+        _check_reachable(name)
+        _link(folder, name, _load(name))
+    return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Tell if the folder is there, and all that it links to."""
+    files = list(folder.glob("*/*"))
+    return bool(files) and all(file.exists() for file in files)
+
+
+def _check_reachable(name: str) -> None:
+    """Raise BadInput within seconds where the hub cannot be reached."""
+    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
+        return  # the library has its own cache
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
+    place = urlsplit(getproxies().get(urlsplit(hub).scheme) or hub)
+    port = place.port or (443 if place.scheme == "https" else 80)
+    met = threading.Event()
+
+    def knock() -> None:
+        try:
+            socket.create_connection((place.hostname or "", port), _PATIENCE).close()
+        except OSError:
+            return
+        met.set()
+
+    thread = threading.Thread(target=knock, daemon=True)
+    thread.start()
+    thread.join(_PATIENCE)  # a name server may take longer than the connection
+    if not met.is_set():
+        raise BadInput(
+            f"there is no file or folder {name}, and the hub cannot be reached",
+            "check the path, or the connection for a dataset of the hub",
+        )
+
+
+def _load(name: str) -> Mapping[str, Any]:
+    """Load every split by the library."""
+    import datasets
+
+    path, _, subset = name.partition(":")
+    with refusing(lambda why: BadInput(f"cannot load {name} from the hub ({brief(why)})", _FIX)):
+        loaded: Mapping[str, Any] = datasets.load_dataset(path, subset or None)
+    return loaded
+
+
+def _link(folder: Path, name: str, splits: Mapping[str, Any]) -> None:
+    """Write the folder whole or not at all."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+        try:
+            for split, rows in splits.items():
+                files = [Path(entry["filename"]) for entry in rows.cache_files]
+                if not re.fullmatch(r"[\w.-]+", split) or not files:
+                    raise BadInput(f"cannot use the split {brief(split)} of {name}", _FIX)
+                _link_split(building / split, files)
+            shutil.rmtree(folder, ignore_errors=True)
+            building.rename(folder)
+        finally:
+            shutil.rmtree(building, ignore_errors=True)
+    except OSError as error:
+        raise RunFailed(
+            f"cannot write {folder} ({reason(error)})",
+            "free some space, or set TRAINFIT_CACHE to a folder of yours",
+        ) from error
+
+
+def _link_split(folder: Path, files: Sequence[Path]) -> None:
+    """Write a folder of the form that save_to_disk gives a split."""
+    folder.mkdir()
+    names = [f"data-{number:05d}.arrow" for number in range(len(files))]
+    for name, file in zip(names, files, strict=True):
+        (folder / name).symlink_to(file.absolute())
+    state = {"_data_files": [{"filename": name} for name in names]}
+    (folder / "state.json").write_text(json.dumps(state))
