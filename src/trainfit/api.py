@@ -1,6 +1,6 @@
 """The commands as functions: `trainfit.train("nli", "cv.folds=5")` for `train nli cv.folds=5`.
 
-A job is nli, textclass, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
+A job is nli, textclass, pairs, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
 """
 
 from __future__ import annotations

@@ -112,7 +112,11 @@ def test_dry_run_trains_nothing(tmp_path: Path, capsys: Any):
 
 @pytest.mark.parametrize(
     ("task", "experiment"),
-    [(task, name) for task in ("nli", "textclass") for name in options(task, "experiment")],
+    [
+        (task, name)
+        for task in ("nli", "textclass", "pairs")
+        for name in options(task, "experiment")
+    ],
 )
 def test_every_shipped_experiment_trains(task: str, experiment: str, tmp_path: Path, capsys: Any):
     own = nli_words(tmp_path) if task == "nli" else words(tmp_path, "data.max_length=64")

@@ -19,7 +19,7 @@ import pytest
 from conf_documents import BLOCKS, COMMANDS, SHOWN
 
 from trainfit.cli.main import run
-from trainfit.conf import SCHEMAS, Composed, compose, composition, options
+from trainfit.conf import Composed, compose, composition, options
 from trainfit.conf.starting import with_file
 from trainfit.core import caches
 from trainfit.core.plan_records import Precision
@@ -39,7 +39,7 @@ from trainfit.planning.estimator.estimate import Answer, Room
 from trainfit.planning.estimator.step_time import Done, Work
 
 GPUS = ("t4", "v100", "3090", "4090", "a100", "h200")
-TASKS = list(SCHEMAS)
+TASKS = list(COMMANDS)
 ASKS_FOR_A_GPU = {
     *("a10", "a100", "a30", "a40", "gpu_3090", "gpu_4090", "gpu_low_mem", "h100", "h200"),
     *("rtx_4080", "rtx_5090", "t4", "v100"),

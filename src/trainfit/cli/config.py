@@ -32,7 +32,7 @@ config_option = click.option(
 def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.
 
-    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are key=value words,
+    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are key=value words,
     such as hardware=gpu_4090 training.batch_size=20, and later ones win.
     """
     from trainfit.conf import compose
@@ -67,8 +67,8 @@ def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_
 def init(task: str, output: Path | None) -> None:
     """Write a commented configuration to start from.
 
-    TASK is nli (if none is named), textclass or gpt. Nothing is overwritten. Use the file with
-    `trainfit train TASK --config FILE`.
+    TASK is nli (if none is named), textclass, pairs or gpt. Nothing is overwritten. Use the file
+    with `trainfit train TASK --config FILE`.
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file

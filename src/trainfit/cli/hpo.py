@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 _TASKS = {
     "nli": "Search the settings of an NLI job.",
     "textclass": "Search the settings of a text-classification job.",
+    "pairs": "Search the settings of a job on pairs of texts.",
     "gpt": "Search the settings of a pretraining job.",
 }
 _STORAGE = click.option(

@@ -17,6 +17,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
 @click.command()
 @click.argument("run")
 @click.option("--text", help="A text to classify; for a job of yours, an item as JSON or text.")
+@click.option("--second", help="The second text, for a model of pairs.")
 @click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
 @click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")
 @click.option(
@@ -29,6 +30,9 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     "--text-column", default="auto", show_default=True, help="auto: by its name, such as text."
 )
 @click.option(
+    "--second-column", default="auto", show_default=True, help="Column of a pair's second texts."
+)
+@click.option(
     "--output",
     type=click.Path(path_type=Path),
     help="Write there, as CSV or JSON by its ending, instead of printing JSON.",
@@ -37,15 +41,18 @@ def predict(
     run: str,
     folder: str | None,
     text: str | None,
+    second: str | None,
     criterion: str | None,
     path: Path | None,
     text_column: str,
+    second_column: str,
     output: Path | None,
 ) -> None:
     """Probabilities from a trained model, for a text or a file.
 
     RUN is the folder of a finished run; one with folds answers with the mean of its models. An NLI
-    model answers for every criterion unless one is named. RUN may be module:Class, a job of yours.
+    model answers for every criterion unless one is named. A model of pairs takes --second too, or a
+    file with two columns of texts. RUN may be module:Class, a job of yours.
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
@@ -59,15 +66,20 @@ def predict(
     if output is not None:
         check_output(output)
     place = run_folder.find(folder or run, Path("runs"))
-    texts = [text] if text is not None else _read(path, text_column)
+    exports = [] if ":" in run else run_folder.exports_of(place)
+    columns = {"text": text_column}
+    if exports and run_folder.takes_pairs(exports[0]):
+        columns["second"] = second_column
+    given = {"text": [text]} | ({} if second is None else {"second": [second]})
+    found: dict[str, list[Any]] = given if path is None else _read(path, columns)
+    texts = found["text"]
     if ":" in run:
         rows = _own(run, place, texts)
     else:
-        exports = run_folder.exports_of(place)
         with loading():
             from trainfit.jobs.predict import answer
         with terminal.busy("predicting"):
-            rows = answer(exports, texts, criterion)
+            rows = answer(exports, texts, criterion, found.get("second"))
     if output is None:
         click.echo(json.dumps(rows, indent=2))
         return
@@ -89,15 +101,16 @@ def _item(text: str) -> Any:
         return text
 
 
-def _read(path: Path | None, column: str) -> list[str]:
+def _read(path: Path, columns: dict[str, str]) -> dict[str, list[str]]:
+    """Read the texts of a file, and the second ones of pairs."""
     from trainfit.data.columns import choose_columns
     from trainfit.data.row_files import column_names
     from trainfit.data.text_files import read_texts
 
-    assert path is not None
-    names = column_names(path) if column == "auto" else [column]
-    chosen = choose_columns(names, {"text": column}, str(path), {"text": "--text-column"})
-    return list(read_texts(path, chosen["text"]))
+    names = column_names(path) if "auto" in columns.values() else list(columns.values())
+    keys = {role: f"--{role}-column" for role in columns}
+    chosen = choose_columns(names, columns, str(path), keys)
+    return {role: list(read_texts(path, name)) for role, name in chosen.items()}
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

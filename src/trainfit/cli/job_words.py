@@ -25,7 +25,12 @@ class Short(NamedTuple):
         return self.keys if isinstance(self.keys, str) else self.keys.get(task)
 
 
-_DATA = {"nli": "data.data_dir", "textclass": "data.train", "gpt": "data.data_dir"}
+_DATA = {
+    "nli": "data.data_dir",
+    "textclass": "data.train",
+    "pairs": "data.train",
+    "gpt": "data.data_dir",
+}
 SHORT: Mapping[str, Short] = {
     "data": Short(_DATA, "PATH", "The data, as the word after TASK: a file or a folder."),
     "model": Short("model.name", "NAME", "A name of the catalogue or the hub, or a folder."),

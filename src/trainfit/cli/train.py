@@ -33,7 +33,7 @@ def command(
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
-    TASK is nli, textclass, gpt, or module:Class for a job of yours. OVERRIDES are your data, a file
+    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are your data, a file
     or a folder, and key=value words such as cv.folds=5; `trainfit config TASK` shows the keys.
     Without data of yours a small model trains on synthetic data, or for gpt on the source of
     Python's standard library.

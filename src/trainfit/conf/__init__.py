@@ -1,7 +1,14 @@
 """Configuration: Hydra's YAML in a folder per task, a typed schema, and the known spellings."""
 
 from trainfit.conf.composition import Composed, compose, keys, layer, options, preset
-from trainfit.conf.schema import SCHEMAS, Config, GptConfig, NliConfig, TextclassConfig
+from trainfit.conf.schema import (
+    SCHEMAS,
+    Config,
+    GptConfig,
+    NliConfig,
+    TextclassConfig,
+    TextFilesConfig,
+)
 
 __all__ = [
     "SCHEMAS",
@@ -9,6 +16,7 @@ __all__ = [
     "Config",
     "GptConfig",
     "NliConfig",
+    "TextFilesConfig",
     "TextclassConfig",
     "compose",
     "keys",

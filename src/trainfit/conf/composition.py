@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 GROUPS = ("hardware", "experiment")
 OWN = "own"
 """Folder of the YAML files that jobs of the user's own share."""
+_SHARED = {"pairs": "textclass"}
+"""Task whose presets and studies another task takes."""
 _LONGEST_WORD = 20_000
 # A word that Hydra reads as a text, unlike a number or true.
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
@@ -128,8 +130,7 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
 def options(task: str, group: str) -> tuple[str, ...]:
     """The names that `hardware=` or `experiment=` takes for a task."""
     schema_of(task)
-    folder = task_folder(task) / group
-    return tuple(sorted(path.stem for path in folder.glob("*.yaml")))
+    return tuple(sorted(path.stem for path in group_folder(task, group).glob("*.yaml")))
 
 
 def preset(task: str, hardware: str) -> dict[str, Any]:
@@ -174,6 +175,12 @@ def schema_of(task: str) -> type[Config]:
 def task_folder(task: str) -> Path:
     """Folder of a task's YAML files."""
     return Path(str(resources.files("trainfit.conf"))) / (OWN if task in _own_tasks else task)
+
+
+def group_folder(task: str, group: str) -> Path:
+    """Folder of a group of a task's YAML files, which may be another task's."""
+    own = task_folder(task) / group
+    return own if own.is_dir() or task not in _SHARED else task_folder(_SHARED[task]) / group
 
 
 def _parse(
@@ -276,8 +283,12 @@ def _hydra_compose(
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
 
+    words = list(groups)
+    if task in _SHARED:
+        place = _written(f"file://{task_folder(_SHARED[task]).as_posix()}")
+        words.append(f"hydra.searchpath=[{place}]")
     with initialize_config_dir(str(task_folder(task)), version_base="1.3"):
-        composed = hydra_compose("config", list(groups), return_hydra_config=True)
+        composed = hydra_compose("config", words, return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
     choices = {group: chosen.get(group) for group in GROUPS}
     data = OmegaConf.to_container(composed)
@@ -324,7 +335,7 @@ def _origins(
 @cache
 def layer(task: str, group: str, name: str) -> dict[str, Any]:
     """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
-    data = yaml.safe_load((task_folder(task) / group / f"{name}.yaml").read_text()) or {}
+    data = yaml.safe_load((group_folder(task, group) / f"{name}.yaml").read_text()) or {}
     return dict(flatten({key: value for key, value in data.items() if key != "defaults"}))
 
 

@@ -214,8 +214,8 @@ class NliData:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextclassData:
-    """Texts with a label."""
+class TextFilesData:
+    """Texts, or pairs of them, with a label."""
 
     train: Place | None
     """A CSV, TSV, JSONL, JSON or Parquet file, a folder that datasets' save_to_disk wrote, or one
@@ -227,8 +227,6 @@ class TextclassData:
     validation: Place | None
     """null: that of the folder, else a share of the training file, as for the test."""
     test: Place | None
-    text_column: Name
-    """Column of the texts. auto: by its name, such as text, review or comment."""
     label_column: Name
     """Column of the labels. auto: by its name, such as label, sentiment or category."""
     target: Literal["auto", "single", "multi", "regression"] = "auto"
@@ -245,6 +243,24 @@ class TextclassData:
     """Weigh each class in the loss against its share of the data; of single classes only."""
     test_share: HeldOut
     validation_share: HeldOut
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextclassData(TextFilesData):
+    """Texts with a label."""
+
+    text_column: Name
+    """Column of the texts. auto: by its name, such as text, review or comment."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairsData(TextFilesData):
+    """Pairs of texts with a label, such as premise and hypothesis or query and passage."""
+
+    first_column: Name
+    """Column of the first texts. auto: by its name, such as premise, sentence1 or query; so for the
+    second. Of a pair that is too long, the longer text is cut."""
+    second_column: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -294,7 +310,7 @@ class EncoderRunConfig(RunConfig):
     """Score the majority class and a bag of words beside the model."""
     device: DeviceConfig
     model: EncoderModel
-    data: NliData | TextclassData
+    data: NliData | TextFilesData
     training: Training
     optimization: Optimization
     cv: CrossValidation
@@ -308,10 +324,24 @@ class NliConfig(EncoderRunConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TextclassConfig(EncoderRunConfig):
+class TextFilesConfig(EncoderRunConfig):
+    """Keys of a job on files of texts, or of pairs of them."""
+
+    data: TextFilesData
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextclassConfig(TextFilesConfig):
     """`trainfit … textclass`."""
 
     data: TextclassData
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PairsConfig(TextFilesConfig):
+    """`trainfit … pairs`."""
+
+    data: PairsData
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -334,9 +364,10 @@ class OwnConfig(RunConfig):
     optimization: Optimization
 
 
-Config = NliConfig | TextclassConfig | GptConfig
+Config = NliConfig | TextclassConfig | PairsConfig | GptConfig
 SCHEMAS: dict[str, type[Config]] = {
     "nli": NliConfig,
     "textclass": TextclassConfig,
+    "pairs": PairsConfig,
     "gpt": GptConfig,
 }

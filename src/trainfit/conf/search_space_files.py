@@ -16,13 +16,13 @@ from typing import Annotated, Any, Literal
 
 from trainfit.conf.composition import (
     as_word,
+    group_folder,
     key_for,
     key_type,
     keys,
     parse_word,
     schema_of,
     study_of,
-    task_folder,
 )
 from trainfit.conf.schema import Name, Share, Steps
 from trainfit.core import codec
@@ -136,7 +136,7 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
 def studies(task: str) -> tuple[str, ...]:
     """The names that `hpo=` takes for a task."""
     schema_of(task)
-    return tuple(sorted(path.stem for path in (task_folder(task) / "hpo").glob("*.yaml")))
+    return tuple(sorted(path.stem for path in group_folder(task, "hpo").glob("*.yaml")))
 
 
 def _sorted_words(
@@ -253,7 +253,7 @@ def _shipped(task: str, name: str) -> dict[str, Any]:
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(task_folder(task) / "hpo"), version_base="1.3"):
+    with initialize_config_dir(str(group_folder(task, "hpo")), version_base="1.3"):
         data = OmegaConf.to_container(hydra_compose(name))
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}

@@ -227,6 +227,10 @@ CLASSES = ("clean", "flagged")
 _COUNT: dict[Scale, int] = {"small": 1200, "full": 20_000}
 _TEXT_WORDS: dict[Scale, tuple[int, int]] = {"small": (8, 40), "full": (8, 160)}
 _FLAGGED = 0.2
+_PAIRS: dict[Scale, int] = {"small": 3000, "full": 20_000}
+_PAIR_WORDS: dict[Scale, tuple[int, int]] = {"small": (12, 20), "full": (12, 80)}
+_SHARED = 0.5
+"""Chance of each cue in a text of a pair."""
 _RATED = 0.4
 """Chance of each of several labels."""
 _LURED = 0.4
@@ -245,6 +249,8 @@ class Texts:
     texts: list[str] = field(repr=False)
     labels: NDArray[Any] = field(repr=False)
     classes: tuple[str, ...] = CLASSES
+    seconds: list[str] | None = field(default=None, repr=False)
+    """Second texts, where there are pairs."""
 
 
 def make_texts(scale: Scale = "small", seed: int = 0, target: Target = "single") -> Texts:
@@ -262,15 +268,46 @@ def make_texts(scale: Scale = "small", seed: int = 0, target: Target = "single")
     )
 
 
+def make_pairs(scale: Scale = "small", seed: int = 0, target: Target = "single") -> Texts:
+    """Make the synthetic pairs of a seed.
+
+    Several labels are the cues that both texts tell of the writer, and the number of a pair their
+    sum. A pair with one class has one cue in its second text, and asks if the first tells it.
+    """
+    random = np.random.default_rng((seed, 13))
+    count = _PAIRS[scale]
+    first, second = (random.random((2, count, len(_CUES))) < _SHARED).astype(np.uint8)
+    if target == "single":
+        second = np.eye(len(_CUES), dtype=np.uint8)[random.integers(len(_CUES), size=count)]
+    texts, seconds = (
+        [_tell(row, _PAIR_WORDS[scale], random) for row in side] for side in (first, second)
+    )
+    both = first * second
+    if target == "single":
+        return Texts(
+            texts=texts,
+            seconds=seconds,
+            labels=both.any(1).astype(np.int64),
+            classes=("different", "same"),
+        )
+    if target == "regression":
+        number = both @ np.array(_AMOUNTS)
+        return Texts(texts=texts, seconds=seconds, labels=number, classes=(VALUE,))
+    return Texts(texts=texts, seconds=seconds, labels=both, classes=_CUES)
+
+
+def _tell(there: NDArray[np.uint8], words: tuple[int, int], random: np.random.Generator) -> str:
+    """Make a text that tells the cues that are there of the writer, and some others of someone."""
+    telling = [(cue, bool(is_there)) for cue, is_there in zip(_CUES, there, strict=True)]
+    told = [one for one in telling if one[1] or random.random() < _LURED]
+    low, high = np.log(words)
+    size = max(SENTENCE * len(telling), round(float(np.exp(random.uniform(low, high)))))
+    return " ".join(compose(size, told, random)[0])
+
+
 def _make_rated(scale: Scale, random: np.random.Generator, target: Target) -> Texts:
     labels = (random.random((_COUNT[scale], len(_CUES))) < _RATED).astype(np.uint8)
-    low, high = np.log(_TEXT_WORDS[scale])
-    texts = []
-    for row in labels:
-        telling = [(cue, bool(there)) for cue, there in zip(_CUES, row, strict=True)]
-        told = [one for one in telling if one[1] or random.random() < _LURED]
-        size = max(SENTENCE * len(telling), round(float(np.exp(random.uniform(low, high)))))
-        texts.append(" ".join(compose(size, told, random)[0]))
+    texts = [_tell(row, _TEXT_WORDS[scale], random) for row in labels]
     if target == "regression":
         return Texts(texts=texts, labels=labels @ np.array(_AMOUNTS), classes=(VALUE,))
     return Texts(texts=texts, labels=labels, classes=_CUES)

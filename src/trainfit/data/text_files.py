@@ -25,13 +25,21 @@ class Columns:
 
     text: str = "text"
     label: str = "label"
+    second: str | None = None
+    """Column of the second texts; None: there are no pairs."""
     group: str | None = None
     """Column of rows that must stay together in a split, such as the author; None: no groups."""
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        return [self.text, self.label, *([self.group] if self.group else [])]
+        more = (self.second, self.group)
+        return [self.text, self.label, *(name for name in more if name is not None)]
+
+    @property
+    def texts(self) -> list[str]:
+        """Columns of texts."""
+        return [self.text] if self.second is None else [self.text, self.second]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,6 +49,14 @@ class Chunk:
     texts: list[str] = field(default_factory=list, repr=False)
     labels: list[Label] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    seconds: list[str] = field(default_factory=list, repr=False)
+    """Second texts, where there are pairs."""
+
+    @property
+    def rows(self) -> list[tuple[str, ...]]:
+        """The text of each row, or both of a pair."""
+        columns = [self.texts, self.seconds] if self.seconds else [self.texts]
+        return list(zip(*columns, strict=True))
 
 
 @dataclass(slots=True)
@@ -65,22 +81,27 @@ def read_chunks(
     is an answer too.
     """
     kind = kind or LabelKind()
-    if columns.text == columns.label:
-        raise BadInput(
-            f"text and label are both the column {columns.text}",
-            "name two (data.text_column, data.label_column)",
-        )
+    used = [*columns.texts, columns.label]
+    if twice := next((name for name in used if used.count(name) > 1), None):
+        keys = "data.text_column, data.label_column"
+        if columns.second is not None:
+            keys = "data.first_column, data.second_column, data.label_column"
+        named = "two of texts and labels" if columns.second else "text and label"
+        raise BadInput(f"{named} are both the column {twice}", f"name others ({keys})")
     chunk = Chunk()
     count = count or RowCount()
     kinds: dict[str, int] = {}
     for number, row in read_rows(path, columns.names):
         count.rows += 1
         unlabelled = kind.target != "multi" and _is_blank(row[columns.label])
-        if unlabelled or _is_blank(row[columns.text]):
+        if unlabelled or any(_is_blank(row[name]) for name in columns.texts):
             count.skipped += 1
             continue
         place = f"{path}: row {number}"
         chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
+        if columns.second is not None:
+            second = columns.second
+            chunk.seconds.append(_text(row[second], f"{place}, column {second}"))
         label, where = row[columns.label], f"{place}, column {columns.label}"
         chunk.labels.append(read_label(label, kind, where))
         if label is not None:

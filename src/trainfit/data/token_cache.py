@@ -30,7 +30,7 @@ from trainfit.data.labels import check_classes, class_order, shown
 from trainfit.data.row_files import check_file
 from trainfit.data.text_files import Chunk, Columns, RowCount, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
-from trainfit.data.tokens import Tokens, encode_texts, map_in_order
+from trainfit.data.tokens import Tokens, encode_pairs, encode_texts, map_in_order
 from trainfit.hardware.host import allowed_by_affinity
 
 if TYPE_CHECKING:
@@ -38,12 +38,13 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 4
-_FILES = ("tokens", "lengths", "labels", "groups")
+_FORMAT = 5
+_FILES = ("tokens", "lengths", "labels", "groups", "types")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
 """Bytes of a file from which several processes are faster than one."""
-_Encoded = tuple[NDArray[np.int32], NDArray[np.int32]]
+_Encoded = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
+"""Token ids of texts end to end, the length of each, and token types where there are some."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,8 +103,8 @@ def tokenize_file(
         counted = RowCount()
         chunks = read_chunks(path, columns, kind=kind, count=counted)
         count = _processes(path) if processes is None else processes
-        pairs = ((chunk, chunk.texts) for chunk in chunks)
-        encoded = map_in_order(pairs, partial(_encode, tokenizer, max_length), count)
+        rows = ((chunk, chunk.rows) for chunk in chunks)
+        encoded = map_in_order(rows, partial(_encode, tokenizer, max_length), count)
         _make(folder, path, encoded, counted, check, progress)
         found = _open(folder, kind.target)
     if found is None:
@@ -136,10 +137,17 @@ def _processes(path: Path) -> int:
     return 1 if size < _LARGE else allowed_by_affinity()
 
 
-def _encode(tokenizer: Tokenizer, max_length: int, texts: list[str]) -> _Encoded:
-    """Token ids of the texts end to end, and the length of each."""
-    ids = [np.array(one, dtype=np.int32) for one in encode_texts(tokenizer, texts, max_length)]
-    return np.concatenate(ids), np.array([one.size for one in ids], dtype=np.int32)
+def _encode(tokenizer: Tokenizer, max_length: int, rows: list[Any]) -> _Encoded:
+    """Tokenise the text of each row, or both of a pair."""
+    types: Sequence[Sequence[int]] | None = None
+    if len(rows[0]) == 1:
+        encoded = encode_texts(tokenizer, [text for (text,) in rows], max_length)
+    else:
+        encoded, types = encode_pairs(tokenizer, rows, max_length)
+    ids = [np.array(one, dtype=np.int32) for one in encoded]
+    kinds = [np.array(one, dtype=np.uint8) for one in types or [[]]]
+    sizes = np.array([one.size for one in ids], dtype=np.int32)
+    return np.concatenate(ids), sizes, np.concatenate(kinds)
 
 
 def _make(
@@ -186,9 +194,11 @@ def _write(
         (building / "lengths").open("wb") as lengths,
         (building / "labels").open("wb") as classes,
         (building / "groups").open("wb") as groups,
+        (building / "types").open("wb") as kinds,
     ):
-        for chunk, (flat, sizes) in encoded:
+        for chunk, (flat, sizes, types) in encoded:
             ids.write(flat.tobytes())
+            kinds.write(types.tobytes())
             lengths.write(sizes.tobytes())
             rows = _label_rows(chunk.labels, labels, sequences)
             if len(labels) > _MOST_CLASSES:
@@ -203,7 +213,7 @@ def _write(
             tokens += flat.size
             if progress is not None:
                 progress(sequences)
-        for file in (ids, lengths, classes, groups):
+        for file in (ids, lengths, classes, groups, kinds):
             file.flush()
             os.fsync(file.fileno())
     return _Meta(
@@ -258,7 +268,7 @@ def _open(folder: Path, target: Target) -> LabelledTokens | None:
             caches.throw_away(folder, reason(error))
         return None
     lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
-    groups = np.fromfile(folder / "groups", dtype=np.int64)
+    groups, types = np.fromfile(folder / "groups", dtype=np.int64), folder / "types"
     classes = [VALUE] if target == "regression" else class_order(meta.labels)
     tokens = Tokens(
         ids=np.memmap(folder / "tokens", dtype=np.int32, mode="r"),
@@ -266,5 +276,6 @@ def _open(folder: Path, target: Target) -> LabelledTokens | None:
         lengths=lengths,
         labels=_read_labels(folder, meta, classes, target),
         groups=groups if groups.size else None,
+        types=np.memmap(types, dtype=np.uint8, mode="r") if types.stat().st_size else None,
     )
     return LabelledTokens(tokens=tokens, classes=classes, rows=meta.rows)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -25,7 +25,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 IntArray = NDArray[np.int64]
 Indices = Sequence[int] | IntArray
-_WORK: list[Callable[[list[str]], Any]] = []
+_WORK: list[Callable[[list[Any]], Any]] = []
 """Work of this process, where it is a worker of `map_in_order`."""
 _CHUNK = 1024
 """Sequences given to the tokenizer at once."""
@@ -112,9 +112,14 @@ def tokenize_texts(
     texts: Sequence[str],
     labels: Indices | NDArray[Any],
     *,
+    seconds: Sequence[str] | None = None,
     max_length: int,
 ) -> Tokens:
-    """Tokenise texts with special tokens, cut to `max_length`."""
+    """Tokenise texts, or pairs of them with `seconds`, with special tokens, cut to `max_length`."""
+    if seconds is not None:
+        pairs = list(zip(texts, seconds, strict=True))
+        encoded, types = encode_pairs(tokenizer, pairs, max_length)
+        return from_lists(encoded, labels, types=types)
     ids: list[list[int]] = []
     for start in range(0, len(texts), _CHUNK):
         ids += encode_texts(tokenizer, texts[start : start + _CHUNK], max_length)
@@ -138,7 +143,7 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) ->
 
 
 def map_in_order(
-    items: Iterable[tuple[T, list[str]]], work: Callable[[list[str]], R], processes: int
+    items: Iterable[tuple[T, list[Any]]], work: Callable[[list[Any]], R], processes: int
 ) -> Iterator[tuple[T, R]]:
     """Yield each item with the result of `work` on its texts, in order.
 
@@ -160,11 +165,11 @@ def map_in_order(
             yield last, future.result()
 
 
-def _start(work: Callable[[list[str]], Any]) -> None:
+def _start(work: Callable[[list[Any]], Any]) -> None:
     _WORK[:] = [work]
 
 
-def _run(texts: list[str]) -> Any:
+def _run(texts: list[Any]) -> Any:
     return _WORK[0](texts)
 
 
@@ -183,17 +188,36 @@ def tokenize_pairs(
     Pair p is `texts[text_of[p]]` with `seconds[second_of[p]]`; the first becomes its group and the
     second its criterion.
     """
-    joined = _with_separator(tokenizer, seconds)
-    _check_room(tokenizer, joined, max_length)
+    _check_room(tokenizer, seconds, max_length)
+    pairs = [(texts[i], seconds[j]) for i, j in zip(text_of, second_of, strict=True)]
+    ids, types = encode_pairs(tokenizer, pairs, max_length, "only_first")
+    return from_lists(ids, labels, types=types, groups=text_of, criteria=second_of)
+
+
+def encode_pairs(
+    tokenizer: Tokenizer,
+    pairs: Sequence[tuple[str, str]],
+    max_length: int,
+    shorten: Literal["longest_first", "only_first"] = "longest_first",
+) -> tuple[list[list[int]], list[list[int]] | None]:
+    """Token ids of each pair as the model reads it, and token types where the model has them.
+
+    A pair that is too long loses tokens of the longer text, or of its first alone.
+    """
+    needed = 2 + tokenizer.num_special_tokens_to_add(pair=True)
+    if max_length < needed:
+        what = f"data.max_length is {max_length}, and a pair of texts takes {needed} tokens or more"
+        raise BadInput(what, "set it higher")
     with_types = "token_type_ids" in tokenizer.model_input_names
+    before = "" if _separates(tokenizer) else "\n"
     ids: list[list[int]] = []
     types: list[list[int]] = []
-    for start in range(0, len(text_of), _CHUNK):
-        part = slice(start, start + _CHUNK)
+    for start in range(0, len(pairs), _CHUNK):
+        part = pairs[start : start + _CHUNK]
         encoded = tokenizer(
-            [texts[i] for i in text_of[part]],
-            [joined[i] for i in second_of[part]],
-            truncation="only_first",
+            [first for first, _ in part],
+            [before + second for _, second in part],
+            truncation=shorten,
             max_length=max_length,
             padding=False,
             return_attention_mask=False,
@@ -201,21 +225,21 @@ def tokenize_pairs(
         )
         ids += encoded["input_ids"]
         types += encoded["token_type_ids"] if with_types else []
-    return from_lists(
-        ids, labels, types=types if with_types else None, groups=text_of, criteria=second_of
-    )
+    return ids, types if with_types else None
 
 
-def _with_separator(tokenizer: Tokenizer, seconds: Sequence[str]) -> list[str]:
-    """Put a newline before the second texts where the tokenizer adds no separator."""
+def _separates(tokenizer: Tokenizer) -> bool:
+    """Tell if the tokenizer puts a separator between two texts."""
     single, pair = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
-    return [text if pair > single else f"\n{text}" for text in seconds]
+    return bool(pair > single)
 
 
 def _check_room(tokenizer: Tokenizer, seconds: Sequence[str], max_length: int) -> None:
     """Raise BadInput where a second text, which is never cut, leaves no room for the first."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
-    encoded = tokenizer(list(seconds), add_special_tokens=False, return_attention_mask=False)
+    before = "" if _separates(tokenizer) else "\n"
+    joined = [before + text for text in seconds]
+    encoded = tokenizer(joined, add_special_tokens=False, return_attention_mask=False)
     needed = special + max(len(one) for one in encoded["input_ids"])
     if needed >= max_length:
         raise BadInput(

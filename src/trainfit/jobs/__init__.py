@@ -1,1 +1,1 @@
-"""Jobs: the protocol, the registry, one run for all; nli, textclass, gpt and jobs of one's own."""
+"""Jobs: the protocol, the registry, one run for all; nli, textclass, pairs, gpt, one's own."""

@@ -27,11 +27,11 @@ def find_batch_size(
 ) -> BatchSizeFound:
     """Find the largest micro-batch that fits the GPU as it is now, the advised one, and the knee.
 
-    `task` is nli, textclass or gpt, with `overrides` as on the command line; or a step of your own:
-    a TaskSpec (or module:function) whose function takes `rows` beside its arguments and returns a
-    model and what makes its step, as for `trainfit.estimate`; or a function of `rows` that returns
-    a step, which cannot be predicted and takes a little longer. For those, `max_length` is the
-    number of tokens in a row.
+    `task` is nli, textclass, pairs or gpt, with `overrides` as on the command line; or a step of
+    your own: a TaskSpec (or module:function) whose function takes `rows` beside its arguments and
+    returns a model and what makes its step, as for `trainfit.estimate`; or a function of `rows`
+    that returns a step, which cannot be predicted and takes a little longer. For those,
+    `max_length` is the number of tokens in a row.
 
     The advised size is `margin` of the largest, in the range from `at_least` to `at_most` rows.
     `memory_gib` bounds the memory. `lengths` are the tokens of the training sequences.

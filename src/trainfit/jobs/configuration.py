@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainfit.conf import SCHEMAS, Composed, NliConfig, TextclassConfig, compose, layer
+from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose, layer
 from trainfit.conf.composition import as_word
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
@@ -28,7 +28,7 @@ from trainfit.jobs.text_sources import find_columns, settle_sources
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
 
-EncoderConfig = NliConfig | TextclassConfig
+EncoderConfig = NliConfig | TextFilesConfig
 _FREEZE = "model.freeze_encoder"
 """Key that presets and experiments set for pretrained encoders; random ones must train."""
 _OF_CHARACTERS = ("canine", "perceiver")
@@ -46,7 +46,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     """
     composed = settle_sources(_filled(task, overrides))
     check_data(composed.config)
-    composed = fitted(_with_target_note(composed))
+    composed = fitted(_with_notes(composed))
     if not is_own(task) and not _is_on_hub(composed.config.model.name):
         check_model(composed)
     model = getattr(composed.config, "model", None)
@@ -65,14 +65,14 @@ def check_data(config: Config) -> None:
     elif isinstance(config, GptConfig) and config.data.data_dir is not None:
         place = Path(config.data.data_dir)
         read_header(place) if is_prepared(place) else find_texts(place)
-    elif isinstance(config, TextclassConfig):
+    elif isinstance(config, TextFilesConfig):
         data = config.data
         for path in (data.train, data.validation, data.test):
             if path is not None:
                 check_columns(Path(path), columns_of(config))
 
 
-def kind_of(config: TextclassConfig) -> LabelKind:
+def kind_of(config: TextFilesConfig) -> LabelKind:
     """Kind of a job's labels: as configured, or as the training file's first rows look."""
     data = config.data
     if data.train is None:
@@ -87,25 +87,25 @@ def metric_of(composed: Composed) -> str:
     config = composed.config
     if isinstance(config, GptConfig):
         return "val_loss"
-    numbers = isinstance(config, TextclassConfig) and kind_of(config).target == "regression"
+    numbers = isinstance(config, TextFilesConfig) and kind_of(config).target == "regression"
     return "rmse" if numbers else "f1"
 
 
-def _with_target_note(composed: Composed) -> Composed:
-    """Add a note on what was inferred from the labels."""
-    config = composed.config
-    if not isinstance(config, TextclassConfig) or config.data.train is None:
+def _with_notes(composed: Composed) -> Composed:
+    """Add notes on what was inferred from the labels, and on a model that nobody named."""
+    config, notes = composed.config, list(composed.notes)
+    if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed
-    if config.data.target != "auto":
-        return composed
-    note = (
-        f"labels of {config.data.label_column}: {describe(kind_of(config))}; "
-        "set data.target to single, multi or regression where that is wrong"
-    )
-    return replace(composed, notes=(*composed.notes, note))
+    if config.data.target == "auto":
+        fix = "set data.target to single, multi or regression where that is wrong"
+        notes.append(f"labels: {describe(kind_of(config))}; {fix}")
+    if composed.origins["model.name"] == "default":
+        name = config.model.name
+        notes.append(f"no model is named: {name}, small and for many languages (model.name)")
+    return replace(composed, notes=tuple(notes))
 
 
-def columns_of(config: TextclassConfig) -> Columns:
+def columns_of(config: TextFilesConfig) -> Columns:
     """Names of the columns of a job's files."""
     return Columns(**find_columns(config.data), group=config.data.group_column)
 
@@ -178,7 +178,7 @@ class _Written:
 def made_up(composed: Composed) -> bool:
     """True if the user named no data, so that synthetic data is used."""
     config = composed.config
-    if isinstance(config, TextclassConfig):
+    if isinstance(config, TextFilesConfig):
         return config.data.train is None
     return config.data.data_dir is None
 

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 
 from trainfit.conf import Composed
-from trainfit.conf.schema import GptConfig, TextclassConfig
+from trainfit.conf.schema import GptConfig, TextFilesConfig
 from trainfit.data.corpus import find_texts
 from trainfit.data.text_files import Columns, infer_labels, read_chunks
 from trainfit.data.token_files import read_header
 from trainfit.jobs import gpt_choice
+from trainfit.jobs.text_sources import find_columns
 
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.
 _POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
@@ -30,6 +31,7 @@ _BLOCKS = 4096
 _NAMED_NOTHING = {
     "nli": "1,484 posts with 9 criteria each, as long as ReDSM5's",
     "textclass": "10,000 texts of about a third of data.max_length",
+    "pairs": "10,000 pairs of about a third of data.max_length",
     "gpt": "10 million tokens, about as many as Python's standard library has",
 }
 
@@ -50,7 +52,7 @@ def known_data(composed: Composed) -> KnownData | None:
     config = composed.config
     if isinstance(config, GptConfig):
         return _tokens(composed)
-    if isinstance(config, TextclassConfig) and config.data.train is not None:
+    if isinstance(config, TextFilesConfig) and config.data.train is not None:
         return _texts(config, Path(config.data.train))
     return None
 
@@ -85,15 +87,15 @@ def _tokens(composed: Composed) -> KnownData | None:
     )
 
 
-def _texts(config: TextclassConfig, path: Path) -> KnownData:
+def _texts(config: TextFilesConfig, path: Path) -> KnownData:
     """Count the words of the texts, and the classes; no text is kept."""
     data = config.data
-    columns = Columns(text=data.text_column, label=data.label_column, group=data.group_column)
+    columns = Columns(**find_columns(data), group=data.group_column)
     kind = infer_labels(path, columns, data.target)
     words: list[int] = []
     classes: set[str] = set()
     for chunk in read_chunks(path, columns, kind=kind):
-        words += [len(text.split()) for text in chunk.texts]
+        words += [len(" ".join(texts).split()) for texts in chunk.rows]
         for label in () if kind.target == "regression" else chunk.labels:
             classes |= {label} if isinstance(label, str) else set(label)  # type: ignore[arg-type]
     rows = len(words)
@@ -122,7 +124,7 @@ def assumed_lengths(task: str, longest: int) -> Any:
     if task == "gpt":
         return np.full(max(1, _GPT_TOKENS // longest), longest)
     draws = np.random.default_rng(0)
-    if task == "textclass":
+    if task in ("textclass", "pairs"):
         words = np.exp(np.log(0.35 * longest) + 0.6 * draws.standard_normal(10_000))
         return np.clip(np.round(words), 3, longest).astype(np.int64)
     middle = np.log(_MEAN_WORDS) - _SPREAD**2 / 2

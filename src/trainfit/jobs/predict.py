@@ -29,7 +29,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.standard_export import FACTS
-from trainfit.jobs.targets import OneClass, Outputs, target_of
+from trainfit.jobs.targets import OneClass, Outputs, SeveralLabels, target_of
 from trainfit.runs import timeline
 
 if TYPE_CHECKING:
@@ -185,7 +185,11 @@ def _facts(folder: Path) -> dict[str, Any]:
         facts = codec.read_object(folder / name)
         if missing := [one for one in needed if one not in facts]:
             raise ValueError(f"it has no {missing[0]}")
-    except (OSError, ValueError) as error:
+        thresholds = codec.decode(tuple[float, ...], facts.get("thresholds", []), "thresholds")
+        several = isinstance(target_of(facts), SeveralLabels)
+        if several and len(thresholds) != len(facts["classes"]):
+            raise ValueError("it has not a threshold for each class")
+    except (OSError, ValueError, TypeError, KeyError) as error:
         raise BadInput(
             f"cannot read {name} in {folder} ({reason(error)})", "export the model again"
         ) from None
@@ -218,12 +222,14 @@ def predict_texts(
     texts: Sequence[str],
     criteria: Sequence[str] | None = None,
     *,
+    seconds: Sequence[str] | None = None,
     device: str = "cpu",
     precision: Precision = "fp32",
 ) -> tuple[Outputs, dict[str, Any]]:
     """Return the mean outputs over the exports for each text, and the exports' facts.
 
-    `criteria` are the criteria's texts that the texts are paired with.
+    `criteria` are the criteria's texts that the texts are paired with, `seconds` the second texts
+    of pairs.
     """
     total: Outputs | None = None
     facts: dict[str, Any] = {}
@@ -231,7 +237,7 @@ def predict_texts(
     for folder in folders:
         exported = load_export(folder, device)
         facts = exported.facts
-        tokens = _tokenize(exported, texts, criteria)
+        tokens = _tokenize(exported, texts, criteria, seconds)
         found, _ = predict_within(
             exported.model,
             tokens,
@@ -247,17 +253,23 @@ def predict_texts(
 
 
 def answer(
-    folders: Sequence[Path], texts: Sequence[str], criterion: str | None = None
+    folders: Sequence[Path],
+    texts: Sequence[str],
+    criterion: str | None = None,
+    seconds: Sequence[str] | None = None,
 ) -> list[dict[str, Any]]:
     """Return a row for each text and criterion: its number, and the class or labels found."""
     if not texts:
         raise BadInput("there is no text to classify", "give a file with a text per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    known = _facts(folders[0]).get("criteria")
-    asked = _asked(known, criterion)
+    first = _facts(folders[0])
+    _check_pairs(bool(first.get("pairs")), seconds)
+    asked = _asked(first.get("criteria"), criterion)
     rows = [(at, code) for at in range(len(texts)) for code in asked or [None]]
-    seconds = None if asked is None else [asked[str(code)] for _, code in rows]
-    found, facts = predict_texts(folders, [texts[at] for at, _ in rows], seconds, device=device)
+    criteria = None if asked is None else [asked[str(code)] for _, code in rows]
+    found, facts = predict_texts(
+        folders, [texts[at] for at, _ in rows], criteria, seconds=seconds, device=device
+    )
     answers = []
     for (at, code), chances in zip(rows, found.tolist(), strict=True):
         row: dict[str, Any] = {"row": at + 1} | ({} if code is None else {"criterion": code})
@@ -278,6 +290,13 @@ def _worded(found: list[float], facts: dict[str, Any]) -> dict[str, Any]:
     return {"labels": given, **chances}
 
 
+def _check_pairs(wanted: bool, seconds: Sequence[str] | None) -> None:
+    if wanted and seconds is None:
+        raise BadInput("the model takes pairs of texts", "give the second with --second, or a file")
+    if not wanted and seconds is not None:
+        raise BadInput("the model takes one text at a time", "leave the second text out")
+
+
 def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str] | None:
     """Return the criteria to ask about, by code."""
     if known is None:
@@ -291,11 +310,18 @@ def _asked(known: dict[str, str] | None, criterion: str | None) -> dict[str, str
     return {criterion: known.get(criterion, criterion)}
 
 
-def _tokenize(exported: Exported, texts: Sequence[str], criteria: Sequence[str] | None) -> Tokens:
+def _tokenize(
+    exported: Exported,
+    texts: Sequence[str],
+    criteria: Sequence[str] | None,
+    seconds: Sequence[str] | None,
+) -> Tokens:
     """Tokenize as in training."""
     length = exported.facts["max_length"]
     nothing = np.zeros(len(texts), dtype=np.int64)
     if criteria is None:
-        return tokenize_texts(exported.tokenizer, texts, nothing, max_length=length)
+        return tokenize_texts(
+            exported.tokenizer, texts, nothing, seconds=seconds, max_length=length
+        )
     own = np.arange(len(texts))
     return tokenize_pairs(exported.tokenizer, texts, criteria, own, own, nothing, max_length=length)

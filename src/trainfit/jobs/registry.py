@@ -1,4 +1,4 @@
-"""The jobs by name: nli, textclass, gpt, and `module:Class` for a job of one's own."""
+"""The jobs by name: nli, textclass, pairs, gpt, and `module:Class` for a job of one's own."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trainfit.jobs.job import TRAINING_KEYS, Job, config_class, is_greater_bette
 BUILT_IN = {
     "nli": "trainfit.jobs.nli",
     "textclass": "trainfit.jobs.textclass",
+    "pairs": "trainfit.jobs.textclass",
     "gpt": "trainfit.jobs.gpt",
 }
 

@@ -2,46 +2,56 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from trainfit.conf import Composed, TextclassConfig
-from trainfit.conf.schema import TextclassData
+from trainfit.conf import Composed, TextFilesConfig
+from trainfit.conf.schema import PairsData, TextFilesData
 from trainfit.data.columns import AUTO, choose_columns, shown_name
 from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
 from trainfit.data.row_files import column_names
 from trainfit.data.split_files import find_splits
 
-KEYS = {"text": "data.text_column", "label": "data.label_column"}
+_FIELDS = {"text": "text_column", "label": "label_column"}
+_PAIR_FIELDS = {"text": "first_column", "second": "second_column", "label": "label_column"}
+"""Fields of a configuration that name the column of each role."""
 
 
 def settle_sources(composed: Composed) -> Composed:
     """Replace a folder of splits by its files, and `auto` by the names of the columns."""
-    config = composed.config
-    if not isinstance(config, TextclassConfig) or config.data.train is None:
+    config: Any = composed.config
+    if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed
     data, notes = _settled(config.data, folds=config.cv.folds is not None)
     if data == config.data:
         return composed
-    changed = [name for name in data.__slots__ if getattr(data, name) != getattr(config.data, name)]
+    names = [field.name for field in fields(data)]
+    changed = [name for name in names if getattr(data, name) != getattr(config.data, name)]
+    settled: Any = replace(config, data=data)
     return replace(
         composed,
-        config=replace(config, data=data),
+        config=settled,
         origins=composed.origins | {f"data.{name}": "found" for name in changed},
         notes=(*composed.notes, *notes),
     )
 
 
-def find_columns(data: TextclassData) -> dict[str, str]:
+def find_columns(data: TextFilesData) -> dict[str, str]:
     """Find the columns of texts and labels, by name or by the header of the training file."""
-    wanted = {"text": data.text_column, "label": data.label_column}
+    fields = _fields(data)
+    wanted = {role: getattr(data, name) for role, name in fields.items()}
     if AUTO not in wanted.values() or data.train is None:
         return wanted
-    return choose_columns(column_names(Path(data.train)), wanted, data.train, KEYS)
+    keys = {role: f"data.{name}" for role, name in fields.items()}
+    return choose_columns(column_names(Path(data.train)), wanted, data.train, keys)
 
 
-def _settled(data: TextclassData, *, folds: bool) -> tuple[TextclassData, list[str]]:
+def _fields(data: TextFilesData) -> dict[str, str]:
+    return _PAIR_FIELDS if isinstance(data, PairsData) else _FIELDS
+
+
+def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[str]]:
     """Return the settled section, and notes on what was found."""
     assert data.train is not None
     notes: list[str] = []
@@ -53,10 +63,13 @@ def _settled(data: TextclassData, *, folds: bool) -> tuple[TextclassData, list[s
     found = replace(data, train=str(splits.pop("train")), split=None)
     files: dict[str, Any] = {}
     names = find_columns(found)
-    if AUTO in (data.text_column, data.label_column):
-        text, label = shown_name(names["text"]), shown_name(names["label"])
-        notes.append(f"the texts are the column {text}, the labels {label}")
-    found = replace(found, text_column=names["text"], label_column=names["label"])
+    fields = _fields(data)
+    if AUTO in (getattr(data, name) for name in fields.values()):
+        *texts, label = map(shown_name, names.values())
+        which = "column" if len(texts) == 1 else "columns"
+        notes.append(f"the texts are the {which} {' and '.join(texts)}, the labels {label}")
+    chosen: dict[str, Any] = {name: names[role] for role, name in fields.items()}
+    found = replace(found, **chosen)
     for split, path in splits.items():
         if getattr(data, split) is not None:
             continue

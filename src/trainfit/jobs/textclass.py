@@ -1,18 +1,18 @@
-"""`train textclass`: texts with a label from files or made up, in a split or in folds."""
+"""`train textclass` and `train pairs`: texts, or two each, with a label, from files or made up."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
-from trainfit.conf import Composed, TextclassConfig
-from trainfit.conf.schema import EncoderModel
+from trainfit.conf import Composed, TextFilesConfig
+from trainfit.conf.schema import EncoderModel, PairsData
 from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.row_files import check_file
-from trainfit.data.synthetic import make_texts
+from trainfit.data.synthetic import Texts, make_pairs, make_texts
 from trainfit.data.text_files import read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts
 from trainfit.jobs.configuration import (
@@ -53,7 +53,7 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     """The texts, tokenised, in a split or in folds; `nested` as for NLI."""
     config = composed.config
-    assert isinstance(config, TextclassConfig)
+    assert isinstance(config, TextFilesConfig)
     texts = read_texts(config)
     chosen = choose_weights(
         config.model,
@@ -76,19 +76,30 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         ),
         build=lambda model, **decided: build_model(model, classes=classes, **decided),
         baselines=partial(text_arrays, datasets, config.seed),
+        use={"pairs": True} if isinstance(config.data, PairsData) else {},
     )
 
 
-def read_texts(config: TextclassConfig) -> Callable[[], Iterator[str]]:
+def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
     """The training texts, read anew at each call."""
     data, kind = config.data, kind_of(config)
     if data.train is None:
-        return lambda: iter(make_texts(data.scale, config.seed, kind.target).texts)
+        made = _make(config)
+        return lambda: chain(made.texts, made.seconds or ())
     path, columns = check_file(Path(data.train)), columns_of(config)
-    return lambda: (text for chunk in read_chunks(path, columns, kind=kind) for text in chunk.texts)
+    return lambda: (
+        text
+        for chunk in read_chunks(path, columns, kind=kind)
+        for text in chain(chunk.texts, chunk.seconds)
+    )
 
 
-def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
+def _make(config: TextFilesConfig) -> Texts:
+    make = make_pairs if isinstance(config.data, PairsData) else make_texts
+    return make(config.data.scale, config.seed, kind_of(config).target)
+
+
+def _load(config: TextFilesConfig, chosen: Chosen) -> tuple[Dataset, ...]:
     data, kind = config.data, kind_of(config)
     shares: dict[str, Any] = {
         "folds": config.cv.folds,
@@ -97,9 +108,13 @@ def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
         "seed": config.seed,
     }
     if data.train is None:
-        made = make_texts(data.scale, config.seed, kind.target)
+        made = _make(config)
         tokens = tokenize_texts(
-            chosen.tokenizer, made.texts, made.labels, max_length=data.max_length
+            chosen.tokenizer,
+            made.texts,
+            made.labels,
+            seconds=made.seconds,
+            max_length=data.max_length,
         )
         return text_datasets(tokens, made.classes, **shares)
     return load_text_files(
@@ -114,7 +129,7 @@ def _load(config: TextclassConfig, chosen: Chosen) -> tuple[Dataset, ...]:
     )
 
 
-def _nested(folds: Sequence[Dataset], config: TextclassConfig) -> tuple[Dataset, ...]:
+def _nested(folds: Sequence[Dataset], config: TextFilesConfig) -> tuple[Dataset, ...]:
     """Each fold scored on its own part, with the epoch chosen by a part of the rest."""
     return tuple(
         text_datasets(

@@ -8,6 +8,7 @@ import secrets
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from itertools import count
 from pathlib import Path
@@ -131,3 +132,11 @@ def exports_of(run: Path) -> list[Path]:
     if not found:
         raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
     return found
+
+
+def takes_pairs(export: Path) -> bool:
+    """True for an exported model of pairs; whoever loads it says what is wrong with its files."""
+    for name in ("trainfit.json", "head.json"):
+        with suppress(OSError, ValueError):
+            return codec.read_object(export / name).get("pairs") is True
+    return False
