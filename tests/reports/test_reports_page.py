@@ -3,6 +3,7 @@
 import json
 import re
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -10,11 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from report_runs import LADDER, write_end, write_run
+from report_runs import LADDER, SETUP, write_end, write_run
 
 from trainfit.cli.main import run as cli
 from trainfit.core.plan_records import Plan
-from trainfit.reports.run_report import Report, report
+from trainfit.reports.run_report import Report, place, report
+from trainfit.runs.event_log import Journal
+from trainfit.runs.opening import DataSetup
 
 Make = Callable[..., Plan]
 
@@ -324,6 +327,46 @@ def test_the_command_prints_the_path(
     assert target.read_text().startswith("<!doctype html>")
     assert cli(["report", str(gpu_run)]) == 0
     assert capsys.readouterr().out == f"{gpu_run / 'report.html'}\n"
+
+
+def test_a_comparison_replaces_no_page_of_a_run(
+    gpu_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    others = [write_run(tmp_path / name) for name in ("nli-2", "nli-3")]
+    assert cli(["report", str(gpu_run)]) == 0
+    alone = (gpu_run / "report.html").read_text()
+    capsys.readouterr()
+    for other in others:
+        assert cli(["report", str(gpu_run), str(other)]) == 0
+        assert capsys.readouterr().out == f"{gpu_run / f'report-with-{other.name}.html'}\n"
+    assert (gpu_run / "report.html").read_text() == alone
+    many = place(gpu_run, *others * 20)
+    assert len(many.name) < 60
+    assert many != place(gpu_run, *others * 21)
+
+
+@pytest.mark.parametrize("named", [None, "posts"])
+def test_the_title_says_where_data_is_synthetic(named: str | None, tmp_path: Path):
+    folder = write_run(tmp_path / "nli-1")
+    written = json.loads((folder / "config.json").read_text())
+    written["config"]["data"] = {"data_dir": named}
+    (folder / "config.json").write_text(json.dumps(written))
+    (folder / "environment.json").write_text('{"started": "2026-11-17 10:44:49"}')
+    made = report(folder)
+    assert made.title == ("nli-1, on synthetic data" if named is None else "nli-1")
+    assert made.chapters[0].subtitle.endswith("2026-11-17 10:44")
+    assert "2026-11-17 10:44:49" in made.html()
+    # A run of this version says it itself.
+    setup = replace(SETUP, data=DataSetup(train=8, validation=1, synthetic=True))
+    with closing(Journal(folder)) as journal:
+        list(journal.setup(setup, 0))
+    assert report(folder).title == "nli-1, on synthetic data"
+
+
+def test_the_baselines_stand_beside_the_score(tmp_path: Path):
+    head = report(write_run(tmp_path / "nli-1")).chapters[0].headlines[0]
+    assert (head.label, head.value) == ("F1", "0.8500")
+    assert head.note == "majority class 0.0000; TF-IDF regression 0.6200"
 
 
 def test_formats_by_option_and_by_ending(

@@ -27,9 +27,9 @@ def command(runs: tuple[str, ...], output: Path | None, form: str | None, as_jso
     """Runs as one HTML page: scores, curves, plan, events.
 
     RUNS are folders of runs or studies, or their names under runs/; several are compared. The page
-    needs no other file and no network. It goes into the first one's folder as report.html, and its
-    path is printed; Markdown and JSON are printed themselves. With --output, all of them are
-    written there and the path is printed.
+    needs no other file and no network. It goes into the run's folder as report.html, and one of
+    several runs beside that of the first; its path is printed. Markdown and JSON are printed
+    themselves. With --output, all of them are written there and the path is printed.
     """
     from trainfit.reports.run_report import FORMATS, place, report, write
 
@@ -41,7 +41,7 @@ def command(runs: tuple[str, ...], output: Path | None, form: str | None, as_jso
     if output is None and form != "html":
         click.echo(FORMATS[form][1](made), nl=False)
         return
-    click.echo(write(made, output or place(runs[0]), form))
+    click.echo(write(made, output or place(*runs), form))
 
 
 @click.command()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from trainfit.reports.model import Chapter, Headline, Remark, Section, shown
 from trainfit.reports.run_sections import (
     device_of,
     events_section,
+    is_synthetic,
     measured_memory,
     model_of,
     plan_section,
@@ -26,15 +28,17 @@ from trainfit.reports.run_sections import (
     receipt_section,
     seconds_of,
     setup_section,
+    started,
     timeline_section,
     typical,
 )
-from trainfit.reports.score_sections import scores_section
+from trainfit.reports.score_sections import BASELINES, four, scores_section
 from trainfit.reports.study_sections import is_study, ladder_section, study_chapter
 from trainfit.runs import run_folder
 from trainfit.runs.reader import RunFiles, read_run
 
 _ROOT = Path("runs")
+_LONGEST_NAME = 120
 T = TypeVar("T")
 
 _SECTIONS: Sequence[Callable[[RunFiles], Section | None]] = (
@@ -134,9 +138,17 @@ def find(name: str | Path) -> Path:
     return run_folder.find(name, _ROOT)
 
 
-def place(run: str | Path) -> Path:
-    """Default path of a run's page: report.html in its folder."""
-    return find(run) / "report.html"
+def place(run: str | Path, *others: str | Path) -> Path:
+    """Default path of a page: in the first run's folder, as report.html or named by the others.
+
+    So a comparison replaces neither the run's own page nor a comparison with other runs.
+    """
+    if not others:
+        return find(run) / "report.html"
+    names = "-".join(find(one).resolve().name for one in others)
+    if len(names) > _LONGEST_NAME:
+        names = f"{len(others)}-others-{hashlib.sha256(names.encode()).hexdigest()[:8]}"
+    return find(run) / f"report-with-{names}.html"
 
 
 def write(made: Report, path: Path, form: str = "html") -> Path:
@@ -159,7 +171,7 @@ def _chapter(run: RunFiles, at: int) -> Chapter:
         made.append(Section(id="problems", title="Problems", blocks=problems))
     return Chapter(
         id=f"run-{at + 1}",
-        title=run.name,
+        title=f"{run.name}, on synthetic data" if is_synthetic(run) else run.name,
         subtitle=about,
         status=run.status,
         headlines=tuple(headlines),
@@ -179,7 +191,8 @@ def _or_without(
 
 
 def _subtitle(run: RunFiles) -> str:
-    words = " · ".join(word for word in (model_of(run), device_of(run)) if word)
+    known = (model_of(run), device_of(run), started(run)[:16])
+    words = " · ".join(word for word in known if word)
     return f"{run.config.get('task', 'run')} · {words}"
 
 
@@ -187,10 +200,12 @@ def _headlines(run: RunFiles) -> list[Headline]:
     found = []
     if (score := main_score(run)) is not None:
         label, one = score
-        interval = "" if one.low is None else f"95%: {one.low:.3f}–{one.high:.3f}"
+        beside = [] if one.low is None else [f"95%: {one.low:.3f}–{one.high:.3f}"]
         if (entropy := run.results.get("unigram_entropy")) is not None:
-            interval = f"unigram entropy {entropy:.4f}"
-        found.append(Headline(label=label, value=f"{one.value:.4f}", note=interval))
+            beside.append(f"unigram entropy {entropy:.4f}")
+        baselines: Mapping[str, float] = run.results.get("baselines") or {}
+        beside += [f"{BASELINES.get(name, name)} {four(v)}" for name, v in baselines.items()]
+        found.append(Headline(label=label, value=f"{one.value:.4f}", note="; ".join(beside)))
     steps = [int(part.train["step"][-1]) for part in run.parts if "step" in part.train]
     over = f"in {len(run.parts)} folds" if len(run.parts) > 1 else ""
     found.append(Headline(label="steps", value=f"{sum(steps):,}", note=over))

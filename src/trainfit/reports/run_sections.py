@@ -30,6 +30,9 @@ from trainfit.reports.plots import parts_at_peak
 from trainfit.runs import timeline
 from trainfit.runs.reader import RunFiles, finite
 
+_NAMES_DATA = {"nli": "data_dir", "textclass": "train"}
+"""Key of the data by task; null: it is made up."""
+
 
 def setup_section(run: RunFiles) -> Section:
     """Job, machine, data, settings in effect and configuration."""
@@ -63,6 +66,21 @@ def model_of(run: RunFiles) -> str:
     return Path(str(name)).name if "/" in str(name) and Path(str(name)).is_dir() else str(name)
 
 
+def is_synthetic(run: RunFiles) -> bool:
+    """True where the run's data was made up, by its first lines or its configuration."""
+    setup = run.parts[0].setup
+    if setup is not None and setup.data is not None:
+        return setup.data.synthetic
+    data = run.setting("data")
+    key = _NAMES_DATA.get(str(run.config.get("task")))
+    return isinstance(data, Mapping) and key in data and data[key] is None
+
+
+def started(run: RunFiles) -> str:
+    """Date and time at which a run began; empty for a run of an earlier version."""
+    return str(run.environment.get("started") or "")
+
+
 def _job(run: RunFiles) -> Iterator[tuple[str, str]]:
     yield "task", str(run.config.get("task", "unknown"))
     if model := model_of(run):
@@ -81,6 +99,8 @@ def _job(run: RunFiles) -> Iterator[tuple[str, str]]:
     if command := run.environment.get("command"):
         first, *rest = redact_words(map(str, command))  # older runs hold it as typed
         yield "command", " ".join([Path(first).name, *rest])
+    if began := started(run):
+        yield "started", began
     yield "folder", str(run.folder)
 
 

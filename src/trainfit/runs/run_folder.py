@@ -107,9 +107,10 @@ def identity(run: Path) -> str:
 
 
 def environment() -> Mapping[str, Any]:
-    """Versions of packages, the platform and the command of this run."""
+    """Versions of packages, the platform, the command and the time of this run."""
     found = {dist: _version(dist) for dist in _PACKAGES}
     return {
+        "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "command": redact_words(sys.argv),
