@@ -31,7 +31,6 @@ ENVIRONMENTS: dict[str, dict[str, str]] = {
         "peft": "0.18.0",
         "optuna": "4.0.0",
         "tokenizers": "0.22.0",
-        "huggingface_hub": "1.3.0",
     },
     "pinned": {},
     "highest": {

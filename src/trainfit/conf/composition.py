@@ -127,6 +127,22 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     )
 
 
+def completed(task: str, written: Any) -> Any:
+    """Configuration of an earlier version, with the defaults of keys that it did not have."""
+    if not isinstance(written, dict):
+        return written
+    data, defaults = deepcopy(written), codec.encode(compose(task).config)
+    for key in keys(task):
+        *path, last = key.split(".")
+        there, default = data, defaults
+        for part in path:
+            there, default = there.setdefault(part, {}), default[part]
+            if not isinstance(there, dict):  # whoever decodes it says what is wrong
+                return written
+        there.setdefault(last, default[last])
+    return data
+
+
 def options(task: str, group: str) -> tuple[str, ...]:
     """The names that `hardware=` or `experiment=` takes for a task."""
     schema_of(task)

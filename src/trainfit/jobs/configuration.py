@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose, layer
-from trainfit.conf.composition import as_word
+from trainfit.conf.composition import as_word, completed, keys
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
@@ -158,8 +158,8 @@ def configured_by(run: Path, task: str) -> Composed:
         task=task,
         hardware=written.hardware,
         experiment=written.experiment,
-        config=codec.decode(SCHEMAS[task], written.config, str(path)),
-        origins=written.origins,
+        config=codec.decode(SCHEMAS[task], completed(task, written.config), str(path)),
+        origins=dict.fromkeys(keys(task), "default") | written.origins,
         notes=(),
     )
 
