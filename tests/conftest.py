@@ -28,6 +28,9 @@ _STARTED = time.monotonic()
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
+# No test asks the model hub; those of the hub itself start processes with a hub of their own.
+os.environ["HF_HUB_OFFLINE"] = "1"
+
 # Once for all: the estimator starts other processes, in seconds, where the path is another.
 sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
 # Helpers of one folder serve others too, also where only one folder is run.

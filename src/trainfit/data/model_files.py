@@ -14,13 +14,16 @@ import re
 import subprocess
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core import caches, codec
-from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.errors import BadInput, RunFailed, reason, refusing
 from trainfit.core.files import cache_folder, check_regular, checksum, read_text
 from trainfit.data.columnar import CHILD
+from trainfit.data.hub import hub_file
+from trainfit.hardware.model_shapes import check_fields, model_shape, read_model_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -41,6 +44,37 @@ _NOT_TAKEN = re.compile(
 _TOKENIZER_CLASS = re.compile(
     r"(?!Auto)\w*Tokenizer(?:Fast)?|\w*(?:Tokenizers|Python|Piece)Backend"
 )
+
+
+def read_config(place: str) -> dict[str, Any]:
+    """Read and check the fields of a model's config.json, from a folder or the hub."""
+    if Path(place).is_dir():
+        fields = read_model_config(Path(place))
+    else:
+        with refusing(partial(unreadable, place)):
+            path = hub_file(place, "config.json")
+            if path is None:
+                raise OSError("it has no config.json")
+            fields = codec.read_object(path)
+        check_fields(fields, place)
+    if "model_type" not in fields:
+        raise BadInput(
+            f"no model_type in the config of {place}", "give a folder with a config.json"
+        )
+    return fields
+
+
+def unreadable(place: str, reason: str) -> BadInput:
+    """Word that a model cannot be read, for an unknown name with the nearest ones."""
+    if Path(place).is_dir():
+        return BadInput(f"cannot load a model from {place}: {reason}", "give another folder")
+    try:
+        model_shape(place)
+    except BadInput as unknown:
+        return BadInput(f"{unknown.what}, and the hub gave none: {reason}", unknown.fix)
+    return BadInput(
+        f"cannot load {place} from the hub: {reason}", "check the network, or give a local folder"
+    )
 
 
 def plain_config(fields: dict[str, Any], place: str) -> dict[str, Any]:
@@ -112,10 +146,7 @@ def fetch(place: str, name: str) -> Path | None:
     if Path(place).is_dir():
         path = Path(place) / name
         return path if path.is_file() else None
-    from transformers.utils.hub import cached_file
-
-    found = cached_file(place, name, _raise_exceptions_for_missing_entries=False)
-    return None if found is None else Path(found)
+    return hub_file(place, name)
 
 
 def read_weights(place: str) -> dict[str, Tensor]:

@@ -12,9 +12,10 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainfit.core.errors import BadInput, reason
+from trainfit.core.errors import BadInput, reason, refusing
 from trainfit.core.files import read_text
 from trainfit.data.corpus import END_OF_TEXT
+from trainfit.data.hub import reach
 from trainfit.data.model_files import tokenizer_files
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
     """
     import transformers
 
+    on_hub = "check the name and the network, or give a local folder of the model"
+    if not Path(place).is_dir():
+        with refusing(lambda reason: BadInput(f"no tokenizer of {place}: {reason}", on_hub)):
+            reach(place)
     files = tokenizer_files(place)
     by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
     reasons = []
@@ -71,7 +76,6 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
             reasons.append("tokenizer.json is of another kind than the config says")
         else:
             return tokenizer
-    on_hub = "check the name and the network, or give a local folder of the model"
     fix = NO_TOKENIZER_FIX if Path(place).is_dir() else on_hub
     raise BadInput(f"no tokenizer in {place}: {reasons[0].rstrip('.')}", fix)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,11 @@ from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose
 from trainfit.conf.composition import as_word, completed, keys
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, reason
+from trainfit.core.errors import BadInput, reason, refusing
 from trainfit.data.corpus import find_texts
+from trainfit.data.hub import may_be_on_hub, reach
 from trainfit.data.label_kinds import LabelKind, describe
+from trainfit.data.model_files import unreadable
 from trainfit.data.redsm5 import check_redsm5
 from trainfit.data.text_files import Columns, check_columns, infer_labels
 from trainfit.data.token_files import is_prepared, read_header
@@ -47,9 +50,11 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     composed = settle_sources(_filled(task, overrides))
     check_data(composed.config)
     composed = fitted(_with_notes(composed))
-    if not is_own(task) and not _is_on_hub(composed.config.model.name):
+    if not is_own(task):
         check_model(composed)
     model = getattr(composed.config, "model", None)
+    if isinstance(model, EncoderModel):
+        _check_place(_source(model, made_up(composed))[1])
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
         return composed
     if model.weights != "random":
@@ -110,8 +115,11 @@ def columns_of(config: TextFilesConfig) -> Columns:
     return Columns(**find_columns(config.data), group=config.data.group_column)
 
 
-def _is_on_hub(name: str) -> bool:
-    return "/" in name and not Path(name).is_dir()
+def _check_place(place: str | None) -> None:
+    """Raise BadInput for a hub that has to give a model and does not."""
+    if place is not None and not Path(place).is_dir():
+        with refusing(partial(unreadable, place)):
+            reach(place)
 
 
 def _lacks_tokenizer(folder: Path) -> bool:
@@ -233,15 +241,15 @@ def _source(model: EncoderModel, invented: bool) -> tuple[Weights, str | None]:
         if model.weights != "random":
             return "pretrained", model.name
         return "random", None if _lacks_tokenizer(folder) else model.name
+    short = "/" not in model.name
     try:
         hub = model_shape(model.name).hub
     except BadInput:
-        if "/" not in model.name:
+        if not may_be_on_hub(model.name):
             raise
-        hub = model.name
+        hub, short = model.name, False
     if hub is None and model.weights == "pretrained":
         raise BadInput(f"{model.name} has no pretrained weights", "set model.weights=auto")
-    short = "/" not in model.name
     if hub is None or model.weights == "random" or (model.weights == "auto" and invented and short):
         return "random", None
     return "pretrained", hub

@@ -18,6 +18,8 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
 from trainfit.core.records import HardwareProfile
 from trainfit.core.settings import SETTINGS
+from trainfit.data.hub import may_be_on_hub
+from trainfit.data.model_files import read_config
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import (
@@ -212,6 +214,8 @@ def question(
 def check_model(composed: Composed) -> ModelFacts:
     """Return the facts of a job's model; raise BadInput for an unknown one or another job's."""
     name, causal = composed.config.model.name, isinstance(composed.config, GptConfig)
+    if causal and not Path(name).is_dir():
+        model_shape(name)  # the hub has no GPT of trainfit's own
     facts = model_facts(name, getattr(composed.config.model, "pooling", "mean"))
     if causal != facts.own_gpt:
         need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
@@ -332,10 +336,8 @@ def model_fields(name: str) -> dict[str, Any]:
         try:
             fields = model_shape(name).config
         except BadInput:
-            if "/" not in name:
+            if not may_be_on_hub(name):
                 raise
-            from trainfit.jobs.models.sources import read_config
-
             fields = read_config(name)
     text: dict[str, Any] = fields.get("text_config") or fields
     return text

@@ -29,6 +29,14 @@ def quiet_profiler(restore: ExitStack) -> None:
         set_variable(_PROFILER_LOG, "99", restore)
 
 
+def stay_offline() -> None:
+    """Keep this process and its children from asking a model hub that gives nothing."""
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    constants = sys.modules.get("huggingface_hub.constants")
+    if constants is not None:
+        vars(constants)["HF_HUB_OFFLINE"] = True
+
+
 def _put_back(name: str, value: str | None) -> None:
     if value is None:
         os.environ.pop(name, None)

@@ -11,14 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core.errors import BadInput, refusing
-from trainfit.data.model_files import plain_config, read_weights
+from trainfit.data.model_files import plain_config, read_config, read_weights, unreadable
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
 from trainfit.hardware.model_shapes import (
     ModelShape,
     check_fields,
     model_shape,
-    read_model_config,
     transformers_config,
 )
 from trainfit.jobs.models.classifier_settings import Weights
@@ -91,7 +90,7 @@ def _read(config: PretrainedConfig, place: str, dtype: torch.dtype) -> tuple[Pre
     """
     from torch.random import fork_rng
 
-    with refusing(partial(_unreadable, place)), without_bars(), fork_rng(devices=[]):
+    with refusing(partial(unreadable, place)), without_bars(), fork_rng(devices=[]):
         # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
         kind: Any = _class_of(config)
@@ -202,33 +201,5 @@ def _in_catalogue(name: str) -> ModelShape | None:
         return None
 
 
-def read_config(place: str) -> dict[str, Any]:
-    """Read and check the fields of a model's config.json, from a folder or the hub."""
-    if Path(place).is_dir():
-        fields = read_model_config(Path(place))
-    else:
-        from transformers import PretrainedConfig
-
-        with refusing(partial(_unreadable, place)):
-            fields, _ = PretrainedConfig.get_config_dict(place)
-        check_fields(fields, place)
-    if "model_type" not in fields:
-        raise BadInput(
-            f"no model_type in the config of {place}", "give a folder with a config.json"
-        )
-    found: dict[str, Any] = fields
-    return found
-
-
 def _unbuildable(what: str, reason: str) -> BadInput:
     return BadInput(f"cannot build a {what}: {reason}", "give values that transformers knows")
-
-
-def _unreadable(place: str, reason: str) -> BadInput:
-    if Path(place).is_dir():
-        return BadInput(f"cannot load a model from {place}: {reason}", "give another folder")
-    try:
-        model_shape(place)
-    except BadInput as unknown:
-        return BadInput(f"{unknown.what}, and the hub gave none: {reason}", unknown.fix)
-    return BadInput(f"cannot load {place} from the hub: {reason}", "give a local folder")
