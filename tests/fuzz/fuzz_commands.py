@@ -80,6 +80,18 @@ def options(chosen: random.Random) -> Case:
 
 
 @kind(8)
+def short_words(chosen: random.Random) -> Case:
+    """Data by position, and options that stand for keys, or nearly."""
+    known = ["--data", "--model", "--output", "--epochs", "--batch-size", "--lr"]
+    argv = ["config", chosen.choice(["nli", "textclass", "gpt"])]
+    for option in chosen.sample([*known, "--batch_size", "--learning-rate"], chosen.choice([1, 2])):
+        argv += [option, chosen.choice([*_NUMBERS, *_PATHS, *TEXTS])]
+    if chosen.random() < 0.5:
+        argv.append(chosen.choice([*_PATHS, *TEXTS]))
+    return Case(argv)
+
+
+@kind(8)
 def command_lines(chosen: random.Random) -> Case:
     """Commands, tasks and flags in any order."""
     command = chosen.choice([*_OPTIONS, "config", "hpo", "prepare", "", "nowhere", "x" * 5000])

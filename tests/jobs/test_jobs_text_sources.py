@@ -69,7 +69,7 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
     (tmp_path / "test.csv").write_text("review\nunlabelled\n")
     data, notes = settled(f"data.train={tmp_path}", f"data.validation={tmp_path / 'train.csv'}")
     assert (data.validation, data.test) == (str(tmp_path / "train.csv"), None)
-    assert "test.csv is left out: it has no column sentiment" in notes
+    assert "test.csv is left out: it has no labels in the column sentiment" in notes
     put(tmp_path / "train.json")
     with pytest.raises(BadInput, match=r"holds train.csv and train.json; name one of them"):
         settled(f"data.train={tmp_path}")
@@ -80,8 +80,12 @@ def test_a_saved_datasetdict_is_its_splits(tmp_path: Path):
 
     datasets.disable_progress_bars()
     rows = datasets.Dataset.from_list(ROWS)
-    datasets.DatasetDict(train=rows, test=rows, unsupervised=rows).save_to_disk(tmp_path / "saved")
-    data, _ = settled(f"data.train={tmp_path / 'saved'}")
+    names = datasets.ClassLabel(names=["bad", "good"])
+    rows = rows.cast_column("sentiment", names)  # as numbers, with the names beside them
+    hidden = rows.map(lambda _: {"sentiment": -1}, keep_in_memory=True)
+    datasets.DatasetDict(train=rows, test=rows, dev=hidden).save_to_disk(tmp_path / "saved")
+    data, notes = settled(f"data.train={tmp_path / 'saved'}")
+    assert "dev is left out: it has no labels in the column sentiment" in notes
     assert (data.train, data.validation, data.test) == (
         str(tmp_path / "saved" / "train"),
         None,
@@ -89,10 +93,13 @@ def test_a_saved_datasetdict_is_its_splits(tmp_path: Path):
     )
     chunk = next(read_chunks(Path(data.train), Columns(text="review", label="sentiment")))
     assert chunk.texts == [row["review"] for row in ROWS]
+    assert chunk.labels == [row["sentiment"] for row in ROWS]
 
 
 def test_a_job_that_was_only_composed_finds_its_columns_too(tmp_path: Path):
-    composed = configure("textclass", [f"data.train={put(tmp_path / 'a.csv')}"])
+    composed = configure(
+        "textclass", [f"data.train={put(tmp_path / 'a.csv')}", "model.name=modernbert-tiny"]
+    )
     assert isinstance(composed.config, TextclassConfig)
     data = replace(composed.config.data, text_column="auto", label_column="auto")
     assert columns_of(replace(composed.config, data=data)) == Columns(

@@ -69,7 +69,7 @@ def choose_columns(
     for name in chosen.values():
         if list(found).count(name) > 1:
             raise BadInput(f"{place} has the column {name} twice", "rename one of them")
-    return chosen
+    return {role: chosen[role] for role in wanted}
 
 
 def shown_columns(found: Sequence[str]) -> str:

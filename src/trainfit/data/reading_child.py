@@ -73,11 +73,12 @@ def _parquet(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any
     # Not mapped: a file that shrinks under a mapping kills the process.
     with parquet.ParquetFile(name, memory_map=False, buffer_size=1 << 20) as file:
         yield _columns(file.schema_arrow)
+        names = _class_names(file.schema_arrow)
         rows = file.metadata.num_rows
         if not 0 <= rows <= max(1_000_000, _ROWS_PER_BYTE * Path(name).stat().st_size):
             raise ValueError("more rows than it can hold")
         for batch in file.iter_batches(batch_size=size, columns=columns):
-            yield _rows(batch, columns)
+            yield _rows(batch, columns, names)
 
 
 def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]:
@@ -85,10 +86,11 @@ def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]
 
     with pyarrow.OSFile(name) as source, pyarrow.ipc.open_stream(source) as reader:
         yield _columns(reader.schema)
+        names = _class_names(reader.schema)
         for batch in reader:
             chosen = batch.select(columns)
             for start in range(0, chosen.num_rows, size):
-                yield _rows(chosen.slice(start, size), columns)
+                yield _rows(chosen.slice(start, size), columns, names)
 
 
 def _columns(schema: Any) -> dict[str, Any]:
@@ -113,10 +115,39 @@ def _kind(kind: Any) -> str:
     return "nested" if types.is_nested(kind) else "of another type"
 
 
-def _rows(batch: Any, columns: list[str]) -> dict[str, Any]:
+def _class_names(schema: Any) -> dict[str, list[str]]:
+    """Names of the classes that a column numbers, where `datasets` wrote them into the file."""
+    try:
+        features = json.loads((schema.metadata or {})[b"huggingface"])["info"]["features"]
+        found = {column: _names(feature) for column, feature in features.items()}
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError):
+        return {}
+    return {column: names for column, names in found.items() if names}
+
+
+def _names(feature: Any) -> list[str]:
+    while "feature" in feature:  # of a list
+        feature = feature["feature"]
+    names = feature["names"] if feature["_type"] == "ClassLabel" else []
+    return names if all(isinstance(name, str) for name in names) else []
+
+
+def _rows(batch: Any, columns: list[str], names: dict[str, list[str]]) -> dict[str, Any]:
     batch.validate(full=True)
-    values = [[_plain(value) for value in batch.column(name).to_pylist()] for name in columns]
+    values = [
+        [_named(_plain(value), names.get(name)) for value in batch.column(name).to_pylist()]
+        for name in columns
+    ]
     return {"rows": list(zip(*values, strict=True))}
+
+
+def _named(value: Any, names: list[str] | None) -> Any:
+    """Name of a numbered class; None for -1, which stands for no label."""
+    if isinstance(value, list):
+        return [_named(one, names) for one in value]
+    if names is None or not isinstance(value, int) or not -1 <= value < len(names):
+        return value
+    return names[value] if value >= 0 else None
 
 
 def _plain(value: Any) -> Any:

@@ -93,8 +93,8 @@ def read_chunks(
     kinds: dict[str, int] = {}
     for number, row in read_rows(path, columns.names):
         count.rows += 1
-        unlabelled = kind.target != "multi" and _is_blank(row[columns.label])
-        if unlabelled or any(_is_blank(row[name]) for name in columns.texts):
+        unlabelled = kind.target != "multi" and is_blank(row[columns.label])
+        if unlabelled or any(is_blank(row[name]) for name in columns.texts):
             count.skipped += 1
             continue
         place = f"{path}: row {number}"
@@ -119,7 +119,7 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     """Tell the kind of a file's labels by its first rows."""
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = (row[columns.label] for _, row in rows)
-    return infer_kind((label for label in labels if not _is_blank(label)), asked)
+    return infer_kind((label for label in labels if not is_blank(label)), asked)
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:
@@ -146,7 +146,8 @@ def check_columns(path: Path, columns: Columns) -> None:
     next(read_rows(check_file(path), columns.names), None)
 
 
-def _is_blank(value: Any) -> bool:
+def is_blank(value: Any) -> bool:
+    """Tell if a cell holds nothing."""
     return value is None or (isinstance(value, str) and not value.strip())
 
 

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 5
+_FORMAT = 6
 _FILES = ("tokens", "lengths", "labels", "groups", "types")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20

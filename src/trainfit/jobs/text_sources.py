@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import fields, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +11,15 @@ from trainfit.conf import Composed, TextFilesConfig
 from trainfit.conf.schema import PairsData, TextFilesData
 from trainfit.data.columns import AUTO, choose_columns, shown_name
 from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
-from trainfit.data.row_files import column_names
+from trainfit.data.row_files import column_names, read_rows
 from trainfit.data.split_files import find_splits
+from trainfit.data.text_files import is_blank
 
 _FIELDS = {"text": "text_column", "label": "label_column"}
 _PAIR_FIELDS = {"text": "first_column", "second": "second_column", "label": "label_column"}
 """Fields of a configuration that name the column of each role."""
+_FIRST = 1000
+"""Rows that tell if a split has labels."""
 
 
 def settle_sources(composed: Composed) -> Composed:
@@ -75,9 +79,17 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
             continue
         if split == "validation" and folds:
             notes.append(f"{path.name} is left out: cv.folds takes the validation data")
-        elif names["label"] not in column_names(path):
-            notes.append(f"{path.name} is left out: it has no column {shown_name(names['label'])}")
+        elif not _has_labels(path, names["label"]):
+            where = shown_name(names["label"])
+            notes.append(f"{path.name} is left out: it has no labels in the column {where}")
         else:
             notes.append(f"data.{split} is {path.name} of the same folder")
             files[split] = str(path)
     return replace(found, **files), notes
+
+
+def _has_labels(path: Path, column: str) -> bool:
+    """Tell a labelled split from one whose labels are kept secret, as for a competition."""
+    if column not in column_names(path):
+        return False
+    return any(not is_blank(row[column]) for _, row in islice(read_rows(path, [column]), _FIRST))
