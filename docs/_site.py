@@ -26,16 +26,23 @@ import trainfit
 from trainfit.cli.main import COMMANDS
 from trainfit.conf import layer, options
 from trainfit.hardware.catalogue import GpuSpec, gpus
+from trainfit.hardware.model_shapes import model_shapes
 
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
     *("tuning", "batch-size", "ladder", "time-to-result", "speed", "gpt", "many-gpus", "estimate"),
     *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
-    *("platforms", "compat"),
+    *("platforms", "compat", "models"),
 )
 _PYTHON = ("write-a-job",)
 _INSIDE = ("architecture", "sources")
+_COUNTS = {
+    "model": "",
+    "language model": ", with the output layer",
+    "classifier without embeddings": ", a classifier without embeddings",
+}
+"""Weights that a published number counts, where they are not those of the second column."""
 _LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 
 
@@ -75,6 +82,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Any, files: Files, **_more: Any) -> str:
     """Turn links to files that are in the repository and not on the site into file names."""
+    markdown = markdown.replace("<!-- the catalogue -->", model_list())
     known = {file.src_uri for file in files}
     base = PurePosixPath("docs")
     here = PurePosixPath(page.file.src_uri).parent
@@ -236,6 +244,21 @@ def gpu_list() -> str:
     ]
     for kind in dict.fromkeys(spec.architecture for spec in gpus()):
         parts += [f"## {kind}\n", _table(spec for spec in gpus() if spec.architecture == kind), ""]
+    return "\n".join(parts)
+
+
+def model_list() -> str:
+    """Every published model of the catalogue, by family."""
+    shapes = [shape for shape in model_shapes() if shape.hub is not None]
+    parts = [f"{len(shapes)} models:\n"]
+    for family in dict.fromkeys(shape.config["model_type"] for shape in shapes):
+        parts += [f"### {family}\n", "| name | on the hub | parameters | published | source |"]
+        parts += ["|---|---|---|---|---|"]
+        for shape in (each for each in shapes if each.config["model_type"] == family):
+            published = f"{shape.published}{_COUNTS[shape.published_counts]}"
+            cells = (f"`{shape.slug}`", shape.hub, f"{shape.parameters:,}", published, shape.source)
+            parts.append(f"| {' | '.join(map(str, cells))} |")
+        parts += [""]
     return "\n".join(parts)
 
 

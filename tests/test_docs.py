@@ -42,6 +42,7 @@ SHOWN = [
 SLOW = {
     "write-a-job.md",
     "batch-size.md",
+    "models.md",
     "trainfit plan nli --gpu t4 --model bert-base model.method=full --json",
     "trainfit plan gpt --gpu a30 --model gpt-small",
     "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20",

@@ -17,6 +17,7 @@ import trainfit
 from job_tiny import be_quick, words
 from trainfit.cli.main import run
 from trainfit.hardware.catalogue import gpus
+from trainfit.hardware.model_shapes import model_shapes
 
 sys.path.append(str(Path(__file__).parent / "reports"))
 from chromium import browser, find_chromium
@@ -62,6 +63,13 @@ def test_gpus_have_pages_of_their_own(site: Path):
     assert "25–30%" in page  # good MFU by the tuning guide
     assert "79.25" in page
     assert "training.batch_size" in page
+
+
+def test_every_published_model_is_listed(site: Path):
+    page = (site / "models.html").read_text()
+    for shape in model_shapes():
+        row = f"<td><code>{shape.slug}</code></td>\n<td>{shape.hub}</td>\n<td>{shape.parameters:,}"
+        assert (row in page) == (shape.hub is not None)
 
 
 def test_the_site_asks_nobody_for_anything(site: Path):
