@@ -321,6 +321,24 @@ def test_predict_a_file(trained: Path, tmp_path: Path, capsys: Any):
     assert [float(row["p(evidence)"]) for row in rows] == [row["p(evidence)"] for row in written]
 
 
+def test_predict_prints_what_was_asked_for(trained: Path, capsys: Any):
+    asked = ["predict", str(trained), "--text", "alder elm"]
+    said = {}
+    for form in ("json", "jsonl", "csv", "table"):
+        assert run([*asked, "--format", form]) == 0
+        said[form] = capsys.readouterr().out
+    rows = json.loads(said["json"])
+    assert [json.loads(line) for line in said["jsonl"].splitlines()] == rows
+    assert [row["criterion"] for row in csv.DictReader(said["csv"].splitlines())] == [
+        row["criterion"] for row in rows
+    ]
+    head, *lines = said["table"].splitlines()
+    assert head.split() == ["criterion", "class", "row", "p(no", "evidence)", "p(evidence)"]
+    assert [line.split()[-1] for line in lines] == [f"{row['p(evidence)']:.4f}" for row in rows]
+    assert run([*asked, "--json", "--format", "csv"]) == 2
+    assert "give one of them" in capsys.readouterr().err
+
+
 def test_predict_gives_the_scores_of_the_job(trained: Path, capsys: Any):
     """A fold's own export, asked for a post that it held out, says what predictions.csv says."""
     from trainfit.jobs.predict import predict_texts
@@ -336,6 +354,17 @@ def test_predict_gives_the_scores_of_the_job(trained: Path, capsys: Any):
         [head["criteria"][row["criterion"]] for row in rows],
     )
     assert found[:, 1] == pytest.approx([float(row["score"]) for row in rows], abs=1e-6)
+
+
+def test_the_card_of_an_export_shows_how_to_load_it(
+    trained: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    monkeypatch.chdir(trained / "fold-1" / "export")
+    card = Path("README.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    exec(block, {})
+    assert capsys.readouterr().out.startswith("tensor([[")
+    assert "| test |" in card
 
 
 def test_the_page_on_prediction_shows_how_to_do_it_without_trainfit(trained: Path):

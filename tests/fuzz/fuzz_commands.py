@@ -28,6 +28,7 @@ _OPTIONS: dict[str, dict[str, list[str]]] = {
         "--file": _PATHS,
         "--text-column": TEXTS,
         "--output": [*_PATHS, "o.csv", "o.json", "o" * 300 + ".csv", "/dev/full/x.csv"],
+        "--format": ["table", "json", "jsonl", "csv", "", "x"],
     },
     "sample": {
         "--prompt": TEXTS,

@@ -1,5 +1,6 @@
 """The text-classification job on files of its own."""
 
+import ast
 import csv
 import json
 import re
@@ -8,11 +9,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy
 from sklearn import metrics as reference
 
 from job_tiny import be_quick, words, write_texts
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
+from trainfit.jobs.model_card import intervals
 from trainfit.jobs.predict import answer
 from trainfit.jobs.scores import JobResult
 from trainfit.runs.run_folder import exports_of
@@ -82,7 +85,9 @@ def test_an_export_answers_for_new_texts(tmp_path: Path):
     assert rows[0]["p(0)"] + rows[0]["p(1)"] == pytest.approx(1)
 
 
-def test_the_page_on_prediction_shows_how_to_use_an_export(tmp_path: Path):
+def test_the_page_on_prediction_and_the_card_show_how_to_use_an_export(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
     result = run(tmp_path, *files(tmp_path), "model.method=lora")
     page = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
     block, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
@@ -93,3 +98,26 @@ def test_the_page_on_prediction_shows_how_to_use_an_export(tmp_path: Path):
     for told, row in zip(found, answer(exports_of(Path(result.run)), texts), strict=True):
         for one in told:
             assert one["score"] == pytest.approx(row[f"p({one['label']})"], abs=1e-5)
+    monkeypatch.chdir(Path(result.run) / "export")
+    card = Path("README.md").read_text()
+    [block] = re.findall(r"```python\n(.*?)```", card, re.DOTALL)
+    capsys.readouterr()
+    exec(block.replace("a text", texts[0]), {})
+    [told] = ast.literal_eval(capsys.readouterr().out)
+    shown = {one["label"]: one["score"] for one in told}
+    assert shown == {one["label"]: pytest.approx(one["score"]) for one in found[0]}
+    assert "| train | 160 | 7 |" in card
+    f1 = result.metrics["f1"]
+    assert f"| f1 | {f1:.4f} |" in card
+
+
+def test_intervals_of_a_card_are_those_of_drawn_items():
+    truth = np.repeat([0, 0, 1, 1], [50, 10, 15, 25])
+    said = np.repeat([0, 1, 0, 1], [50, 10, 15, 25])
+    found = intervals([[50, 10], [15, 25]])
+    exact = scipy.stats.binom.ppf([0.025, 0.975], 100, 0.75) / 100
+    assert found["accuracy"] == pytest.approx(exact, abs=0.015)
+    draws = np.random.default_rng(1).integers(100, size=(400, 100))
+    scores = [reference.f1_score(truth[draw], said[draw]) for draw in draws]
+    assert found["f1"] == pytest.approx(np.quantile(scores, [0.025, 0.975]), abs=0.03)
+    assert intervals([[5, 0], [0, 7]]) == {"accuracy": (1, 1), "f1": (1, 1)}

@@ -1,6 +1,7 @@
 """A real job, from its data to its page."""
 
 import json
+import shlex
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -33,9 +34,15 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     return folder, said.getvalue()
 
 
-def test_training_ends_with_the_path_of_its_page(trained: tuple[Path, str]):
+def test_training_ends_with_the_path_of_its_page_and_how_to_use_it(
+    trained: tuple[Path, str], capsys: pytest.CaptureFixture[str]
+):
     folder, said = trained
-    assert said.splitlines()[-1] == f"Report: {folder / 'report.html'}"
+    *_, page, use = said.splitlines()
+    assert page == f"Report: {folder / 'report.html'}"
+    words = shlex.split(use.removeprefix("Predict: trainfit "))
+    assert run(words) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 9  # a row for each criterion
     page = (folder / "report.html").read_text()
     assert "fold 2" in page
     assert "A.9" in page

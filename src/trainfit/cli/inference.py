@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,15 @@ from trainfit.cli.main import MANY, SEED, Number, loading
 @click.option(
     "--output",
     type=click.Path(path_type=Path),
-    help="Write there, as CSV or JSON by its ending, instead of printing JSON.",
+    help="Write there, as CSV or JSON by its ending, instead of printing.",
 )
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["table", "json", "jsonl", "csv"]),
+    help="How to print; default: a table on a terminal, JSON in a pipe.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def predict(
     run: str,
     folder: str | None,
@@ -47,6 +55,8 @@ def predict(
     text_column: str,
     second_column: str,
     output: Path | None,
+    form: str | None,
+    as_json: bool,
 ) -> None:
     """Probabilities from a trained model, for a text or a file.
 
@@ -65,6 +75,8 @@ def predict(
         raise BadInput(f"--output {output}", "end its name in .csv or .json")
     if output is not None:
         check_output(output)
+    if as_json and form not in (None, "json"):
+        raise BadInput(f"--json with --format {form}", "give one of them")
     place = run_folder.find(folder or run, Path("runs"))
     exports = [] if ":" in run else run_folder.exports_of(place)
     columns = {"text": text_column}
@@ -81,10 +93,27 @@ def predict(
         with terminal.busy("predicting"):
             rows = answer(exports, texts, criterion, found.get("second"))
     if output is None:
-        click.echo(json.dumps(rows, indent=2))
+        usual = "table" if sys.stdout.isatty() else "json"
+        _print(rows, "json" if as_json else form or usual)
         return
     write_output(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
     click.echo(f"{len(rows)} rows in {output}")
+
+
+def _print(rows: Sequence[Any], form: str) -> None:
+    """Print rows; a job of the user's own may answer with others than tables have."""
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        form = form if form == "jsonl" else "json"
+    if form == "table":
+        from trainfit.reports import terminal
+
+        terminal.console().print(terminal.answers_table(rows))
+    elif form == "csv":
+        click.echo(_csv(rows), nl=False)
+    elif form == "jsonl":
+        click.echo("\n".join(json.dumps(row) for row in rows))
+    else:
+        click.echo(json.dumps(rows, indent=2))
 
 
 def _own(task: str, run: Path, texts: Sequence[str]) -> list[Any]:

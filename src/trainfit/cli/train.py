@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +14,13 @@ from trainfit.cli.job_words import JobCommand, job_options
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
+
+_USE = {
+    "nli": 'Predict: trainfit predict {run} --text "…"',
+    "textclass": 'Predict: trainfit predict {run} --text "…"',
+    "gpt": "Write: trainfit sample {run}",
+}
+"""Last line of a training: the command that uses its model."""
 
 
 @click.command(cls=JobCommand)
@@ -61,6 +69,8 @@ def command(
             training_lines.end(result, as_json=as_json)
             if result.status == "finished" and training_lines.is_first_rank():
                 report_on(result.run, as_json)
+                if task in _USE:
+                    click.echo(_USE[task].format(run=shlex.quote(result.run)), err=as_json)
     if result.status == "finished" and training_lines.is_first_rank():
         job_times.learn(Path(result.run))
     return INTERRUPTED if result.status == "stopped" else 0

@@ -7,7 +7,8 @@ A classifier with transformers' own head has transformers' layout (standard_expo
     export/head.safetensors   head.weight, head.bias, and the pooler's weights if it has any
     export/head.json          classes, pooling, max_length, criteria
     export/tokenizer…         AutoTokenizer.from_pretrained(export) loads it
-    export/checksums.json     of all of these; predict checks them before it loads anything
+    export/README.md          the model card
+    export/checksums.json     of all but the card; predict checks them before it loads anything
 
 A GPT is exported as transformers' GPT-2. An export is written under another name and renamed at the
 end, so that it is complete or not there.
@@ -58,6 +59,7 @@ def write_classifier(
     *,
     weights: Mapping[str, Tensor] | None = None,
     base: Path | None = None,
+    card: str | None = None,
 ) -> None:
     """Write `model` with its tokenizer; `facts` go into trainfit.json or head.json.
 
@@ -73,6 +75,8 @@ def write_classifier(
         else:
             _write_parts(unfinished, model, state, facts, base)
             _write_tokenizer(unfinished, tokenizer, model)
+        if card is not None:
+            write_whole(unfinished / "README.md", card)
 
 
 def _write_parts(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
+from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -125,6 +126,23 @@ def config_table(composed: Composed) -> Table:
         origin = composed.origins[key]
         made.add_row(key, _value(value), Text(origin, "dim" if origin == "default" else "bold"))
     return made
+
+
+def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Predictions as rows, the numbers on the right."""
+    names = list(rows[0]) if rows else []
+    numbers = [name for name in names if isinstance(rows[0][name], (int, float))]
+    words = [name for name in names if name not in numbers]
+    made = table("", map(escape, words), map(escape, numbers))
+    for row in rows:
+        made.add_row(*(Text(_answer(row[name])) for name in (*words, *numbers)))
+    return made
+
+
+def _answer(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4f}"
+    return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
 def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:

@@ -1,0 +1,184 @@
+"""Model card of an export: data as counts, scores with intervals, settings, hardware, and use.
+
+It is written from records and holds no text of the data; names of classes are in the model too.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from trainfit.core import codec
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
+from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.scores import FoldScores
+
+_DRAWS = 1000
+_PARTS = ("train", "validation", "test")
+_POOLED = {
+    "mean": "hidden.mean(1)",
+    "first": "hidden[:, :{k}].mean(1)",
+    "last": "hidden[:, -{k}:].mean(1)",
+    "max": "hidden.amax(1)",
+}
+"""Poolings without weights, as code."""
+_STANDARD = """from transformers import pipeline
+
+classify = pipeline("text-classification", ".", top_k=None)
+print(classify("a text", truncation=True))
+"""
+_NUMBER = """from transformers import pipeline
+
+number = pipeline("text-classification", ".", function_to_apply="none")
+print(number("a text", truncation=True)[0]["score"] * {std!r} + {mean!r})
+"""
+_APART = """import torch
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained(".")
+encoder = AutoModel.from_pretrained("./encoder").eval()
+{adapter}head = load_file("head.safetensors")
+tokens = tokenizer({texts}, truncation=True, max_length={length}, return_tensors="pt")
+with torch.no_grad():
+    hidden = encoder(**tokens).last_hidden_state
+print({pooled} @ head["head.weight"].T + head["head.bias"])  # logits
+"""
+
+
+def model_card(
+    *,
+    task: str,
+    base: str | None,
+    facts: Mapping[str, Any],
+    data: Mapping[str, Any],
+    judged: FoldScores,
+    settings: Mapping[str, Any],
+    plan: Plan,
+    profile: HardwareProfile,
+    code: str,
+) -> str:
+    """Return the card as Markdown; `data` is a dataset's metadata, `base` a name on the hub."""
+    known = {"library_name": "transformers", "pipeline_tag": "text-classification"}
+    known |= {} if base is None else {"base_model": base}
+    head = "\n".join(f"{name}: {json.dumps(value)}" for name, value in known.items())
+    started = f" from [{base}](https://huggingface.co/{base})" if base else ""
+    counts = [(part, data[part]) for part in _PARTS if part in data]
+    parts = [
+        f"---\n{head}\ntags: [trainfit]\n---\n",
+        f"# {task}\n\nTrained{started} by trainfit {codec.own_version()}.\n",
+        f"## Use\n\nFrom this folder:\n\n```python\n{code}```\n",
+        f"## Data\n\n{_table(*_data(counts, facts))}",
+        f"## Scores\n\nOn {judged.overall.count:,} held-out items.\n\n{_table(*_scores(judged))}",
+        f"## Training\n\n{_table(('setting', 'value'), _settings(settings, plan))}",
+        f"## Hardware\n\n{_machine(profile, plan)}, {judged.seconds:,.0f} s of training.\n",
+        "## Licence\n\nNot stated: choose one that those of the model it was made from and of the "
+        "data allow.\n",
+    ]
+    return "\n".join(parts)
+
+
+def code_for(facts: Mapping[str, Any], *, standard: bool, how: Mapping[str, Any]) -> str:
+    """Return Python code that uses an export, from its folder, without trainfit.
+
+    `how` are the fields of ClassifierSettings. A pooling with weights of its own needs trainfit.
+    """
+    if standard and facts.get("problem_type") == "regression":
+        return _NUMBER.format(std=facts["target_std"], mean=facts["target_mean"])
+    if standard:
+        return _STANDARD
+    pooled = _POOLED.get(how["pooling"])
+    if pooled is None:
+        return (
+            f'# trainfit predict RUN --text "a text"  # the pooling {how["pooling"]} is its own\n'
+        )
+    adapter = 'encoder = peft.PeftModel.from_pretrained(encoder, "./adapter").eval()\n'
+    code = _APART.format(
+        adapter=adapter if how["method"] in ("lora", "dora") else "",
+        texts='"a text", "a criterion"' if "criteria" in facts else '"a text"',
+        length=facts["max_length"],
+        pooled=pooled.format(k=how["pool_tokens"]),
+    )
+    return f"import peft\n{code}" if how["method"] in ("lora", "dora") else code
+
+
+def intervals(confusion: Sequence[Sequence[int]], seed: int = 0) -> dict[str, tuple[float, float]]:
+    """Bootstrap the accuracy and the F1, 95%, by drawing the table of counts anew.
+
+    F1 is that of the second of two classes, or the mean over more, as in the scores.
+    """
+    table = np.asarray(confusion, dtype=np.float64)
+    total, classes = table.sum(), len(table)
+    draws = np.random.default_rng(seed).multinomial(int(total), table.ravel() / total, _DRAWS)
+    drawn = draws.reshape(_DRAWS, classes, classes)
+    right = np.einsum("dkk->dk", drawn)
+    f1 = 2 * right / np.maximum(drawn.sum(1) + drawn.sum(2), 1)
+    found = {
+        "accuracy": right.sum(1) / total,
+        "f1": f1[:, 1] if classes == 2 else f1.mean(1),
+    }
+    ends = {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in found.items()}
+    return {name: (low, high) for name, (low, high) in ends.items()}
+
+
+Rows = Iterable[Sequence[str]]
+
+
+def _table(columns: Sequence[str], rows: Rows) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "".join(f"| {' | '.join(_cell(cell) for cell in line)} |\n" for line in lines)
+
+
+def _cell(text: str) -> str:
+    return " ".join(text.replace("|", "\\|").split())
+
+
+def _data(
+    counts: Sequence[tuple[str, Mapping[str, Any]]], facts: Mapping[str, Any]
+) -> tuple[Sequence[str], Rows]:
+    """Count the items of each part, in all and by class."""
+    names = [str(name) for name in facts["classes"]]
+    by_class = all(len(one.get("by_class", ())) == len(names) for _, one in counts)
+    columns = ["part", "items", "longest, in tokens", *(names if by_class else [])]
+    rows = [
+        [
+            part,
+            f"{one.get('texts', one.get('pairs', 0)):,}",
+            f"{one.get('longest', 0):,}",
+            *(f"{count:,}" for count in (one["by_class"] if by_class else ())),
+        ]
+        for part, one in counts
+    ]
+    return columns, rows
+
+
+def _scores(judged: FoldScores) -> tuple[Sequence[str], Rows]:
+    overall = judged.overall
+    # Answers about one post are not independent, and a table of counts does not tell them apart.
+    alone = isinstance(overall, Metrics) and overall.confusion and not judged.by_criterion
+    ends = intervals(overall.confusion) if alone and isinstance(overall, Metrics) else {}
+    rows = [
+        [name, f"{value:.4f}", "–".join(f"{end:.4f}" for end in ends.get(name, ()))]
+        for name, value in overall.scalars().items()
+    ]
+    return ("metric", "value", "95% interval"), rows
+
+
+def _settings(settings: Mapping[str, Any], plan: Plan) -> Rows:
+    planned = {
+        "effective batch size": plan.effective_batch_size,
+        "precision": plan.precision,
+        "optimizer": plan.optimizer,
+        "rows": "packed" if plan.packed else "padded",
+    }
+    return [[name, str(value)] for name, value in {**settings, **planned}.items()]
+
+
+def _machine(profile: HardwareProfile, plan: Plan) -> str:
+    if plan.device == "cuda" and profile.gpu is not None:
+        return f"{plan.ranks} × {profile.gpu.name}"
+    return f"{profile.cpu.name}, {profile.cpu.cores} cores"
