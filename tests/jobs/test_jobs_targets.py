@@ -12,14 +12,17 @@ import scipy.stats
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jobs_tiny import tiny
 from sklearn import metrics as reference
 from torch.nn import functional
 
 from job_tiny import be_quick, words
 from trainfit.core.errors import BadInput
 from trainfit.data.label_kinds import LabelKind
+from trainfit.data.tokens import Tokens
 from trainfit.hpo.study_settings import read_setting
 from trainfit.jobs import textclass
+from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.job import less_is_better
 from trainfit.jobs.metrics import best_thresholds, label_metrics, number_metrics
@@ -118,6 +121,31 @@ def test_metrics_of_numbers_are_scipys_and_scikit_learns():
     evaluated = Number(3.0, 2.0).evaluate(truth, np.full((50, 1), 3.0))
     assert math.isnan(evaluated["spearman"])
     assert evaluated["loss"] == pytest.approx(same.mse / 4)
+
+
+@pytest.mark.parametrize("target", [SeveralLabels(), Number(2.0, 3.0)])
+def test_packed_rows_padded_rows_and_any_cut_have_one_loss(target: OneClass):
+    lengths = np.array([7, 3, 12, 5])
+    labels: Any = RANDOM.integers(0, 2, (4, 3)).astype(np.uint8)
+    if isinstance(target, Number):
+        labels = RANDOM.normal(2, 3, 4)
+    tokens = Tokens(
+        ids=RANDOM.integers(5, 60, lengths.sum()).astype(np.int32),
+        starts=np.cumsum(lengths) - lengths,
+        lengths=lengths,
+        labels=labels,
+    )
+    outputs = 3 if labels.ndim == 2 else 1
+    model = tiny("bert-base", classes=outputs).double().eval().requires_grad_(False)
+    task = ClassifierTask(lambda: model, tokens, tokens, effective_batch=4, target=target)
+    whole = task.loss(model, task.collate((0, 1, 2, 3), 5, 12, None))
+    packed = task.loss(model, task.collate((0, 1, 2, 3), 1, 32, 6))
+    halves = [task.loss(model, task.collate(part, 3, 12, None)) for part in ((0, 3), (1, 2))]
+    assert float(packed) == pytest.approx(float(whole), rel=1e-6)
+    assert float(sum(halves)) == pytest.approx(float(whole), rel=1e-6)
+    found = task.evaluate(model, 2)
+    assert found["loss"] == pytest.approx(float(whole) / task.weight((0, 1, 2, 3)), rel=1e-5)
+    assert set(found) <= set(target.metrics)
 
 
 # ── whole jobs ────────────────────────────────────────────────────────────────────────────────
@@ -234,6 +262,19 @@ def test_numbers_in_folds_from_file_to_answer(tmp_path: Path):
     assert "Spearman" in page
     assert "mean of the labels" in page
     assert "Confusion" not in page
+
+
+@pytest.mark.usefixtures("_quick")
+def test_a_head_alone_learns_numbers_of_a_frozen_encoder(tmp_path: Path):
+    train = write_labels(tmp_path / "all.csv", 120, 5, "regression")
+    frozen = ("model.freeze_encoder=true", "data.max_length=32", "training.num_epochs=6")
+    result = textclass.train(
+        configure("textclass", words(tmp_path, f"data.train={train}", *frozen))
+    )
+    rows = rows_of(result)
+    truth, found = ([float(row[name]) for row in rows] for name in ("label", "prediction"))
+    assert result.metrics["mae"] == pytest.approx(reference.mean_absolute_error(truth, found))
+    assert result.metrics["rmse"] < 40  # of labels from 100 to 170
 
 
 def test_a_study_goes_by_the_metric_of_the_labels(tmp_path: Path):
