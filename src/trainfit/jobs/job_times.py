@@ -116,13 +116,13 @@ def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | N
     if seconds is None or seconds < _LONG:
         return None
     work = plan.workload
-    steps = math.ceil(work.sequences / plan.effective_batch_size) * work.epochs
+    steps = round(work.sequences * work.epochs / plan.effective_batch_size)
     fewer = max(1, int(steps * 3600 / seconds))
     hours = f"{seconds / 3600:,.0f} hours"
     smaller = ", or take a smaller model (model.name)" if named_model else ""
     return (
         f"this job takes about {hours} on this machine; for about an hour, set "
-        f"training.max_steps={fewer} in place of {math.ceil(steps):,}{smaller}"
+        f"training.max_steps={fewer} in place of {steps:,}{smaller}"
     )
 
 
