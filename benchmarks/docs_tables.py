@@ -18,6 +18,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import compat
 import job_tables
 import ladder_docs
 import loss_curves
@@ -30,7 +31,7 @@ from troubleshooting import troubleshooting
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-TABLES = job_tables.TABLES | speed_tables.TABLES | settings_tables.TABLES
+TABLES = job_tables.TABLES | speed_tables.TABLES | settings_tables.TABLES | compat.TABLES
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)
 
