@@ -1,4 +1,4 @@
-"""Files of a model on the hub, which is asked once, and for a few seconds only.
+"""Models and data sets on the hub, which is asked once, and for a few seconds only.
 
 The libraries below would go on for half a minute where the hub is out of reach.
 """
@@ -11,10 +11,12 @@ from functools import cache, partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from threading import Thread
-from typing import Any
+from typing import Any, Literal
 
 from trainfit.runtime.environment import stay_offline
 
+Kind = Literal["model", "dataset"]
+_FILES = {"model": "config.json", "dataset": "README.md"}
 PATIENCE = 4.0
 """Seconds for the first answer."""
 _ID = re.compile(r"(?!.*(?:--|\.\.))(?:[a-z0-9][\w.-]*/)?[a-z0-9][\w.-]{0,94}", re.I | re.A)
@@ -42,43 +44,43 @@ def hub_file(place: str, name: str) -> Path | None:
         return None
 
 
-def reach(place: str) -> bool:
-    """Ask the hub for a model, once; False: its files are in the cache alone.
+def reach(place: str, kind: Kind = "model") -> bool:
+    """Ask the hub for a model or data set, once; False: its files are in the cache alone.
 
     OSError says why it is in neither.
     """
-    obstacle = _obstacle(place)
+    obstacle = _obstacle(place, kind)
     if obstacle is None:
         return True
-    if not _is_cached(place):
+    if not _is_cached(place, kind):
         raise OSError(obstacle)
     stay_offline()
     return False
 
 
-def _is_cached(place: str) -> bool:
+def _is_cached(place: str, kind: Kind) -> bool:
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
-    folder = repo_folder_name(repo_id=place, repo_type="model")
+    folder = repo_folder_name(repo_id=place, repo_type=kind)
     return (Path(constants.HF_HUB_CACHE) / folder / "snapshots").is_dir()
 
 
 @cache
-def _obstacle(place: str) -> str | None:
-    """Ask the hub for a model; return the reason why it gives none, or None."""
+def _obstacle(place: str, kind: Kind) -> str | None:
+    """Ask the hub for a file that there should be; return why it gives none, or None."""
     from huggingface_hub import constants, errors, get_hf_file_metadata, hf_hub_url
 
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
-    url = hf_hub_url(place, "config.json")
+    url = hf_hub_url(place, _FILES[kind], repo_type=kind)
     error = _failure(partial(get_hf_file_metadata, url, timeout=PATIENCE))
     if error is None or isinstance(error, errors.RemoteEntryNotFoundError):
         return None
     if isinstance(error, errors.GatedRepoError):
         return "its licence has to be accepted on its page there, and `hf auth login` run here"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "it has no such model, or a private one (`hf auth login` opens yours)"
+        return f"it has no such {kind}, or a private one (`hf auth login` opens yours)"
     if isinstance(error, errors.HfHubHTTPError):
         return f"{constants.ENDPOINT} answers with status {error.response.status_code}"
     return f"{constants.ENDPOINT} does not answer"

@@ -10,23 +10,18 @@ import json
 import os
 import re
 import shutil
-import socket
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from trainfit.core.errors import BadInput, RunFailed, brief, reason, refusing
 from trainfit.core.files import cache_folder
 from trainfit.core.libraries import need
+from trainfit.data.hub import reach
 
 _NAME = re.compile(r"(?!.*\.[A-Za-z]{2,7}$)[\w-][\w.-]*(/[\w-][\w.-]*)?(:[\w.-]+)?", re.ASCII)
 _FIX = "check the path or the name; a subset is named as OWNER/NAME:SUBSET"
-_PATIENCE = 4.0
-"""Seconds to wait for the hub to answer at all; the library itself would try for half a minute."""
 
 
 def is_hub_name(word: str) -> bool:
@@ -39,7 +34,11 @@ def fetch_dataset(name: str) -> Path:
     folder = cache_folder() / "hub" / hashlib.sha256(name.encode()).hexdigest()[:32]
     if not _is_whole(folder):
         need(f"the dataset {name} of the hub", "datasets")
-        _check_reachable(name)
+        try:
+            reach(name.partition(":")[0], "dataset")
+        except OSError as error:
+            what = f"there is no file or folder {name}, and the hub gives no such dataset: {error}"
+            raise BadInput(what, _FIX) from None
         _link(folder, name, _load(name))
     return folder
 
@@ -48,32 +47,6 @@ def _is_whole(folder: Path) -> bool:
     """Tell if the folder is there, and all that it links to."""
     files = list(folder.glob("*/*"))
     return bool(files) and all(file.exists() for file in files)
-
-
-def _check_reachable(name: str) -> None:
-    """Raise BadInput within seconds where the hub cannot be reached."""
-    if os.environ.get("HF_HUB_OFFLINE", "").lower() in ("1", "on", "yes", "true"):
-        return  # the library has its own cache
-    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
-    place = urlsplit(getproxies().get(urlsplit(hub).scheme) or hub)
-    port = place.port or (443 if place.scheme == "https" else 80)
-    met = threading.Event()
-
-    def knock() -> None:
-        try:
-            socket.create_connection((place.hostname or "", port), _PATIENCE).close()
-        except OSError:
-            return
-        met.set()
-
-    thread = threading.Thread(target=knock, daemon=True)
-    thread.start()
-    thread.join(_PATIENCE)  # a name server may take longer than the connection
-    if not met.is_set():
-        raise BadInput(
-            f"there is no file or folder {name}, and the hub cannot be reached",
-            "check the path, or the connection for a dataset of the hub",
-        )
 
 
 def _load(name: str) -> Mapping[str, Any]:
