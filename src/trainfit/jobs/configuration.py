@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,11 +11,10 @@ from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose
 from trainfit.conf.composition import as_word, completed, keys
 from trainfit.conf.schema import Config, EncoderModel, GptConfig
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, reason, refusing
+from trainfit.core.errors import BadInput, reason
 from trainfit.data.corpus import find_texts
-from trainfit.data.hub import may_be_on_hub, reach
+from trainfit.data.hub import may_be_on_hub
 from trainfit.data.label_kinds import LabelKind, describe
-from trainfit.data.model_files import unreadable
 from trainfit.data.redsm5 import check_redsm5
 from trainfit.data.text_files import Columns, check_columns, infer_labels
 from trainfit.data.token_files import is_prepared, read_header
@@ -53,8 +51,6 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     if not is_own(task):
         check_model(composed)
     model = getattr(composed.config, "model", None)
-    if isinstance(model, EncoderModel):
-        _check_place(_source(model, made_up(composed))[1])
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
         return composed
     if model.weights != "random":
@@ -113,13 +109,6 @@ def _with_notes(composed: Composed) -> Composed:
 def columns_of(config: TextFilesConfig) -> Columns:
     """Names of the columns of a job's files."""
     return Columns(**find_columns(config.data), group=config.data.group_column)
-
-
-def _check_place(place: str | None) -> None:
-    """Raise BadInput for a hub that has to give a model and does not."""
-    if place is not None and not Path(place).is_dir():
-        with refusing(partial(unreadable, place)):
-            reach(place)
 
 
 def _lacks_tokenizer(folder: Path) -> bool:
