@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from trainfit.data import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
 from trainfit.jobs import exports
 from trainfit.jobs.classification import in_batches
+from trainfit.jobs.model_card import code_for
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.predict import answer, load_export
 
@@ -44,7 +46,10 @@ def write(folder: Path, model: EncoderClassifier) -> Tensor:
     """Export a model and return its logits."""
     pad = model.encoder.config.pad_token_id
     tokenizer = learn_tokenizer(TEXTS, vocabulary=320, pad_id=pad)
-    facts = {"classes": CLASSES, "max_length": 38, "pad_id": pad, "eval_batch_size": 8}
+    classes = CLASSES[: model.settings.classes]
+    facts = {"classes": classes, "max_length": 38, "pad_id": pad, "eval_batch_size": 8}
+    if len(classes) == 1:
+        facts["problem_type"] = "regression"
     exports.write_classifier(folder, model, tokenizer, facts)
     tokens = tokenize_texts(tokenizer, TEXTS, [0, 0, 0], max_length=38)
     return in_batches(model, model, tokens, 8, pad).float()
@@ -135,3 +140,37 @@ def test_weights_that_do_not_fit_are_one_line(tmp_path: Path) -> None:
     exports.write_checksums(tmp_path / "export")
     with pytest.raises(BadInput, match=r"does not fit: classifier\.bias"):
         load_export(tmp_path / "export")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+@pytest.mark.parametrize("kind", ["single_label_classification", "regression"])
+def test_the_code_of_a_card_runs(
+    pairs: bool,
+    kind: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = trained("bert", classes=1 if kind == "regression" else 3)
+    facts = {"problem_type": kind, "target_mean": 5.0, "target_std": 2.0, "pairs": pairs}
+    code = code_for(facts, standard=True, how={})
+    write(tmp_path / "export", model)
+    monkeypatch.chdir(tmp_path / "export")
+    capsys.readouterr()
+    exec(code, {})
+    tokens = AutoTokenizer.from_pretrained(".")("a text", *(["another text"] if pairs else []))
+    logits = model(torch.tensor([tokens["input_ids"]]), **types_of(tokens))[0]
+    said = ast.literal_eval(capsys.readouterr().out)
+    if kind == "regression":
+        assert said == pytest.approx(logits.item() * 2 + 5, abs=1e-4)
+    else:
+        rows = said[0] if isinstance(said[0], list) else said
+        shown = {row["label"]: row["score"] for row in rows}
+        wanted = logits.softmax(-1).tolist()
+        assert [shown[label] for label in CLASSES] == pytest.approx(wanted, abs=1e-5)
+
+
+def types_of(tokens: Any) -> dict[str, Tensor]:
+    """Token types, where the tokenizer gives some."""
+    found = tokens.get("token_type_ids")
+    return {} if found is None else {"token_type_ids": torch.tensor([found])}

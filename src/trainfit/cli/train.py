@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 _USE = {
     "nli": 'Predict: trainfit predict {run} --text "…"',
     "textclass": 'Predict: trainfit predict {run} --text "…"',
+    "pairs": 'Predict: trainfit predict {run} --text "…" --second "…"',
     "gpt": "Write: trainfit sample {run}",
 }
 """Last line of a training: the command that uses its model."""

@@ -209,7 +209,7 @@ def encode_pairs(
         what = f"data.max_length is {max_length}, and a pair of texts takes {needed} tokens or more"
         raise BadInput(what, "set it higher")
     with_types = "token_type_ids" in tokenizer.model_input_names
-    before = "" if _separates(tokenizer) else "\n"
+    before = "" if separates(tokenizer) else "\n"
     ids: list[list[int]] = []
     types: list[list[int]] = []
     for start in range(0, len(pairs), _CHUNK):
@@ -228,7 +228,7 @@ def encode_pairs(
     return ids, types if with_types else None
 
 
-def _separates(tokenizer: Tokenizer) -> bool:
+def separates(tokenizer: Tokenizer) -> bool:
     """Tell if the tokenizer puts a separator between two texts."""
     single, pair = (tokenizer.num_special_tokens_to_add(pair=pair) for pair in (False, True))
     return bool(pair > single)
@@ -237,7 +237,7 @@ def _separates(tokenizer: Tokenizer) -> bool:
 def _check_room(tokenizer: Tokenizer, seconds: Sequence[str], max_length: int) -> None:
     """Raise BadInput where a second text, which is never cut, leaves no room for the first."""
     special = tokenizer.num_special_tokens_to_add(pair=True)
-    before = "" if _separates(tokenizer) else "\n"
+    before = "" if separates(tokenizer) else "\n"
     joined = [before + text for text in seconds]
     encoded = tokenizer(joined, add_special_tokens=False, return_attention_mask=False)
     needed = special + max(len(one) for one in encoded["input_ids"])

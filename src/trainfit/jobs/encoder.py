@@ -21,7 +21,6 @@ import numpy as np
 import torch
 
 from trainfit.conf import Composed, GptConfig
-from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
@@ -35,15 +34,13 @@ from trainfit.jobs.configuration import Chosen, made_up
 from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
-from trainfit.jobs.model_card import code_for, model_card
+from trainfit.jobs.model_card import fold_card
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run
 from trainfit.jobs.scores import FoldScores, JobResult
-from trainfit.jobs.standard_export import hub_name
 from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
@@ -53,7 +50,6 @@ from trainfit.runs.opening import DataSetup
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
 
-_CARD_TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")
 _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
 _SOME = 0.1
 """Dropout that stands for any other in a plan: memory and time are the same for all above 0."""
@@ -313,7 +309,9 @@ class PreparedEncoder:
             facts,
             weights=weights,
             base=self._base(run, folder),
-            card=self._card(run, model, judged, facts),
+            card=fold_card(
+                self.composed, self.chosen, dataset, model, judged, facts, run.plan, run.profile
+            ),
         )
         rows = scores.rows(self.ids[judged.fold - 1], dataset, found, judged.fold)
         write_whole(folder / "predictions.csv", scores.as_csv(rows), parents=False)
@@ -325,25 +323,6 @@ class PreparedEncoder:
                 journal.line(f"{title}: held-out {metric} {getattr(judged.overall, metric):.4f}")
             # The weights are in the export; five folds' optimizer states would fill a disk.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-
-    def _card(
-        self, run: Run, model: EncoderClassifier, judged: FoldScores, facts: dict[str, Any]
-    ) -> str:
-        """Return the card of a fold's model."""
-        config, how = self.config, model.settings
-        trained = {name: getattr(config.training, name) for name in _CARD_TRAINING}
-        pretrained = self.chosen.weights != "random"
-        return model_card(
-            task=self.composed.task,
-            base=hub_name(config.model.name) if pretrained else None,
-            facts=facts,
-            data=self.datasets[judged.fold - 1].metadata,
-            judged=judged,
-            settings={"method": how.method, "pooling": how.pooling, "seed": config.seed, **trained},
-            plan=run.plan,
-            profile=run.profile,
-            code=code_for(facts, standard=isinstance(model.head, OwnHead), how=codec.encode(how)),
-        )
 
     def _base(self, run: Run, folder: Path) -> Path | None:
         """Export of another fold with the same frozen weights, where there is one."""

@@ -11,13 +11,20 @@ from typing import Any
 
 import numpy as np
 
+from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
+from trainfit.data.tokens import Dataset, separates
+from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.scores import FoldScores
+from trainfit.jobs.standard_export import hub_name
 
 _DRAWS = 1000
+_TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")
 _PARTS = ("train", "validation", "test")
 _POOLED = {
     "mean": "hidden.mean(1)",
@@ -29,12 +36,12 @@ _POOLED = {
 _STANDARD = """from transformers import pipeline
 
 classify = pipeline("text-classification", ".", top_k=None)
-print(classify("a text", truncation=True))
+print(classify({text}, truncation=True))
 """
 _NUMBER = """from transformers import pipeline
 
 number = pipeline("text-classification", ".", function_to_apply="none")
-print(number("a text", truncation=True)[0]["score"] * {std!r} + {mean!r})
+print(number([{text}], truncation=True)[0]["score"] * {std!r} + {mean!r})
 """
 _APART = """import torch
 from safetensors.torch import load_file
@@ -48,6 +55,39 @@ with torch.no_grad():
     hidden = encoder(**tokens).last_hidden_state
 print({pooled} @ head["head.weight"].T + head["head.bias"])  # logits
 """
+
+
+def fold_card(
+    composed: Composed,
+    chosen: Chosen,
+    dataset: Dataset,
+    model: EncoderClassifier,
+    judged: FoldScores,
+    facts: Mapping[str, Any],
+    plan: Plan,
+    profile: HardwareProfile,
+) -> str:
+    """Return the card of the model of a fold, or of the only one."""
+    config: Any = composed.config
+    how = model.settings
+    trained = {name: getattr(config.training, name) for name in _TRAINING}
+    code = code_for(
+        facts,
+        standard=isinstance(model.head, OwnHead),
+        how=codec.encode(how),
+        separated=separates(chosen.tokenizer),
+    )
+    return model_card(
+        task=composed.task,
+        base=None if chosen.weights == "random" else hub_name(config.model.name),
+        facts=facts,
+        data=dataset.metadata,
+        judged=judged,
+        settings={"method": how.method, "pooling": how.pooling, "seed": config.seed, **trained},
+        plan=plan,
+        profile=profile,
+        code=code,
+    )
 
 
 def model_card(
@@ -82,15 +122,21 @@ def model_card(
     return "\n".join(parts)
 
 
-def code_for(facts: Mapping[str, Any], *, standard: bool, how: Mapping[str, Any]) -> str:
+def code_for(
+    facts: Mapping[str, Any], *, standard: bool, how: Mapping[str, Any], separated: bool = True
+) -> str:
     """Return Python code that uses an export, from its folder, without trainfit.
 
     `how` are the fields of ClassifierSettings. A pooling with weights of its own needs trainfit.
+    Two texts that the tokenizer does not keep `separated` have a new line between them.
     """
+    first, second = '"a text"', f'"{"" if separated else chr(92) + "n"}another text"'
+    paired = bool(facts.get("pairs"))
+    text = f'{{"text": {first}, "text_pair": {second}}}' if paired else first
     if standard and facts.get("problem_type") == "regression":
-        return _NUMBER.format(std=facts["target_std"], mean=facts["target_mean"])
+        return _NUMBER.format(text=text, std=facts["target_std"], mean=facts["target_mean"])
     if standard:
-        return _STANDARD
+        return _STANDARD.format(text=text)
     pooled = _POOLED.get(how["pooling"])
     if pooled is None:
         return (
@@ -99,7 +145,7 @@ def code_for(facts: Mapping[str, Any], *, standard: bool, how: Mapping[str, Any]
     adapter = 'encoder = peft.PeftModel.from_pretrained(encoder, "./adapter").eval()\n'
     code = _APART.format(
         adapter=adapter if how["method"] in ("lora", "dora") else "",
-        texts='"a text", "a criterion"' if "criteria" in facts else '"a text"',
+        texts=f"{first}, {second}" if paired or "criteria" in facts else first,
         length=facts["max_length"],
         pooled=pooled.format(k=how["pool_tokens"]),
     )
