@@ -50,7 +50,13 @@ def test_they_compose_back_with_the_plan_pinned(task: str, given_words):
     # Threads, weights and what follows from the data are no part of a plan.
     left = {key for key, value in again.values().items() if value == "auto"}
     assert left <= {
+        "data.first_column",
+        "data.label_column",
+        "data.second_column",
+        "data.target",
+        "data.text_column",
         "device.num_threads",
+        "model.pooling",
         "model.weights",
         "model.vocab_size",
         "model.loss_chunk",

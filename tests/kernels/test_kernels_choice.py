@@ -98,8 +98,8 @@ def test_a_path_is_taken_where_it_can_be_and_refused_where_it_cannot(
     possible &= not (dropout and head == 256 and small)
     asked = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(attention, "masked_attention", lambda *_: "masked")
-        patch.setattr(varlen, "varlen_attention", lambda *_: "varlen")
+        patch.setattr(attention, "masked_attention", lambda *_, **__: "masked")
+        patch.setattr(varlen, "varlen_attention", lambda *_, **__: "varlen")
         patch.setattr(varlen, "capability", lambda _: capability)
         patch.setattr(varlen, "flash_exists", lambda: flash)
         if path == "varlen" and not possible:
@@ -146,6 +146,7 @@ def test_a_model_says_what_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         **batch
     )
     bert = {"path": "varlen", "dtype": torch.float32, "head": 16, "softcap": None}
+    bert |= {"causal": False}
     assert spy.asked == [
         bert | {"dropout": 0.2},
         bert | {"dropout": 0.0},

@@ -129,10 +129,10 @@ def test_a_model_on_the_cpu_takes_its_own_code_and_refuses_the_kernel() -> None:
     [
         ({}, None),
         ({"pos_att_type": ["c2p"]}, "the terms c2p"),
-        ({"relative_attention": False}, "of its own"),
+        ({"relative_attention": False}, "no kernel here"),
         ({"conv_kernel_size": 3}, "convolution"),
         ({"num_attention_heads": 16}, "heads of 48"),
-        ({"model_type": "deberta"}, "of its own"),
+        ({"model_type": "deberta"}, "no kernel here"),
     ],
 )
 def test_which_models_it_takes(change: dict[str, Any], reason: str | None) -> None:
