@@ -47,6 +47,7 @@ def test_the_word_without_an_equals_sign_is_the_data(capsys: pytest.CaptureFixtu
 
 
 REFUSED = {
+    "train textclass --batchsize 3": "did you mean --batch-size?",
     "train textclass none.csv": "no file none.csv",
     "plan textclass none.csv --gpu t4": "no file none.csv",
     "tune textclass none.csv": "no file none.csv",

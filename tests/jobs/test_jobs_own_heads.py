@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
 from trainfit.core.errors import TrainfitWarning
-from trainfit.jobs.job_plan import model_facts
+from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.classifier import EncoderClassifier
 
 LABELS = torch.tensor([0, 2, 1, 1])

@@ -136,8 +136,8 @@ def _meant(written: str, words: Sequence[str], options: Sequence[str]) -> str:
     if key is not None:
         short = next((_option(one) for one, row in SHORT.items() if row.key(task) == key), None)
         return f"write {key}=VALUE" + (f" or {short} VALUE" if short in options else "")
-    spelled = {option[2:].replace("-", "_"): option for option in options}
+    spelled = {key.split(".")[-1]: f"{key}=VALUE" for key in keys(task)}
     spelled |= {row.hf: f"{row.key}=VALUE" for row in SETTINGS if row.hf and row.key in keys(task)}
-    spelled |= {key.split(".")[-1]: f"{key}=VALUE" for key in keys(task)}
+    spelled |= {option[2:].replace("-", "_"): option for option in options}
     near = [spelled[one] for one in nearest(name, spelled, 1)]
     return did_you_mean(near[0], near) if near else "write key=value words; see --help"

@@ -21,7 +21,8 @@ from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.gpt_choice import fitted
-from trainfit.jobs.job_plan import check_model, model_fields
+from trainfit.jobs.job_plan import check_model
+from trainfit.jobs.model_facts import model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own, load
 from trainfit.jobs.text_sources import find_columns, settle_sources

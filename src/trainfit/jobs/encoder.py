@@ -35,6 +35,7 @@ from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
+from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.sources import kept_in_memory
@@ -365,7 +366,7 @@ class PreparedEncoder:
 def _check_vocabulary(prepared: PreparedEncoder) -> None:
     """Raise BadInput for a token that the model has no embedding for: a GPU would only stop."""
     name = prepared.config.model.name
-    rows = job_plan.model_facts(name).vocabulary
+    rows = model_facts(name).vocabulary
     sets = prepared.datasets
     parts = [part for data in sets for part in (data.train, data.validation, data.test)]
     arrays = {id(part.ids): part.ids for part in parts}  # most parts share one

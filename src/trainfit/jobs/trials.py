@@ -17,6 +17,7 @@ from trainfit.jobs import job_plan
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.gpt import build, gpt_settings, shape_of
+from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
@@ -42,7 +43,7 @@ def encoder_trial(
             "train it, or set model.freeze_encoder=false",
         )
     settings = settings_from(asked.model, weights="random", **model_decisions(plan, asked.model))
-    tokens = synthetic_tokens(lengths, job_plan.model_facts(asked.model.name).vocabulary)
+    tokens = synthetic_tokens(lengths, model_facts(asked.model.name).vocabulary)
     made = ClassifierTask(
         on_device(device, lambda: build_classifier(settings)),
         tokens,

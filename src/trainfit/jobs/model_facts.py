@@ -1,0 +1,99 @@
+"""Facts of a model that decide how it can be planned, read from its config alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trainfit.core.errors import BadInput
+from trainfit.data.hub import may_be_on_hub
+from trainfit.data.model_files import read_config
+from trainfit.hardware.model_shapes import (
+    OWN_GPT,
+    heads_of,
+    layers_of,
+    model_shape,
+    read_model_config,
+    width_of,
+)
+from trainfit.kernels import supported
+from trainfit.kernels.supported import CAPPED_HEADS, NOT_RECOMPUTED, OWN_ATTENTION, model_obstacle
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Facts of a model's config that decide how it can be planned."""
+
+    layers: int
+    own_gpt: bool
+    unpackable: str | None
+    own_attention: bool
+    packed_attention: str
+    not_recomputed: str | None
+    no_liger: str | None
+    vocabulary: int
+    """Number of tokens in its vocabulary."""
+
+
+def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
+    """Read the facts of a model from the catalogue, a folder or the hub, without building it.
+
+    With `pooling` auto a decoder is causal.
+    """
+    fields = model_fields(name)
+    kind = fields.get("model_type")
+    layers = layers_of(fields)
+    if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
+        lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
+        fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
+        raise BadInput(f"the config of {name} has no {lacks}", fix)
+    unpackable = _unpackable(name, kind, fields)
+    if unpackable is None and pooling == "auto" and fields.get("attn_logit_softcapping"):
+        unpackable = f"{name} has soft-capped logits, whose kernel for packed rows looks both ways"
+    return ModelFacts(
+        layers=layers,
+        own_gpt=kind == OWN_GPT,
+        unpackable=unpackable,
+        own_attention=kind in OWN_ATTENTION,
+        packed_attention=_packed_attention(kind, fields),
+        not_recomputed=f"transformers cannot compute the blocks of {name} again"
+        if kind in NOT_RECOMPUTED
+        else None,
+        no_liger=supported.obstacle(kind),
+        vocabulary=int(fields.get("vocab_size") or 0),
+    )
+
+
+def model_fields(name: str) -> dict[str, Any]:
+    """Read the fields of a model's config (of its text part) from a folder, catalogue or hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        fields = read_model_config(folder)
+    else:
+        try:
+            fields = model_shape(name).config
+        except BadInput:
+            if not may_be_on_hub(name):
+                raise
+            fields = read_config(name)
+    text: dict[str, Any] = fields.get("text_config") or fields
+    return text
+
+
+def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
+    if kind in OWN_ATTENTION:
+        reason = model_obstacle(fields)
+        return None if reason is None else f"{name} has its own attention, and {reason}"
+    heads, width = heads_of(fields), width_of(fields)
+    head = fields.get("head_dim") or (width // heads if heads and width else 64)
+    capped = bool(fields.get("attn_logit_softcapping"))
+    if head % 8 or head > 256 or (capped and head not in CAPPED_HEADS):
+        return f"{name} has heads of {head}"
+    return None
+
+
+def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
+    if kind in OWN_ATTENTION:
+        return "disentangled"
+    return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
