@@ -113,6 +113,7 @@ def test_an_error_of_the_library_is_one_line(hub: list[object], monkeypatch: pyt
     assert len(str(caught.value).splitlines()) == 1
 
 
+@pytest.mark.soak
 def test_an_unreachable_hub_costs_seconds(tmp_path: Path):
     (tmp_path / "home").mkdir()
     with silent() as url:

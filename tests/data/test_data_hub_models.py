@@ -127,6 +127,7 @@ def test_a_hub_out_of_reach_is_one_line_at_once(tmp_path: Path) -> None:
     assert longer < seconds + PATIENCE + 10  # retries would take half a minute
 
 
+@pytest.mark.soak
 def test_pretrained_weights_of_a_known_model_need_the_hub_and_say_so(tmp_path: Path) -> None:
     rows = "text,label\n" + "".join(f"some text {n},{n % 2}\n" for n in range(40))
     (tmp_path / "data.csv").write_text(rows)
