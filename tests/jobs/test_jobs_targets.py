@@ -28,7 +28,7 @@ from trainfit.jobs.job import less_is_better
 from trainfit.jobs.metrics import best_thresholds, label_metrics, number_metrics
 from trainfit.jobs.predict import answer
 from trainfit.jobs.scores import FoldScores, JobResult
-from trainfit.jobs.targets import Number, OneClass, SeveralLabels, target_of
+from trainfit.jobs.targets import OneClass, RealNumber, SeveralLabels, target_of
 from trainfit.reports.markdown import markdown
 from trainfit.reports.run_report import report
 from trainfit.runs.run_folder import exports_of
@@ -43,8 +43,8 @@ def test_the_losses_are_torchs_in_any_cut():
     torch.testing.assert_close(SeveralLabels().loss(logits, labels) / 6, wanted)
     numbers = torch.tensor(RANDOM.normal(size=6))
     wanted = functional.mse_loss(logits[:, 0], numbers)
-    torch.testing.assert_close(Number(0.0, 1.0).loss(logits[:, :1], numbers) / 6, wanted)
-    for target, values in ((SeveralLabels(), labels), (Number(0.0, 1.0), numbers)):
+    torch.testing.assert_close(RealNumber(0.0, 1.0).loss(logits[:, :1], numbers) / 6, wanted)
+    for target, values in ((SeveralLabels(), labels), (RealNumber(0.0, 1.0), numbers)):
         shown = logits[:, :1] if values.ndim == 1 else logits
         parts = [target.loss(shown[cut], values[cut]) for cut in (slice(0, 2), slice(2, 6))]
         torch.testing.assert_close(parts[0] + parts[1], target.loss(shown, values))
@@ -61,7 +61,7 @@ def test_the_losses_are_torchs_in_any_cut():
 def test_the_problem_types_are_those_of_transformers():
     from transformers import PretrainedConfig
 
-    facts = [OneClass().facts(), SeveralLabels().facts(), Number(2.0, 3.0).facts()]
+    facts = [OneClass().facts(), SeveralLabels().facts(), RealNumber(2.0, 3.0).facts()]
     for one in facts:
         PretrainedConfig(problem_type=one["problem_type"])  # raises for another word
         assert type(target_of(one)) is type(target_of(json.loads(json.dumps(one))))
@@ -118,16 +118,16 @@ def test_metrics_of_numbers_are_scipys_and_scikit_learns():
     same = number_metrics(truth, np.full(50, 3.0))
     assert same.pearson is None
     assert same.spearman is None
-    evaluated = Number(3.0, 2.0).evaluate(truth, np.full((50, 1), 3.0))
+    evaluated = RealNumber(3.0, 2.0).evaluate(truth, np.full((50, 1), 3.0))
     assert math.isnan(evaluated["spearman"])
     assert evaluated["loss"] == pytest.approx(same.mse / 4)
 
 
-@pytest.mark.parametrize("target", [SeveralLabels(), Number(2.0, 3.0)])
+@pytest.mark.parametrize("target", [SeveralLabels(), RealNumber(2.0, 3.0)])
 def test_packed_rows_padded_rows_and_any_cut_have_one_loss(target: OneClass):
     lengths = np.array([7, 3, 12, 5])
     labels: Any = RANDOM.integers(0, 2, (4, 3)).astype(np.uint8)
-    if isinstance(target, Number):
+    if isinstance(target, RealNumber):
         labels = RANDOM.normal(2, 3, 4)
     tokens = Tokens(
         ids=RANDOM.integers(5, 60, lengths.sum()).astype(np.int32),

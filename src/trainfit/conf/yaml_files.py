@@ -29,7 +29,7 @@ def read_yaml(path: Path) -> dict[str, Any]:
     try:
         text = read_text(path, _LARGEST)
         root = _compose(text)
-        data = _Reader().value(root) if root is not None else {}
+        data = _YamlReader().value(root) if root is not None else {}
     except yaml.YAMLError as error:
         raise _refusal(path, error) from None
     except (OSError, ValueError) as error:
@@ -64,7 +64,7 @@ def _wrong(problem: str, mark: yaml.Mark | None) -> yaml.MarkedYAMLError:
     return yaml.MarkedYAMLError(problem=problem, problem_mark=mark)
 
 
-class _Reader:
+class _YamlReader:
     """Turns nodes into plain values."""
 
     def __init__(self) -> None:

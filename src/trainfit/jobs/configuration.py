@@ -146,7 +146,7 @@ def configured_by(run: Path, task: str) -> Composed:
     """Read the configuration that a run was started with."""
     path = run / "config.json"
     try:
-        written = codec.decode(_Written, codec.read_object(path), str(path))
+        written = codec.decode(_WrittenConfig, codec.read_object(path), str(path))
     except (OSError, ValueError) as error:
         what = f"cannot read {path} ({reason(error)})"
         raise BadInput(what, "give the folder of a run") from None
@@ -163,7 +163,7 @@ def configured_by(run: Path, task: str) -> Composed:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Written:
+class _WrittenConfig:
     """Content of a run's config.json."""
 
     task: str

@@ -107,7 +107,7 @@ class SeveralLabels(OneClass):
 
 
 @dataclass(frozen=True, slots=True)
-class Number(OneClass):
+class RealNumber(OneClass):
     """A number per sequence, learned by squared errors of standardised values."""
 
     problem_type: ClassVar[str] = "regression"
@@ -152,6 +152,6 @@ class Number(OneClass):
 def target_of(facts: dict[str, Any]) -> OneClass:
     """Return the target that a dataset's metadata or an export's head.json describes."""
     kind = facts.get("problem_type", OneClass.problem_type)
-    if kind == Number.problem_type:
-        return Number(float(facts["target_mean"]), float(facts["target_std"]))
+    if kind == RealNumber.problem_type:
+        return RealNumber(float(facts["target_mean"]), float(facts["target_std"]))
     return SeveralLabels() if kind == SeveralLabels.problem_type else OneClass()

@@ -180,11 +180,11 @@ def _is_idle() -> bool:
 
 
 @cache
-def _child(_number: int, path: str) -> _Child:
-    return _Child(path)
+def _child(_number: int, path: str) -> _EstimatorChild:
+    return _EstimatorChild(path)
 
 
-class _Child:
+class _EstimatorChild:
     """Child process, started with the first request and again after it died."""
 
     def __init__(self, path: str) -> None:
