@@ -388,7 +388,9 @@ def test_the_page_on_prediction_shows_how_to_do_it_without_trainfit(trained: Pat
 @pytest.mark.parametrize(
     ("more", "says"),
     [
-        ([], "give one of --text and --file"),
+        ([], "give one of --text and a file"),
+        ([__file__, "--text", "a"], "give one of --text and a file"),
+        (["nowhere.csv"], "Path 'nowhere.csv' does not exist"),
         (["--text", "a", "--criterion", " "], "the criterion is empty"),
         (["--text", "a", "--output", "x.txt"], "end its name in .csv or .json"),
     ],

@@ -148,7 +148,7 @@ def test_one_command_trains_on_a_table_of_reviews_and_answers(
     config = json.loads((folder / "config.json").read_text())
     assert config["config"]["data"]["label_column"] == "sentiment"
     assert config["origins"]["data.label_column"] == "found"
-    assert run(["predict", str(folder), "--file", str(path)]) == 0
+    assert run(["predict", str(folder), str(path)]) == 0
     assert len(json.loads(capsys.readouterr().out)) == len(ROWS)
 
 

@@ -17,6 +17,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
 
 @click.command()
 @click.argument("run")
+@click.argument("file", required=False, type=click.Path(path_type=Path, exists=True))
 @click.option("--text", help="A text to classify; for a job of yours, an item as JSON or text.")
 @click.option("--second", help="The second text, for a model of pairs.")
 @click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
@@ -25,7 +26,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     "--file",
     "path",
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="CSV, TSV, JSONL, JSON or Parquet with a column of texts.",
+    help="CSV, TSV, JSONL, JSON or Parquet with a column of texts, as the word after RUN.",
 )
 @click.option(
     "--text-column", default="auto", show_default=True, help="auto: by its name, such as text."
@@ -47,6 +48,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 def predict(
     run: str,
+    file: Path | None,
     folder: str | None,
     text: str | None,
     second: str | None,
@@ -60,17 +62,19 @@ def predict(
 ) -> None:
     """Probabilities from a trained model, for a text or a file.
 
-    RUN is the folder of a finished run; one with folds answers with the mean of its models. An NLI
-    model answers for every criterion unless one is named. A model of pairs takes --second too, or a
-    file with two columns of texts. RUN may be module:Class, a job of yours.
+    RUN is the folder of a finished run, and FILE a table with a column of texts. A run with folds
+    answers with the mean of its models. An NLI model answers for every criterion unless one is
+    named. A model of pairs takes --second too, or a file with two columns of texts. RUN may be
+    module:Class, a job of yours.
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
     from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
-    if (text is None) == (path is None):
-        raise BadInput("give one of --text and --file", "say what to classify")
+    if sum(given is not None for given in (text, path, file)) != 1:
+        raise BadInput("give one of --text and a file", "say what to classify")
+    path = path or file
     if output is not None and output.suffix not in (".csv", ".json"):
         raise BadInput(f"--output {output}", "end its name in .csv or .json")
     if output is not None:
