@@ -87,7 +87,7 @@ def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
     words = [w for w in TINY["textclass"] if not w.startswith(own)]
     text = config if isinstance(config, str) else json.dumps(config)
     command = chosen.choice(_COMMANDS)
-    # Only transformers knows the names of models and activations, and the quick plan asks it nothing.
+    # Only transformers knows models and activations by name, and the quick plan asks it nothing.
     real = chosen.random() < 0.3 or '"nowhere"' in text
     given = {"files": {"model/config.json": text}, "template": "textclass", **more}
     weights = chosen.choice([[], ["model.weights=random"]])

@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from trainfit.core.errors import refusing
 from trainfit.data.model_files import read_named
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
@@ -124,7 +126,7 @@ def _without_encoder(config: PretrainedConfig, classes: int) -> PreTrainedModel 
     config.num_labels = classes
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # else last-token heads take one sequence at a time
-    with torch.device("meta"):
+    with refusing(partial(sources.unbuildable, config.model_type)), torch.device("meta"):
         model: PreTrainedModel = kind(config)
     encoder = getattr(model, model.base_model_prefix, None)
     if encoder is None or encoder is model:

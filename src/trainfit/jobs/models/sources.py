@@ -63,7 +63,7 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
 
     if place is None:
         text = config.get_text_config()
-        with refusing(partial(_unbuildable, text.model_type)):
+        with refusing(partial(unbuildable, text.model_type)):
             _check_room(text, dtype)
             random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
                 text, dtype=dtype, trust_remote_code=False
@@ -179,7 +179,7 @@ def _configured(
     else:
         fields = fields | {"text_config": text | _changes(text, overrides, published)}
     check_fields(fields, place)
-    with refusing(partial(_unbuildable, f"{fields.get('model_type')} of {place}")):
+    with refusing(partial(unbuildable, f"{fields.get('model_type')} of {place}")):
         config: PretrainedConfig = AutoConfig.for_model(**fields)
     return config
 
@@ -201,5 +201,6 @@ def _in_catalogue(name: str) -> ModelShape | None:
         return None
 
 
-def _unbuildable(what: str, reason: str) -> BadInput:
+def unbuildable(what: str, reason: str) -> BadInput:
+    """Word the refusal of a config that transformers cannot build."""
     return BadInput(f"cannot build a {what}: {reason}", "give values that transformers knows")
