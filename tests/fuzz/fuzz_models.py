@@ -87,8 +87,8 @@ def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
     words = [w for w in TINY["textclass"] if not w.startswith(own)]
     text = config if isinstance(config, str) else json.dumps(config)
     command = chosen.choice(_COMMANDS)
-    # Only transformers knows models and activations by name, and the quick plan asks it nothing.
-    real = chosen.random() < 0.3 or '"nowhere"' in text
+    # Only transformers knows the kinds of models, and the quick plan asks it nothing.
+    real = chosen.random() < 0.3 or '"model_type": "nowhere"' in text
     given = {"files": {"model/config.json": text}, "template": "textclass", **more}
     weights = chosen.choice([[], ["model.weights=random"]])
     words.append("model.name={here}/model")
