@@ -45,6 +45,7 @@ _OPTIONS: dict[str, dict[str, list[str]]] = {
     "train": {"--resume": TEXTS, "--config": _PATHS},
     "doctor": {"--log": _PATHS, "--run": TEXTS},
     "completion": {},
+    "export": {"--json": ["", "x"]},
 }
 _ARGUMENTS: dict[str, list[str]] = {
     "plan": ["gpt", *TINY["gpt"]],
@@ -59,6 +60,7 @@ _ARGUMENTS: dict[str, list[str]] = {
     "train": ["gpt", "--dry-run"],
     "doctor": [],
     "completion": ["bash"],
+    "export": ["runs/run"],
 }
 _TEMPLATES = {"predict": "textclass"}
 

@@ -16,6 +16,9 @@ PIP_NAMES = {
     "hydra": "hydra-core",
     "lightning": "'trainfit[lightning]'",
     "omegaconf": "hydra-core",
+    "onnx": "'trainfit[onnx]'",
+    "onnxruntime": "'trainfit[onnx]'",
+    "onnxscript": "'trainfit[onnx]'",
     "optuna": "'trainfit[hpo]'",
     "peft": "peft",
     "psycopg": "'trainfit[postgres]'",
@@ -29,6 +32,9 @@ PIP_NAMES = {
 
 HPO = ("optuna", "sqlalchemy")
 """Libraries of the extra `hpo`."""
+
+ONNX = ("onnx", "onnxscript", "onnxruntime")
+"""Libraries of the extra `onnx`."""
 
 NEWEST_TESTED = {"torch": "2.13", "transformers": "5.22"}
 """Newest minor version of each library that docs/compat.md lists; a newer one gets a warning."""
