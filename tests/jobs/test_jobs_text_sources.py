@@ -20,7 +20,8 @@ from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.labelled_texts import load_text_files
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.tokenizers import learn_tokenizer
-from trainfit.jobs.configuration import columns_of, configure
+from trainfit.jobs.configuration import configure
+from trainfit.jobs.text_sources import columns_of
 
 ROWS = [
     {"review": f"film {n}, seen; twice\nor more", "sentiment": ["bad", "good"][n % 2]}
@@ -102,9 +103,7 @@ def test_a_job_that_was_only_composed_finds_its_columns_too(tmp_path: Path):
     )
     assert isinstance(composed.config, TextclassConfig)
     data = replace(composed.config.data, text_column="auto", label_column="auto")
-    assert columns_of(replace(composed.config, data=data)) == Columns(
-        text="review", label="sentiment"
-    )
+    assert columns_of(data) == Columns(text="review", label="sentiment")
 
 
 @pytest.mark.parametrize("ending", ["csv", "jsonl", "parquet"])

@@ -168,6 +168,13 @@ class EncoderModel:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokensModel(EncoderModel):
+    """The model of a job on words, which pools nothing."""
+
+    pooling: Literal["auto"]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GptModel:
     """The model of a pretraining job."""
 
@@ -264,6 +271,16 @@ class PairsData(TextFilesData):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokensData(TextFilesData):
+    """Words with a tag each, in lists or in CoNLL files: a word and its tag per line."""
+
+    target: Literal["auto"] = "auto"
+    words_column: Name
+    """Column of the lists of words. auto: by its name, such as tokens or words; so for that of the
+    tags, label_column, such as ner_tags or tags."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class TextData:
     """A stream of tokens."""
 
@@ -345,6 +362,14 @@ class PairsConfig(TextFilesConfig):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TokensConfig(TextFilesConfig):
+    """`trainfit … tokens`."""
+
+    model: TokensModel
+    data: TokensData
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GptConfig(RunConfig):
     """`trainfit … gpt`."""
 
@@ -364,7 +389,7 @@ class OwnConfig(RunConfig):
     optimization: Optimization
 
 
-Config = NliConfig | TextclassConfig | PairsConfig | GptConfig
+Config = NliConfig | TextclassConfig | PairsConfig | TokensConfig | GptConfig
 SCHEMAS: dict[str, type[Config]] = {
     "nli": NliConfig,
     "textclass": TextclassConfig,

@@ -21,7 +21,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.records import TrainTask
-from trainfit.data.tokens import Indices, IntArray, Tokens
+from trainfit.data.tokens import IGNORED, Indices, IntArray, Tokens
 from trainfit.packing import Cut, MicroBatch, PackedCut, PaddedCut, cut_step
 
 Batch = Mapping[str, Any]
@@ -179,10 +179,6 @@ def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
         ) from error
 
 
-_IGNORED = -100
-"""Class of a slot or row without a sequence; cross-entropy ignores it. Other labels are NaN."""
-
-
 def collate_packed(
     tokens: Tokens, sequences: Indices, width: int, slots: int, pad_id: int = 0
 ) -> dict[str, Tensor]:
@@ -203,11 +199,9 @@ def collate_packed(
     ends[0] = 0
     ends[1 : chosen.size + 1] = np.cumsum(lengths)
     target = np.arange(used)
-    batch = _gather(tokens, chosen, target, (1, width), pad_id)
-    return batch | {
-        "cu_seqlens": torch.from_numpy(ends),
-        "labels": labels_of(tokens, chosen, slots),
-    }
+    labels = {"labels": labels_of(tokens, chosen, slots)}
+    batch = labels | _gather(tokens, chosen, target, (1, width), pad_id)
+    return batch | {"cu_seqlens": torch.from_numpy(ends)}
 
 
 def collate_padded(
@@ -229,22 +223,22 @@ def collate_padded(
     mask = np.zeros((rows, width), dtype=np.int64)
     mask.reshape(-1)[target] = 1
     mask[chosen.size :, 0] = 1
-    batch = _gather(tokens, chosen, target, (rows, width), pad_id)
-    return batch | {
-        "attention_mask": torch.from_numpy(mask),
-        "labels": labels_of(tokens, chosen, rows),
-    }
+    labels = {"labels": labels_of(tokens, chosen, rows)}
+    batch = labels | _gather(tokens, chosen, target, (rows, width), pad_id)
+    return batch | {"attention_mask": torch.from_numpy(mask)}
 
 
 def _gather(
     tokens: Tokens, chosen: IntArray, target: IntArray, shape: tuple[int, int], pad_id: int
 ) -> dict[str, Tensor]:
-    """Place the tokens of the chosen sequences into a batch of that shape."""
+    """Place the tokens of the chosen sequences, and their tags, into a batch of that shape."""
     lengths = tokens.lengths[chosen]
     source = np.repeat(tokens.starts[chosen], lengths) + _within(lengths)
     batch = {"input_ids": _placed(tokens.ids, source, target, shape, pad_id)}
     if tokens.types is not None:
         batch["token_type_ids"] = _placed(tokens.types, source, target, shape, 0)
+    if tokens.tags is not None:
+        batch["labels"] = _placed(tokens.tags, source, target, shape, IGNORED)
     return batch
 
 
@@ -268,10 +262,13 @@ def _within(lengths: IntArray) -> IntArray:
 
 
 def labels_of(tokens: Tokens, chosen: IntArray, places: int) -> Tensor:
-    """Collate the labels of the chosen sequences, with fillers up to `places`."""
+    """Collate the labels of the chosen sequences, with fillers up to `places`.
+
+    The filler of a slot or row without a sequence is a class that cross-entropy ignores, or NaN.
+    """
     found = tokens.labels[chosen]
     classes = found.ndim == 1 and found.dtype.kind != "f"
-    kind, filler = (np.int64, _IGNORED) if classes else (np.float32, np.nan)
+    kind, filler = (np.int64, IGNORED) if classes else (np.float32, np.nan)
     labels = np.full((places, *found.shape[1:]), filler, dtype=kind)
     labels[: chosen.size] = found
     return torch.from_numpy(labels)

@@ -1,4 +1,4 @@
-"""Kinds of labels: one class per text, several labels, or a number; read, told apart and split."""
+"""Kinds of labels: a class per text, several, a number, or a tag per word; told apart and split."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from trainfit.core.errors import BadInput
 from trainfit.data.folds import IntArray
 from trainfit.data.labels import read_name
 
-Target = Literal["single", "multi", "regression"]
+Target = Literal["single", "multi", "regression", "tags"]
+"""One class per text, several labels, a number, or a tag per word."""
 Label = str | tuple[str, ...] | float
 SEPARATORS = "|;,"
 VALUE = "value"
@@ -137,6 +138,7 @@ def describe(kind: LabelKind) -> str:
         how = f"joined by {kind.separator!r}" if kind.separator else "in lists"
         return f"several per text, {how} (data.target=multi)"
     return {
+        "tags": "a tag per word",
         "single": "one class per text (data.target=single)",
         "regression": "a number per text (data.target=regression)",
     }[kind.target]

@@ -8,15 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
-from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
 from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
 from trainfit.data.label_kinds import LabelKind, strata_of
-from trainfit.data.labels import balanced_weights, count_classes, shown
+from trainfit.data.labels import balanced_weights, class_order, count_classes, shown
 from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
-from trainfit.data.tokens import Dataset, Tokens
+from trainfit.data.tokens import IGNORED, Dataset, IntArray, Tokens
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -50,11 +49,20 @@ def load_text_files(
         )
 
     base = read(train)
+    tagged = base.tokens.tags is not None
+    known = None if tagged else base.classes
     others = {
-        name: None if path is None else _same_classes(read(path, base.classes), base.classes)
+        name: None if path is None else read(path, known)
         for name, path in (("validation", validation), ("test", test))
     }
-    return text_datasets(base.tokens, base.classes, **others, **shares)
+    classes = base.classes
+    if tagged:  # a rare tag may stand in one file alone
+        every = [one.classes for one in others.values() if one is not None]
+        classes = class_order(name for names in (classes, *every) for name in names)
+    parts = {
+        name: None if one is None else _same_classes(one, classes) for name, one in others.items()
+    }
+    return text_datasets(_same_classes(base, classes), classes, **parts, **shares)
 
 
 def text_datasets(
@@ -79,7 +87,7 @@ def text_datasets(
         raise BadInput(
             f"cv.folds is {folds}, but there is a validation file", "leave one of them out"
         )
-    items, strata = np.arange(len(tokens)), strata_of(tokens.labels)
+    items, strata = np.arange(len(tokens)), _strata(tokens)
     if test is None:
         items, held = hold_out(items, strata, tokens.groups, test_share, seed)
         test = tokens.subset(held)
@@ -94,10 +102,27 @@ def text_datasets(
     )
 
 
+def _strata(tokens: Tokens) -> IntArray:
+    """Group sequences for a split by their labels, or by the rarest tag of their words."""
+    if tokens.tags is None:
+        return strata_of(tokens.labels)
+    words = tokens.truth
+    rarity = np.argsort(np.argsort(-np.bincount(words[:, 1])))
+    rarest = np.zeros(len(tokens), dtype=np.int64)
+    np.maximum.at(rarest, words[:, 0], rarity[words[:, 1]])
+    return rarest
+
+
 def _same_classes(read: LabelledTokens, classes: list[str]) -> Tokens:
     """Renumber the labels as in the training data."""
     labels = read.tokens.labels
+    if read.classes == classes:
+        return read.tokens
     numbers = np.array([classes.index(name) for name in read.classes], dtype=np.int64)
+    if read.tokens.tags is not None:
+        tags = read.tokens.tags
+        renumbered = np.where(tags < 0, IGNORED, numbers[np.maximum(tags, 0)])
+        return replace(read.tokens, tags=renumbered.astype(np.int32))
     if labels.ndim == 2:
         table = np.zeros((len(labels), len(classes)), dtype=labels.dtype)
         table[:, numbers] = labels
@@ -109,11 +134,11 @@ def _dataset(train: Tokens, validation: Tokens, test: Tokens, classes: Sequence[
     parts = {"train": train, "validation": validation, "test": test}
     groups = {name: part.groups for name, part in parts.items() if part.groups is not None}
     check_apart(groups)
-    metadata: dict[str, Any] = {"classes": list(classes), **_learned(train.labels, classes)}
+    metadata: dict[str, Any] = {"classes": list(classes), **_learned(train, classes)}
     for name, part in parts.items():
         metadata[name] = {
             "texts": len(part),
-            **_counted(part.labels, len(classes)),
+            **_counted(part, len(classes)),
             "tokens": int(part.lengths.sum()),
             "mean_length": round(float(part.lengths.mean()), 1),
             "longest": int(part.lengths.max()),
@@ -121,8 +146,13 @@ def _dataset(train: Tokens, validation: Tokens, test: Tokens, classes: Sequence[
     return Dataset(**parts, metadata=metadata)
 
 
-def _learned(labels: NDArray[Any], classes: Sequence[str]) -> dict[str, Any]:
+def _learned(tokens: Tokens, classes: Sequence[str]) -> dict[str, Any]:
     """Describe the training labels for the loss, with transformers' word for their kind."""
+    labels = tokens.labels
+    if tokens.tags is not None:
+        counts = np.maximum(np.bincount(tokens.truth[:, 1], minlength=len(classes)), 1)
+        weights = (counts.sum() / (len(classes) * counts)).tolist()
+        return {"problem_type": "token_classification", "class_weights": weights}
     if labels.ndim == 2:
         return {"problem_type": "multi_label_classification"}
     if labels.dtype.kind != "f":
@@ -134,8 +164,12 @@ def _learned(labels: NDArray[Any], classes: Sequence[str]) -> dict[str, Any]:
     return {"problem_type": "regression", "target_mean": mean, "target_std": std}
 
 
-def _counted(labels: NDArray[Any], classes: int) -> dict[str, Any]:
-    """Describe the labels of a part: texts by class or label, or the range of its numbers."""
+def _counted(tokens: Tokens, classes: int) -> dict[str, Any]:
+    """Describe the labels of a part: texts or words by class, or the range of its numbers."""
+    labels = tokens.labels
+    if tokens.tags is not None:
+        by_class = count_classes(tokens.truth[:, 1], classes)
+        return {"words": sum(by_class), "by_class": by_class}
     if labels.dtype.kind == "f":
         figures = {"mean": labels.mean(), "std": labels.std(), "min": labels.min()}
         return {name: float(value) for name, value in (figures | {"max": labels.max()}).items()}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 import csv
 import io
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import chain, islice
 from pathlib import Path
@@ -33,24 +33,30 @@ _MARKS = {
 """Byte order marks, longest first, since one begins like another."""
 
 
-class _Kind(NamedTuple):
+class FileKind(NamedTuple):
     """A kind of file: how its columns and its rows are read."""
 
     columns: Callable[[Path], list[str]]
     rows: Callable[[Path, list[str]], Rows]
 
 
-def read_rows(path: Path, names: list[str]) -> Rows:
-    """Read each row's number, from 1, and its values in these columns; None where one is absent."""
-    return _kind(path).rows(path, names)
+Kinds = Mapping[str, FileKind]
 
 
-def column_names(path: Path) -> list[str]:
+def read_rows(path: Path, names: list[str], kinds: Kinds | None = None) -> Rows:
+    """Read each row's number, from 1, and its values in these columns; None where one is absent.
+
+    `kinds` are the kinds of files by their ending; None: tables.
+    """
+    return _kind(path, kinds).rows(path, names)
+
+
+def column_names(path: Path, kinds: Kinds | None = None) -> list[str]:
     """Names of a file's columns, in their order."""
-    return _kind(check_file(path)).columns(path)
+    return _kind(check_file(path, kinds), kinds).columns(path)
 
 
-def check_file(path: Path) -> Path:
+def check_file(path: Path, kinds: Kinds | None = None) -> Path:
     """Return the path; raise BadInput where it cannot be read or has an unknown format."""
     try:
         if path.is_dir():
@@ -58,19 +64,20 @@ def check_file(path: Path) -> Path:
     except OSError as error:  # a name that is too long, or no permission
         raise BadInput(f"cannot read {str(path)!r:.200} ({reason(error)})", PATHS) from None
     check_regular(path, PATHS)
-    _kind(path)
+    _kind(path, kinds)
     return path
 
 
-def _kind(path: Path) -> _Kind:
+def _kind(path: Path, kinds: Kinds | None) -> FileKind:
     if path.is_dir():
-        return _Kind(columnar.saved_columns, columnar.read_saved_dataset)
-    if path.suffix.lower() not in KINDS:
+        return FileKind(columnar.saved_columns, columnar.read_saved_dataset)
+    kinds = KINDS if kinds is None else kinds
+    if path.suffix.lower() not in kinds:
         raise BadInput(
             f"{path} has the ending {path.suffix or '(none)'}",
-            f"give {', '.join(KINDS)} or a folder that datasets' save_to_disk wrote",
+            f"give {', '.join(kinds)} or a folder that datasets' save_to_disk wrote",
         )
-    return KINDS[path.suffix.lower()]
+    return kinds[path.suffix.lower()]
 
 
 def read_lines(path: Path) -> Iterator[str]:
@@ -228,14 +235,14 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return row
 
 
-_TABLE = _Kind(_header, read_csv)
-_OBJECTS = _Kind(_object_keys, _read_objects)
-KINDS: dict[str, _Kind] = {
+_TABLE = FileKind(_header, read_csv)
+_OBJECTS = FileKind(_object_keys, _read_objects)
+KINDS: Kinds = {
     ".csv": _TABLE,
     ".tsv": _TABLE,
     ".jsonl": _OBJECTS,
     ".ndjson": _OBJECTS,
     ".json": _OBJECTS,
-    ".parquet": _Kind(columnar.parquet_columns, columnar.read_parquet),
+    ".parquet": FileKind(columnar.parquet_columns, columnar.read_parquet),
 }
 """Kinds of files by their ending."""

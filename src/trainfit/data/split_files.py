@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trainfit.core.errors import BadInput, brief
-from trainfit.data.row_files import KINDS
+from trainfit.data.row_files import KINDS, Kinds
 
 _NAMES = {
     "train": ("train", "training"),
@@ -16,10 +16,11 @@ _NAMES = {
 """Names of each split without their ending."""
 
 
-def find_splits(path: Path, chosen: str | None = None) -> dict[str, Path]:
+def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> dict[str, Path]:
     """Find the file of each split in a folder; any other path is the training data itself.
 
-    The `chosen` split alone is the training data, whatever its name.
+    The `chosen` split alone is the training data, whatever its name. `kinds` are the kinds of
+    files by their ending.
     """
     try:
         if not path.is_dir() or (path / "state.json").is_file():
@@ -27,11 +28,11 @@ def find_splits(path: Path, chosen: str | None = None) -> dict[str, Path]:
     except OSError:  # whoever reads it says why
         return _single(path, chosen)
     if chosen is not None:
-        places = list(_places(path, (chosen,)))
+        places = list(_places(path, (chosen,), kinds))
         if not places or Path(chosen).name != chosen:
             raise BadInput(f"no split {brief(chosen)}", f"name one of {_listed(path)}")
         return {"train": places[0]}
-    found = {split: list(_places(path, names)) for split, names in _NAMES.items()}
+    found = {split: list(_places(path, names, kinds)) for split, names in _NAMES.items()}
     for split, places in found.items():
         if len(places) > 1:
             both = f"{places[0].name} and {places[1].name}"
@@ -39,9 +40,10 @@ def find_splits(path: Path, chosen: str | None = None) -> dict[str, Path]:
     if not found["train"]:
         if there := _listed(path):
             raise BadInput("the data has no split train", f"name one with data.split: {there}")
+        name = "train.csv" if ".csv" in kinds else "train.conll"
         raise BadInput(
-            f"{path} is no saved dataset and holds no train.csv, train.jsonl or the like",
-            "give a file, a folder with train.csv, or one that datasets' save_to_disk wrote",
+            f"{path} is no saved dataset and holds no {name}, train.jsonl or the like",
+            f"give a file, a folder with {name}, or one that datasets' save_to_disk wrote",
         )
     return {split: places[0] for split, places in found.items() if places}
 
@@ -58,8 +60,8 @@ def _listed(folder: Path) -> str:
     return ", ".join(sorted(place.parent.name for place in folder.glob("*/state.json")))
 
 
-def _places(folder: Path, names: tuple[str, ...]) -> Iterator[Path]:
+def _places(folder: Path, names: tuple[str, ...], kinds: Kinds) -> Iterator[Path]:
     for name in names:
         if (folder / name / "state.json").is_file():
             yield folder / name
-        yield from (path for end in KINDS if (path := folder / f"{name}{end}").is_file())
+        yield from (path for end in kinds if (path := folder / f"{name}{end}").is_file())

@@ -5,15 +5,17 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
+from trainfit.data.conll_files import TAGGED
 from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
 from trainfit.data.labels import check_characters, check_kind, read_name
-from trainfit.data.row_files import LONGEST_LINE, check_file, read_rows
+from trainfit.data.row_files import KINDS, LONGEST_LINE, Kinds, check_file, read_rows
 
 _TELLING = 10_000
 """Rows that tell the kind of the labels."""
@@ -29,12 +31,19 @@ class Columns:
     """Column of the second texts; None: there are no pairs."""
     group: str | None = None
     """Column of rows that must stay together in a split, such as the author; None: no groups."""
+    tagged: bool = False
+    """True where texts are lists of words and labels are lists of tags, one for each word."""
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
         more = (self.second, self.group)
         return [self.text, self.label, *(name for name in more if name is not None)]
+
+    @property
+    def kinds(self) -> Kinds:
+        """Kinds of files with such columns, by their ending."""
+        return TAGGED if self.tagged else KINDS
 
     @property
     def texts(self) -> list[str]:
@@ -51,12 +60,21 @@ class Chunk:
     groups: list[str] = field(default_factory=list)
     seconds: list[str] = field(default_factory=list, repr=False)
     """Second texts, where there are pairs."""
+    words: list[list[str]] = field(default_factory=list, repr=False)
+    """Words of each row instead of its text, where each has a tag."""
 
     @property
-    def rows(self) -> list[tuple[str, ...]]:
-        """The text of each row, or both of a pair."""
+    def rows(self) -> list[Any]:
+        """The text of each row as a tuple, both of a pair, or its words as a list."""
+        if self.words:
+            return self.words
         columns = [self.texts, self.seconds] if self.seconds else [self.texts]
         return list(zip(*columns, strict=True))
+
+    @property
+    def plain(self) -> list[str]:
+        """All texts; words are joined."""
+        return [*self.texts, *self.seconds, *map(" ".join, self.words)]
 
 
 @dataclass(slots=True)
@@ -81,42 +99,106 @@ def read_chunks(
     is an answer too.
     """
     kind = kind or LabelKind()
+    _check_apart(columns)
+    chunk = Chunk()
+    count = count or RowCount()
+    kinds: dict[str, int] = {}
+    add = _add_words if columns.tagged else partial(_add_text, kind=kind)
+    for number, row in read_rows(path, columns.names, columns.kinds):
+        count.rows += 1
+        place = f"{path}: row {number}"
+        if not add(chunk, row, columns, place=place, number=number, kinds=kinds):
+            count.skipped += 1
+            continue
+        if columns.group is not None:
+            chunk.groups.append(read_name(row[columns.group], f"{place}, column {columns.group}"))
+        if len(chunk.labels) == rows:
+            yield chunk
+            chunk = Chunk()
+    if chunk.labels:
+        yield chunk
+
+
+def _check_apart(columns: Columns) -> None:
+    """Raise BadInput for a column that is named twice."""
     used = [*columns.texts, columns.label]
     if twice := next((name for name in used if used.count(name) > 1), None):
-        keys = "data.text_column, data.label_column"
+        keys = f"data.{'words' if columns.tagged else 'text'}_column, data.label_column"
         if columns.second is not None:
             keys = "data.first_column, data.second_column, data.label_column"
         named = "two of texts and labels" if columns.second else "text and label"
         raise BadInput(f"{named} are both the column {twice}", f"name others ({keys})")
-    chunk = Chunk()
-    count = count or RowCount()
-    kinds: dict[str, int] = {}
-    for number, row in read_rows(path, columns.names):
-        count.rows += 1
-        unlabelled = kind.target != "multi" and is_blank(row[columns.label])
-        if unlabelled or any(is_blank(row[name]) for name in columns.texts):
-            count.skipped += 1
-            continue
-        place = f"{path}: row {number}"
-        chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
-        if columns.second is not None:
-            second = columns.second
-            chunk.seconds.append(_text(row[second], f"{place}, column {second}"))
-        label, where = row[columns.label], f"{place}, column {columns.label}"
-        chunk.labels.append(read_label(label, kind, where))
-        if label is not None:
-            check_kind(kinds, label, number, where)
-        if columns.group is not None:
-            chunk.groups.append(read_name(row[columns.group], f"{place}, column {columns.group}"))
-        if len(chunk.texts) == rows:
-            yield chunk
-            chunk = Chunk()
-    if chunk.texts:
-        yield chunk
+
+
+def _add_text(
+    chunk: Chunk,
+    row: dict[str, Any],
+    columns: Columns,
+    *,
+    place: str,
+    number: int,
+    kinds: dict[str, int],
+    kind: LabelKind,
+) -> bool:
+    """Add a row with its text, or both of a pair; False where it has no text or label."""
+    unlabelled = kind.target != "multi" and is_blank(row[columns.label])
+    if unlabelled or any(is_blank(row[name]) for name in columns.texts):
+        return False
+    chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
+    if columns.second is not None:
+        second = columns.second
+        chunk.seconds.append(_text(row[second], f"{place}, column {second}"))
+    label, where = row[columns.label], f"{place}, column {columns.label}"
+    chunk.labels.append(read_label(label, kind, where))
+    if label is not None:
+        check_kind(kinds, label, number, where)
+    return True
+
+
+def _add_words(
+    chunk: Chunk,
+    row: dict[str, Any],
+    columns: Columns,
+    *,
+    place: str,
+    number: int,
+    kinds: dict[str, int],
+) -> bool:
+    """Add a row of words, each with its tag; False where it has no words, or no tags at all."""
+    words = read_words(row[columns.text], f"{place}, column {columns.text}")
+    tags, where = row[columns.label], f"{place}, column {columns.label}"
+    if tags is None or tags == "":
+        return False
+    if not isinstance(tags, list):
+        raise BadInput(f"{where}: the tags are no list", 'write one such as ["B-PER", "O"]')
+    if len(words) != len(tags):
+        raise BadInput(f"{place}: {len(words)} words and {len(tags)} tags", "give each word one")
+    if not any(word.strip() for word in words):
+        return False
+    chunk.words.append(words)
+    chunk.labels.append(tuple(read_name(tag, where) for tag in tags))
+    for tag in tags:
+        check_kind(kinds, tag, number, where)
+    return True
+
+
+def read_words(value: Any, place: str) -> list[str]:
+    """Read a list of words; none for nothing."""
+    if value is None or value == "":
+        return []
+    if not isinstance(value, list):
+        raise BadInput(f"{place}: the words are no list", 'write one such as ["Anna", "left"]')
+    for word in value:
+        if not isinstance(word, str):
+            raise BadInput(f"{place}: a word is no text", "write every word as a string")
+        check_characters(word, place)
+    return value
 
 
 def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) -> LabelKind:
     """Tell the kind of a file's labels by its first rows."""
+    if columns.tagged:
+        return LabelKind(target="tags")
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = (row[columns.label] for _, row in rows)
     return infer_kind((label for label in labels if not is_blank(label)), asked)
@@ -143,7 +225,7 @@ def hash_content(path: Path) -> str:
 
 def check_columns(path: Path, columns: Columns) -> None:
     """Raise BadInput where a file cannot be read or lacks a column, by its first row."""
-    next(read_rows(check_file(path), columns.names), None)
+    next(read_rows(check_file(path, columns.kinds), columns.names, columns.kinds), None)
 
 
 def is_blank(value: Any) -> bool:

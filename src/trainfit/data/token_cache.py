@@ -30,7 +30,15 @@ from trainfit.data.labels import check_classes, class_order, shown
 from trainfit.data.row_files import check_file
 from trainfit.data.text_files import Chunk, Columns, RowCount, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
-from trainfit.data.tokens import Tokens, encode_pairs, encode_texts, map_in_order
+from trainfit.data.tokens import (
+    IGNORED,
+    Tokens,
+    encode_pairs,
+    encode_texts,
+    encode_words,
+    map_in_order,
+    tag_tokens,
+)
 from trainfit.hardware.host import allowed_by_affinity
 
 if TYPE_CHECKING:
@@ -38,13 +46,14 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 6
+_FORMAT = 7
 _FILES = ("tokens", "lengths", "labels", "groups", "types")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
 """Bytes of a file from which several processes are faster than one."""
-_Encoded = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8]]
-"""Token ids of texts end to end, the length of each, and token types where there are some."""
+_Encoded = tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.uint8], NDArray[np.int32]]
+"""Token ids of texts end to end, the length of each, token types where there are some, and the
+words that tokens begin, where words have tags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -55,6 +64,8 @@ class LabelledTokens:
     classes: list[str]
     rows: int
     """Rows of the file, with those that were skipped for want of a text or a label."""
+    cut: tuple[int, int] = (0, 0)
+    """Sentences that were cut, and the words that they lost, where words have tags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +77,9 @@ class _Meta:
     tokens: int
     labels: tuple[str, ...]
     checksums: dict[str, str]
+    words: int = 0
+    """Words, where each has a tag; and below the sentences that were cut, and the words lost."""
+    cut: tuple[int, int] = (0, 0)
 
 
 def tokenize_file(
@@ -87,7 +101,7 @@ def tokenize_file(
     kind = kind or LabelKind()
     content = {
         "format": _FORMAT,
-        "content": hash_content(check_file(path)),
+        "content": hash_content(check_file(path, columns.kinds)),
         "tokenizer": tokenizer_hash(tokenizer),
         "max_length": max_length,
         "columns": asdict(columns),
@@ -98,7 +112,7 @@ def tokenize_file(
     found = _open(folder, kind.target)
     check = partial(_check_labels, path, columns.label, known)
     if found is not None:
-        check(found.classes, len(found.tokens))
+        check(found.classes, _labels(found.tokens))
     else:
         counted = RowCount()
         chunks = read_chunks(path, columns, kind=kind, count=counted)
@@ -112,7 +126,17 @@ def tokenize_file(
     if skipped := found.rows - len(found.tokens):
         what = f"{path.name}: skipped {skipped:,} of {found.rows:,} rows without text or label"
         warnings.warn(what, TrainfitWarning, stacklevel=2)
+    if found.cut[0]:
+        sentences, words = found.cut
+        what = f"{path.name}: {sentences:,} of {len(found.tokens):,} sentences lose {words:,} words"
+        why = f"beyond data.max_length {max_length}, or without any token"
+        warnings.warn(f"{what}, {why}", TrainfitWarning, stacklevel=2)
     return found
+
+
+def _labels(tokens: Tokens) -> int:
+    """Number of labels: one per sequence, or one per word."""
+    return len(tokens) if tokens.tags is None else int(tokens.labels.sum())
 
 
 def _check_labels(
@@ -138,16 +162,20 @@ def _processes(path: Path) -> int:
 
 
 def _encode(tokenizer: Tokenizer, max_length: int, rows: list[Any]) -> _Encoded:
-    """Tokenise the text of each row, or both of a pair."""
+    """Tokenise the text of each row, both of a pair, or its words."""
     types: Sequence[Sequence[int]] | None = None
-    if len(rows[0]) == 1:
+    places: Sequence[Sequence[int]] = [[]]
+    if isinstance(rows[0], list):
+        encoded, places = encode_words(tokenizer, rows, max_length)
+    elif len(rows[0]) == 1:
         encoded = encode_texts(tokenizer, [text for (text,) in rows], max_length)
     else:
         encoded, types = encode_pairs(tokenizer, rows, max_length)
     ids = [np.array(one, dtype=np.int32) for one in encoded]
     kinds = [np.array(one, dtype=np.uint8) for one in types or [[]]]
     sizes = np.array([one.size for one in ids], dtype=np.int32)
-    return np.concatenate(ids), sizes, np.concatenate(kinds)
+    begun = [np.array(one, dtype=np.int32) for one in places]
+    return np.concatenate(ids), sizes, np.concatenate(kinds), np.concatenate(begun)
 
 
 def _make(
@@ -167,7 +195,7 @@ def _make(
             if not meta.sequences:
                 which = " with a text and a label" if counted.rows else ""
                 raise BadInput(f"{source} has no rows{which}", "give a file with a text per row")
-            check(meta.labels, meta.sequences)
+            check(meta.labels, meta.words or meta.sequences)
             caches.write(building / "meta.json", meta)
             caches.discard(folder)
             building.rename(folder)
@@ -188,7 +216,8 @@ def _write(
     progress: Progress | None,
 ) -> _Meta:
     labels: dict[str, int] = {}
-    sequences = tokens = 0
+    sequences = tokens = words = 0
+    cut = np.zeros(2, dtype=np.int64)
     with (
         (building / "tokens").open("wb") as ids,
         (building / "lengths").open("wb") as lengths,
@@ -196,11 +225,16 @@ def _write(
         (building / "groups").open("wb") as groups,
         (building / "types").open("wb") as kinds,
     ):
-        for chunk, (flat, sizes, types) in encoded:
+        for chunk, (flat, sizes, types, places) in encoded:
             ids.write(flat.tobytes())
             kinds.write(types.tobytes())
             lengths.write(sizes.tobytes())
-            rows = _label_rows(chunk.labels, labels, sequences)
+            if chunk.words:
+                rows, lost = _tag_rows(chunk.labels, labels, sizes, places)
+                words += sum(map(len, chunk.words))
+                cut += lost
+            else:
+                rows = _label_rows(chunk.labels, labels, sequences)
             if len(labels) > _MOST_CLASSES:
                 raise BadInput(
                     f"{source} has more than {_MOST_CLASSES:,} different labels",
@@ -222,6 +256,8 @@ def _write(
         tokens=tokens,
         labels=tuple(labels),
         checksums=_checksums(building),
+        words=words,
+        cut=(int(cut[0]), int(cut[1])),
     )
 
 
@@ -239,14 +275,26 @@ def _label_rows(labels: Sequence[Label], names: dict[str, int], first: int) -> N
     return np.array(found, dtype=kind)
 
 
+def _tag_rows(
+    rows: Sequence[Any], names: dict[str, int], sizes: NDArray[np.int32], places: NDArray[np.int32]
+) -> tuple[NDArray[np.int32], tuple[int, int]]:
+    """Number the tag of every token; count the rows with words that none begins, and those."""
+    found, lost = [], []
+    for tags, begun in zip(rows, np.split(places, np.cumsum(sizes)[:-1]), strict=True):
+        numbers = np.array([names.setdefault(tag, len(names)) for tag in tags])
+        found.append(tag_tokens(numbers, begun))
+        lost.append(len(tags) - int((begun >= 0).sum()))
+    return np.concatenate(found), (sum(one > 0 for one in lost), sum(lost))
+
+
 def _read_labels(folder: Path, meta: _Meta, classes: list[str], target: Target) -> NDArray[Any]:
     if target == "regression":
         return np.fromfile(folder / "labels", dtype=np.float64)
     places = {name: place for place, name in enumerate(classes)}
     numbers = np.array([places[name] for name in meta.labels], dtype=np.int64)
     found = np.fromfile(folder / "labels", dtype=np.int32)
-    if target == "single":
-        return numbers[found]
+    if target in ("single", "tags"):
+        return np.where(found < 0, IGNORED, numbers[np.maximum(found, 0)])
     pairs = found.reshape(-1, 2)
     table = np.zeros((meta.sequences, len(classes)), dtype=np.uint8)
     table[pairs[:, 0], numbers[pairs[:, 1]]] = 1
@@ -270,12 +318,17 @@ def _open(folder: Path, target: Target) -> LabelledTokens | None:
     lengths = np.fromfile(folder / "lengths", dtype=np.int32).astype(np.int64)
     groups, types = np.fromfile(folder / "groups", dtype=np.int64), folder / "types"
     classes = [VALUE] if target == "regression" else class_order(meta.labels)
+    labels, tags = _read_labels(folder, meta, classes, target), None
+    if target == "tags":
+        tags = labels.astype(np.int32)
+        labels = np.add.reduceat(labels != IGNORED, np.cumsum(lengths) - lengths, dtype=np.int64)
     tokens = Tokens(
         ids=np.memmap(folder / "tokens", dtype=np.int32, mode="r"),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
-        labels=_read_labels(folder, meta, classes, target),
+        labels=labels,
+        tags=tags,
         groups=groups if groups.size else None,
         types=np.memmap(types, dtype=np.uint8, mode="r") if types.stat().st_size else None,
     )
-    return LabelledTokens(tokens=tokens, classes=classes, rows=meta.rows)
+    return LabelledTokens(tokens=tokens, classes=classes, rows=meta.rows, cut=meta.cut)

@@ -29,6 +29,8 @@ _WORK: list[Callable[[list[Any]], Any]] = []
 """Work of this process, where it is a worker of `map_in_order`."""
 _CHUNK = 1024
 """Sequences given to the tokenizer at once."""
+IGNORED = -100
+"""Tag of a token that has none: a special one, or not the first of its word."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,16 +43,31 @@ class Tokens:
     """Start of each sequence in `ids`."""
     lengths: IntArray = field(repr=False)
     labels: NDArray[Any] = field(repr=False)
-    """Class of each sequence; a row of 0 and 1 for several labels, or a number of its own."""
+    """Class of each sequence; a row of 0 and 1 for several labels, or a number of its own.
+
+    With `tags`, the number of its tokens that have one."""
     types: NDArray[np.uint8] | None = field(default=None, repr=False)
     """Token types: 0 for the first text of a pair and 1 for the second; None: no types."""
     groups: IntArray | None = field(default=None, repr=False)
     """Group of each sequence, which stays together in a split, such as the post."""
     criteria: IntArray | None = field(default=None, repr=False)
     """Criterion of each sequence, for metrics by criterion."""
+    tags: NDArray[np.int32] | None = field(default=None, repr=False)
+    """Tag of each token in `ids`, or IGNORED; None: sequences have labels, not their words."""
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def truth(self) -> NDArray[Any]:
+        """Labels, or the sequence and the tag of every word that has one `[words, 2]`."""
+        if self.tags is None:
+            return self.labels
+        parts = zip(self.starts.tolist(), self.lengths.tolist(), strict=True)
+        flat = [self.tags[start : start + length] for start, length in parts]
+        found = np.concatenate(flat) if flat else self.tags[:0]
+        sequence = np.repeat(np.arange(len(self)), self.labels)
+        return np.stack([sequence, found[found != IGNORED]], axis=1)
 
     def subset(self, indices: Indices) -> Tokens:
         """Select these sequences in this order; tokens are shared."""
@@ -140,6 +157,72 @@ def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) ->
     # A tokenizer without special tokens returns no token for an empty text.
     filler = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
     return [one or [filler] for one in ids]
+
+
+def encode_words(
+    tokenizer: Tokenizer, rows: Sequence[Sequence[str]], max_length: int
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Token ids of each row of words, and for each token the word that it begins, else -1.
+
+    A word may begin nowhere: it is cut off, or the tokenizer makes nothing of it.
+    """
+    if not tokenizer.is_fast:
+        what = f"{type(tokenizer).__name__} does not tell which word a token is of"
+        raise BadInput(what, "choose a model with a fast tokenizer (tokenizer.json)")
+    special = tokenizer.num_special_tokens_to_add()
+    if max_length <= special:
+        what = f"data.max_length is {max_length}, and {special} tokens are special"
+        raise BadInput(what, "set it higher")
+    before = "" if _adds_spaces(tokenizer) else " "
+    ids: list[list[int]] = []
+    places: list[list[int]] = []
+    for start in range(0, len(rows), _CHUNK):
+        part = rows[start : start + _CHUNK]
+        encoded = tokenizer(
+            [[first, *(before + word for word in others)] for first, *others in part],
+            is_split_into_words=True,
+            truncation=True,
+            max_length=max_length,
+            padding=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+        )
+        for at, found in enumerate(encoded["input_ids"]):
+            of = encoded.word_ids(at)
+            begun = [
+                -1 if word is None or word == last else word
+                for last, word in zip([None, *of], of, strict=False)
+            ]
+            ids.append(found or [0])
+            places.append(begun or [-1])
+    return ids, places
+
+
+def _adds_spaces(tokenizer: Tokenizer) -> bool:
+    """Tell if words given apart get the tokens that they have within a text."""
+    apart = tokenizer(["a", "b"], is_split_into_words=True)["input_ids"]
+    return bool(apart == tokenizer("a b")["input_ids"])
+
+
+def tokenize_words(
+    tokenizer: Tokenizer,
+    rows: Sequence[Sequence[str]],
+    tags: Sequence[Indices],
+    *,
+    max_length: int,
+) -> Tokens:
+    """Tokenise words, each with the number of its tag."""
+    ids, places = encode_words(tokenizer, rows, max_length)
+    flat = [tag_tokens(np.asarray(one), each) for one, each in zip(tags, places, strict=True)]
+    labels = [int((one != IGNORED).sum()) for one in flat]
+    return replace(from_lists(ids, labels), tags=np.concatenate(flat))
+
+
+def tag_tokens(tags: IntArray, places: Sequence[int] | NDArray[np.int32]) -> NDArray[np.int32]:
+    """Give each token the tag of the word that it begins."""
+    begun = np.asarray(places)
+    found: NDArray[np.int32] = np.where(begun < 0, IGNORED, tags[begun]).astype(np.int32)
+    return found
 
 
 def map_in_order(

@@ -16,7 +16,7 @@ from trainfit.data.corpus import find_texts
 from trainfit.data.hub import may_be_on_hub
 from trainfit.data.label_kinds import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
-from trainfit.data.text_files import Columns, check_columns, infer_labels
+from trainfit.data.text_files import check_columns, infer_labels
 from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
@@ -25,7 +25,7 @@ from trainfit.jobs.job_plan import check_model
 from trainfit.jobs.model_facts import model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own, load
-from trainfit.jobs.text_sources import find_columns, settle_sources
+from trainfit.jobs.text_sources import columns_of, settle_sources
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -71,7 +71,7 @@ def check_data(config: Config) -> None:
         data = config.data
         for path in (data.train, data.validation, data.test):
             if path is not None:
-                check_columns(Path(path), columns_of(config))
+                check_columns(Path(path), columns_of(data))
 
 
 def kind_of(config: TextFilesConfig) -> LabelKind:
@@ -79,7 +79,7 @@ def kind_of(config: TextFilesConfig) -> LabelKind:
     data = config.data
     if data.train is None:
         return LabelKind(target="single" if data.target == "auto" else data.target)
-    return infer_labels(Path(data.train), columns_of(config), data.target)
+    return infer_labels(Path(data.train), columns_of(data), data.target)
 
 
 def metric_of(composed: Composed) -> str:
@@ -105,11 +105,6 @@ def _with_notes(composed: Composed) -> Composed:
         name = config.model.name
         notes.append(f"no model is named: {name}, small and for many languages (model.name)")
     return replace(composed, notes=tuple(notes))
-
-
-def columns_of(config: TextFilesConfig) -> Columns:
-    """Names of the columns of a job's files."""
-    return Columns(**find_columns(config.data), group=config.data.group_column)
 
 
 def _lacks_tokenizer(folder: Path) -> bool:

@@ -15,10 +15,10 @@ import numpy as np
 from trainfit.conf import Composed
 from trainfit.conf.schema import GptConfig, TextFilesConfig
 from trainfit.data.corpus import find_texts
-from trainfit.data.text_files import Columns, infer_labels, read_chunks
+from trainfit.data.text_files import infer_labels, read_chunks
 from trainfit.data.token_files import read_header
 from trainfit.jobs import gpt_choice
-from trainfit.jobs.text_sources import find_columns
+from trainfit.jobs.text_sources import columns_of
 
 # ReDSM5 as published: words per post, and pairs of a post with nine criteria.
 _POSTS, _CRITERIA, _MEAN_WORDS, _SPREAD, _TOKENS_PER_WORD = 1484, 9, 294.7, 0.9, 1.3
@@ -90,12 +90,12 @@ def _tokens(composed: Composed) -> KnownData | None:
 def _texts(config: TextFilesConfig, path: Path) -> KnownData:
     """Count the words of the texts, and the classes; no text is kept."""
     data = config.data
-    columns = Columns(**find_columns(data), group=data.group_column)
+    columns = columns_of(data)
     kind = infer_labels(path, columns, data.target)
     words: list[int] = []
     classes: set[str] = set()
     for chunk in read_chunks(path, columns, kind=kind):
-        words += [len(" ".join(texts).split()) for texts in chunk.rows]
+        words += [len(" ".join(texts).split()) for texts in chunk.rows]  # or its words, joined
         for label in () if kind.target == "regression" else chunk.labels:
             classes |= {label} if isinstance(label, str) else set(label)  # type: ignore[arg-type]
     rows = len(words)

@@ -18,7 +18,6 @@ from trainfit.data.tokens import Dataset, tokenize_texts
 from trainfit.jobs.configuration import (
     Chosen,
     choose_weights,
-    columns_of,
     kind_of,
     least_occurrences,
     made_up,
@@ -29,6 +28,7 @@ from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
 from trainfit.jobs.text_baselines import text_arrays
+from trainfit.jobs.text_sources import columns_of
 
 
 def build_model(model: EncoderModel, *, classes: int, **decided: Any) -> EncoderClassifier:
@@ -86,12 +86,9 @@ def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
     if data.train is None:
         made = _make(config)
         return lambda: chain(made.texts, made.seconds or ())
-    path, columns = check_file(Path(data.train)), columns_of(config)
-    return lambda: (
-        text
-        for chunk in read_chunks(path, columns, kind=kind)
-        for text in chain(chunk.texts, chunk.seconds)
-    )
+    columns = columns_of(data)
+    path = check_file(Path(data.train), columns.kinds)
+    return lambda: (text for chunk in read_chunks(path, columns, kind=kind) for text in chunk.plain)
 
 
 def _make(config: TextFilesConfig) -> Texts:
@@ -122,7 +119,7 @@ def _load(config: TextFilesConfig, chosen: Chosen) -> tuple[Dataset, ...]:
         chosen.tokenizer,
         validation=data.validation,
         test=data.test,
-        columns=columns_of(config),
+        columns=columns_of(data),
         kind=kind,
         max_length=data.max_length,
         **shares,
