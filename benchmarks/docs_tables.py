@@ -19,6 +19,7 @@ import sys
 from pathlib import Path
 
 import compat
+import head_tables
 import job_tables
 import ladder_docs
 import loss_curves
@@ -31,7 +32,13 @@ from troubleshooting import troubleshooting
 
 PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
 TROUBLESHOOTING = ROOT / "docs" / "troubleshooting.md"
-TABLES = job_tables.TABLES | speed_tables.TABLES | settings_tables.TABLES | compat.TABLES
+TABLES = (
+    job_tables.TABLES
+    | speed_tables.TABLES
+    | settings_tables.TABLES
+    | compat.TABLES
+    | head_tables.TABLES
+)
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)
 

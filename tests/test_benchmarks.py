@@ -126,6 +126,42 @@ def test_a_whole_job_by_the_clock(tmp_path: Path, job: str):
         assert sum(one["stages"].values()) == pytest.approx(one["seconds"], rel=0.3)
 
 
+@pytest.mark.soak
+def test_a_head_beside_trainer(tmp_path: Path):
+    words = ("--tiny", "--out", tmp_path / "heads.json", "--scratch", tmp_path / "s")
+    run("heads.py", tmp_path, "multilabel", "bert", *words, "--settings", "trainfit", "grouped")
+    [record] = json.loads((tmp_path / "heads.json").read_text())["records"]
+    assert [one["setting"] for one in record["runs"]] == ["trainfit", "grouped"]
+    for one in record["runs"]:
+        assert one["timed_steps"] == 40
+        assert one["samples_per_second"] > 0
+        assert one["losses"][-1] < one["losses"][0]
+    ours, theirs = (one["samples_per_second"] for one in record["runs"])
+    assert record["times_as_fast"] == pytest.approx(ours / theirs)
+
+
+def test_heads_are_compared_by_trainers_fastest_and_trainfits_slowest():
+    heads = importlib.import_module("head_tables")
+
+    def record(*rates: float, **more: Any) -> dict[str, Any]:
+        names = ("trainfit", "trainfit-compiled", "padded", "grouped")
+        runs = [
+            {"setting": name, "samples_per_second": rate}
+            for name, rate in zip(names, rates, strict=True)
+        ]
+        failed = {"setting": "compiled", "error": "exit 1"}
+        return {"title": "T", "model": "bert-base", "tiny": False, "runs": [*runs, failed], **more}
+
+    found = [
+        record(900, 1100, 300, 400),
+        record(800, 1000, 350, 380),
+        record(9, 9, 9, 9, tiny=True),
+    ]
+    row = "| T | BERT-base | **800 to 900** | 1,000 to 1,100 | 400 (grouped by length) | 2.0× |"
+    assert row in heads.head_speeds(found)
+    assert heads.head_speeds([]) == ""
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_trainer_script_gets_the_samples_that_trainfit_takes(tmp_path: Path, nested: bool):
     from trainfit.jobs import nli
