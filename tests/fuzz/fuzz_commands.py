@@ -45,7 +45,7 @@ _OPTIONS: dict[str, dict[str, list[str]]] = {
     "train": {"--resume": TEXTS, "--config": _PATHS},
     "doctor": {"--log": _PATHS, "--run": TEXTS},
     "completion": {},
-    "export": {"--json": ["", "x"]},
+    "export": {"--json": ["", "x"], "--push-to-hub": [*TEXTS, "a/b", "a/b/c"]},
 }
 _ARGUMENTS: dict[str, list[str]] = {
     "plan": ["gpt", *TINY["gpt"]],

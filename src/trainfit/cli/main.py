@@ -36,7 +36,7 @@ COMMANDS = {
     "hpo": "Search a job's settings over folds, with one worker or many.",
     "verify": "Show which settings were really active, by evidence of a step.",
     "predict": "Probabilities from a trained model, for a text or a file.",
-    "export": "The model of a finished run as ONNX.",
+    "export": "The model of a finished run as ONNX, or on the hub.",
     "report": "Runs as one HTML page: scores, curves, plan, events.",
     "watch": "A running job in the terminal, from another terminal.",
     "prepare": "Token files of a corpus, for pretraining a GPT.",

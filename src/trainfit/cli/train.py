@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -10,6 +11,7 @@ import click
 
 from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
+from trainfit.cli.export import check_push_of, push_option, push_run
 from trainfit.cli.job_words import JobCommand, job_options
 
 if TYPE_CHECKING:
@@ -32,6 +34,7 @@ _USE = {
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
+@push_option
 def command(
     task: str,
     overrides: tuple[str, ...],
@@ -39,6 +42,7 @@ def command(
     as_json: bool,
     dry_run: bool,
     resume: str | None,
+    hub: str | None,
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
@@ -53,13 +57,16 @@ def command(
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
+    first = os.environ.get("RANK", "0") == "0"
+    if hub is not None and first:
+        check_push_of(task, composed.config, hub)
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines
         from trainfit.runs import timeline
 
         job = job_module(task)
-    for note in composed.notes if training_lines.is_first_rank() else ():
+    for note in composed.notes if first else ():
         click.echo(f"trainfit: note: {note}", err=True)
     if dry_run:
         _dry_run(job, composed, as_json)
@@ -68,12 +75,14 @@ def command(
         result = job.train(composed, training_lines.show(composed), resume=run)
         with timeline.stage("report"):
             training_lines.end(result, as_json=as_json)
-            if result.status == "finished" and training_lines.is_first_rank():
+            if result.status == "finished" and first:
                 report_on(result.run, as_json)
                 if task in _USE:
                     click.echo(_USE[task].format(run=shlex.quote(result.run)), err=as_json)
-    if result.status == "finished" and training_lines.is_first_rank():
+    if result.status == "finished" and first:
         job_times.learn(Path(result.run))
+        if hub is not None:
+            click.echo(f"Pushed: {push_run(Path(result.run), hub)}", err=as_json)
     return INTERRUPTED if result.status == "stopped" else 0
 
 

@@ -74,7 +74,7 @@ def _obstacle(place: str, kind: Kind) -> str | None:
     if constants.HF_HUB_OFFLINE:
         return "HF_HUB_OFFLINE is set"
     url = hf_hub_url(place, _FILES[kind], repo_type=kind)
-    error = _failure(partial(get_hf_file_metadata, url, timeout=PATIENCE))
+    error = failure(partial(get_hf_file_metadata, url, timeout=PATIENCE))
     if error is None or isinstance(error, errors.RemoteEntryNotFoundError):
         return None
     if isinstance(error, errors.GatedRepoError):
@@ -86,7 +86,7 @@ def _obstacle(place: str, kind: Kind) -> str | None:
     return f"{constants.ENDPOINT} does not answer"
 
 
-def _failure(call: Callable[[], Any]) -> Exception | None:
+def failure(call: Callable[[], Any]) -> Exception | None:
     """Wait for a call for a while; return what it raised, or None.
 
     It runs in a thread of its own, since looking up the address of a host has no limit of time.

@@ -257,6 +257,18 @@ def check_export(folder: Path) -> None:
             )
 
 
+def files_to_share(folder: Path) -> list[str]:
+    """List the files of an export, as checked, and its card; nothing that someone put beside them.
+
+    None of them holds a text of the data.
+    """
+    if not (folder / CHECKSUMS).is_file():
+        raise BadInput(f"{folder} has no {CHECKSUMS}", "train the model again with this version")
+    check_export(folder)
+    card = ["README.md"] if (folder / "README.md").is_file() else []
+    return [*_exported_files(folder), CHECKSUMS, *card]
+
+
 def _exported_files(folder: Path) -> list[str]:
     """List every file in a folder except notes and hidden files, which nothing loads."""
     found = (path.relative_to(folder) for path in folder.rglob("*") if path.is_file())
