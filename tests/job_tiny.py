@@ -55,6 +55,19 @@ def write_texts(path: Path, rows: int, seed: int = 0, classes: int = 2) -> Path:
     return path
 
 
+def write_pairs(path: Path, rows: int, seed: int = 0) -> Path:
+    """Pairs whose second text names the first's tree, or another."""
+    random = np.random.default_rng(seed)
+    made = []
+    for number in range(rows):
+        first, second = random.integers(3, size=2)
+        label = "same" if first == second else "other"
+        tail = " ".join(random.choice(["juniper", "kapok"], 3))
+        made.append((number, f"{_WORDS[first]} {tail}", f"maple {_WORDS[second]}", label))
+    _write(path, ("id", "premise", "hypothesis", "label"), made)
+    return path
+
+
 def _write(path: Path, header: tuple[str, ...], rows: list[Any]) -> None:
     with path.open("w", newline="") as file:
         csv.writer(file).writerows([header, *rows])

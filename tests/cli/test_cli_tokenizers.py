@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -75,6 +77,32 @@ def test_random_weights_learn_a_tokenizer_and_say_so(
     model = tokenizer_folder(tmp_path / "model", None)
     assert run([*words(tmp_path, model), "model.weights=random", "--dry-run"]) == 0
     assert "one is learned from the data" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"hidden_act": "nowhere"},
+        {"dtype": "nowhere"},
+        {"model_type": "deberta-v2", "pooler_hidden_act": "nowhere"},
+        {"model_type": "llama", "rope_scaling": {"rope_type": "nowhere", "factor": 2.0}},
+    ],
+)
+def test_a_model_that_transformers_cannot_build_is_one_line(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    change: dict[str, Any],
+):
+    """Planning builds nothing where a bound of memory decides."""
+    be_quick(monkeypatch)
+    model = tokenizer_folder(tmp_path / "model", None)
+    fields = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(fields | change))
+    for more in (["--dry-run"], []):
+        assert run([*words(tmp_path, model), "model.weights=random", *more]) == 2
+        assert re.search("cannot build a .*nowhere", capsys.readouterr().err.splitlines()[-1])
+    assert not (tmp_path / "runs").exists()
 
 
 def test_a_tokenizer_that_is_too_large_for_the_model_is_one_line(

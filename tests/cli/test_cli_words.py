@@ -63,6 +63,7 @@ REFUSED = {
     "tune textclass --num_epochs 1": "write training.num_epochs=VALUE or --epochs VALUE",
     "plan nli --batch_size 8": "write --batch-size VALUE",
     "train textclass --max_length=64": "write data.max_length=VALUE",
+    "train pairs --per-device-train-batch-size 8": "write training.batch_size=VALUE",
     "plan nli --output x": "write runs_dir=VALUE",
     "hpo gpt --epoch 3": "did you mean --epochs?",
     "train nli --torch_compile": "did you mean optimization.compile=VALUE?",

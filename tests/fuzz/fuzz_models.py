@@ -75,6 +75,20 @@ _REFUSED: list[dict[str, Any]] = [
     {"type_vocab_size": -2},
     {"type_vocab_size": 10**10},
 ]
+_REFUSED_NAMES: list[dict[str, Any]] = [
+    *(_BERT | {name: "nowhere"} for name in ("hidden_act", "dtype", "torch_dtype", "problem_type")),
+    *(_GPT2 | {"activation_function": name} for name in ("nowhere", "GELU", "Tensor")),
+    _GEMMA | {"hidden_activation": "nowhere"},
+    _GEMMA | {"layer_types": ["full_attention", "nowhere"]},
+    _GEMMA | {"rope_scaling": {"rope_type": "nowhere"}},
+    _GEMMA | {"rope_scaling": {"type": "linear"}},
+    _GEMMA | {"query_pre_attn_scalar": -1},
+    _GEMMA | {"rope_theta": -1},
+    _DEBERTA | {"hidden_act": "nowhere"},
+    _DEBERTA | {"pooler_hidden_act": "nowhere"},
+    {"model_type": "gemma3", "text_config": _GEMMA | {"hidden_activation": "nowhere"}},
+]
+"""Names that only transformers knows, in the fields of each family."""
 _COMMANDS = [
     ["train", "textclass", "--dry-run", "runs_dir=runs"],
     ["plan", "textclass"],
@@ -87,8 +101,7 @@ def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
     words = [w for w in TINY["textclass"] if not w.startswith(own)]
     text = config if isinstance(config, str) else json.dumps(config)
     command = chosen.choice(_COMMANDS)
-    # Only transformers knows the kinds of models, and the quick plan asks it nothing.
-    real = chosen.random() < 0.3 or '"model_type": "nowhere"' in text
+    real = chosen.random() < 0.3
     given = {"files": {"model/config.json": text}, "template": "textclass", **more}
     weights = chosen.choice([[], ["model.weights=random"]])
     words.append("model.name={here}/model")
@@ -97,7 +110,22 @@ def _case(chosen: random.Random, config: Any, expect: Any, **more: Any) -> Case:
 
 @kind(10)
 def absurd_models(chosen: random.Random) -> Case:
-    return _case(chosen, _BERT | chosen.choice(_REFUSED), "refused")
+    changed = [_BERT | change for change in _REFUSED]
+    return _case(chosen, chosen.choice([*changed, *_REFUSED_NAMES]), "refused")
+
+
+_MORE_FIELDS = (
+    "architectures",
+    "auto_map",
+    "chunk_size_feed_forward",
+    "dtype",
+    "problem_type",
+    "return_dict",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+    "torch_dtype",
+)
 
 
 @kind(14)
@@ -107,7 +135,7 @@ def changed_models(chosen: random.Random) -> Case:
     fields = config
     if "text_config" in config and chosen.random() < 0.8:
         fields = config["text_config"] = dict(config["text_config"])
-    key = chosen.choice(sorted({*fields, "dtype", "rope_scaling", "auto_map", "architectures"}))
+    key = chosen.choice(sorted({*fields, *_MORE_FIELDS}))
     if chosen.random() < 0.2:
         fields.pop(key, None)
     else:

@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 TINY = {
@@ -25,6 +26,17 @@ TINY = {
         "model.weights=random",
         "model.method=full",
         "data.train=data.csv",
+        "data.max_length=32",
+        "training.max_steps=1",
+        "training.batch_size=4",
+        "training.num_workers=0",
+        "baselines=false",
+    ],
+    "pairs": [
+        "model.name=model",
+        "model.weights=random",
+        "model.method=full",
+        "data.train=pairs.csv",
         "data.max_length=32",
         "training.max_steps=1",
         "training.batch_size=4",
@@ -53,10 +65,19 @@ def command(argv: list[str], *, real_plan: bool = False) -> int:
 
     if real_plan:
         return run(argv)
-    from job_tiny import quick_plan
-
-    with mock.patch("trainfit.planning.planner.plan", quick_plan):
+    with mock.patch("trainfit.planning.planner.plan", _plan_quickly):
         return run(argv)
+
+
+def _plan_quickly(question: Any, *given: Any, **more: Any) -> Any:
+    """Build the model, as the planner's process does, and plan without a step of it."""
+    from job_tiny import quick_plan
+    from trainfit.jobs.models.classifier import check_buildable
+    from trainfit.jobs.models.classifier_settings import ClassifierSettings
+
+    if question.factory.endswith(":encoder_step"):
+        check_buildable(ClassifierSettings(**question.arguments))
+    return quick_plan(question, *given, **more)
 
 
 def make(name: str, folder: Path) -> None:
@@ -104,6 +125,14 @@ def _textclass() -> None:
     _train("textclass")
 
 
+def _pairs() -> None:
+    from job_tiny import tiny_model, write_pairs
+
+    tiny_model(Path("model"))
+    write_pairs(Path("pairs.csv"), 60)
+    _train("pairs")
+
+
 def _gpt() -> None:
     from gpt_tiny import write_tokens
 
@@ -144,6 +173,7 @@ def _study() -> None:
 TEMPLATES: dict[str, Callable[[], None]] = {
     "nli": _nli,
     "textclass": _textclass,
+    "pairs": _pairs,
     "gpt": _gpt,
     "corpus": _corpus,
     "model": _model,

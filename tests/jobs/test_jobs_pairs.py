@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as reference
 
-from job_tiny import be_quick, words
+from job_tiny import be_quick, words, write_pairs
 from trainfit.cli.main import run as run_command
 from trainfit.conf.composition import compose, options, preset
 from trainfit.core.errors import BadInput
@@ -21,22 +21,6 @@ from trainfit.hpo.study_settings import read_setting
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.registry import job_module
-
-TREES = ("alder", "birch", "cedar")
-
-
-def write_pairs(path: Path, rows: int, seed: int = 0) -> Path:
-    """Pairs whose second text names the first's tree, or another."""
-    random = np.random.default_rng(seed)
-    with path.open("w", newline="") as file:
-        writer = csv.writer(file)
-        writer.writerow(("id", "premise", "hypothesis", "label"))
-        for number in range(rows):
-            first, second = random.integers(3, size=2)
-            label = "same" if first == second else "other"
-            tail = " ".join(random.choice(["juniper", "kapok"], 3))
-            writer.writerow((number, f"{TREES[first]} {tail}", f"maple {TREES[second]}", label))
-    return path
 
 
 def test_a_pair_is_what_transformers_makes_of_it():

@@ -10,15 +10,17 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
+import tempfile
 import warnings
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainfit.core import codec
-from trainfit.core.errors import TrainfitError, TrainfitWarning, reason
+from trainfit.core.errors import RunFailed, TrainfitError, TrainfitWarning, reason
 from trainfit.core.files import write_whole
 
 T = TypeVar("T")
@@ -74,6 +76,29 @@ def write(path: Path, record: object) -> bool:
         _warn_unwritten(path.parent, reason(error))
         return False
     return True
+
+
+@contextmanager
+def building(folder: Path) -> Iterator[Path]:
+    """Yield a new folder that becomes `folder` when all of it is written, or is removed."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        made = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
+        try:
+            yield made
+            discard(folder)
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was quicker
+                    raise
+        finally:
+            shutil.rmtree(made, ignore_errors=True)
+    except OSError as error:
+        raise RunFailed(
+            f"cannot write {folder} ({reason(error)})",
+            "free some space, or set TRAINFIT_CACHE to a folder of yours",
+        ) from error
 
 
 def throw_away(path: Path, why: str) -> None:

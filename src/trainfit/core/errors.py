@@ -149,6 +149,8 @@ class BadConfig(BadInput):
 
 def reason(error: BaseException) -> str:
     """Word why something failed in one short line; an OSError without its path."""
+    if isinstance(error, KeyError) and " " not in str(error):
+        return f"nothing is named {brief(str(error))}"
     said = (getattr(error, "strerror", None) or str(error)).strip().splitlines()
     if len(said) > 1 and said[0].endswith(":"):
         said[0] = f"{said[0]} {said[1].strip()}"

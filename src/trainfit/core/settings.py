@@ -251,7 +251,7 @@ SETTINGS = (
     Setting(
         name="batch_size",
         key="training.batch_size",
-        aliases=("batch_train",),
+        aliases=("batch_train", "per_device_train_batch_size"),
         field="batch_size",
         chosen_by="tuned",
     ),

@@ -9,13 +9,12 @@ import hashlib
 import json
 import os
 import re
-import shutil
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from trainfit.core.errors import BadInput, RunFailed, brief, reason, refusing
+from trainfit.core import caches
+from trainfit.core.errors import BadInput, brief, refusing
 from trainfit.core.files import cache_folder
 from trainfit.core.libraries import need
 from trainfit.data.hub import reach
@@ -61,24 +60,12 @@ def _load(name: str) -> Mapping[str, Any]:
 
 def _link(folder: Path, name: str, splits: Mapping[str, Any]) -> None:
     """Write the folder whole or not at all."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
-        try:
-            for split, rows in splits.items():
-                files = [Path(entry["filename"]) for entry in rows.cache_files]
-                if not re.fullmatch(r"[\w.-]+", split) or not files:
-                    raise BadInput(f"cannot use the split {brief(split)} of {name}", _FIX)
-                _link_split(building / split, files)
-            shutil.rmtree(folder, ignore_errors=True)
-            building.rename(folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    except OSError as error:
-        raise RunFailed(
-            f"cannot write {folder} ({reason(error)})",
-            "free some space, or set TRAINFIT_CACHE to a folder of yours",
-        ) from error
+    with caches.building(folder) as made:
+        for split, rows in splits.items():
+            files = [Path(entry["filename"]) for entry in rows.cache_files]
+            if not re.fullmatch(r"[\w.-]+", split) or not files:
+                raise BadInput(f"cannot use the split {brief(split)} of {name}", _FIX)
+            _link_split(made / split, files)
 
 
 def _link_split(folder: Path, files: Sequence[Path]) -> None:

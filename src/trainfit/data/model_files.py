@@ -13,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import tempfile
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -245,17 +244,8 @@ def _converted(place: str, files: list[Path]) -> list[Path]:
     folder = cache_folder() / "weights" / key
     targets = [folder / f"{number}.safetensors" for number in range(len(files))]
     if not all(_is_whole(target) for target in targets):
-        caches.discard(folder)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".building-") as building:
-            made = Path(building) / "weights"
-            made.mkdir()
+        with caches.building(folder) as made:
             _convert(place, files, [made / target.name for target in targets])
-            try:
-                made.rename(folder)
-            except OSError:  # another process was quicker
-                if not all(_is_whole(target) for target in targets):
-                    raise
     return targets
 
 

@@ -10,8 +10,6 @@ import errno
 import hashlib
 import json
 import os
-import shutil
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -186,26 +184,14 @@ def _make(
     check: Callable[[Sequence[str], int], None],
     progress: Progress | None,
 ) -> None:
-    """Write everything to a temporary folder, then rename it, so that it is complete or absent."""
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        building = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".building-"))
-        try:
-            meta = _write(building, source, encoded, counted, progress)
-            if not meta.sequences:
-                which = " with a text and a label" if counted.rows else ""
-                raise BadInput(f"{source} has no rows{which}", "give a file with a text per row")
-            check(meta.labels, meta.words or meta.sequences)
-            caches.write(building / "meta.json", meta)
-            caches.discard(folder)
-            building.rename(folder)
-        finally:
-            shutil.rmtree(building, ignore_errors=True)
-    except OSError as error:
-        raise RunFailed(
-            f"cannot write {folder} ({reason(error)})",
-            "free some space, or set TRAINFIT_CACHE to a folder of yours",
-        ) from error
+    """Write the folder whole or not at all."""
+    with caches.building(folder) as made:
+        meta = _write(made, source, encoded, counted, progress)
+        if not meta.sequences:
+            which = " with a text and a label" if counted.rows else ""
+            raise BadInput(f"{source} has no rows{which}", "give a file with a text per row")
+        check(meta.labels, meta.words or meta.sequences)
+        caches.write(made / "meta.json", meta)
 
 
 def _write(

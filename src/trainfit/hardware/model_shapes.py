@@ -236,6 +236,13 @@ _KINDS: dict[Any, tuple[str, ...]] = {
         "norm_eps",
         "rms_norm_eps",
     ),
+    Annotated[float, Range(1, 1e12)] | None: (
+        "global_rope_theta",
+        "local_rope_theta",
+        "query_pre_attn_scalar",
+        "rope_local_base_freq",
+        "rope_theta",
+    ),
     Annotated[float, Range(0, 1000)]: ("initializer_range", "initializer_factor"),
     _Name: ("model_type", "hidden_act", "hidden_activation", "activation_function"),
     tuple[str, ...] | None: ("layer_types",),

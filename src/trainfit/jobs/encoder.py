@@ -37,7 +37,8 @@ from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
 from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.classifier import EncoderClassifier, check_buildable
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run
@@ -122,6 +123,7 @@ class PreparedEncoder:
         _check_vocabulary(self)
         first, *others = (lengths.tolist() for lengths in self._lengths)
         question = job_plan.question(self.composed, first, folds=others)
+        check_buildable(ClassifierSettings(**question.arguments))
         held_out = [(one.validation.lengths.sum(), one.test.lengths.sum()) for one in self.datasets]
         return tuned_plans.JobQuestion(
             composed=self.composed,

@@ -169,6 +169,13 @@ def build_classifier(
     return build_anywhere(partial(_build, settings, config))
 
 
+def check_buildable(settings: ClassifierSettings) -> None:
+    """Raise BadInput for a model that cannot be built, in milliseconds and without memory."""
+    with torch.device("meta"), warnings.catch_warnings():
+        warnings.simplefilter("ignore", TrainfitWarning)  # the build that is used tells
+        build_classifier(settings)
+
+
 def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> EncoderClassifier:
     source = settings.name if config is None else config
     head = find_head(source, settings) if settings.pooling == "auto" else None

@@ -86,8 +86,10 @@ class _Given(nn.Module):
 def find_head(source: str | PretrainedConfig, settings: ClassifierSettings) -> OwnHead | None:
     """Build the model's own head on the meta device; None where transformers has none to take."""
     config, _ = sources.find(source, settings.weights, settings.overrides, published=True)
-    shell = _without_encoder(config.get_text_config(), settings.classes)
-    reads = None if shell is None else _reads(shell)
+    text = config.get_text_config()
+    with refusing(partial(sources.unbuildable, text.model_type)):
+        shell = _without_encoder(text, settings.classes)
+        reads = None if shell is None else _reads(shell)
     return None if shell is None or reads is None else OwnHead(shell, reads)
 
 
@@ -126,7 +128,7 @@ def _without_encoder(config: PretrainedConfig, classes: int) -> PreTrainedModel 
     config.num_labels = classes
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # else last-token heads take one sequence at a time
-    with refusing(partial(sources.unbuildable, config.model_type)), torch.device("meta"):
+    with torch.device("meta"):
         model: PreTrainedModel = kind(config)
     encoder = getattr(model, model.base_model_prefix, None)
     if encoder is None or encoder is model:

@@ -34,6 +34,14 @@ _BIDIRECTIONAL: dict[str, dict[str, Any]] = {
 """Fields that make attention bidirectional in plain transformers, beside or for is_causal."""
 
 
+_PLAIN_CALLS: dict[str, Any] = {
+    "use_cache": False,
+    "return_dict": True,
+    "chunk_size_feed_forward": 0,
+}
+"""Fields that change how a model is called, and not what it computes."""
+
+
 def find(
     source: str | PretrainedConfig,
     weights: Weights,
@@ -187,7 +195,7 @@ def _configured(
 def _changes(fields: dict[str, Any], overrides: dict[str, Any], published: bool) -> dict[str, Any]:
     """Return the overrides and the other changes that make an encoder."""
     both_ways = _BIDIRECTIONAL.get(fields.get("model_type", ""), {"is_causal": False})
-    changes = {"use_cache": False} | ({} if published else both_ways)
+    changes = _PLAIN_CALLS | ({} if published else both_ways)
     layers = overrides.get("num_hidden_layers")
     if layers is not None and fields.get("layer_types"):
         changes["layer_types"] = fields["layer_types"][:layers]
