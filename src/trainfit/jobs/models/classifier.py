@@ -171,8 +171,7 @@ def build_classifier(
 
 def check_buildable(settings: ClassifierSettings) -> None:
     """Raise BadInput for a model that cannot be built, in milliseconds and without memory."""
-    with torch.device("meta"), warnings.catch_warnings():
-        warnings.simplefilter("ignore", TrainfitWarning)  # the build that is used tells
+    with torch.device("meta"), sources.without_warnings():
         build_classifier(settings)
 
 
