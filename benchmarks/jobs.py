@@ -534,6 +534,7 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--batches", nargs="*", type=int, default=list(BATCHES))
     parser.add_argument("--scratch", type=Path, help="where models and data are kept")
     parser.add_argument("--limit", type=float, help="most seconds of one run")
+    parser.add_argument("--words", nargs="*", default=[], help="further words for trainfit")
     given = parser.parse_args()
     if (given.job is None) is not given.cpu:
         parser.error("give a JOB, or --cpu")
@@ -546,6 +547,7 @@ def main() -> int:
     os.environ["PYTHONPATH"] = os.pathsep.join(str(Path(root).resolve()) for root in roots)
     name = given.job or "embedded"
     job = tiny_job(name) if given.tiny else JOBS[name]
+    job = replace(job, words=(*job.words, *given.words))
     scratch = given.scratch or Path(tempfile.gettempdir()) / "trainfit-jobs"
     scratch.mkdir(parents=True, exist_ok=True)
     if given.cpu:

@@ -213,3 +213,14 @@ def test_many_models_after_another_stay_compiled_and_equal_ones_share_their_code
     assert [graphs_of(0.1, one) for _ in range(5)] == [first] * 5
     # More versions than torch compiles of one function.
     assert [graphs_of(0.3 + n / 20, Counting()) for n in range(12)] == [first] * 12
+
+
+def test_blocks_behind_frozen_embeddings_are_compiled_once() -> None:
+    model, compiler, x = Dropping(0.0), Counting(), torch.rand(3, 4)
+    model(x).sum().backward()
+    expected = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    compile_blocks(model, backend=compiler)(x).sum().backward()
+    assert compiler.graphs == 1
+    assert x.grad is None
+    torch.testing.assert_close([parameter.grad for parameter in model.parameters()], expected)

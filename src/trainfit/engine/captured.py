@@ -121,7 +121,7 @@ class CapturedSteps:
             for batch in batches
         ]
         weight = torch.ones((), device=self.device)
-        if self._pool is None:
+        if not self._graphs:  # torch takes no graph into a pool whose last one was freed
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         # Thread-local: a checkpoint may be copied in another thread meanwhile.

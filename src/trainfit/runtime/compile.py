@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     import torch
 
     Model = TypeVar("Model", bound=torch.nn.Module)
+    Arguments = tuple[Any, ...]
 
 
 def compile_model(
@@ -33,6 +34,17 @@ def compile_model(
     torch.compile's. With `dynamic` the code takes inputs of any size; None lets torch compile for
     the first sizes and again for others, at most eight times.
     """
+    return _compiled(model, mode, dynamic, backend, _as_given)
+
+
+def _compiled(
+    model: Model,
+    mode: str,
+    dynamic: bool | None,
+    backend: str | Callable[..., Any],
+    take: Callable[[Arguments], Arguments],
+) -> Model:
+    """Compile a model whose positional arguments pass through `take` first."""
     import torch
     from torch._inductor import list_mode_options
 
@@ -46,7 +58,7 @@ def compile_model(
     # nn.Module.compile with a frame of trainfit in between. The tracer skips frames of torch.nn:
     # without it a bare nn.Sequential is not compiled, and a hook breaks the graph.
     compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
-    model._compiled_call_impl = _guarded(model, eager, compiled)
+    model._compiled_call_impl = _guarded(model, eager, compiled, take)
     return model
 
 
@@ -62,8 +74,9 @@ def compile_blocks(
     That takes seconds where the whole model takes minutes. A model without repeated blocks is
     compiled as a whole.
     """
-    for block in repeated_blocks(model) or [model]:
-        compile_model(block, mode, dynamic=dynamic, backend=backend)
+    blocks = repeated_blocks(model)
+    for block in blocks or [model]:
+        _compiled(block, mode, dynamic, backend, _with_gradient if blocks else _as_given)
     return model
 
 
@@ -94,7 +107,7 @@ def forget_if_full() -> None:
         return
     from torch._dynamo.eval_frame import _debug_get_cache_entry_list as versions
 
-    [forward] = (each for each in compile_model.__code__.co_consts if isinstance(each, CodeType))
+    [forward] = (each for each in _compiled.__code__.co_consts if isinstance(each, CodeType))
     if len(versions(forward)) > dynamo.config.recompile_limit // 2:
         forget_compiled()
 
@@ -134,8 +147,34 @@ def repeated_blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
     return rows[sizes.index(max(sizes))] if rows else []
 
 
+def _as_given(args: Arguments) -> Arguments:
+    return args
+
+
+def _with_gradient(args: Arguments) -> Arguments:
+    """Let the first argument have a gradient, while gradients are taken.
+
+    Behind frozen embeddings the first block's input has none, the others' have one: torch would
+    compile the block once for each.
+    """
+    import torch
+
+    first = args[0] if args else None
+    if (
+        not isinstance(first, torch.Tensor)
+        or first.requires_grad
+        or not first.is_floating_point()
+        or not torch.is_grad_enabled()
+    ):
+        return args
+    return first.detach().requires_grad_(), *args[1:]
+
+
 def _guarded(
-    model: torch.nn.Module, eager: Callable[..., Any], compiled: Callable[..., Any]
+    model: torch.nn.Module,
+    eager: Callable[..., Any],
+    compiled: Callable[..., Any],
+    take: Callable[[Arguments], Arguments],
 ) -> Callable[..., Any]:
     """Wrap the `compiled` call of `model`: the `eager` one replaces it if the compiler fails."""
     from torch._dynamo.exc import TorchDynamoException
@@ -148,7 +187,7 @@ def _guarded(
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
             with both_passes:
-                return compiled(*args, **kwargs)
+                return compiled(*take(args), **kwargs)
         except TorchDynamoException as error:  # the base of Inductor's errors too
             cause = in_one_line(getattr(error, "inner_exception", error))
         # The tracer also wraps errors of the model's forward. If the eager call raises as well, the
