@@ -24,6 +24,8 @@ if TYPE_CHECKING:
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.integrations.unpadding import padded as padded
+    from trainfit.integrations.unpadding import unpadded as unpadded
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
     from trainfit.jobs.job import Job as Job
     from trainfit.jobs.job import tunable as tunable
@@ -58,6 +60,7 @@ _HOMES = {
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
+    "padded": "trainfit.integrations.unpadding",
     "plan": "trainfit.jobs.job_plan",
     "predict": "trainfit.api",
     "recommend": "trainfit.jobs.tuned_plans",
@@ -66,6 +69,7 @@ _HOMES = {
     "tunable": "trainfit.jobs.job",
     "tune": "trainfit.api",
     "undo": "trainfit.runtime",
+    "unpadded": "trainfit.integrations.unpadding",
     "verify": "trainfit.api",
 }
 _PACKAGES = ("doctor", "hpo")

@@ -150,15 +150,15 @@ def choose(
     """
     if path == "masked":
         return masked_attention(layout, window, causal=causal)
-    kind = layout.ids.device.type
-    dtype = computed_in(kind, dtype)
-    reason = _no_kernel(layout, softcap, demanded=path == "varlen") or varlen.obstacle(
-        capability=varlen.capability(layout.ids.device.index) if kind == "cuda" else None,
+    dtype = computed_in(layout.ids.device.type, dtype)
+    reason = kernel_obstacle(
+        layout,
         dtype=dtype,
         head=head,
         softcap=softcap,
         dropout=dropout,
         causal=causal,
+        demanded=path == "varlen",
     )
     if reason is None:
         return varlen.varlen_attention(layout, window, dtype, causal=causal)
@@ -167,6 +167,28 @@ def choose(
             f"no variable-length attention here: {reason}", "set attention to auto or masked"
         )
     return masked_attention(layout, window, causal=causal)
+
+
+def kernel_obstacle(
+    layout: Layout,
+    *,
+    dtype: torch.dtype,
+    head: int,
+    softcap: float | None,
+    dropout: float,
+    causal: bool,
+    demanded: bool = False,
+) -> str | None:
+    """Reason why no variable-length kernel can take these rows; None: one can."""
+    device = layout.ids.device
+    return _no_kernel(layout, softcap, demanded=demanded) or varlen.obstacle(
+        capability=varlen.capability(device.index) if device.type == "cuda" else None,
+        dtype=dtype,
+        head=head,
+        softcap=softcap,
+        dropout=dropout,
+        causal=causal,
+    )
 
 
 def computed_in(device: str, weights: torch.dtype) -> torch.dtype:
@@ -200,11 +222,11 @@ def register() -> str:
     """
     from transformers import AttentionInterface
 
-    AttentionInterface.register(NAME, _attend)
+    AttentionInterface.register(NAME, attend)
     return NAME
 
 
-def _attend(
+def attend(
     module: nn.Module,
     query: Tensor,
     key: Tensor,

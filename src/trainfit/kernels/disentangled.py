@@ -178,35 +178,10 @@ def take_packed_rows(model: nn.Module) -> None:
 
     It comes in the argument for relative positions, which packed rows do not need.
     """
-    from transformers.models.deberta_v2.modeling_deberta_v2 import DisentangledSelfAttention
-
-    class PackedSelfAttention(DisentangledSelfAttention):
-        """DeBERTa's self-attention, which takes packed rows too; its weights are unchanged."""
-
-        def forward(
-            self,
-            hidden_states: Tensor,
-            attention_mask: Tensor,
-            output_attentions: bool = False,
-            query_states: Tensor | None = None,
-            relative_pos: Any = None,
-            rel_embeddings: Tensor | None = None,
-        ) -> tuple[Tensor, Tensor | None]:
-            if isinstance(relative_pos, DisentangledAttention):
-                assert rel_embeddings is not None
-                return relative_pos(self, hidden_states, rel_embeddings), None
-            found: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[no-untyped-call]
-                hidden_states,
-                attention_mask,
-                output_attentions,
-                query_states,
-                relative_pos,
-                rel_embeddings,
-            )
-            return found
+    from trainfit.kernels.disentangled_layers import PackedSelfAttention
 
     for module in model.modules():
-        if type(module) is DisentangledSelfAttention:
+        if type(module) is PackedSelfAttention.__base__:
             module.__class__ = PackedSelfAttention
 
 

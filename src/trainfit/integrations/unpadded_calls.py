@@ -1,0 +1,225 @@
+"""Calls of a transformers model: which ones can go without padding, and their packed inputs."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from trainfit.jobs.models.backbone import Traits
+from trainfit.kernels.fused_ops import IGNORED
+from trainfit.kernels.unpadded_rows import UnpaddedRows
+
+_LOG = logging.getLogger("trainfit")
+
+HeadReads = Literal["columns", "first", "last", "unknown", "padding"]
+"""Columns that a head reads for a result: the result's own, the first of a row, the last that is no
+padding id; unknown until a backward pass was watched; padding too."""
+
+_PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
+_PASSED_ON = ("output_hidden_states", "num_items_in_batch")
+_READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")
+
+
+@dataclass(kw_only=True, slots=True)
+class Unpadding:
+    """Facts of a model whose padding is dropped, and the reasons that were said."""
+
+    traits: Traits
+    own: str | None
+    """Attention implementation of transformers that was set; None for an attention of its own."""
+    reads: HeadReads
+    shifted: bool
+    """True if the loss compares each token with the label of the next column."""
+    caches: bool
+    """True if a caller may go on from the keys and values that a call returns."""
+    watched: set[str] = field(default_factory=set)
+    """Sides of padding that an unknown head was seen not to read."""
+    said: set[str] = field(default_factory=set)
+
+    def say(self, reason: str) -> None:
+        """Log a reason for the model's own way, once."""
+        if reason not in self.said:
+            self.said.add(reason)
+            _LOG.warning("unpadded: a batch goes the model's own way, with padding: %s", reason)
+
+
+def call_obstacle(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> str | None:
+    """Reason why a call cannot go without padding, by its arguments alone; None: it can."""
+    if given.get("output_attentions") or getattr(body.config, "output_attentions", False):
+        return "output_attentions is asked for"
+    cached = given.get("use_cache")
+    if cached is None and unpadding.caches:
+        # In training nobody goes on from the cache that transformers makes by default.
+        cached = getattr(body.config, "use_cache", False) and not body.training
+    if cached or given.get("past_key_values") is not None:
+        return "a cache is asked for"
+    known = {*_PER_TOKEN, *_PASSED_ON, *_READ}
+    for name, value in given.items():
+        zero = name == "logits_to_keep" and isinstance(value, int) and value == 0
+        if name not in known and value is not None and not zero:
+            return f"the argument {name}"
+    return _shape_obstacle(unpadding, given)
+
+
+def _shape_obstacle(unpadding: Unpadding, given: Mapping[str, Any]) -> str | None:
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    if (ids is None) == (embeds is None):
+        return "input_ids and inputs_embeds are both given, or neither"
+    tokens: Any = embeds if ids is None else ids
+    if type(tokens) not in (Tensor, torch.nn.Parameter) or tokens.is_meta:
+        return "the inputs are no plain tensors"
+    if tokens.dim() != (2 if embeds is None else 3) or not tokens.numel():
+        return f"inputs of shape {tuple(tokens.shape)}"
+    shape = tokens.shape[:2]
+    mask = given.get("attention_mask")
+    if mask is None and given.get("position_ids") is not None and unpadding.traits.causal:
+        return "position_ids without a mask, which transformers takes for packed rows"
+    if mask is not None and (not isinstance(mask, Tensor) or mask.dim() != 2):
+        return "a mask that has not two dimensions"
+    if mask is not None and mask.shape != shape:
+        return f"a mask of shape {tuple(mask.shape)}"
+    for name in ("token_type_ids", "position_ids", "labels"):
+        value = given.get(name)
+        if value is not None and (value.dim() != 2 or value.shape[1] != shape[1]):
+            return f"{name} of shape {tuple(value.shape)}"
+    return None
+
+
+def find_rows(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> UnpaddedRows | str:
+    """Find the real tokens of a batch; return the reason where it cannot go without padding.
+
+    The batch may be on a GPU, which is waited for once.
+    """
+    tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
+    rows, width = tokens.shape[:2]
+    if given.get("attention_mask") is None:
+        starts = torch.arange(0, rows * width + 1, width, dtype=torch.int32, device=tokens.device)
+        return UnpaddedRows(
+            rows=rows,
+            width=width,
+            mask=None,
+            places=None,
+            starts=starts,
+            tokens=rows * width,
+            longest=width,
+        )
+    mask = given["attention_mask"].to(tokens.device)
+    real = mask != 0
+    lengths, first = real.sum(-1), real.int().argmax(-1)
+    facts = torch.stack(
+        [lengths, first, *(one.long() for one in _faults(unpadding, body, given, mask, real))]
+    ).tolist()
+    for reason, found in zip(_FAULTS, facts[2:], strict=True):
+        if any(found):
+            return reason
+    return _rows_of(real, lengths, first, facts[0], facts[1])
+
+
+_FAULTS = (
+    "a mask of other values than 0 and 1",
+    "a row of nothing but padding",
+    "a mask with holes",
+    "labels other than -100 on padding",
+    "a label for the token after the padding on the left",
+    "its head reads a column that is padding",
+)
+
+
+def _faults(
+    unpadding: Unpadding, body: Any, given: Mapping[str, Any], mask: Tensor, real: Tensor
+) -> tuple[Tensor, ...]:
+    """For each of `_FAULTS`: True for the rows that have it, without waiting for the device."""
+    lengths, first = real.sum(-1), real.int().argmax(-1)
+    span = real.shape[1] - real.flip(-1).int().argmax(-1) - first
+    none = torch.zeros_like(lengths, dtype=torch.bool)
+    stray, late = none, none
+    labels = given.get("labels")
+    if labels is not None:
+        stray = ((labels != IGNORED) & ~real).any(-1)
+        if unpadding.shifted:
+            late = (labels.gather(1, first[:, None])[:, 0] != IGNORED) & (first > 0)
+    column = _read(unpadding, body, given, real)
+    blind = none if column is None else ~real.gather(1, column)[:, 0]
+    odd = (real & (mask != 1)).any(-1)
+    return odd, lengths == 0, span != lengths, stray, late, blind
+
+
+def _read(unpadding: Unpadding, body: Any, given: Mapping[str, Any], real: Tensor) -> Tensor | None:
+    """Column that the head or the pooler reads in each row, as transformers finds it."""
+    pooled = getattr(body, "pooler", None) is not None
+    if unpadding.reads == "first" or (unpadding.reads == "columns" and pooled):
+        return real.new_zeros(len(real), 1, dtype=torch.long)
+    if unpadding.reads != "last":
+        return None
+    column = torch.arange(real.shape[1], device=real.device)
+    ids, pad = given.get("input_ids"), body.config.pad_token_id
+    if ids is None or pad is None:
+        return column[-1:].expand(len(real), 1)
+    last: Tensor = (column * (ids != pad)).argmax(-1, keepdim=True)
+    return last
+
+
+def _rows_of(
+    real: Tensor, lengths: Tensor, first: Tensor, sizes: list[int], firsts: list[int]
+) -> UnpaddedRows:
+    rows, width = real.shape
+    tokens = sum(sizes)
+    starts = functional.pad(lengths.cumsum(0), (1, 0))
+    row = torch.repeat_interleave(
+        torch.arange(rows, device=real.device), lengths, output_size=tokens
+    )
+    column = torch.arange(tokens, device=real.device) - starts[row] + first[row]
+    ends = [start + size for start, size in zip(firsts, sizes, strict=True)]
+    sides = {"left"} if any(firsts) else set()
+    sides |= {"right"} if min(ends) < width else set()
+    return UnpaddedRows(
+        rows=rows,
+        width=width,
+        mask=real if sides else None,
+        places=row * width + column if sides else None,
+        starts=starts.int(),
+        tokens=tokens,
+        longest=max(sizes),
+        sides=frozenset(sides),
+    )
+
+
+def packed_inputs(
+    unpadding: Unpadding, body: Any, given: Mapping[str, Any], batch: UnpaddedRows
+) -> dict[str, Any]:
+    """Pack the arguments of a call; positions are those that the padded model gives."""
+    shape = (batch.rows, batch.width)
+    inputs = {name: given[name] for name in _PASSED_ON if given.get(name) is not None}
+    inputs |= {
+        name: batch.pack(given[name].expand(*shape, *given[name].shape[2:]))
+        for name in _PER_TOKEN
+        if given.get(name) is not None
+    }
+    if "position_ids" not in inputs:
+        inputs["position_ids"] = batch.pack(_positions(unpadding, body, given, batch))
+    if unpadding.shifted and "labels" in inputs:
+        # The loss would compare the last token of a sequence with the first of the next.
+        inputs["labels"] = inputs["labels"].index_fill(1, batch.starts[:-1].long(), IGNORED)
+    return inputs
+
+
+def _positions(
+    unpadding: Unpadding, body: Any, given: Mapping[str, Any], batch: UnpaddedRows
+) -> Tensor:
+    """Position of every column, as the padded model counts."""
+    ids = given.get("input_ids")
+    if unpadding.traits.first_position and ids is not None:  # RoBERTa and its kin
+        pad = unpadding.traits.first_position - 1
+        counted = ids != pad
+        places: Tensor = counted.cumsum(-1) * counted + pad
+        return places
+    if body.config.model_type == "opt" and batch.mask is not None:
+        return (batch.mask.cumsum(-1) - 1).clamp(min=0)
+    column = torch.arange(batch.width, device=batch.starts.device)
+    return (column + unpadding.traits.first_position).expand(batch.rows, batch.width)

@@ -1,0 +1,230 @@
+"""Forward passes of a transformers model without padding: its body's, and its head's.
+
+`unpadding` puts them in the place of a model's own ones.
+"""
+
+from __future__ import annotations
+
+import inspect
+from functools import cache, partial
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor
+
+from trainfit.integrations.unpadded_calls import (
+    Unpadding,
+    call_obstacle,
+    find_rows,
+    packed_inputs,
+)
+from trainfit.jobs.models.backbone import own_obstacle
+from trainfit.kernels import disentangled
+from trainfit.kernels.attention import ARGUMENT, computed_in
+from trainfit.kernels.unpadded_rows import UnpaddedRows, unpadded_attention
+
+FACTS = "_trainfit_unpadding"
+"""Attribute of a body that holds its `Unpadding`."""
+_PASSING = "_trainfit_passing"
+
+FunctionT = TypeVar("FunctionT")
+
+
+def eagerly(function: FunctionT, *, recursive: bool = True) -> FunctionT:
+    """Keep a function out of compiled graphs; with `recursive`, also what it calls."""
+    kept: FunctionT = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
+    return kept
+
+
+class _Passing(NamedTuple):
+    """Tells the body that its head has decided: a packed row, or the own way without a batch."""
+
+    batch: UnpaddedRows | None
+    positions: Tensor | None = None
+
+
+@cache
+def _signature(kind: Any) -> inspect.Signature:
+    return inspect.signature(kind.forward)
+
+
+@eagerly
+def _bind(self: Any, kind: Any, args: Any, kwargs: Any) -> dict[str, Any]:
+    """Name the arguments of a call of the model's own forward."""
+    signature = _signature(kind)
+    given = signature.bind(self, *args, **kwargs).arguments
+    for name, parameter in signature.parameters.items():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            given |= given.pop(name, {})
+    given.pop("self", None)
+    return given
+
+
+# ── the forward passes ────────────────────────────────────────────────────────────────────────
+
+
+@eagerly
+def _rows(facts: Unpadding, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
+    """Find the rows of a call that can go without padding; say the reason where it cannot."""
+    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+        return None
+    found: UnpaddedRows | str | None = call_obstacle(facts, body, given)
+    if found is None:
+        found = find_rows(facts, body, given)
+    if isinstance(found, str):
+        facts.say(found)
+        return None
+    return found
+
+
+def body_of(model: Any) -> Any:
+    """Return the part of a model that has its layers and no head; OPT's head calls the decoder."""
+    base = model.base_model
+    return base.decoder if model.config.model_type == "opt" and hasattr(base, "decoder") else base
+
+
+_packed_inputs = eagerly(packed_inputs)
+
+
+@partial(eagerly, recursive=False)
+def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+    """Run a model with a result per column: its head sees no padding either."""
+    body = body_of(self)
+    facts: Unpadding | None = body.__dict__.get(FACTS)
+    if facts is None:
+        return kind.forward(self, *args, **kwargs)
+    given = _bind(self, kind, args, kwargs)
+    batch = _rows(facts, body, given)
+    try:
+        if batch is not None:
+            inputs = _packed_inputs(facts, body, given, batch)
+            body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
+            output = kind.forward(self, **inputs, return_dict=True)
+            if _PASSING not in body.__dict__:
+                return _as_asked(self, given, _restore(batch, output))
+            facts.say("its head goes past the body")
+        body.__dict__[_PASSING] = _Passing(None)
+        return kind.forward(self, *args, **kwargs)
+    finally:
+        body.__dict__.pop(_PASSING, None)
+
+
+@partial(eagerly, recursive=False)
+def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
+    """Run an encoder or a decoder without padding."""
+    facts: Unpadding | None = self.__dict__.get(FACTS)
+    passing: _Passing | None = self.__dict__.pop(_PASSING, None)
+    if facts is None or (passing is not None and passing.batch is None):
+        return kind.forward(self, *args, **kwargs)
+    given = _bind(self, kind, args, kwargs)
+    if passing is not None and passing.batch is not None:
+        inputs = {name: value for name, value in given.items() if value is not None}
+        inputs |= {"position_ids": passing.positions}
+        return _run_packed(self, kind, facts, passing.batch, inputs)
+    batch = _rows(facts, self, given)
+    if batch is None:
+        return kind.forward(self, *args, **kwargs)
+    if facts.reads == "unknown" and not batch.sides <= facts.watched:
+        return _watch(facts, batch, kind.forward(self, *args, **kwargs))
+    if facts.reads == "padding" and batch.sides:
+        return kind.forward(self, *args, **kwargs)
+    inputs = _packed_inputs(facts, self, given, batch)
+    output = _restore(batch, _run_packed(self, kind, facts, batch, inputs))
+    if output.get("pooler_output") is not None:
+        output["pooler_output"] = _pool(self, output.last_hidden_state)
+    return _as_asked(self, given, output)
+
+
+def _run_packed(
+    self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
+) -> Any:
+    """Run a body on a packed row."""
+    if facts.own is None:
+        return _run_deberta(self, batch, inputs)
+    tokens = inputs["input_ids" if "input_ids" in inputs else "inputs_embeds"]
+    inputs |= {
+        # transformers makes no mask of one that has four dimensions, and trainfit reads none.
+        "attention_mask": torch.ones(1, 1, 1, 1, device=tokens.device),
+        ARGUMENT: unpadded_attention(batch, facts.traits.window, causal=facts.traits.causal),
+        "return_dict": True,
+    }
+    if facts.traits.causal:
+        inputs["use_cache"] = False
+    return kind.forward(self, **inputs)
+
+
+def _run_deberta(body: Any, batch: UnpaddedRows, inputs: dict[str, Any]) -> Any:
+    """Run DeBERTa through its parts: its forward would make distances of the whole packed row."""
+    names = ("input_ids", "token_type_ids", "position_ids", "inputs_embeds")
+    embedded = body.embeddings(**{name: inputs.get(name) for name in names})
+    layout = batch.packed_layout()
+    if own_obstacle(body, layout) is None:
+        device = embedded.device.type
+        attention: Any = disentangled.packed_attention(
+            layout, body.config, computed_in(device, embedded.dtype)
+        )
+    else:
+        from trainfit.kernels.disentangled_layers import padded_disentangled
+
+        attention = padded_disentangled(batch, body.encoder)
+    wanted = inputs.get("output_hidden_states")
+    return body.encoder(
+        embedded,
+        torch.ones_like(layout.ids)[:, None],  # three dimensions, else it is expanded to T×T
+        output_hidden_states=body.config.output_hidden_states if wanted is None else wanted,
+        relative_pos=attention,
+    )
+
+
+@eagerly
+def _restore(batch: UnpaddedRows, output: Any) -> Any:
+    """Put the padding back into all outputs per token, as zeros."""
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(restored(one) for one in value)
+        per_token = isinstance(value, Tensor) and value.shape[:2] == (1, batch.tokens)
+        return batch.restore(value) if per_token else value
+
+    for name in list(output):
+        if name != "pooler_output":
+            output[name] = restored(output[name])
+    return output
+
+
+def _pool(body: Any, hidden: Tensor) -> Tensor:
+    """Compute the pooled outputs anew: the packed row had but one first token."""
+    activation = getattr(body, "pooler_activation", None)  # ALBERT's pooler is a matrix
+    pooled: Tensor = (
+        body.pooler(hidden) if activation is None else activation(body.pooler(hidden[:, 0]))
+    )
+    return pooled
+
+
+def _as_asked(self: Any, given: dict[str, Any], output: Any) -> Any:
+    """Return the output as a tuple where the caller or the config asks for one."""
+    asked = given.get("return_dict")
+    named = getattr(self.config, "return_dict", True) if asked is None else asked
+    return output if named else output.to_tuple()
+
+
+@eagerly
+def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+    """Look by its gradients if an unknown head reads what stands in padded columns."""
+    assert batch.mask is not None
+    empty = ~batch.mask
+    hidden = [output[0]]
+    if isinstance(output, dict):
+        hidden += output.get("hidden_states") or ()
+
+    def look(gradient: Tensor) -> None:
+        if bool(gradient[empty].any()):
+            facts.reads = "padding"
+            facts.say("the layers on top of it read padded columns")
+        elif facts.reads == "unknown":
+            facts.watched |= batch.sides
+
+    for one in hidden:
+        if one.requires_grad:
+            one.register_hook(look)
+    return output

@@ -1,0 +1,180 @@
+"""Attention of a padded batch whose padding was dropped, on a packed row.
+
+The variable-length kernels take the row where they can. Elsewhere attention alone is computed on
+padded rows; everything around it has no padding either way.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor, nn
+
+from trainfit.kernels import varlen
+from trainfit.kernels.attention import (
+    ARGUMENT,
+    Attention,
+    attend,
+    computed_in,
+    kernel_obstacle,
+    masked_attention,
+)
+from trainfit.kernels.layout import Layout, lay_out
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class UnpaddedRows:
+    """The real tokens of a padded batch `[rows, width]`, end to end in one row."""
+
+    rows: int
+    width: int
+    mask: Tensor | None
+    """`[rows, width]`, True for real tokens; None where nothing is padded."""
+    places: Tensor | None
+    """`[tokens]`: place of each token in the flat batch; None where nothing is padded."""
+    starts: Tensor
+    """`[rows + 1]`: start of each sequence in the row, and its end."""
+    tokens: int
+    longest: int
+    sides: frozenset[str] = frozenset()
+    """Sides of the batch that have padding: left, right."""
+
+    def pack(self, values: Tensor) -> Tensor:
+        """Drop the padding: `[rows, width, …]` to `[1, tokens, …]`."""
+        flat = values.flatten(0, 1)
+        return (flat if self.places is None else flat.index_select(0, self.places))[None]
+
+    def restore(self, values: Tensor) -> Tensor:
+        """Put the padding back as zeros: `[1, tokens, …]` to `[rows, width, …]`."""
+        flat = values[0]
+        if self.places is not None:
+            empty = flat.new_zeros(self.rows * self.width, *flat.shape[1:])
+            flat = empty.index_copy(0, self.places, flat)
+        return flat.view(self.rows, self.width, *flat.shape[1:])
+
+    def packed_layout(self) -> Layout:
+        """Layout of the packed row."""
+        row = self.starts.new_empty(1, self.tokens)
+        return lay_out(row, cu_seqlens=self.starts, max_seqlen=self.longest)
+
+    def padded_layout(self) -> Layout:
+        """Layout of the batch as it came."""
+        batch = self.starts.new_empty(self.rows, self.width)
+        return lay_out(batch, attention_mask=self.mask)
+
+
+# Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
+@dataclass(frozen=True, slots=True, eq=False)
+class UnpaddedAttention:
+    """Attention inside each sequence of a packed row, by a kernel or on padded rows.
+
+    The first layer decides, since autocast may begin inside of the model.
+    """
+
+    batch: UnpaddedRows
+    layout: Layout
+    window: int | None
+    causal: bool
+    made: dict[Any, Attention] = field(default_factory=dict)
+
+    def __call__(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        dropout: float,
+        softcap: float | None,
+        **options: Any,
+    ) -> Tensor:
+        """Attend; heads come before tokens going in, after them coming out."""
+        # Rotary embeddings may have made queries and keys float32, but never the values.
+        dtype = computed_in(query.device.type, value.dtype)
+        reason = kernel_obstacle(
+            self.layout,
+            dtype=dtype,
+            head=query.shape[-1],
+            softcap=softcap,
+            dropout=dropout,
+            causal=self.causal,
+        )
+        options |= {"dropout": dropout, "softcap": softcap}
+        if reason is None:
+            if dtype not in self.made:
+                self.made[dtype] = varlen.varlen_attention(
+                    self.layout, self.window, dtype, causal=self.causal
+                )
+            return self.made[dtype](module, query, key, value, **options)
+        if "padded" not in self.made:
+            self.made["padded"] = masked_attention(
+                self.batch.padded_layout(), self.window, causal=self.causal
+            )
+        padded = (self._restore_heads(part) for part in (query, key, value))
+        return self.batch.pack(self.made["padded"](module, *padded, **options))
+
+    def _restore_heads(self, values: Tensor) -> Tensor:
+        return self.batch.restore(values.transpose(1, 2)).transpose(1, 2)
+
+
+def unpadded_attention(
+    batch: UnpaddedRows, window: int | None, *, causal: bool
+) -> UnpaddedAttention:
+    """Build the attention of a batch, once for all layers."""
+    return UnpaddedAttention(batch, batch.packed_layout(), window, causal)
+
+
+_PREFIX = "trainfit_"
+_EAGER = "eager_attention_forward"
+IMPLEMENTATIONS = ("sdpa", "eager")
+"""Attention implementations of transformers that packed rows can stand beside."""
+
+
+def register_beside(own: str) -> str:
+    """Make an attention known to transformers that takes packed rows and else is its `own`.
+
+    The name stays set between forward passes: a block that is computed again in the backward pass
+    asks for it then.
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+    def attend_by_either(
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None = None,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        if options.get(ARGUMENT) is None:
+            found: tuple[Tensor, Tensor | None] = _own_attention(own, module)(
+                module, query, key, value, attention_mask, **options
+            )
+            return found
+        if own == "sdpa" and "softcap" in options:  # transformers' SDPA caps no logits either
+            options["softcap"] = None
+        return attend(module, query, key, value, None, **options)
+
+    name = _PREFIX + own
+    AttentionInterface.register(name, attend_by_either)
+    AttentionMaskInterface.register(name, ALL_MASK_ATTENTION_FUNCTIONS[own])
+    return name
+
+
+def own_implementation(name: str | None) -> str | None:
+    """Return transformers' name of the implementation that `register_beside` stands beside."""
+    return name.removeprefix(_PREFIX) if name else name
+
+
+def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if own != "eager":
+        function: Callable[..., Any] = ALL_ATTENTION_FUNCTIONS[own]
+        return function
+    found: Callable[..., Any] = getattr(sys.modules[type(module).__module__], _EAGER)
+    return found
