@@ -9,7 +9,10 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,9 +56,32 @@ def _load(name: str) -> Mapping[str, Any]:
     import datasets
 
     path, _, subset = name.partition(":")
-    with refusing(lambda why: BadInput(f"cannot load {name} from the hub ({brief(why)})", _FIX)):
+    with refusing(partial(_refusal, name)), _bars_on_terminals():
         loaded: Mapping[str, Any] = datasets.load_dataset(path, subset or None)
     return loaded
+
+
+def _refusal(name: str, why: str) -> BadInput:
+    """Word why the library does not load a dataset."""
+    if "scripts are no longer supported" in why:
+        what = f"{name} on the hub is a loading script, and no code of the hub is run"
+        return BadInput(what, "take a dataset with files such as Parquet or CSV")
+    return BadInput(f"cannot load {name} from the hub ({brief(why)})", _FIX)
+
+
+@contextmanager
+def _bars_on_terminals() -> Iterator[None]:
+    """Leave the library's progress bars to people, who see what is downloaded."""
+    import datasets
+
+    before = datasets.are_progress_bars_disabled()
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    try:
+        yield
+    finally:
+        if not before:
+            datasets.enable_progress_bars()
 
 
 def _link(folder: Path, name: str, splits: Mapping[str, Any]) -> None:
