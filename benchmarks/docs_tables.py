@@ -23,6 +23,7 @@ import head_tables
 import job_tables
 import ladder_docs
 import loss_curves
+import real_data
 import settings_tables
 import speed_tables
 from result_files import RESULTS, ROOT
@@ -38,6 +39,7 @@ TABLES = (
     | settings_tables.TABLES
     | compat.TABLES
     | head_tables.TABLES
+    | real_data.TABLES
 )
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
 _OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)

@@ -162,6 +162,31 @@ def test_heads_are_compared_by_trainers_fastest_and_trainfits_slowest():
     assert heads.head_speeds([]) == ""
 
 
+def test_ratings_become_signs_and_parts(tmp_path: Path):
+    import io
+    import tarfile
+
+    real_data = importlib.import_module("real_data")
+
+    def packed(path: str, content: bytes) -> bytes:
+        made = io.BytesIO()
+        with tarfile.open(fileobj=made, mode="w:gz") as archive:
+            member = tarfile.TarInfo(path)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+        return made.getvalue()
+
+    lines = "1\t2.3\tgood\r\n2\t-0.6\tbad\tworse\r\n3\t0.0\tneither\r\n4\t0.1\tfair\r\n"
+    inner = packed("x/movieReviewSnippets_GroundTruth.txt", lines.encode())
+    outer = tmp_path / "source.tar.gz"
+    outer.write_bytes(packed("source/hutto_ICWSM_2014.tar.gz", inner))
+    rows = real_data.read_ratings(outer)
+    assert rows == [("good", "positive"), ("bad\tworse", "negative"), ("fair", "positive")]
+    paths = real_data.write_parts(list(rows), tmp_path, {"train": 2, "test": 1})
+    read = [line for path in paths.values() for line in Path(path).read_text().splitlines()[1:]]
+    assert sorted(read) == sorted(",".join(row) for row in rows)
+
+
 @pytest.mark.parametrize("nested", [True, False])
 def test_the_trainer_script_gets_the_samples_that_trainfit_takes(tmp_path: Path, nested: bool):
     from trainfit.jobs import nli
