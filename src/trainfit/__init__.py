@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.integrations.speeding import speed_up as speed_up
     from trainfit.integrations.unpadding import padded as padded
     from trainfit.integrations.unpadding import unpadded as unpadded
     from trainfit.jobs.batch_size import find_batch_size as find_batch_size
@@ -65,6 +66,7 @@ _HOMES = {
     "predict": "trainfit.api",
     "recommend": "trainfit.jobs.tuned_plans",
     "report": "trainfit.reports.run_report",
+    "speed_up": "trainfit.integrations.speeding",
     "train": "trainfit.api",
     "tunable": "trainfit.jobs.job",
     "tune": "trainfit.api",

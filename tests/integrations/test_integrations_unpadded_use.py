@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
@@ -141,6 +142,7 @@ def test_adapters(before: bool) -> None:
 
 
 def test_accelerate() -> None:
+    AcceleratorState._reset_state(True)  # of other tests
     plain, model = pair("bert", "body")
     prepared = Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     with counting_packed() as packed:
@@ -152,12 +154,11 @@ def test_accelerate() -> None:
     assert packed
     trainfit.padded(model)  # the wrapper still holds the former forward
     assert prepared(**batch("bert")).last_hidden_state[~real].any()
+    AcceleratorState._reset_state(True)
 
 
-@pytest.mark.parametrize(
-    ("name", "head"),
-    [CASES[0], *(pytest.param(*case, marks=pytest.mark.soak) for case in CASES[1:])],
-)
+@pytest.mark.soak
+@pytest.mark.parametrize(("name", "head"), CASES)
 def test_compile(name: str, head: str) -> None:
     plain, model = pair(name, head, num_hidden_layers=1)
     compiled = torch.compile(model, backend="eager")
@@ -178,7 +179,9 @@ def test_attention_dropout_is_honoured(name: str) -> None:
     chosen = [n for n in rates if n.endswith("attention.self.dropout")]
     assert chosen
     rows = batch(name)
-    kept = model.train()(**rows).last_hidden_state
+    real = rows["attention_mask"].bool()
+    model.train()(**rows).last_hidden_state[real].sum().backward()  # is watched
+    kept = model(**rows).last_hidden_state
     torch.testing.assert_close(model(**rows).last_hidden_state, kept)
     for one in chosen:
         rates[one].p = 0.5
@@ -223,6 +226,21 @@ def test_a_head_of_a_script_is_watched_for_one_backward_pass(masked: bool) -> No
                 torch.testing.assert_close(gradient, gradients(plain)[part], rtol=1e-4, atol=1e-4)
             taken.append(bool(packed))
         assert taken == [False, masked, masked], side
+
+
+@pytest.mark.parametrize("masked", [True, False])
+def test_a_loss_outside_of_the_model_is_watched_in_training(masked: bool) -> None:
+    plain, model = pair("bert", "tokens")
+    rows = batch("bert")
+    real = rows["attention_mask"].bool()
+    model.train()
+    for step in range(3):
+        with counting_packed() as packed:
+            losses = [one(**rows).logits.square() for one in (plain, model)]
+        losses = [loss[real].sum() if masked else loss.sum() for loss in losses]
+        torch.testing.assert_close(*losses)
+        losses[1].backward()
+        assert bool(packed) is (masked and step > 0)
 
 
 @pytest.mark.parametrize("auto", [AutoModelForQuestionAnswering, AutoModelForMultipleChoice])

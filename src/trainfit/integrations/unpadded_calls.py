@@ -17,9 +17,10 @@ from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
 
-HeadReads = Literal["columns", "first", "last", "unknown", "padding"]
-"""Columns that a head reads for a result: the result's own, the first of a row, the last that is no
-padding id; unknown until a backward pass was watched; padding too."""
+HeadReads = Literal["outside", "columns", "first", "last", "unknown", "padding"]
+"""Columns that a head reads: those that code outside of the model reads, the column of each result,
+the first of a row, the last that is no padding id. Unknown ones are watched in a backward pass, and
+found to be padding too, or not."""
 
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
@@ -39,7 +40,7 @@ class Unpadding:
     caches: bool
     """True if a caller may go on from the keys and values that a call returns."""
     watched: set[str] = field(default_factory=set)
-    """Sides of padding that an unknown head was seen not to read."""
+    """Sides of padding that nobody was seen to read."""
     said: set[str] = field(default_factory=set)
 
     def say(self, reason: str) -> None:
@@ -153,7 +154,7 @@ def _faults(
 def _read(unpadding: Unpadding, body: Any, given: Mapping[str, Any], real: Tensor) -> Tensor | None:
     """Column that the head or the pooler reads in each row, as transformers finds it."""
     pooled = getattr(body, "pooler", None) is not None
-    if unpadding.reads == "first" or (unpadding.reads == "columns" and pooled):
+    if unpadding.reads == "first" or (unpadding.reads == "outside" and pooled):
         return real.new_zeros(len(real), 1, dtype=torch.long)
     if unpadding.reads != "last":
         return None

@@ -30,7 +30,7 @@ _PASSING = "_trainfit_passing"
 FunctionT = TypeVar("FunctionT")
 
 
-def eagerly(function: FunctionT, *, recursive: bool = True) -> FunctionT:
+def uncompiled(function: FunctionT, *, recursive: bool = True) -> FunctionT:
     """Keep a function out of compiled graphs; with `recursive`, also what it calls."""
     kept: FunctionT = torch.compiler.disable(function, recursive=recursive)  # type: ignore[no-untyped-call]
     return kept
@@ -48,7 +48,7 @@ def _signature(kind: Any) -> inspect.Signature:
     return inspect.signature(kind.forward)
 
 
-@eagerly
+@uncompiled
 def _bind(self: Any, kind: Any, args: Any, kwargs: Any) -> dict[str, Any]:
     """Name the arguments of a call of the model's own forward."""
     signature = _signature(kind)
@@ -63,7 +63,7 @@ def _bind(self: Any, kind: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 # ── the forward passes ────────────────────────────────────────────────────────────────────────
 
 
-@eagerly
+@uncompiled
 def _rows(facts: Unpadding, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
     """Find the rows of a call that can go without padding; say the reason where it cannot."""
     if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
@@ -83,10 +83,10 @@ def body_of(model: Any) -> Any:
     return base.decoder if model.config.model_type == "opt" and hasattr(base, "decoder") else base
 
 
-_packed_inputs = eagerly(packed_inputs)
+_packed_inputs = uncompiled(packed_inputs)
 
 
-@partial(eagerly, recursive=False)
+@partial(uncompiled, recursive=False)
 def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run a model with a result per column: its head sees no padding either."""
     body = body_of(self)
@@ -95,8 +95,10 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, body, given)
+    # A loss that is computed elsewhere may read padded columns.
+    unsure = given.get("labels") is None and self.training and torch.is_grad_enabled()
     try:
-        if batch is not None:
+        if batch is not None and _sure(facts, batch, unsure):
             inputs = _packed_inputs(facts, body, given, batch)
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
@@ -104,12 +106,13 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
                 return _as_asked(self, given, _restore(batch, output))
             facts.say("its head goes past the body")
         body.__dict__[_PASSING] = _Passing(None)
-        return kind.forward(self, *args, **kwargs)
+        output = kind.forward(self, *args, **kwargs)
+        return output if batch is None or not unsure else _watch(facts, batch, output)
     finally:
         body.__dict__.pop(_PASSING, None)
 
 
-@partial(eagerly, recursive=False)
+@partial(uncompiled, recursive=False)
 def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run an encoder or a decoder without padding."""
     facts: Unpadding | None = self.__dict__.get(FACTS)
@@ -124,10 +127,9 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, given)
     if batch is None:
         return kind.forward(self, *args, **kwargs)
-    if facts.reads == "unknown" and not batch.sides <= facts.watched:
+    outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
+    if not _sure(facts, batch, outside or facts.reads == "unknown"):
         return _watch(facts, batch, kind.forward(self, *args, **kwargs))
-    if facts.reads == "padding" and batch.sides:
-        return kind.forward(self, *args, **kwargs)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_packed(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:
@@ -176,7 +178,7 @@ def _run_deberta(body: Any, batch: UnpaddedRows, inputs: dict[str, Any]) -> Any:
     )
 
 
-@eagerly
+@uncompiled
 def _restore(batch: UnpaddedRows, output: Any) -> Any:
     """Put the padding back into all outputs per token, as zeros."""
 
@@ -208,23 +210,31 @@ def _as_asked(self: Any, given: dict[str, Any], output: Any) -> Any:
     return output if named else output.to_tuple()
 
 
-@eagerly
+def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
+    """Tell if nobody reads the padded columns of a batch; if `unsure`, as far as was watched."""
+    if facts.reads == "padding":
+        return not batch.sides
+    return not unsure or batch.sides <= facts.watched
+
+
+@uncompiled
 def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
-    """Look by its gradients if an unknown head reads what stands in padded columns."""
-    assert batch.mask is not None
+    """Look by the gradients if anybody reads what stands in padded columns."""
+    if batch.mask is None or facts.reads == "padding":
+        return output
     empty = ~batch.mask
-    hidden = [output[0]]
+    seen = [output[0]]
     if isinstance(output, dict):
-        hidden += output.get("hidden_states") or ()
+        seen += output.get("hidden_states") or ()
 
     def look(gradient: Tensor) -> None:
         if bool(gradient[empty].any()):
             facts.reads = "padding"
-            facts.say("the layers on top of it read padded columns")
-        elif facts.reads == "unknown":
+            facts.say("what stands on top of it reads padded columns")
+        elif facts.reads != "padding":
             facts.watched |= batch.sides
 
-    for one in hidden:
+    for one in seen:
         if one.requires_grad:
             one.register_hook(look)
     return output

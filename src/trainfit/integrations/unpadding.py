@@ -130,7 +130,7 @@ def _reads(model: PreTrainedModel, body: PreTrainedModel, alone: bool) -> HeadRe
     """Columns that the head of one of transformers' classes reads."""
     name = type(model).__name__
     if model is model.base_model:
-        return "columns" if alone else "unknown"
+        return "outside" if alone else "unknown"
     if name.endswith(_PER_COLUMN):
         return "unknown" if getattr(model.config, "sparse_prediction", False) else "columns"
     if not name.endswith("ForSequenceClassification"):
