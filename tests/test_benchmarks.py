@@ -30,6 +30,17 @@ def run(script: str, folder: Path, *words: str | Path) -> str:
 
 
 @pytest.mark.soak
+def test_a_plain_script_with_and_without_padding(tmp_path: Path):
+    words = ("--tiny", "--exact", "--steps", "4", "--warm-up", "1", "--batch", "4")
+    run("unpadded.py", tmp_path, *words, "--out", tmp_path / "unpadded.json")
+    [record] = json.loads((tmp_path / "unpadded.json").read_text())["records"]
+    assert not [found["error"] for found in record["runs"] if "error" in found]
+    differences = [line["largest_difference"] for line in record["summary"]]
+    assert len(differences) == 6
+    assert max(differences) < 1e-4
+
+
+@pytest.mark.soak
 def test_fine_tuning_beside_the_peers(tmp_path: Path):
     output = tmp_path / "nli.json"
     run("nli.py", tmp_path, "--tiny", "--output", output)

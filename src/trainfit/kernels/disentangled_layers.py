@@ -65,7 +65,7 @@ class PaddedDisentangled:
 
 def padded_disentangled(batch: UnpaddedRows, encoder: Any) -> PaddedDisentangled:
     """Build the attention of a batch, once for all layers of a DeBERTa's encoder."""
-    device = batch.starts.device
+    batch, device = batch.tight(), batch.starts.device
     real = batch.mask
     if real is None:
         real = torch.ones(batch.rows, batch.width, dtype=torch.bool, device=device)

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainfit.kernels import varlen
@@ -60,8 +61,24 @@ class UnpaddedRows:
         row = self.starts.new_empty(1, self.tokens)
         return lay_out(row, cu_seqlens=self.starts, max_seqlen=self.longest)
 
+    def tight(self) -> UnpaddedRows:
+        """The same tokens in rows that begin with them and are as wide as the longest."""
+        lengths = self.starts.diff()
+        full = self.tokens == self.rows * self.longest
+        row = torch.repeat_interleave(
+            torch.arange(self.rows, device=lengths.device), lengths, output_size=self.tokens
+        )
+        token = torch.arange(self.longest, device=lengths.device)
+        column = torch.arange(self.tokens, device=lengths.device) - self.starts[row]
+        return replace(
+            self,
+            width=self.longest,
+            mask=None if full else token < lengths[:, None],
+            places=None if full else row * self.longest + column,
+        )
+
     def padded_layout(self) -> Layout:
-        """Layout of the batch as it came."""
+        """Layout of the padded batch."""
         batch = self.starts.new_empty(self.rows, self.width)
         return lay_out(batch, attention_mask=self.mask)
 
@@ -78,7 +95,9 @@ class UnpaddedAttention:
     layout: Layout
     window: int | None
     causal: bool
-    made: dict[Any, Attention] = field(default_factory=dict)
+    made: dict[torch.dtype, Attention] = field(default_factory=dict)
+    padded: list[tuple[UnpaddedRows, Attention]] = field(default_factory=list)
+    """Rows for an attention that is not a kernel's, made by the first layer."""
 
     def __call__(
         self,
@@ -109,15 +128,13 @@ class UnpaddedAttention:
                     self.layout, self.window, dtype, causal=self.causal
                 )
             return self.made[dtype](module, query, key, value, **options)
-        if "padded" not in self.made:
-            self.made["padded"] = masked_attention(
-                self.batch.padded_layout(), self.window, causal=self.causal
-            )
-        padded = (self._restore_heads(part) for part in (query, key, value))
-        return self.batch.pack(self.made["padded"](module, *padded, **options))
-
-    def _restore_heads(self, values: Tensor) -> Tensor:
-        return self.batch.restore(values.transpose(1, 2)).transpose(1, 2)
+        if not self.padded:
+            rows = self.batch.tight()
+            layout = rows.padded_layout()
+            self.padded.append((rows, masked_attention(layout, self.window, causal=self.causal)))
+        rows, attended = self.padded[0]
+        parts = (rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
+        return rows.pack(attended(module, *parts, **options))
 
 
 def unpadded_attention(
