@@ -100,7 +100,7 @@ def label_metrics(labels: IntArray, scores: Floats, thresholds: Sequence[float])
     given = scores >= np.asarray(thresholds)
     true = labels > 0
     hits, said, there = ((table).sum(0) for table in (true & given, given, true))
-    each = _ratio(2 * hits, said + there)
+    each = ratio(2 * hits, said + there)
     seen = said + there > 0
     areas = [rank_auc(labels[:, k], scores[:, k]) for k in range(labels.shape[1])]
     known = [area for area in areas if area is not None]
@@ -108,9 +108,9 @@ def label_metrics(labels: IntArray, scores: Floats, thresholds: Sequence[float])
     return Metrics(
         count=len(labels),
         accuracy=float((true == given).all(1).mean()),
-        precision=float(_ratio(micro[0], micro[1])),
-        recall=float(_ratio(micro[0], micro[2])),
-        f1=float(_ratio(2 * micro[0], micro[1] + micro[2])),
+        precision=float(ratio(micro[0], micro[1])),
+        recall=float(ratio(micro[0], micro[2])),
+        f1=float(ratio(2 * micro[0], micro[1] + micro[2])),
         macro_f1=float(each[seen].mean()) if seen.any() else 0.0,
         auc=math.fsum(known) / len(known) if known else None,
         confusion=(),
@@ -216,12 +216,11 @@ def spread(values: Sequence[float]) -> Spread:
 
 def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: int) -> Metrics:
     _check_some(labels)
-    confusion = np.bincount(labels * classes + predicted, minlength=classes**2)
-    table = confusion.reshape(classes, classes)
+    table = np.array(class_table(labels, predicted, classes))
     hits = np.diag(table)
-    precision = _ratio(hits, table.sum(0))
-    recall = _ratio(hits, table.sum(1))
-    f1 = _ratio(2 * hits, table.sum(0) + table.sum(1))
+    precision = ratio(hits, table.sum(0))
+    recall = ratio(hits, table.sum(1))
+    f1 = ratio(2 * hits, table.sum(0) + table.sum(1))
     # A class that is neither present nor predicted has no F1 to average.
     seen = (table.sum(0) + table.sum(1)) > 0
     means = {"precision": precision, "recall": recall, "f1": f1}
@@ -235,10 +234,17 @@ def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: 
     )
 
 
+def class_table(labels: IntArray, predicted: IntArray, classes: int) -> tuple[tuple[int, ...], ...]:
+    """Count items by true class, then by predicted class."""
+    counts = np.bincount(labels * classes + predicted, minlength=classes**2)
+    return tuple(map(tuple, counts.reshape(classes, classes).tolist()))
+
+
 def _check_some(labels: NDArray[Any]) -> None:
     if not labels.size:
         raise BadInput("metrics of no predictions", "give the part that is evaluated some data")
 
 
-def _ratio(part: Any, whole: Any) -> NDArray[np.float64]:
+def ratio(part: Any, whole: Any) -> NDArray[np.float64]:
+    """Divide; 0 by 0 is 0."""
     return np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
