@@ -1,6 +1,6 @@
 """The commands as functions: `trainfit.train("nli", "cv.folds=5")` for `train nli cv.folds=5`.
 
-A job is nli, textclass, pairs, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
+A job is nli, textclass, pairs, tokens, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
 """
 
 from __future__ import annotations
@@ -63,15 +63,23 @@ def verify(run: str | Path | type[Job]) -> Receipt:
 def predict(
     run: str | Path | type[Job], items: Sequence[Any], *, criterion: str | None = None
 ) -> list[Any]:
-    """Answer for texts by the model of a finished run, or for items by a job of yours."""
+    """Answer for texts by the model of a finished run, or for items by a job of yours.
+
+    A model of words takes lists of words too, and answers for each word.
+    """
     from trainfit.jobs import own_steps
     from trainfit.jobs.predict import answer
-    from trainfit.runs.run_folder import exports_of
+    from trainfit.jobs.word_answers import answer_words
+    from trainfit.runs.run_folder import export_facts, exports_of
 
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(name_of(run), place, items)  # type: ignore[arg-type]
-    return answer(exports_of(place), list(items), criterion)
+    exports = exports_of(place)
+    if export_facts(exports[0]).get("task") == "tokens":
+        split = [item.split() if isinstance(item, str) else list(item) for item in items]
+        return answer_words(exports, [words for words in split if words])
+    return answer(exports, list(items), criterion)
 
 
 def check(gpu: str | None = None) -> Recommendation:

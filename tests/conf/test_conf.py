@@ -17,7 +17,7 @@ from trainfit.hardware.model_shapes import model_shape
 
 TABLE = list(csv.DictReader((Path(__file__).parent / "presets.csv").open()))
 TASKS = list(SCHEMAS)
-SHARED = {"pairs": "textclass"}
+SHARED = {"pairs": "textclass", "tokens": "textclass"}
 """Tasks that no document has, with the one whose presets they take."""
 HARDWARE = [
     "a10",
@@ -99,6 +99,7 @@ EXPERIMENTS = {
     ("nli", "nli_embedded"): {"model.name": "modernbert-tiny", "data.data_dir": None},
     ("textclass", "textclass_embedded"): {"model.name": "modernbert-tiny", "data.train": None},
     ("pairs", "pairs_embedded"): {"model.name": "modernbert-tiny", "data.train": None},
+    ("tokens", "tokens_embedded"): {"model.name": "modernbert-tiny", "data.train": None},
     ("gpt", "gpt_embedded"): {"model.name": "gpt-tiny", "data.data_dir": None},
 }
 

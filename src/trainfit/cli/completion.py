@@ -29,7 +29,7 @@ def command(shell: str) -> None:
     click.echo(script(trainfit, {}, "trainfit", "_TRAINFIT_COMPLETE").source())
 
 
-TASKS = ("nli", "textclass", "pairs", "gpt")
+TASKS = ("nli", "textclass", "pairs", "tokens", "gpt")
 
 
 def task_argument(**more: Any) -> Callable[[Any], Any]:

@@ -32,8 +32,8 @@ config_option = click.option(
 def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.
 
-    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are key=value words,
-    such as hardware=gpu_4090 training.batch_size=20, and later ones win.
+    TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
+    words, such as hardware=gpu_4090 training.batch_size=20, and later ones win.
     """
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
@@ -67,8 +67,8 @@ def command(task: str, overrides: tuple[str, ...], config_file: Path | None, as_
 def init(task: str, output: Path | None) -> None:
     """Write a commented configuration to start from.
 
-    TASK is nli (if none is named), textclass, pairs or gpt. Nothing is overwritten. Use the file
-    with `trainfit train TASK --config FILE`.
+    TASK is nli (if none is named), textclass, pairs, tokens or gpt. Nothing is overwritten. Use the
+    file with `trainfit train TASK --config FILE`.
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file

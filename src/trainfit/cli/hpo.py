@@ -26,6 +26,7 @@ _TASKS = {
     "nli": "Search the settings of an NLI job.",
     "textclass": "Search the settings of a text-classification job.",
     "pairs": "Search the settings of a job on pairs of texts.",
+    "tokens": "Search the settings of a job on words with tags.",
     "gpt": "Search the settings of a pretraining job.",
 }
 _STORAGE = click.option(

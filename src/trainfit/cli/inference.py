@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,11 +64,12 @@ def predict(
 
     RUN is the folder of a finished run, and FILE a table with a column of texts. A run with folds
     answers with the mean of its models. An NLI model answers for every criterion unless one is
-    named. A model of pairs takes --second too, or a file with two columns of texts. RUN may be
-    module:Class, a job of yours.
+    named. A model of pairs takes --second too, or a file with two columns of texts. A model of
+    words takes a text, split at spaces, a file of texts or of lists of words, or a CoNLL file. RUN
+    may be module:Class, a job of yours.
     """
     from trainfit.core.errors import BadInput
-    from trainfit.core.files import check_output, write_output
+    from trainfit.core.files import check_output
     from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
@@ -84,8 +85,19 @@ def predict(
     place = run_folder.find(folder or run, Path("runs"))
     exports = [] if ":" in run else run_folder.exports_of(place)
     columns = {"text": text_column}
-    if exports and run_folder.takes_pairs(exports[0]):
+    facts = run_folder.export_facts(exports[0]) if exports else {}
+    if facts.get("pairs") is True:
         columns["second"] = second_column
+    if facts.get("task") == "tokens":
+        if second is not None or criterion is not None:
+            raise BadInput("the model tags words", "leave --second and --criterion out")
+        sentences = _sentences(path, text, text_column, facts)
+        with loading():
+            from trainfit.jobs.word_answers import answer_words
+        with terminal.busy("predicting"):
+            tagged = answer_words(exports, sentences)
+        _give(tagged, output, "json" if as_json else form)
+        return
     given = {"text": [text]} | ({} if second is None else {"second": [second]})
     found: dict[str, list[Any]] = given if path is None else _read(path, columns)
     texts = found["text"]
@@ -96,12 +108,29 @@ def predict(
             from trainfit.jobs.predict import answer
         with terminal.busy("predicting"):
             rows = answer(exports, texts, criterion, found.get("second"))
+    _give(rows, output, "json" if as_json else form)
+
+
+def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
+    """Write the rows to a file, or print them."""
+    from trainfit.core.files import write_output
+
     if output is None:
-        usual = "table" if sys.stdout.isatty() else "json"
-        _print(rows, "json" if as_json else form or usual)
+        _print(rows, form or ("table" if sys.stdout.isatty() else "json"))
         return
     write_output(output, _csv(rows) if output.suffix == ".csv" else json.dumps(rows, indent=2))
     click.echo(f"{len(rows)} rows in {output}")
+
+
+def _sentences(
+    path: Path | None, text: str | None, column: str, facts: Mapping[str, Any]
+) -> list[list[str]]:
+    """Read the words of a file, or split the text."""
+    from trainfit.data.sentence_files import read_sentences
+
+    if path is None:
+        return [words] if (words := str(text).split()) else []
+    return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
 
 
 def _print(rows: Sequence[Any], form: str) -> None:

@@ -29,6 +29,7 @@ _DATA = {
     "nli": "data.data_dir",
     "textclass": "data.train",
     "pairs": "data.train",
+    "tokens": "data.train",
     "gpt": "data.data_dir",
 }
 SHORT: Mapping[str, Short] = {

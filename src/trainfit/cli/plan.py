@@ -52,8 +52,8 @@ def command(
 ) -> None:
     """Every setting of a run with its reason, for this machine or any GPU.
 
-    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are key=value words;
-    what they set is honoured, and the rest is planned around it. `hf`, `lightning`,
+    TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
+    words; what they set is honoured, and the rest is planned around it. `hf`, `lightning`,
     `accelerate`, `hydra` and `shell` print the plan for other programs.
     """
     from trainfit.conf import compose

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 _USE = {
     "nli": 'Predict: trainfit predict {run} --text "…"',
     "textclass": 'Predict: trainfit predict {run} --text "…"',
+    "tokens": 'Predict: trainfit predict {run} --text "…"',
     "pairs": 'Predict: trainfit predict {run} --text "…" --second "…"',
     "gpt": "Write: trainfit sample {run}",
 }
@@ -46,8 +47,8 @@ def command(
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
-    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are your data, a file
-    or a folder, and key=value words such as cv.folds=5; `trainfit config TASK` shows the keys.
+    TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are your data, a
+    file or a folder, and key=value words such as cv.folds=5; `trainfit config TASK` shows the keys.
     Without data of yours a small model trains on synthetic data, or for gpt on the source of
     Python's standard library.
     """

@@ -47,8 +47,8 @@ def command(
 ) -> int:
     """Measure what is fastest on this machine, and keep it for train.
 
-    TASK is nli, textclass, pairs, gpt, or module:Class of yours. OVERRIDES are key=value words;
-    what they set is held fixed, and the rest is tried. Trials run the
+    TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
+    words; what they set is held fixed, and the rest is tried. Trials run the
     job's own loop on synthetic tokens of its lengths, in processes of their own.
     """
     from trainfit.conf.starting import with_file

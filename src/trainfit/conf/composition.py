@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 GROUPS = ("hardware", "experiment")
 OWN = "own"
 """Folder of the YAML files that jobs of the user's own share."""
-_SHARED = {"pairs": "textclass"}
+_SHARED = {"pairs": "textclass", "tokens": "textclass"}
 """Task whose presets and studies another task takes."""
 _LONGEST_WORD = 20_000
 # A word that Hydra reads as a text, unlike a number or true.

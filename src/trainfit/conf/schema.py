@@ -394,5 +394,6 @@ SCHEMAS: dict[str, type[Config]] = {
     "nli": NliConfig,
     "textclass": TextclassConfig,
     "pairs": PairsConfig,
+    "tokens": TokensConfig,
     "gpt": GptConfig,
 }

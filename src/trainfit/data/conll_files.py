@@ -31,7 +31,7 @@ def read_conll(path: Path, names: list[str]) -> Rows:
     tags: list[str] = []
     sentence, expected = 0, 0
     for number, line in enumerate(read_lines(path), 1):
-        fields = _fields(line)
+        fields = split_line(line)
         if not fields or fields[0] == _DOCUMENT or _beside(line, fields, number, words):
             if words:
                 sentence += 1
@@ -46,7 +46,7 @@ def read_conll(path: Path, names: list[str]) -> Rows:
         yield sentence + 1, {WORDS: words, TAGS: tags}
 
 
-def _fields(line: str) -> list[str]:
+def split_line(line: str) -> list[str]:
     """Split a line at tabs, or at spaces where it has none; nothing for an empty line."""
     if not line.strip(" \t\r\n"):
         return []

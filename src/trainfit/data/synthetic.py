@@ -238,6 +238,10 @@ _LURED = 0.4
 _CUES = CUES[9:]
 
 
+_TYPES, _SPAN_WORDS = ("LOC", "ORG", "PER"), (1, 2, 1)
+"""Type of span of each cue, and the number of its words."""
+_TOLD = 0.6
+"""Chance of a cue in tagged sentences to be told of the writer."""
 _AMOUNTS = (1.0, 2.5, 4.0)
 """Number that each cue adds, where labels are numbers."""
 
@@ -294,6 +298,32 @@ def make_pairs(scale: Scale = "small", seed: int = 0, target: Target = "single")
         number = both @ np.array(_AMOUNTS)
         return Texts(texts=texts, seconds=seconds, labels=number, classes=(VALUE,))
     return Texts(texts=texts, seconds=seconds, labels=both, classes=_CUES)
+
+
+def make_tagged(scale: Scale = "small", seed: int = 0) -> tuple[list[list[str]], list[list[str]]]:
+    """Make the words and tags of a seed's sentences.
+
+    A cue, for one type with the word after it, is a span where the writer tells it, so that a
+    word's tag depends on another word.
+    """
+    random = np.random.default_rng((seed, 17))
+    rows: list[list[str]] = []
+    tags: list[list[str]] = []
+    low, high = np.log(_TEXT_WORDS[scale])
+    for _ in range(_COUNT[scale]):
+        size = max(SENTENCE, round(float(np.exp(random.uniform(low, high)))))
+        count = int(random.integers(0, min(len(_CUES), size // SENTENCE) + 1))
+        chosen = random.choice(len(_CUES), count, replace=False)
+        telling = [(_CUES[k], bool(random.random() < _TOLD)) for k in chosen]
+        sentences, places = compose(size, telling, random)
+        marks = [["O"] * len(one.split()) for one in sentences]
+        for place, k, (_, told) in zip(places, chosen, telling, strict=True):
+            if told:
+                span = [f"B-{_TYPES[k]}", f"I-{_TYPES[k]}"][: _SPAN_WORDS[k]]
+                marks[place][2 : 2 + len(span)] = span
+        rows.append([word for one in sentences for word in one.split()])
+        tags.append([tag for one in marks for tag in one])
+    return rows, tags
 
 
 def _tell(there: NDArray[np.uint8], words: tuple[int, int], random: np.random.Generator) -> str:

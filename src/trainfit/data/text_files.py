@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,7 +15,7 @@ from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
 from trainfit.data.conll_files import TAGGED
 from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
-from trainfit.data.labels import check_characters, check_kind, read_name
+from trainfit.data.labels import check_characters, check_classes, check_kind, read_name
 from trainfit.data.row_files import KINDS, LONGEST_LINE, Kinds, check_file, read_rows
 
 _TELLING = 10_000
@@ -202,6 +203,16 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = (row[columns.label] for _, row in rows)
     return infer_kind((label for label in labels if not is_blank(label)), asked)
+
+
+def count_tags(path: Path, columns: Columns) -> Counter[str]:
+    """Count the words of each tag in a file; raise BadInput where tags look like texts."""
+    counts: Counter[str] = Counter()
+    for chunk in read_chunks(path, columns, kind=LabelKind(target="tags")):
+        for tags in chunk.labels:
+            counts.update(tags)  # type: ignore[arg-type]
+    check_classes(counts, counts.total(), f"{path}, column {columns.label},")
+    return counts
 
 
 def read_texts(path: Path, column: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.plan_records import Plan
 from trainfit.data.batches import collate_packed, collate_padded
-from trainfit.data.tokens import IntArray, Tokens
+from trainfit.data.tokens import IGNORED, IntArray, Tokens
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.jobs import tuned_plans
@@ -58,6 +58,7 @@ class ClassifierTask:
         self._validation = validation
         self._effective_batch, self._seed, self._pad_id = effective_batch, seed, pad_id
         self._class_weights = None if class_weights is None else np.asarray(class_weights)
+        self._weights = self._target.weights(train, self._class_weights)
         self._longest = longest or (int(train.lengths.max()) if len(train) else None)
 
     def build_model(self) -> nn.Module:
@@ -75,10 +76,9 @@ class ClassifierTask:
         return [step.tolist() for step in dealt]
 
     def weight(self, sequences: Sequence[int]) -> float:
-        """Number of sequences, or the sum of their classes' weights."""
-        if self._class_weights is None:
-            return float(len(sequences))
-        return float(self._class_weights[self._train.labels[list(sequences)]].sum())
+        """Number of sequences or of words with tags, or the sum of their classes' weights."""
+        # Words without any token leave a sentence nothing to learn.
+        return float(self._weights[list(sequences)].sum()) or 1.0
 
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
@@ -107,7 +107,7 @@ class ClassifierTask:
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Metrics on the validation part."""
         found = self.outputs(model, batch_size)
-        return self._target.evaluate(self._validation.labels, found)
+        return self._target.evaluate(self._validation.truth, found)
 
     def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
         """Probabilities or numbers of the validation part."""
@@ -173,7 +173,7 @@ def predict(
     pad_id: int = 0,
     target: OneClass | None = None,
 ) -> Outputs:
-    """Probabilities of the classes, or a number, for each sequence, in the given order."""
+    """Probabilities of the classes, or a number, for each sequence or word, in the given order."""
     logits = in_batches(model, model, tokens, batch_size, pad_id)
     return (target or OneClass()).outputs(logits).numpy()
 
@@ -189,6 +189,8 @@ def in_batches(
     packed: bool | None = None,
 ) -> Tensor:
     """Apply `compute`, the model or a part of it, to each sequence, in the given order.
+
+    Where words have tags, the outputs of the tokens that begin them are returned.
 
     Rows are packed where the device has a kernel for it, with no more tokens than `batch_size`
     sequences of the longest length have; all have one shape. Else sequences of similar length are
@@ -206,10 +208,17 @@ def in_batches(
                 for name, value in batch.items()
                 if name != "labels"
             }
-            parts.append(compute(**inputs)[: len(chosen)].double())
+            found = compute(**inputs)
+            if tokens.tags is None:
+                found = found[: len(chosen)]
+            else:
+                begun = np.flatnonzero(batch["labels"].numpy() != IGNORED)
+                found = found.flatten(0, 1)[torch.from_numpy(begun).to(device)]
+            parts.append(found.double())
             order += chosen
-    found = torch.cat(parts).cpu()  # once, since each copy would make the device wait
-    return found[torch.from_numpy(np.argsort(order))]
+    outputs = torch.cat(parts).cpu()  # once, since each copy would make the device wait
+    owners = order if tokens.tags is None else np.repeat(order, tokens.labels[order])
+    return outputs[torch.from_numpy(np.argsort(owners, kind="stable"))]
 
 
 Batches = Iterator[tuple[Sequence[int], dict[str, Any]]]

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose, layer
 from trainfit.conf.composition import as_word, completed, keys
-from trainfit.conf.schema import Config, EncoderModel, GptConfig
+from trainfit.conf.schema import Config, EncoderModel, GptConfig, TextFilesData, TokensConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import may_be_on_hub
 from trainfit.data.label_kinds import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
-from trainfit.data.text_files import check_columns, infer_labels
+from trainfit.data.text_files import check_columns, count_tags, infer_labels
 from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
@@ -72,6 +72,15 @@ def check_data(config: Config) -> None:
         for path in (data.train, data.validation, data.test):
             if path is not None:
                 check_columns(Path(path), columns_of(data))
+        _check_tags(data)
+
+
+def _check_tags(data: TextFilesData) -> None:
+    """Raise BadInput for words and tags that do not go together, in any row of the files."""
+    columns = columns_of(data)
+    for path in (data.train, data.validation, data.test) if columns.tagged else ():
+        if path is not None:
+            count_tags(Path(path), columns)
 
 
 def kind_of(config: TextFilesConfig) -> LabelKind:
@@ -98,7 +107,11 @@ def _with_notes(composed: Composed) -> Composed:
     config, notes = composed.config, list(composed.notes)
     if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed
-    if config.data.target == "auto":
+    if isinstance(config, TokensConfig):
+        tags = count_tags(Path(config.data.train), columns_of(config.data))
+        if all(name.isdecimal() for name in tags):
+            notes.append("tags are numbers without names: words are scored, not spans of them")
+    elif config.data.target == "auto":
         fix = "set data.target to single, multi or regression where that is wrong"
         notes.append(f"labels: {describe(kind_of(config))}; {fix}")
     if composed.origins["model.name"] == "default":

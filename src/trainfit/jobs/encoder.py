@@ -143,7 +143,9 @@ class PreparedEncoder:
     def counts(self, fold: int) -> DataSetup:
         """Count the rows of each part, and those of each class to train on."""
         data, by_class = self.datasets[fold], dict[str, int]()
-        labels, names = data.train.labels, data.metadata["classes"]
+        labels, names = data.train.truth, data.metadata["classes"]
+        if data.train.tags is not None:
+            labels = labels[:, 1]
         if labels.dtype.kind != "f":
             rows = labels.sum(0) if labels.ndim == 2 else np.bincount(labels, minlength=len(names))
             by_class = dict(zip(map(str, names), map(int, rows), strict=True))
@@ -180,7 +182,7 @@ class PreparedEncoder:
             "longest": max(int(lengths.max()) for lengths in self._lengths),
         }
         build = partial(_build, self, plan, device)
-        if plan.workload.method == "frozen":
+        if plan.workload.method == "frozen" and dataset.train.tags is None:
             pool = partial(self._pool, fold, plan, device)
             return FrozenTask(build, dataset.train, validation, pool=pool, **options)
         return ClassifierTask(build, dataset.train, validation, **options)

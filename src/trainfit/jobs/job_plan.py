@@ -31,7 +31,7 @@ from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
 
-_BATCHES = {"nli": 16, "textclass": 32, "pairs": 32, "gpt": 64}
+_BATCHES = {"nli": 16, "textclass": 32, "pairs": 32, "tokens": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
 _OWN_BATCH = 32
 """Samples per optimizer step of a job of the user's own that says nothing about it."""
@@ -41,6 +41,7 @@ _FACTORIES = {
     "nli": "trainfit.jobs.probes:encoder_step",
     "textclass": "trainfit.jobs.probes:encoder_step",
     "pairs": "trainfit.jobs.probes:encoder_step",
+    "tokens": "trainfit.jobs.probes:encoder_step",
     "gpt": "trainfit.jobs.probes:gpt_step",
 }
 _FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
@@ -57,7 +58,7 @@ def plan(
     watts: float | None = None,
     price_per_hour: float | None = None,
 ) -> Plan:
-    """The plan of nli, textclass, pairs or gpt on this machine, or on a GPU of the catalogue.
+    """The plan of a built-in job on this machine, or on a GPU of the catalogue.
 
     `overrides` are key=value words as on the command line. `lengths` are the tokens of each
     training sequence, where they are known; else the documents' data is assumed.

@@ -32,6 +32,7 @@ _NAMED_NOTHING = {
     "nli": "1,484 posts with 9 criteria each, as long as ReDSM5's",
     "textclass": "10,000 texts of about a third of data.max_length",
     "pairs": "10,000 pairs of about a third of data.max_length",
+    "tokens": "10,000 sentences of about a third of data.max_length",
     "gpt": "10 million tokens, about as many as Python's standard library has",
 }
 
@@ -95,7 +96,7 @@ def _texts(config: TextFilesConfig, path: Path) -> KnownData:
     words: list[int] = []
     classes: set[str] = set()
     for chunk in read_chunks(path, columns, kind=kind):
-        words += [len(" ".join(texts).split()) for texts in chunk.rows]  # or its words, joined
+        words += [len(" ".join(row).split()) for row in chunk.rows]
         for label in () if kind.target == "regression" else chunk.labels:
             classes |= {label} if isinstance(label, str) else set(label)  # type: ignore[arg-type]
     rows = len(words)
@@ -124,7 +125,7 @@ def assumed_lengths(task: str, longest: int) -> Any:
     if task == "gpt":
         return np.full(max(1, _GPT_TOKENS // longest), longest)
     draws = np.random.default_rng(0)
-    if task in ("textclass", "pairs"):
+    if task in ("textclass", "pairs", "tokens"):
         words = np.exp(np.log(0.35 * longest) + 0.6 * draws.standard_normal(10_000))
         return np.clip(np.round(words), 3, longest).astype(np.int64)
     middle = np.log(_MEAN_WORDS) - _SPREAD**2 / 2

@@ -22,11 +22,13 @@ from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.scores import FoldScores
 from trainfit.jobs.standard_export import hub_name
+from trainfit.jobs.tag_metrics import has_spans
 
 _DRAWS = 1000
 _TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")
 _PARTS = ("train", "validation", "test")
 _POOLED = {
+    "none": "hidden",
     "mean": "hidden.mean(1)",
     "first": "hidden[:, :{k}].mean(1)",
     "last": "hidden[:, -{k}:].mean(1)",
@@ -42,6 +44,11 @@ _NUMBER = """from transformers import pipeline
 
 number = pipeline("text-classification", ".", function_to_apply="none")
 print(number([{text}], truncation=True)[0]["score"] * {std!r} + {mean!r})
+"""
+_TAGS = """from transformers import pipeline
+
+tag = pipeline("token-classification", "."{joined})
+print(tag("a text"))
 """
 _APART = """import torch
 from safetensors.torch import load_file
@@ -103,7 +110,8 @@ def model_card(
     code: str,
 ) -> str:
     """Return the card as Markdown; `data` is a dataset's metadata, `base` a name on the hub."""
-    known = {"library_name": "transformers", "pipeline_tag": "text-classification"}
+    kind = "token" if facts.get("problem_type") == "token_classification" else "text"
+    known = {"library_name": "transformers", "pipeline_tag": f"{kind}-classification"}
     known |= {} if base is None else {"base_model": base}
     head = "\n".join(f"{name}: {json.dumps(value)}" for name, value in known.items())
     started = f" from [{base}](https://huggingface.co/{base})" if base else ""
@@ -135,6 +143,9 @@ def code_for(
     text = f'{{"text": {first}, "text_pair": {second}}}' if paired else first
     if standard and facts.get("problem_type") == "regression":
         return _NUMBER.format(text=text, std=facts["target_std"], mean=facts["target_mean"])
+    if standard and facts.get("problem_type") == "token_classification":
+        joined = ', aggregation_strategy="first"' if has_spans(facts["classes"]) else ""
+        return _TAGS.format(joined=joined)
     if standard:
         return _STANDARD.format(text=text)
     pooled = _POOLED.get(how["pooling"])
@@ -206,7 +217,9 @@ def _scores(judged: FoldScores) -> tuple[Sequence[str], Rows]:
     overall = judged.overall
     # Answers about one post are not independent, and a table of counts does not tell them apart.
     alone = isinstance(overall, Metrics) and overall.confusion and not judged.by_criterion
-    ends = intervals(overall.confusion) if alone and isinstance(overall, Metrics) else {}
+    ends = judged.ci95
+    if alone and not ends and isinstance(overall, Metrics):
+        ends = intervals(overall.confusion)
     rows = [
         [name, f"{value:.4f}", "–".join(f"{end:.4f}" for end in ends.get(name, ()))]
         for name, value in overall.scalars().items()

@@ -29,7 +29,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.standard_export import FACTS
-from trainfit.jobs.targets import OneClass, Outputs, SeveralLabels, target_of
+from trainfit.jobs.targets import OneClass, Outputs, SeveralLabels, WordTags, target_of
 from trainfit.runs import timeline
 
 if TYPE_CHECKING:
@@ -146,7 +146,11 @@ def is_standard(folder: Path) -> bool:
 def _load_whole(folder: Path, facts: dict[str, Any]) -> EncoderClassifier:
     """Read a classifier in transformers' layout."""
     settings = ClassifierSettings(
-        name=str(folder), classes=len(facts["classes"]), weights="pretrained", pooling="auto"
+        name=str(folder),
+        classes=len(facts["classes"]),
+        weights="pretrained",
+        pooling="auto",
+        words=isinstance(target_of(facts), WordTags),
     )
     model = build_classifier(settings)
     if not isinstance(model.head, OwnHead):

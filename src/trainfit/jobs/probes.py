@@ -57,6 +57,8 @@ def encoder_step(
         elif compile:
             compile_blocks(built)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
+        if settings.get("words"):
+            batch["labels"] = torch.zeros_like(batch["input_ids"])
         return lambda: step([batch] * micro_batches, float(rows))
 
     return model, make_step

@@ -1,4 +1,4 @@
-"""The jobs by name: nli, textclass, pairs, gpt, and `module:Class` for a job of one's own."""
+"""The jobs by name: nli, textclass, pairs, tokens, gpt, and `module:Class` for one's own."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ BUILT_IN = {
     "nli": "trainfit.jobs.nli",
     "textclass": "trainfit.jobs.textclass",
     "pairs": "trainfit.jobs.textclass",
+    "tokens": "trainfit.jobs.textclass",
     "gpt": "trainfit.jobs.gpt",
 }
 

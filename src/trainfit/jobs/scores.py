@@ -14,8 +14,8 @@ import numpy as np
 
 from trainfit.core.files import read_text, write_whole
 from trainfit.core.records import Event, Record, RunResult
-from trainfit.data.tokens import Dataset
-from trainfit.jobs.metrics import Metrics, by_group, by_label, class_metrics, over_folds
+from trainfit.data.tokens import Dataset, Tokens
+from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
 from trainfit.jobs.targets import Outputs, Scores, target_of
 
 Row = dict[str, Any]
@@ -38,6 +38,8 @@ class FoldScores(Record):
     """Metrics of each label, where a text has several."""
     thresholds: tuple[float, ...] = ()
     """Probability from which on each of several labels is given, chosen on the validation part."""
+    ci95: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """95% bootstrap intervals over sentences, where words have tags."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -68,14 +70,16 @@ def judge(
 ) -> FoldScores:
     """Score a fold's outputs on its test set."""
     test, names = dataset.test, dataset.metadata["classes"]
+    target = target_of(dataset.metadata)
     each: dict[str, Metrics] = {}
     if criteria is not None and test.criteria is not None:
         each = by_group(test.labels, found[:, 1], test.criteria, criteria)
     return FoldScores(
         fold=fold,
-        overall=target_of(dataset.metadata).score(test.labels, found, thresholds),
+        overall=target.score(test.truth, found, thresholds),
         by_criterion=each,
-        by_label=by_label(test.labels, found, names, thresholds) if thresholds else {},
+        by_label=target.by_label(test.truth, found, names, thresholds),
+        ci95=target.intervals(test.truth, found),
         thresholds=thresholds,
         steps=result.steps,
         best_step=result.best_step,
@@ -159,6 +163,8 @@ def rows(ids: Sequence[str], dataset: Dataset, found: Outputs, fold: int) -> lis
     """Make a row for each held-out item: its id, label and scores, without its text."""
     kind = target_of(dataset.metadata).problem_type
     test, codes = dataset.test, dataset.metadata.get("criteria")
+    if test.tags is not None:
+        return _word_rows(ids, test, found, fold)
     made = []
     for at, name in enumerate(ids):
         row: Row = {"fold": fold, "id": name}
@@ -177,6 +183,15 @@ def rows(ids: Sequence[str], dataset: Dataset, found: Outputs, fold: int) -> lis
             row |= {f"score_{k}": value for k, value in enumerate(chances)}
         made.append(row)
     return made
+
+
+def _word_rows(ids: Sequence[str], test: Tokens, found: Outputs, fold: int) -> list[Row]:
+    """Make a row for each word with a tag: its sentence, and the likeliest tag."""
+    tags, chances = found.argmax(1).tolist(), found.max(1).tolist()
+    return [
+        {"fold": fold, "id": ids[row], "label": label, "prediction": tag, "probability": chance}
+        for (row, label), tag, chance in zip(test.truth.tolist(), tags, chances, strict=True)
+    ]
 
 
 def as_csv(table: Sequence[Row]) -> str:
@@ -205,6 +220,6 @@ def checksum(datasets: Sequence[Dataset]) -> str:
             if id(part.ids) not in hashed:
                 hashed.add(id(part.ids))
                 digest.update(np.ascontiguousarray(part.ids).data)
-            for array in (part.starts, part.lengths, part.labels):
+            for array in (part.starts, part.lengths, part.truth):
                 digest.update(np.ascontiguousarray(array).data)
     return digest.hexdigest()

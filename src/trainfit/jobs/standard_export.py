@@ -1,4 +1,6 @@
-"""Exports of classifiers with transformers' own heads: AutoModelForSequenceClassification's layout.
+"""Exports of classifiers with transformers' own heads, as AutoModelForSequenceClassification loads.
+
+Those of words are as AutoModelForTokenClassification loads them.
 
 export/config.json, model.safetensors    the whole classifier, adapters merged into its weights
 export/adapter/                          LoRA or DoRA with the head: peft loads it on the base
@@ -55,7 +57,8 @@ def config_of(model: EncoderClassifier, facts: dict[str, Any]) -> PretrainedConf
     config: Any = copy.deepcopy(model.encoder.config)
     config.id2label = dict(enumerate(map(str, facts["classes"])))
     config.label2id = {name: number for number, name in config.id2label.items()}
-    config.problem_type = facts.get("problem_type", "single_label_classification")
+    if not model.settings.words:
+        config.problem_type = facts.get("problem_type", "single_label_classification")
     config.architectures = [type(head.model).__name__]
     config.dtype = torch.float32  # weights in half precision are made so where they are loaded
     if head.reads == "last":  # it looks for the last token that is no padding
@@ -135,7 +138,7 @@ def _write_adapter(
     path = folder / "adapter_config.json"
     fields = json.loads(path.read_text())
     fields |= {
-        "task_type": "SEQ_CLS",
+        "task_type": "TOKEN_CLS" if model.settings.words else "SEQ_CLS",
         "base_model_name_or_path": hub_name(model.settings.name),
         "target_modules": sorted(fields["target_modules"]),  # peft compares the ends of names
         "modules_to_save": sorted({_module(name, head.prefix) for name in of_head}),

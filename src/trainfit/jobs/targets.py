@@ -1,4 +1,6 @@
-"""Targets of a classifier: one class, several labels or a number; loss, outputs and metrics.
+"""Targets of a classifier: one class, several labels, a number, or a tag per word.
+
+Each has its loss, outputs and metrics.
 
 A loss is a sum over sequences, so that any cut of a step adds up to the same. Sequences that only
 fill a batch have the label -100, or NaN where labels are no classes.
@@ -7,6 +9,7 @@ fill a batch have the label -100, or NaN where labels are no classes.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,15 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn import functional
 
+from trainfit.data.tokens import Tokens
 from trainfit.jobs.metrics import (
     Metrics,
     NumberMetrics,
     best_thresholds,
+    by_label,
     class_metrics,
     label_metrics,
     number_metrics,
 )
 from trainfit.jobs.models.classifier import classification_loss
+from trainfit.jobs.tag_metrics import by_kind, tag_intervals, tag_metrics
 
 Outputs = NDArray[np.float64]
 """Probabilities of the classes or labels, or numbers, `[sequences, outputs]`."""
@@ -46,6 +52,10 @@ class OneClass:
         """Return the labels as the loss takes them."""
         return labels
 
+    def weights(self, tokens: Tokens, by_class: NDArray[Any] | None) -> NDArray[Any]:
+        """Return how much each sequence counts in the loss; `by_class` None: all the same."""
+        return np.ones(len(tokens)) if by_class is None else by_class[tokens.labels]
+
     def loss(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> Tensor:
         """Sum the loss of a micro-batch."""
         return classification_loss(logits, labels, weights)
@@ -63,6 +73,18 @@ class OneClass:
         """Compute the metrics of outputs."""
         del thresholds
         return class_metrics(labels, found)
+
+    def by_label(
+        self, labels: NDArray[Any], found: Outputs, names: Sequence[str], thresholds: Any
+    ) -> dict[str, Metrics]:
+        """Compute the metrics of each of several labels, or of each type of span; else none."""
+        del labels, found, names, thresholds
+        return {}
+
+    def intervals(self, labels: NDArray[Any], found: Outputs) -> dict[str, tuple[float, float]]:
+        """Bootstrap intervals where sentences are drawn; none of others, whose report has them."""
+        del labels, found
+        return {}
 
     def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
         """Compute the loss and the metrics of the validation part."""
@@ -98,6 +120,11 @@ class SeveralLabels(OneClass):
 
     def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
         return label_metrics(labels, found, thresholds or [0.5] * found.shape[1])
+
+    def by_label(
+        self, labels: NDArray[Any], found: Outputs, names: Sequence[str], thresholds: Any
+    ) -> dict[str, Metrics]:
+        return by_label(labels, found, names, thresholds) if thresholds else {}
 
     def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
         """Score by the thresholds that are best here: at 0.5 a rare label is long without any."""
@@ -149,9 +176,49 @@ class RealNumber(OneClass):
         }
 
 
+@dataclass(frozen=True, slots=True)
+class WordTags(OneClass):
+    """A tag per word, by cross-entropy of its first token.
+
+    Labels are `[words, 2]`: the sequence and the tag of each word. Outputs have a row per word.
+    """
+
+    problem_type: ClassVar[str] = "token_classification"
+    metrics: ClassVar[tuple[str, ...]] = (
+        *("f1", "accuracy", "precision", "recall", "macro_f1", "loss"),
+    )
+    names: tuple[str, ...]
+
+    def weights(self, tokens: Tokens, by_class: NDArray[Any] | None) -> NDArray[Any]:
+        """Return the number of words of each sequence, or the sum of their tags' weights."""
+        if by_class is None:
+            return tokens.labels.astype(np.float64)
+        words = tokens.truth
+        return np.bincount(words[:, 0], by_class[words[:, 1]], len(tokens))
+
+    def score(self, labels: NDArray[Any], found: Outputs, thresholds: Any = ()) -> Scores:
+        del thresholds
+        return tag_metrics(labels, found.argmax(1), self.names)
+
+    def by_label(
+        self, labels: NDArray[Any], found: Outputs, names: Sequence[str], thresholds: Any
+    ) -> dict[str, Metrics]:
+        del thresholds
+        return by_kind(labels, found.argmax(1), names)
+
+    def intervals(self, labels: NDArray[Any], found: Outputs) -> dict[str, tuple[float, float]]:
+        return tag_intervals(labels, found.argmax(1), self.names)
+
+    def evaluate(self, labels: NDArray[Any], found: Outputs) -> dict[str, float]:
+        chance = np.maximum(found[np.arange(len(labels)), labels[:, 1]], 1e-12)
+        return {"loss": float(-np.log(chance).mean()), **self.score(labels, found).scalars()}
+
+
 def target_of(facts: dict[str, Any]) -> OneClass:
     """Return the target that a dataset's metadata or an export's head.json describes."""
     kind = facts.get("problem_type", OneClass.problem_type)
+    if kind == WordTags.problem_type:
+        return WordTags(tuple(map(str, facts["classes"])))
     if kind == RealNumber.problem_type:
         return RealNumber(float(facts["target_mean"]), float(facts["target_std"]))
     return SeveralLabels() if kind == SeveralLabels.problem_type else OneClass()

@@ -1,18 +1,21 @@
 """Baselines of texts: the commonest answer, and a regression on TF-IDF of the tokens.
 
+Words with tags get the commonest tag that each has in training.
+
 Classes and labels get a logistic regression, numbers a ridge regression. Files of pairs count the
 tokens of both texts together.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.data.tokens import Dataset, Tokens
+from trainfit.data.tokens import IGNORED, Dataset, Tokens
 from trainfit.jobs.metrics import (
     Metrics,
     best_thresholds,
@@ -21,6 +24,7 @@ from trainfit.jobs.metrics import (
     label_metrics,
     number_metrics,
 )
+from trainfit.jobs.tag_metrics import tag_metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]
@@ -34,15 +38,20 @@ _PARTS = ("train", "validation", "test")
 _FIELDS = ("starts", "lengths", "labels")
 
 
-def text_arrays(datasets: Sequence[Dataset], seed: int) -> Arrays:
-    """Data of the baselines of a text classification."""
-    classes = len(datasets[0].metadata["classes"])
-    arrays = {"seed": np.array(seed), "classes": np.array(classes)}
+def text_arrays(datasets: Sequence[Dataset], seed: int, special: Sequence[int] = ()) -> Arrays:
+    """Data of the baselines of a text classification; `special` tokens are of no word."""
+    arrays: Arrays = {
+        "seed": np.array(seed),
+        "classes": np.array(list(map(str, datasets[0].metadata["classes"]))),
+        "special": np.array(special, dtype=np.int64),
+    }
     for number, dataset in enumerate(datasets):
         for name in _PARTS:
             part: Tokens = getattr(dataset, name)
             home = f"ids {id(part.ids)}"  # most parts share one array
             arrays |= {home: part.ids, f"{number}.{name}": np.array(home)}
+            if part.tags is not None:
+                arrays[f"tags of {home}"] = part.tags
             arrays |= {f"{number}.{name}.{field}": getattr(part, field) for field in _FIELDS}
     return arrays
 
@@ -52,22 +61,28 @@ def score_texts(arrays: Arrays) -> list[dict[str, float]]:
 
     def part(place: str) -> Tokens:
         fields = {field: arrays[f"{place}.{field}"] for field in _FIELDS}
-        return Tokens(ids=arrays[str(arrays[place])], **fields)
+        home = str(arrays[place])
+        return Tokens(ids=arrays[home], tags=arrays.get(f"tags of {home}"), **fields)
 
     return [
         text_baselines(
             Dataset(
-                metadata={"classes": range(int(arrays["classes"]))},
+                metadata={"classes": arrays["classes"].tolist()},
                 **{name: part(f"{number}.{name}") for name in _PARTS},
             ),
             seed=int(arrays["seed"]),
+            special=arrays["special"],
         )
         for number in range(sum(name.endswith(".test") for name in arrays))
     ]
 
 
-def text_baselines(dataset: Dataset, *, seed: int = 0) -> dict[str, float]:
+def text_baselines(
+    dataset: Dataset, *, seed: int = 0, special: IntArray | None = None
+) -> dict[str, float]:
     """Score both baselines on the test set: F1, or for numbers the root mean squared error."""
+    if dataset.train.tags is not None:
+        return _tag_baselines(dataset, set([] if special is None else special.tolist()))
     if dataset.train.labels.ndim == 2:
         return _label_baselines(dataset, seed)
     if dataset.train.labels.dtype.kind == "f":
@@ -105,6 +120,35 @@ def _label_baselines(dataset: Dataset, seed: int) -> dict[str, float]:
         "majority_f1": label_metrics(truth, answers, [0.5] * labels).f1,
         "bag_of_words_f1": label_metrics(truth, found[1], thresholds).f1,
     }
+
+
+def _tag_baselines(dataset: Dataset, special: set[int]) -> dict[str, float]:
+    """F1 of one tag for all words, O where there is one, and of each word's commonest tag."""
+    names = dataset.metadata["classes"]
+    known = [*_words(dataset.train, special), *_words(dataset.validation, special)]
+    every = Counter(tag for _, tag in known)
+    usual = names.index("O") if "O" in names else every.most_common(1)[0][0]
+    each: dict[tuple[int, ...], Counter[int]] = {}
+    for word, tag in known:
+        each.setdefault(word, Counter())[tag] += 1
+    common = {word: tags.most_common(1)[0][0] for word, tags in each.items()}
+    truth = dataset.test.truth
+    found = [common.get(word, usual) for word, _ in _words(dataset.test, special)]
+    name = "all_o_f1" if "O" in names else "majority_f1"
+    return {
+        name: tag_metrics(truth, np.full(len(truth), usual), names).f1,
+        "word_tags_f1": tag_metrics(truth, np.array(found), names).f1,
+    }
+
+
+def _words(tokens: Tokens, special: set[int]) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield each word with a tag as its tokens, and its tag."""
+    assert tokens.tags is not None
+    for at, start in enumerate(tokens.starts.tolist()):
+        tags = tokens.tags[start : start + int(tokens.lengths[at])]
+        begun = np.flatnonzero(tags != IGNORED)
+        for word, place in zip(np.split(tokens.sequence(at), begun)[1:], begun, strict=True):
+            yield tuple(token for token in word.tolist() if token not in special), int(tags[place])
 
 
 def _number_baselines(dataset: Dataset, seed: int) -> dict[str, float]:

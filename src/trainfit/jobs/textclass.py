@@ -1,4 +1,4 @@
-"""`train textclass` and `train pairs`: texts, or two each, with a label, from files or made up."""
+"""`train textclass`, `pairs` and `tokens`: labels of texts, pairs or words, given or made up."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed, TextFilesConfig
-from trainfit.conf.schema import EncoderModel, PairsData
+from trainfit.conf.schema import EncoderModel, PairsData, TokensData
 from trainfit.data.labelled_texts import load_text_files, text_datasets
+from trainfit.data.labels import class_order
 from trainfit.data.row_files import check_file
-from trainfit.data.synthetic import Texts, make_pairs, make_texts
+from trainfit.data.synthetic import Texts, make_pairs, make_tagged, make_texts
 from trainfit.data.text_files import read_chunks
-from trainfit.data.tokens import Dataset, tokenize_texts
+from trainfit.data.tokens import Dataset, tokenize_texts, tokenize_words
 from trainfit.jobs.configuration import (
     Chosen,
     choose_weights,
@@ -75,7 +76,9 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
             for data in datasets
         ),
         build=lambda model, **decided: build_model(model, classes=classes, **decided),
-        baselines=partial(text_arrays, datasets, config.seed),
+        baselines=partial(
+            text_arrays, datasets, config.seed, special=chosen.tokenizer.all_special_ids
+        ),
         use={"pairs": True} if isinstance(config.data, PairsData) else {},
     )
 
@@ -83,6 +86,9 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
     """The training texts, read anew at each call."""
     data, kind = config.data, kind_of(config)
+    if isinstance(data, TokensData) and data.train is None:
+        rows, _ = make_tagged(data.scale, config.seed)
+        return lambda: map(" ".join, rows)
     if data.train is None:
         made = _make(config)
         return lambda: chain(made.texts, made.seconds or ())
@@ -104,6 +110,12 @@ def _load(config: TextFilesConfig, chosen: Chosen) -> tuple[Dataset, ...]:
         "validation_share": data.validation_share,
         "seed": config.seed,
     }
+    if isinstance(data, TokensData) and data.train is None:
+        rows, tags = make_tagged(data.scale, config.seed)
+        names = class_order(tag for row in tags for tag in row)
+        numbers = [[names.index(tag) for tag in row] for row in tags]
+        words = tokenize_words(chosen.tokenizer, rows, numbers, max_length=data.max_length)
+        return text_datasets(words, names, **shares)
     if data.train is None:
         made = _make(config)
         tokens = tokenize_texts(

@@ -22,6 +22,7 @@ from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.pretraining import GptTask
+from trainfit.jobs.targets import OneClass, WordTags
 from trainfit.tuning.trial import Setup
 
 _SPECIAL = 5
@@ -44,12 +45,18 @@ def encoder_trial(
         )
     settings = settings_from(asked.model, weights="random", **model_decisions(plan, asked.model))
     tokens = synthetic_tokens(lengths, model_facts(asked.model.name).vocabulary)
+    target: OneClass | None = None
+    if settings.words:
+        tags = np.random.default_rng(0).integers(0, 2, tokens.ids.size).astype(np.int32)
+        tokens = replace(tokens, labels=tokens.lengths, tags=tags)
+        target = WordTags(tuple(map(str, range(settings.classes))))
     made = ClassifierTask(
         on_device(device, lambda: build_classifier(settings)),
         tokens,
         tokens.subset(range(1)),
         effective_batch=plan.effective_batch_size,
         seed=asked.seed,
+        target=target,
     )
     loop = encoder_settings(asked, plan, [tokens.lengths], device=device, ranks=1)
     return Setup(made, loop, job_plan.runtime_settings(asked, plan))

@@ -30,6 +30,7 @@ FACTORIES = {
     "nli": "trainfit.jobs.trials:encoder_trial",
     "textclass": "trainfit.jobs.trials:encoder_trial",
     "pairs": "trainfit.jobs.trials:encoder_trial",
+    "tokens": "trainfit.jobs.trials:encoder_trial",
     "gpt": "trainfit.jobs.trials:gpt_trial",
 }
 OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"

@@ -30,7 +30,7 @@ from trainfit.reports.plots import parts_at_peak
 from trainfit.runs import timeline
 from trainfit.runs.reader import RunFiles, finite
 
-_NAMES_DATA = {"nli": "data_dir", "textclass": "train", "pairs": "train"}
+_NAMES_DATA = {"nli": "data_dir", "textclass": "train", "pairs": "train", "tokens": "train"}
 """Key of the data by task; null: it is made up."""
 
 

@@ -57,8 +57,13 @@ _NUMBER_FIGURES = {
     "pearson": "Pearson",
     "spearman": "Spearman",
 }
+_TAG_FIGURES = {name: title for name, title in FIGURES.items() if name != "auc"} | {
+    "accuracy": "word accuracy"
+}
 BASELINES = {
     "majority_f1": "majority class",
+    "all_o_f1": "O for every word",
+    "word_tags_f1": "each word's commonest tag",
     "mean_rmse": "mean of the labels",
     "bag_of_words_f1": "TF-IDF regression",
     "bag_of_words_rmse": "TF-IDF regression",
@@ -69,7 +74,11 @@ _MOST_CLASSES = 8
 
 def figures_of(problem_type: str) -> Mapping[str, str]:
     """Titles of the scores of a kind of labels, the one that decides first."""
-    kinds = {"multi_label_classification": _LABEL_FIGURES, "regression": _NUMBER_FIGURES}
+    kinds = {
+        "multi_label_classification": _LABEL_FIGURES,
+        "regression": _NUMBER_FIGURES,
+        "token_classification": _TAG_FIGURES,
+    }
     return kinds.get(problem_type, FIGURES)
 
 
@@ -86,8 +95,7 @@ def scores_section(run: RunFiles) -> Section | None:
     blocks: list[Block] = []
     if metrics:
         blocks.append(_table(metrics, run))
-    if found is not None:
-        blocks += _intervals(found, run)
+    blocks += _sentence_intervals(run) if found is None else _intervals(found, run)
     if metrics and metrics.get("confusion"):
         counts = tuple(tuple(map(int, row)) for row in metrics["confusion"])
         blocks.append(
@@ -104,7 +112,7 @@ def scores_section(run: RunFiles) -> Section | None:
     if by_criterion := run.results.get("by_criterion"):
         blocks.append(_criteria_table(by_criterion, found))
     if by_label := run.results.get("by_label"):
-        blocks.append(_labels_table(by_label))
+        blocks.append(_labels_table(by_label, tags=problem_type_of(run) == "token_classification"))
     if problem_type_of(run) == "regression":
         blocks += _scatter(run.folder / "predictions.csv")
     if not blocks and any(part.scores for part in run.parts):
@@ -179,6 +187,28 @@ def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
     if criteria:
         rows = criteria if len(folds) > 1 else (whole, *criteria)
         yield _plot("f1-criteria", f"{name} by criterion", rows, references[:0])
+
+
+def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
+    """F1 of tags by fold, with the intervals that the run drew over its sentences."""
+    parts = [(n, part.scores) for n, part in enumerate(run.parts) if part.scores.get("ci95")]
+    rows = tuple(
+        IntervalRow(
+            label=f"fold {n + 1}" if len(run.parts) > 1 else "model",
+            value=float(scores["overall"]["f1"]),
+            low=float(low) if low < high else None,
+            high=float(high) if low < high else None,
+            note=f"{int(scores['overall']['count']):,} words",
+            color=n if len(run.parts) > 1 else -1,
+        )
+        for n, scores in parts
+        for low, high in [scores["ci95"]["f1"]]
+    )
+    baselines = (run.results.get("baselines") or {}).items()
+    lines = tuple(Reference(y=float(y), label=BASELINES.get(name, name)) for name, y in baselines)
+    note = "95% bootstrap intervals over sentences; none where no error was seen"
+    if rows:
+        yield Intervals(id="f1-folds", title="F1", note=note, rows=rows, top=1.0, references=lines)
 
 
 def _plot(
@@ -268,8 +298,8 @@ def _criteria_table(
     )
 
 
-def _labels_table(by_label: Mapping[str, Mapping[str, Any]]) -> Table:
-    names = ("f1", "precision", "recall", "auc")
+def _labels_table(by_label: Mapping[str, Mapping[str, Any]], *, tags: bool) -> Table:
+    names = ("f1", "precision", "recall") if tags else ("f1", "precision", "recall", "auc")
     rows = tuple(
         (
             label,
@@ -280,7 +310,9 @@ def _labels_table(by_label: Mapping[str, Mapping[str, Any]]) -> Table:
         for label, one in by_label.items()
     )
     titles = (FIGURES[name] for name in names)
-    return Table(title="By label", columns=("", *titles, "texts", "given"), rows=rows)
+    counted = "true" if tags else "texts"
+    title = "By type" if tags else "By label"
+    return Table(title=title, columns=("", *titles, counted, "given"), rows=rows)
 
 
 def _scatter(path: Path) -> Iterator[Lines]:

@@ -142,6 +142,8 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
 def _answer(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4f}"
+    if value is None:
+        return ""
     return ", ".join(map(str, value)) if isinstance(value, list) else str(value)
 
 

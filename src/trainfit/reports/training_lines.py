@@ -243,7 +243,8 @@ def result_page(result: JobResult) -> RenderableType:
     if result.by_criterion:
         parts += ["", _criteria(result.by_criterion)]
     if result.by_label:
-        parts += ["", _labels(result.by_label)]
+        tagged = result.problem_type == "token_classification"
+        parts += ["", _labels(result.by_label, tagged=tagged)]
     if confusion := result.metrics.get("confusion"):
         parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
     if result.events:
@@ -264,9 +265,10 @@ def _scores(result: JobResult) -> Table:
     return table
 
 
-def _labels(by_label: Mapping[str, Metrics]) -> Table:
-    names = ("f1", "precision", "recall", "auc")
-    table = terminal.table("By label", ("",), (*names, "texts"))
+def _labels(by_label: Mapping[str, Metrics], *, tagged: bool) -> Table:
+    names = ("f1", "precision", "recall") if tagged else ("f1", "precision", "recall", "auc")
+    title, counted = ("By type", "true") if tagged else ("By label", "texts")
+    table = terminal.table(title, ("",), (*names, counted))
     for name, one in by_label.items():
         cells = [four(getattr(one, figure)) for figure in names]
         table.add_row(name, *cells, str(sum(one.confusion[1])))

@@ -135,9 +135,9 @@ def exports_of(run: Path) -> list[Path]:
     return found
 
 
-def takes_pairs(export: Path) -> bool:
-    """True for an exported model of pairs; whoever loads it says what is wrong with its files."""
+def export_facts(export: Path) -> Mapping[str, Any]:
+    """Read the facts of an exported model; whoever loads it says what is wrong with its files."""
     for name in ("trainfit.json", "head.json"):
         with suppress(OSError, ValueError):
-            return codec.read_object(export / name).get("pairs") is True
-    return False
+            return codec.read_object(export / name)
+    return {}

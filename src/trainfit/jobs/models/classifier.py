@@ -1,4 +1,4 @@
-"""Classifier of an encoder, a pooler and a head: one row of logits per sequence."""
+"""Classifier of an encoder, a pooler and a head: a row of logits per sequence, or per token."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ _PROBES = 8
 def build_pooler(pooling: Pooling, width: int, tokens: int = 1) -> nn.Module:
     """Build the module from hidden states `[B, T, width]` and a `Layout` to `[sequences, width]`.
 
-    `tokens` is the k of first-k and last-k.
+    `tokens` is the k of first-k and last-k. With none, the hidden states stay as they are.
     """
     poolers: dict[Pooling, Callable[[], nn.Module]] = {
+        "none": NoPooler,
         "mean": partial(MeanPooler, "mean", tokens),
         "first": partial(MeanPooler, "first", tokens),
         "last": partial(MeanPooler, "last", tokens),
@@ -48,6 +49,13 @@ def build_pooler(pooling: Pooling, width: int, tokens: int = 1) -> nn.Module:
     if pooling not in poolers:
         raise BadInput(f"unknown pooling {pooling!r}", f"choose {', '.join(poolers)}")
     return poolers[pooling]()
+
+
+class NoPooler(nn.Module):
+    """Every token by itself, in float32 or wider."""
+
+    def forward(self, hidden: Tensor, _layout: Layout) -> Tensor:
+        return _precise(hidden, hidden)
 
 
 class MeanPooler(nn.Module):
@@ -180,9 +188,11 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
     head = find_head(source, settings) if settings.pooling == "auto" else None
     if settings.pooling == "auto" and head is None:
         kind = sources.find(source, settings.weights, settings.overrides)[0].model_type
-        text = f"transformers has no head for {kind} that can be taken: pooling is mean"
+        pooling: Pooling = "none" if settings.words else "mean"
+        instead = "it is linear" if settings.words else "pooling is mean"
+        text = f"transformers has no head for {kind} that can be taken: {instead}"
         warnings.warn(text, TrainfitWarning, stacklevel=2)
-        settings = replace(settings, pooling="mean")
+        settings = replace(settings, pooling=pooling)
     encoder = build_encoder(
         source,
         weights=settings.weights,
@@ -240,7 +250,10 @@ class EncoderClassifier(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **rows: Any
     ) -> Tensor:
-        """Compute logits `[sequences, classes]` from the arguments of `pool`."""
+        """Compute logits from the arguments of `pool`.
+
+        They are `[sequences, classes]`, or `[B, T, classes]` where nothing is pooled.
+        """
         return self.classify(self.pool(input_ids, attention_mask, **rows))
 
     def pool(
@@ -308,10 +321,11 @@ class Head(nn.Module):
 def classification_loss(
     logits: Tensor, labels: Tensor, class_weights: Tensor | None = None
 ) -> Tensor:
-    """Sum the cross-entropy of a micro-batch in float32 or wider."""
+    """Sum the cross-entropy of a micro-batch's sequences or tokens in float32 or wider."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if class_weights is not None:
         class_weights = class_weights.to(logits)
+    rows = logits.flatten(0, -2)
     return functional.cross_entropy(
-        logits, labels, class_weights, reduction="sum", ignore_index=IGNORED
+        rows, labels.flatten(), class_weights, reduction="sum", ignore_index=IGNORED
     )

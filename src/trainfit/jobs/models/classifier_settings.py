@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from trainfit.conf.schema import EncoderModel
+from trainfit.conf.schema import EncoderModel, TokensModel
 from trainfit.core.codec import Range, decode
 from trainfit.core.errors import BadConfig, BadInput
 
 Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["full", "frozen", "lora", "dora"]
-Pooling = Literal["auto", "mean", "first", "last", "max", "attention_kv", "attention_query"]
+Pooling = Literal["auto", "none", "mean", "first", "last", "max", "attention_kv", "attention_query"]
 Attention = Literal["auto", "varlen", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
@@ -27,6 +27,8 @@ _AS_CONFIGURED = (
     "lora_dropout",
 )
 """Fields with the same name in a configuration."""
+_TAGS = 32
+"""Tags that a model of words is planned and timed with."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +46,11 @@ class ClassifierSettings:
     """Dtype of the encoder's weights; head, pooler and adapters stay in float32."""
     method: Method = "full"
     pooling: Pooling = "mean"
-    """auto: as the head does that transformers gives the model; its decoders stay causal."""
+    """auto: as the head does that transformers gives the model; its decoders stay causal.
+
+    none: every token is classified."""
+    words: bool = False
+    """With pooling auto: take the head for tokens instead of that for sequences."""
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
     attention: Attention = "auto"
@@ -87,5 +93,6 @@ def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
             model.use_gradient_checkpointing, "none"
         ),
         **{name: getattr(model, name) for name in _AS_CONFIGURED},
+        **({"words": True, "classes": _TAGS} if isinstance(model, TokensModel) else {}),
     }
     return decode(ClassifierSettings, asked | decided, "model")

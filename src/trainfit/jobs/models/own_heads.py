@@ -1,8 +1,9 @@
 """The head that transformers gives a model for classification, on gathered hidden states.
 
-`AutoModelForSequenceClassification` is built without its encoder. In the encoder's place stands a
-module that hands on the one hidden state per sequence that the head reads, so that the class's own
-code computes the logits, whatever its family, and the weights keep their names.
+`AutoModelForSequenceClassification`, or `AutoModelForTokenClassification`, is built without its
+encoder. In the encoder's place stands a module that hands on the hidden states that the head reads,
+one per sequence or all, so that the class's own code computes the logits, whatever its family, and
+the weights keep their names.
 """
 
 from __future__ import annotations
@@ -23,12 +24,12 @@ from trainfit.jobs.models.classifier_settings import ClassifierSettings
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
-Reads = Literal["first", "last", "mean"]
-"""Tokens that a head reads: the first, the last, or the mean of all."""
+Reads = Literal["first", "last", "mean", "none"]
+"""Tokens that a head reads: the first, the last, the mean of all, or each by itself (none)."""
 
 
 class OwnHead(nn.Module):
-    """A sequence-classification class of transformers, without its encoder."""
+    """A sequence- or token-classification class of transformers, without its encoder."""
 
     def __init__(self, model: PreTrainedModel, reads: Reads) -> None:
         super().__init__()
@@ -36,10 +37,14 @@ class OwnHead(nn.Module):
         self.reads = reads
 
     def forward(self, pooled: Tensor) -> Tensor:
-        """Compute logits from the hidden states that the head reads, `[sequences, width]`."""
+        """Compute logits from the hidden states that the head reads.
+
+        They are `[sequences, width]`, or `[B, T, width]` where it reads each token by itself.
+        """
+        hidden = pooled if self.reads == "none" else pooled[:, None]
         # The token is no padding, or all are: a head that looks for the last finds the only one.
-        ids = torch.zeros(len(pooled), 1, dtype=torch.long, device=pooled.device)
-        logits: Tensor = self.model(input_ids=ids, inputs_embeds=pooled[:, None]).logits
+        ids = torch.zeros(hidden.shape[:2], dtype=torch.long, device=pooled.device)
+        logits: Tensor = self.model(input_ids=ids, inputs_embeds=hidden).logits
         return logits
 
     @property
@@ -88,7 +93,7 @@ def find_head(source: str | PretrainedConfig, settings: ClassifierSettings) -> O
     config, _ = sources.find(source, settings.weights, settings.overrides, published=True)
     text = config.get_text_config()
     with refusing(partial(sources.unbuildable, text.model_type)):
-        shell = _without_encoder(text, settings.classes)
+        shell = _without_encoder(text, settings)
         reads = None if shell is None else _reads(shell)
     return None if shell is None or reads is None else OwnHead(shell, reads)
 
@@ -118,14 +123,22 @@ def fill_head(
     head.float()
 
 
-def _without_encoder(config: PretrainedConfig, classes: int) -> PreTrainedModel | None:
-    from transformers import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING as KNOWN
+def _without_encoder(
+    config: PretrainedConfig, settings: ClassifierSettings
+) -> PreTrainedModel | None:
+    from transformers import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+        MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
+    )
 
-    if type(config) not in KNOWN:
+    known: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING
+    if settings.words:
+        known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
+    if type(config) not in known:
         return None
-    kind: Any = KNOWN[type(config)]
+    kind: Any = known[type(config)]
     config = copy.deepcopy(config)
-    config.num_labels = classes
+    config.num_labels = settings.classes
     if getattr(config, "pad_token_id", None) is None:
         config.pad_token_id = 0  # else last-token heads take one sequence at a time
     with torch.device("meta"):
@@ -152,12 +165,17 @@ def _reads(shell: PreTrainedModel) -> Reads | None:
             "first": hidden[:, :1],
             "last": hidden[:, -1:],
             "mean": hidden.mean(1, keepdim=True),
+            "none": hidden.transpose(0, 1),
         }
         try:
             wanted = model(input_ids=ids, inputs_embeds=hidden).logits
             for way, state in ways.items():
-                found = model(input_ids=ids[:, :1], inputs_embeds=state).logits
-                if torch.allclose(found, wanted, rtol=1e-3, atol=1e-4):
+                found = model(
+                    input_ids=ids[:, :1].expand(len(state), 1), inputs_embeds=state
+                ).logits
+                if found.numel() == wanted.numel() and torch.allclose(
+                    found.reshape(wanted.shape), wanted, rtol=1e-3, atol=1e-4
+                ):
                     return way
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError):
             return None  # it needs more than hidden states
