@@ -99,12 +99,12 @@ def lay_out(case: Case, folder: Path, templates: Path) -> None:
     """Make the files of a case."""
     if case.template is not None:
         shutil.copytree(templates / case.template, folder, symlinks=True)
-    folder.mkdir(parents=True, exist_ok=True)
     for edit in case.edits:
         found = sorted(p for p in folder.rglob(edit.among) if p.is_file() and not p.is_symlink())
         if found:
             chosen = random.Random(edit.seed)
             damage(chosen.choice(found), edit.how, chosen)
+    folder.mkdir(parents=True, exist_ok=True)  # an edit may remove a file with its folder
     for name, content in case.files.items():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -81,7 +81,6 @@ _REFUSED_NAMES: list[dict[str, Any]] = [
     _GEMMA | {"hidden_activation": "nowhere"},
     _GEMMA | {"layer_types": ["full_attention", "nowhere"]},
     _GEMMA | {"rope_scaling": {"rope_type": "nowhere"}},
-    _GEMMA | {"rope_scaling": {"type": "linear"}},
     _GEMMA | {"query_pre_attn_scalar": -1},
     _GEMMA | {"rope_theta": -1},
     _DEBERTA | {"hidden_act": "nowhere"},

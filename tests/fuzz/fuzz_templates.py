@@ -72,11 +72,11 @@ def command(argv: list[str], *, real_plan: bool = False) -> int:
 def _plan_quickly(question: Any, *given: Any, **more: Any) -> Any:
     """Build the model, as the planner's process does, and plan without a step of it."""
     from job_tiny import quick_plan
-    from trainfit.jobs.models.classifier import check_buildable
+    from trainfit.jobs.models.classifier import try_building
     from trainfit.jobs.models.classifier_settings import ClassifierSettings
 
     if question.factory.endswith(":encoder_step"):
-        check_buildable(ClassifierSettings(**question.arguments))
+        try_building(ClassifierSettings(**question.arguments))
     return quick_plan(question, *given, **more)
 
 

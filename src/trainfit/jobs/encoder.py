@@ -36,8 +36,9 @@ from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
 from trainfit.jobs.model_facts import model_facts
+from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.models.classifier import EncoderClassifier, check_buildable
+from trainfit.jobs.models.classifier import EncoderClassifier, try_building
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
@@ -120,10 +121,9 @@ class PreparedEncoder:
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the data's real lengths."""
-        _check_vocabulary(self)
         first, *others = (lengths.tolist() for lengths in self._lengths)
         question = job_plan.question(self.composed, first, folds=others)
-        check_buildable(ClassifierSettings(**question.arguments))
+        _check_model(self, try_building(ClassifierSettings(**question.arguments)))
         held_out = [(one.validation.lengths.sum(), one.test.lengths.sum()) for one in self.datasets]
         return tuned_plans.JobQuestion(
             composed=self.composed,
@@ -367,8 +367,8 @@ class PreparedEncoder:
         return result
 
 
-def _check_vocabulary(prepared: PreparedEncoder) -> None:
-    """Raise BadInput for a token that the model has no embedding for: a GPU would only stop."""
+def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:
+    """Raise BadInput for tokens or lengths beyond the model's tables: a GPU would only stop."""
     name = prepared.config.model.name
     rows = model_facts(name).vocabulary
     sets = prepared.datasets
@@ -380,6 +380,7 @@ def _check_vocabulary(prepared: PreparedEncoder) -> None:
             f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
             "give a folder whose tokenizer goes with its weights",
         )
+    check_length(model.traits, max(int(part.lengths.max(initial=0)) for part in parts))
 
 
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:

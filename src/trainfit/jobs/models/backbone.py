@@ -127,7 +127,8 @@ def encode(
     path: attention.Path = "auto",
 ) -> Tensor:
     """Compute hidden states `[B, T, width]`; a sequence attends to itself and to no other."""
-    _check_length(traits, layout)
+    if layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]:  # else not known
+        check_length(traits, layout.max_seqlen)
     inputs: dict[str, Any] = {
         "input_ids": input_ids,
         "position_ids": layout.positions + traits.first_position,
@@ -256,13 +257,11 @@ def _head(config: PretrainedConfig) -> int:
     return config.hidden_size // config.num_attention_heads if size is None else size
 
 
-def _check_length(traits: Traits, layout: Layout) -> None:
+def check_length(traits: Traits, longest: int) -> None:
     """Raise BadInput for a position beyond the table: on a GPU it would break the process."""
-    known = layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]
-    if known and traits.positions is not None and layout.max_seqlen > traits.positions:
+    if traits.positions is not None and longest > traits.positions:
         raise BadInput(
-            f"sequences of up to {layout.max_seqlen} tokens, but the model has {traits.positions}"
-            " positions",
+            f"sequences of up to {longest} tokens, but the model has {traits.positions} positions",
             f"set data.max_length to {traits.positions} or less",
         )
 

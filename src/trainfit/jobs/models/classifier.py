@@ -177,10 +177,10 @@ def build_classifier(
     return build_anywhere(partial(_build, settings, config))
 
 
-def check_buildable(settings: ClassifierSettings) -> None:
-    """Raise BadInput for a model that cannot be built, in milliseconds and without memory."""
+def try_building(settings: ClassifierSettings) -> EncoderClassifier:
+    """Build a classifier on the meta device in milliseconds; BadInput where that cannot be."""
     with torch.device("meta"), sources.without_warnings():
-        build_classifier(settings)
+        return build_classifier(settings)
 
 
 def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> EncoderClassifier:
