@@ -61,12 +61,12 @@ def test_the_same_seed_gives_the_same_trials_and_another_one_others(url: str):
 
 
 def test_a_study_that_was_stopped_goes_on_as_if_it_had_not_been(url: str):
-    whole = toy_desk(url, "whole", trials=14, sampler_startup=4)
+    whole = toy_desk(url, "whole", trials=8, sampler_startup=3)
     work(whole, run_toy)
-    work(toy_desk(url, "parts", trials=5, sampler_startup=4), run_toy)
-    dead = claim(toy_desk(url, "parts", trials=14, sampler_startup=4))
+    work(toy_desk(url, "parts", trials=4, sampler_startup=3), run_toy)
+    dead = claim(toy_desk(url, "parts", trials=8, sampler_startup=3))
     dead.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})  # its process is gone
-    rest = toy_desk(url, "parts", trials=14, sampler_startup=4)
+    rest = toy_desk(url, "parts", trials=8, sampler_startup=3)
     work(rest, run_toy)
     assert params(rest) == params(whole)
 

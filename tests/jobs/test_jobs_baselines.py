@@ -118,9 +118,15 @@ def test_a_child_gives_the_same_scores_and_ends_with_the_block(corpus):
     seen = [np.sort(np.concatenate([f.folds[0].train, f.folds[0].validation])) for f in folds]
     each = [tfidf_baseline(odd, s, f.test, seed=3).f1 for s, f in zip(seen, folds, strict=True)]
     assert found == {"majority_f1": 0.0, "bag_of_words_f1": pytest.approx(np.mean(each))}
+
+
+@pytest.mark.soak
+def test_a_child_that_nobody_waits_for_ends_with_the_block(corpus):
+    arrays = pair_arrays(corpus, [split_corpus(corpus, seed=3)], 3)
+    before = set(psutil.Process().children())
     with in_background(lambda: arrays, cores=1):
         [child] = set(psutil.Process().children()) - before
-    assert not child.is_running()  # nobody waited for it
+    assert not child.is_running()
 
 
 def test_what_no_child_answers_is_computed_here(monkeypatch):

@@ -74,7 +74,7 @@ def test_a_compiled_block_keeps_at_least_what_its_products_need(folder: str):
     assert least < grown < 2.5 * least
 
 
-@pytest.mark.parametrize("mode", ["selective", "full"])
+@pytest.mark.parametrize("mode", [pytest.param("selective", marks=pytest.mark.soak), "full"])
 def test_compiled_and_checkpointed_blocks_keep_less(folder: str, mode: str):
     kept = asked(folder, compile=True, rows=64)
     less = asked(folder, compile=True, rows=64, checkpointing=mode)
@@ -82,6 +82,7 @@ def test_compiled_and_checkpointed_blocks_keep_less(folder: str, mode: str):
     assert products(less) > products(kept)
 
 
+@pytest.mark.soak
 def test_the_answer_does_not_depend_on_what_was_asked_before(folder: str):
     """Each has its own trace; what an earlier one left behind would show."""
     answers = [asked(folder, compile=True, depth=depth) for depth in (2, 3, 2)]
@@ -90,6 +91,7 @@ def test_the_answer_does_not_depend_on_what_was_asked_before(folder: str):
     assert first.activations == again.activations
 
 
+@pytest.mark.soak
 def test_a_gpt_can_be_compiled_too():
     arguments = {
         "name": "gpt-tiny",

@@ -147,7 +147,7 @@ def test_the_page_names_the_best_and_what_it_gives(
 def test_train_uses_what_was_tuned_and_says_so(
     tmp_path: Path, capsys: Any, here: type[Here]
 ) -> None:
-    words = ["nli", *nli_words(tmp_path)]
+    words = ["nli", *nli_words(tmp_path, "training.max_steps=2")]
     plain, said = trained(capsys, *words)
     assert plain.optimizer == "adamw_fused"
     assert "as tuned" not in said
@@ -164,7 +164,7 @@ def test_train_uses_what_was_tuned_and_says_so(
 
 
 def test_force_tunes_first(tmp_path: Path, capsys: Any, here: type[Here]) -> None:
-    plan, said = trained(capsys, "nli", *nli_words(tmp_path), "tune=force")
+    plan, said = trained(capsys, "nli", *nli_words(tmp_path, "training.max_steps=2"), "tune=force")
     assert here.asked
     assert plan.optimizer == "adamw"
     assert "as tuned on this machine" in said
@@ -174,7 +174,7 @@ def test_force_tunes_first(tmp_path: Path, capsys: Any, here: type[Here]) -> Non
 def test_a_cache_that_cannot_be_used_costs_one_line(
     how: str, tmp_path: Path, capsys: Any, here: type[Here], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = ["nli", *nli_words(tmp_path)]
+    words = ["nli", *nli_words(tmp_path, "training.max_steps=2")]
     tune(capsys, *words)
     [path] = (tmp_path / "cache" / "tuned").iterdir()
     if how == "damaged":

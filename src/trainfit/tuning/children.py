@@ -46,10 +46,10 @@ def main(modules: list[str]) -> None:
     """Run a child: import `modules`, report readiness, then answer one request per line."""
     answers = _own_pipe()
     _end_with_parent(os.getppid())
+    for module in modules:  # first: one that cannot be imported is told before torch is
+        importlib.import_module(module)
     from trainfit.tuning.trial import run_trial
 
-    for module in modules:
-        importlib.import_module(module)
     _say(answers, READY)
     for line in sys.stdin:
         request = TrialRequest.from_json(line, "the search")
