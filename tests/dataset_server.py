@@ -55,7 +55,10 @@ class _Datasets(BaseHTTPRequestHandler):
             self._json([self._entry(folder, one) for one in sorted(found)])
         elif what in ([], ["revision"]):
             files = [one for one in folder.rglob("*") if one.is_file()]
-            names = [{"rfilename": one.relative_to(folder).as_posix()} for one in files]
+            names = [
+                {"rfilename": one.relative_to(folder).as_posix(), "size": one.stat().st_size}
+                for one in files
+            ]
             self._json({"id": "/".join(parts[2:4]), "sha": COMMIT, "siblings": names})
         else:
             self._fail("EntryNotFound")

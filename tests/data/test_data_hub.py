@@ -1,5 +1,6 @@
 """Data sets of the hub: the library is asked once, and read from its own files."""
 
+import json
 import subprocess
 import sys
 import time
@@ -12,7 +13,7 @@ from hub_server import environment, silent
 from trainfit.conf import TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.core import libraries
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, RunFailed
 from trainfit.data import hub_datasets
 from trainfit.data.hub import PATIENCE
 from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
@@ -44,6 +45,7 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "load_dataset", load)
     monkeypatch.setattr(hub_datasets, "reach", lambda _place, _kind: True)
+    monkeypatch.setattr(hub_datasets, "_look_up", lambda _name: None)
     return asked
 
 
@@ -131,6 +133,21 @@ def test_an_unreachable_hub_costs_seconds(tmp_path: Path):
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert f"the hub gives no such dataset: {url} does not answer" in line
+
+
+def test_only_a_folder_of_our_own_cache_stands_for_a_stream(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
+    about = {"name": "owner/films", "subset": None, "split": "train", "revision": "0" * 40}
+    for folder in (tmp_path / "given", tmp_path / "cache" / "hub" / "x-stream" / "train"):
+        folder.mkdir(parents=True)
+        (folder / "state.json").write_text('{"_data_files": []}')
+        (folder / "stream.json").write_text(json.dumps(about))
+    with pytest.raises(BadInput, match="does not list the rows"):
+        column_names(tmp_path / "given")
+    with pytest.raises(RunFailed, match="the hub does not send owner/films, split train; check"):
+        column_names(folder)  # since no test may ask the hub
 
 
 def test_a_missing_library_is_one_line(hub: list[object], monkeypatch: pytest.MonkeyPatch):

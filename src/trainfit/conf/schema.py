@@ -231,6 +231,8 @@ class TextFilesData:
     split: Name | None = None
     """The split to train on, where the data has several; null: train, with its validation and test
     splits."""
+    stream_above_gib: Amount | None = None
+    """Stream larger datasets of the hub, and store none of them; null: those larger than memory."""
     validation: Place | None
     """null: that of the folder, else a share of the training file, as for the test."""
     test: Place | None

@@ -1,4 +1,4 @@
-"""Parquet files and saved datasets, read in a child process that a damaged file may crash."""
+"""Parquet files, saved datasets and streams of the hub, read in a child process that may crash."""
 
 from __future__ import annotations
 
@@ -13,12 +13,14 @@ from pathlib import Path
 from typing import IO, Any
 
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, reason
-from trainfit.core.files import check_regular
+from trainfit.core.errors import BadInput, RunFailed, TrainfitError, reason
+from trainfit.core.files import cache_folder, check_regular
 from trainfit.core.libraries import need
 from trainfit.data.columns import shown_columns
 
 Rows = Iterator[tuple[int, dict[str, Any]]]
+STREAM = "stream.json"
+"""File that stands for a split of the hub which is not stored: its name, subset and revision."""
 CHILD = Path(__file__).with_name("reading_child.py")
 _BATCH = 1024
 _PATIENCE = 120.0
@@ -51,7 +53,15 @@ def _parquet(path: Path) -> dict[str, Any]:
     return {"format": "parquet", "files": [str(check_regular(path).absolute())]}
 
 
+def is_stream(path: Path) -> bool:
+    """Tell a split that is read from the hub; only a folder of trainfit's own cache can be one."""
+    own = (cache_folder() / "hub").absolute()
+    return path.absolute().is_relative_to(own) and (path / STREAM).is_file()
+
+
 def _arrow(path: Path) -> dict[str, Any]:
+    if is_stream(path):
+        return codec.read_object(path / STREAM) | {"format": "hub"}
     files = _listed(check_saved_dataset(path))
     return {"format": "arrow", "files": [str(file.absolute()) for file in files]}
 
@@ -102,8 +112,11 @@ def _columns(path: Path, source: dict[str, Any]) -> list[str]:
 
 def _answers(path: Path, request: dict[str, Any]) -> Generator[dict[str, Any]]:
     """Read the child's answers: the columns, then batches of rows."""
-    kind = {"parquet": "Parquet file", "arrow": "saved dataset"}[request["format"]]
-    damaged = BadInput(f"{path} is damaged, or not a {kind}", "save it again")
+    kind = "Parquet file" if request["format"] == "parquet" else "saved dataset"
+    damaged: TrainfitError = BadInput(f"{path} is damaged, or not a {kind}", "save it again")
+    if request["format"] == "hub":
+        what = f"the hub does not send {request['name']}, split {request['split']}"
+        damaged = RunFailed(what, "check the connection and try again")
     child = _start(request)
     assert child.stdout is not None
     expected = "columns"
@@ -125,15 +138,16 @@ def _start(request: dict[str, Any]) -> subprocess.Popen[str]:
     need("to read Parquet files and saved datasets", "pyarrow")
     # -P: beside the script lie modules with the names of libraries.
     command = [sys.executable, "-P", str(CHILD), str(_memory())]
-    # The system's allocator reserves no more address space than it uses.
-    surroundings = {**os.environ, "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2"}
+    # The system's allocator reserves no more address space than it uses, and `datasets` would
+    # import torch for its streams.
+    ours = {"ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "2", "USE_TORCH": "0"}
     child = subprocess.Popen(
         command,
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         encoding="utf-8",
-        env=surroundings,
+        env={**os.environ, **ours},
     )
     assert child.stdin is not None
     with suppress(BrokenPipeError):  # the child died at once; the missing answer tells

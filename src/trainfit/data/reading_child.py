@@ -1,7 +1,8 @@
-"""Reads Parquet files, Arrow streams and pickled weights, in a process that may die of it.
+"""Reads tables, from files or the hub, and pickled weights, in a process that may die of it.
 
 Run as a script: `python -P reading_child.py MEMORY`, with a request in JSON on its input:
-{"format": "parquet" or "arrow", "files": [...], "columns": [...], "batch": rows} or
+{"format": "parquet" or "arrow", "files": [...], "columns": [...], "batch": rows},
+{"format": "hub", "name", "subset", "split", "revision", "columns", "batch"} or
 {"format": "weights", "files": [[source, target], ...]}. It answers with lines of JSON and ends with
 {"end": true}. For tables: first {"columns": {name: type}, "twice": [name]}, then {"rows": [[value
 of each column]]} for each batch. Weights are written as safetensors. {"damaged": true} means that a
@@ -60,6 +61,9 @@ def _say(answer: dict[str, Any]) -> None:
 
 def _tables(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Columns of the first file, then the rows of all files."""
+    if request["format"] == "hub":
+        yield from _hub(request)
+        return
     read = {"parquet": _parquet, "arrow": _arrow}[request["format"]]
     for number, name in enumerate(request["files"]):
         for answer in read(name, request["columns"], request["batch"]):
@@ -91,6 +95,29 @@ def _arrow(name: str, columns: list[str], size: int) -> Iterator[dict[str, Any]]
             chosen = batch.select(columns)
             for start in range(0, chosen.num_rows, size):
                 yield _rows(chosen.slice(start, size), columns, names)
+
+
+def _hub(request: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Columns and rows of a split on the hub, as they arrive: nothing is stored."""
+    import datasets
+
+    wanted = {key: request[key] for key in ("split", "revision")}
+    rows = datasets.load_dataset(request["name"], request["subset"], streaming=True, **wanted)
+    features = rows.features
+    if features is None:  # a text file, whose first rows tell
+        features = datasets.Features.from_arrow_schema(_first(rows).schema)
+    yield _columns(features.arrow_schema)
+    columns, names = request["columns"], _class_names(features.arrow_schema)
+    for table in _tables_of(rows.select_columns(columns), request["batch"]):
+        yield _rows(table, columns, names)
+
+
+def _tables_of(rows: Any, size: int) -> Iterator[Any]:
+    return iter(rows.with_format("arrow").iter(batch_size=size))
+
+
+def _first(rows: Any) -> Any:
+    return next(_tables_of(rows, 1))
 
 
 def _columns(schema: Any) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from trainfit.core import caches
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import cache_folder, checksum
+from trainfit.data.columnar import is_stream
 from trainfit.data.label_kinds import VALUE, Label, LabelKind, Target
 from trainfit.data.labels import check_classes, class_order, shown
 from trainfit.data.row_files import check_file
@@ -154,6 +155,8 @@ def _check_labels(
 
 
 def _processes(path: Path) -> int:
+    if is_stream(path):
+        return allowed_by_affinity()
     files = path.rglob("*") if path.is_dir() else [path]
     size = sum(file.stat().st_size for file in files if file.is_file())
     return 1 if size < _LARGE else allowed_by_affinity()

@@ -235,12 +235,17 @@ def memory_allowed(limits: Limits, total: int, available: int) -> tuple[int, int
     return min(total, limit), min(available, left)
 
 
-def check_room(needed: int, what: str) -> None:
-    """Raise BadInput if `needed` bytes are more than this machine's memory."""
+def memory_here() -> int:
+    """Bytes of memory that this process may use."""
     import psutil
 
     system = psutil.virtual_memory()
-    total, _ = memory_allowed(read_limits(), system.total, system.available)
+    return memory_allowed(read_limits(), system.total, system.available)[0]
+
+
+def check_room(needed: int, what: str) -> None:
+    """Raise BadInput if `needed` bytes are more than this machine's memory."""
+    total = memory_here()
     if needed > total:
         raise BadInput(
             f"the weights of {what} take {needed / GIB:,.1f} GiB of the {total / GIB:.1f} GiB here",

@@ -9,6 +9,7 @@ from typing import Any
 
 from trainfit.conf import Composed, TextFilesConfig
 from trainfit.conf.schema import PairsData, TextFilesData, TokensData
+from trainfit.data.columnar import is_stream
 from trainfit.data.columns import AUTO, choose_columns, shown_name
 from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
 from trainfit.data.row_files import Kinds, column_names, read_rows
@@ -82,9 +83,12 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
     notes: list[str] = []
     path = Path(data.train)
     if is_hub_name(data.train):
-        path = fetch_dataset(data.train)
-        notes.append(f"{data.train} is taken from the hub")
+        most = data.stream_above_gib
+        path = fetch_dataset(data.train, None if most is None else most * 2**30)
     splits = find_splits(path, data.split, _kinds(data))
+    if is_hub_name(data.train):
+        how = "streamed" if is_stream(splits["train"]) else "taken"
+        notes.append(f"{data.train} is {how} from the hub")
     found = replace(data, train=str(splits.pop("train")), split=None)
     files: dict[str, Any] = {}
     names = _find_columns(found)
