@@ -2,11 +2,12 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from trainfit.core.errors import BadInput
-from trainfit.data.folds import Fold, Folds, check_apart, check_folds, split
+from trainfit.data.folds import Fold, Folds, check_apart, check_folds, make_folds, split
 
 
 @settings(max_examples=25)
@@ -72,3 +73,24 @@ def test_without_groups_classes_are_spread_evenly():
     result = split(labels, folds=4, seed=3)
     assert labels[result.test].mean() == 0.2
     assert [labels[fold.validation].sum() for fold in result.folds] == [4, 4, 4, 4]
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    items=st.lists(st.tuples(st.integers(0, 4), st.integers(0, 25)), min_size=12, max_size=120),
+    count=st.integers(2, 5),
+    seed=st.integers(0, 2**32 - 1),
+    grouped=st.booleans(),
+)
+@pytest.mark.filterwarnings("ignore:The least populated class")
+def test_folds_are_scikit_learns(items, count, seed, grouped):
+    strata, groups = np.array(items, dtype=np.int64).T
+    assume(np.unique(groups).size >= count)
+    assume(np.bincount(strata).max() >= count)
+    kind, own = (StratifiedGroupKFold, groups) if grouped else (StratifiedKFold, None)
+    maker = kind(n_splits=count, shuffle=True, random_state=seed)
+    expected = [(a.tolist(), b.tolist()) for a, b in maker.split(strata, strata, own)]
+    assume(all(b for _, b in expected))
+    every = np.arange(strata.size)
+    made = make_folds(every, strata, own, folds=count, share=0.2, seed=seed)
+    assert [(one.train.tolist(), one.validation.tolist()) for one in made] == expected

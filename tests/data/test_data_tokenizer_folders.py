@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizer_folders import KINDS, WORDS, tokenizer_folder
 from trainfit.core.errors import BadInput
 from trainfit.data import load_tokenizer
+from trainfit.data.joined_pairs import join_pairs
 from trainfit.data.tokenizers import pad_id, tokenizer_hash
-from trainfit.data.tokens import encode_texts, tokenize_pairs
+from trainfit.data.tokens import encode_pairs, encode_texts, tokenize_pairs
 
 TEXT = "the quiet river and a zebra zoo"
 POSTS = (" ".join(WORDS), "happy town", "bread " * 200)
@@ -161,3 +163,40 @@ def test_a_name_that_the_hub_does_not_give_is_one_line():
     with pytest.raises(BadInput, match="HF_HUB_OFFLINE is set; check the name") as caught:
         load_tokenizer("some/model")
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("length", [40, 400])
+@pytest.mark.parametrize("kind", KINDS)
+def test_texts_that_occur_often_give_the_same_pairs(
+    kind: str, length: int, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+):
+    answers = []
+
+    def watched(*arguments: Any) -> Any:
+        answers.append(join_pairs(*arguments))
+        return answers[-1]
+
+    monkeypatch.setattr("trainfit.data.tokens.join_pairs", watched)
+    tokenizer = load_tokenizer(str(folders[kind]))
+    first, second = np.tile(np.arange(len(POSTS)), 8), np.repeat([0, 1], 4 * len(POSTS))
+    labels = [0] * first.size
+    tokens = tokenize_pairs(tokenizer, POSTS, CRITERIA, first, second, labels, max_length=length)
+    named = [(POSTS[i], CRITERIA[j]) for i, j in zip(first, second, strict=True)]
+    expected, types = encode_pairs(tokenizer, named, length, "only_first")
+    assert [tokens.sequence(at).tolist() for at in range(len(tokens))] == expected
+    assert (tokens.types is None) is (types is None)
+    if tokens.types is not None:
+        assert tokens.types.tolist() == [each for row in types for each in row]
+    assert len(answers) == 1
+    assert answers[0] is not None
+
+
+def test_a_tokenizer_with_its_own_way_of_pairs_keeps_it(folders: dict[str, Path]):
+    tokenizer = load_tokenizer(str(folders[next(iter(KINDS))]))
+    pairs = np.array([[0, 0], [1, 1], [2, 0]])
+
+    def reversed_pairs(chosen: Any) -> Any:
+        named = [(CRITERIA[j], POSTS[i]) for i, j in chosen.tolist()]
+        return encode_pairs(tokenizer, named, 400)
+
+    assert join_pairs(tokenizer, POSTS, CRITERIA, pairs, 400, reversed_pairs) is None

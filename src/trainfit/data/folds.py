@@ -6,7 +6,6 @@ in training the posts that it is judged by.
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import TypedDict
 
@@ -117,8 +116,6 @@ def _parts(
     items: IntArray, strata: IntArray, groups: IntArray | None, count: int, seed: int
 ) -> list[tuple[IntArray, IntArray]]:
     """Split the items into `count` parts; for each, return the other items and its own."""
-    from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
-
     own = None if groups is None else groups[items]
     there = items.size if own is None else np.unique(own).size
     if count > there:
@@ -127,15 +124,12 @@ def _parts(
             f"use {there} folds or fewer (cv.folds), or more data",
         )
     labels = _common_strata(strata[items], count)
-    kind = StratifiedKFold if own is None else StratifiedGroupKFold
-    maker = kind(n_splits=count, shuffle=True, random_state=seed % 2**32)
-    with warnings.catch_warnings():
-        # A rare stratum cannot be in every fold, which is no error; the counts are shown.
-        warnings.simplefilter("ignore", UserWarning)
-        pairs = [
-            (items[others], items[own_part])
-            for others, own_part in maker.split(np.zeros(items.size), labels, own)
-        ]
+    random = np.random.RandomState(seed % 2**32)
+    if own is None:
+        part_of = _deal(labels, count, random)
+    else:
+        part_of = _deal_groups(labels, np.unique(own, return_inverse=True)[1], count, random)
+    pairs = [(items[part_of != part], items[part_of == part]) for part in range(count)]
     for number, sides in enumerate(pairs, 1):
         if not all(side.size for side in sides):
             raise BadInput(
@@ -143,6 +137,51 @@ def _parts(
                 "use fewer folds or more data",
             )
     return pairs
+
+
+def _deal(strata: IntArray, count: int, random: np.random.RandomState) -> IntArray:
+    """Part of each item, with every stratum spread evenly: scikit-learn's StratifiedKFold."""
+    _, first, inverse = np.unique(strata, return_index=True, return_inverse=True)
+    ranked = np.argsort(np.argsort(first))[inverse]  # strata by their first appearance
+    ordered = np.sort(ranked)
+    sizes = [np.bincount(ordered[part::count], minlength=first.size) for part in range(count)]
+    dealt = np.empty(strata.size, dtype=np.int64)
+    for stratum, of_part in enumerate(np.stack(sizes, axis=1)):
+        parts = np.arange(count).repeat(of_part)
+        random.shuffle(parts)
+        dealt[ranked == stratum] = parts
+    return dealt
+
+
+def _deal_groups(
+    strata: IntArray, groups: IntArray, count: int, random: np.random.RandomState
+) -> IntArray:
+    """Part of each item, with whole groups: scikit-learn's StratifiedGroupKFold.
+
+    The most uneven groups come first; each goes where the strata are then spread most evenly, and
+    to the smallest of equal parts.
+    """
+    _, inverse, sizes = np.unique(strata, return_inverse=True, return_counts=True)
+    counts = np.zeros((int(groups.max()) + 1, sizes.size))
+    np.add.at(counts, (groups, inverse), 1)
+    order = np.arange(len(counts))
+    random.shuffle(order)
+    order = order[np.argsort(-counts[order].std(axis=1), kind="stable")]
+    held = np.zeros((count, sizes.size))
+    one_more = np.eye(count)[:, :, None]
+    part_of = np.empty(len(counts), dtype=np.int64)
+    for group in order:
+        tried = (held + one_more * counts[group]) / sizes
+        unevenness, full = tried.std(axis=1).mean(axis=1).tolist(), held.sum(axis=1).tolist()
+        best = 0
+        for part in range(1, count):
+            now, least = unevenness[part], unevenness[best]
+            alike = abs(now - least) <= 1e-8 + 1e-5 * least
+            if now < least or (alike and full[part] < full[best]):
+                best = part
+        held[best] += counts[group]
+        part_of[group] = best
+    return part_of[groups]
 
 
 def _common_strata(strata: IntArray, count: int) -> IntArray:

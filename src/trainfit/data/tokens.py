@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from multiprocessing import get_context
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -17,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
+from trainfit.data.joined_pairs import join_pairs
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
@@ -29,6 +31,8 @@ _WORK: list[Callable[[list[Any]], Any]] = []
 """Work of this process, where it is a worker of `map_in_order`."""
 _CHUNK = 1024
 """Sequences given to the tokenizer at once."""
+_REPEATED = 2
+"""Times that a text occurs in pairs, from which on it is tokenised once and for all."""
 IGNORED = -100
 """Tag of a token that has none: a special one, or not the first of its word."""
 
@@ -108,13 +112,9 @@ def from_lists(
 ) -> Tokens:
     """Make Tokens from lists."""
     lengths = np.fromiter(map(len, ids), dtype=np.int64, count=len(ids))
-    total = int(lengths.sum())
-    flat = np.fromiter((token for one in ids for token in one), dtype=np.int32, count=total)
-    kinds = None
-    if types is not None:
-        kinds = np.fromiter((kind for one in types for kind in one), dtype=np.uint8, count=total)
+    kinds = None if types is None else _flat(types, lengths).astype(np.uint8)
     return Tokens(
-        ids=flat,
+        ids=_flat(ids, lengths),
         starts=np.cumsum(lengths) - lengths,
         lengths=lengths,
         labels=np.asarray(labels),
@@ -122,6 +122,12 @@ def from_lists(
         groups=groups,
         criteria=criteria,
     )
+
+
+def _flat(rows: Sequence[Any], lengths: IntArray) -> NDArray[np.int32]:
+    if rows and isinstance(rows[0], np.ndarray):
+        return np.concatenate(rows).astype(np.int32)
+    return np.fromiter(chain.from_iterable(rows), dtype=np.int32, count=int(lengths.sum()))
 
 
 def tokenize_texts(
@@ -272,8 +278,18 @@ def tokenize_pairs(
     second its criterion.
     """
     _check_room(tokenizer, seconds, max_length)
-    pairs = [(texts[i], seconds[j]) for i, j in zip(text_of, second_of, strict=True)]
-    ids, types = encode_pairs(tokenizer, pairs, max_length, "only_first")
+    pairs = np.stack([text_of, second_of], axis=1)
+
+    def encode(chosen: IntArray) -> tuple[list[list[int]], list[list[int]] | None]:
+        named = [(texts[i], seconds[j]) for i, j in chosen.tolist()]
+        return encode_pairs(tokenizer, named, max_length, "only_first")
+
+    found: tuple[Any, Any] | None = None
+    if _REPEATED * (len(texts) + len(seconds)) < len(pairs):
+        before = "" if separates(tokenizer) else "\n"
+        joined = [before + second for second in seconds]
+        found = join_pairs(tokenizer, texts, joined, pairs, max_length, encode)
+    ids, types = found or encode(pairs)
     return from_lists(ids, labels, types=types, groups=text_of, criteria=second_of)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core.plan_records import Plan
@@ -11,6 +12,8 @@ from trainfit.data.tokens import IntArray
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.jobs.targets import OneClass
 from trainfit.packing import ladder
+from trainfit.packing.packed import PackedCut
+from trainfit.planning.execution import COMPILE_SECONDS
 
 if TYPE_CHECKING:
     from trainfit.conf.schema import EncoderModel
@@ -18,6 +21,8 @@ if TYPE_CHECKING:
 
 _SLACK = 1.02
 """Factor on the planned tokens, since steps dealt with another seed are a little larger."""
+_SECOND_SHAPE = 0.03
+"""Share of the time that a second shape of packed rows saves, about."""
 
 
 def model_decisions(plan: Plan, asked: EncoderModel) -> dict[str, Any]:
@@ -57,6 +62,11 @@ def encoder_settings(
         at_most=plan.gradient_accumulation_steps,
         folds=others,
     )
+    if plan.compile and (plan.time.job_seconds or 0) * _SECOND_SHAPE < COMPILE_SECONDS:
+        cuts = tuple(
+            replace(cut, budgets=cut.budgets[-1:]) if isinstance(cut, PackedCut) else cut
+            for cut in cuts
+        )  # each shape is compiled by itself
     in_folds = config.cv.folds is not None  # their checkpoints are deleted after their export
     target = target or OneClass()
     return loop_settings(
