@@ -75,6 +75,24 @@ def test_a_model_that_is_kept_is_read_once_and_only_the_last_ones_are_kept(
     assert len(read) == 5
 
 
+def test_borrowed_weights_are_in_the_same_memory_until_a_model_is_moved(tmp_path: Path) -> None:
+    tiny("bert-base").encoder.save_pretrained(tmp_path)
+    with sources.kept_in_memory(borrowed=True):
+        one, two = build_encoder(str(tmp_path)), build_encoder(str(tmp_path))
+        pairs = list(zip(one.parameters(), two.parameters(), strict=True))
+        assert all(a.data_ptr() == b.data_ptr() for a, b in pairs)
+        assert all(a is not b for a, b in pairs)
+        before = [parameter.clone() for parameter in two.parameters()]
+        one.requires_grad_(False).to(torch.float64)
+        for parameter in one.parameters():
+            parameter.zero_()
+        again = build_encoder(str(tmp_path))
+    for parameter, other, value in zip(two.parameters(), again.parameters(), before, strict=True):
+        assert parameter.requires_grad
+        assert torch.equal(parameter, value)
+        assert torch.equal(other, value)
+
+
 def test_a_causal_folder_becomes_bidirectional_and_halves_its_window_once(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma3_text", **TINY["gemma-3-1b-it"])
     config.save_pretrained(tmp_path)

@@ -81,6 +81,7 @@ def train(
         parts = take_over(shared, task, settings, model)
         if parts is None:
             shared.frozen = frozen_checksum(model)
+            shared.remember(model)
             parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
         del model
         shared.parts, frozen = parts, shared.frozen

@@ -37,6 +37,14 @@ class Shared:
     """Pinned memory that checkpoints are copied to before they are written."""
     best_host: dict[str, Tensor] = field(default_factory=dict)
     """Pinned memory of `best`."""
+    sources: dict[str, Tensor] = field(default_factory=dict)
+    """Frozen weights as they were built, in the host's memory: the device has the same."""
+
+    def remember(self, model: nn.Module) -> None:
+        """Remember the frozen weights of a model that is about to be moved to a device."""
+        named = model.named_parameters()
+        frozen = {name: p.detach() for name, p in named if not p.requires_grad}
+        self.sources = {name: tensor for name, tensor in frozen.items() if tensor.is_cpu}
 
 
 def take_over(
@@ -48,7 +56,7 @@ def take_over(
         shared.parts, shared.profiled = None, False
         return None
     before.model.train()
-    if _copy(model, before.model):
+    if _copy(model, before.model, shared.sources):
         shared.frozen = frozen_checksum(before.model)
     for state in before.optimizer.state.values():
         for tensor in state.values():
@@ -91,16 +99,21 @@ def _tensors(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 @torch.no_grad()
-def _copy(new: nn.Module, old: nn.Module) -> bool:
-    """Copy all weights and buffers; returns True where a frozen weight changed."""
+def _copy(new: nn.Module, old: nn.Module, sources: Mapping[str, Tensor]) -> bool:
+    """Copy all weights and buffers; returns True where a frozen weight changed.
+
+    Frozen weights in the memory of `sources` are there already.
+    """
     changed = False
-    for (_, source), (_, target) in zip(
+    for (name, source), (_, target) in zip(
         [*new.named_parameters(), *new.named_buffers()],
         [*old.named_parameters(), *old.named_buffers()],
         strict=True,
     ):
-        there = source.to(target.device, non_blocking=True)
         frozen = isinstance(target, nn.Parameter) and not target.requires_grad
+        if frozen and name in sources and source.data_ptr() == sources[name].data_ptr():
+            continue
+        there = source.to(target.device, non_blocking=True)
         if frozen and torch.equal(there, target):
             continue
         changed = changed or frozen

@@ -236,7 +236,7 @@ class PreparedEncoder:
         finished, beaten = list[FoldScores](), dict[str, float]()
         wanted = run.world.first and self.config.baselines
         with (
-            kept_in_memory(),
+            kept_in_memory(borrowed=run.device.type == "cuda"),
             in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines,
         ):
             for number in range(len(self.datasets)):

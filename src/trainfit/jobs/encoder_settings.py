@@ -62,7 +62,8 @@ def encoder_settings(
         at_most=plan.gradient_accumulation_steps,
         folds=others,
     )
-    if plan.compile and (plan.time.job_seconds or 0) * _SECOND_SHAPE < COMPILE_SECONDS:
+    seconds = (plan.time.job_seconds if plan.time else None) or 0.0
+    if plan.compile and seconds * _SECOND_SHAPE < COMPILE_SECONDS:
         cuts = tuple(
             replace(cut, budgets=cut.budgets[-1:]) if isinstance(cut, PackedCut) else cut
             for cut in cuts

@@ -39,7 +39,7 @@ from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
-from trainfit.jobs.standard_export import write_standard
+from trainfit.jobs.standard_export import save_adapter, write_standard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -140,7 +140,7 @@ def _write_encoder(
     if not getattr(encoder, "_hf_peft_config_loaded", False):
         encoder.save_pretrained(folder / "encoder", state_dict=state)
         return
-    encoder.save_pretrained(folder / "adapter", state_dict=state)
+    save_adapter(folder / "adapter", encoder, state)
     if base is not None and _linked(base / "encoder", folder / "encoder"):
         return
     # With adapters, save_pretrained writes them alone: the base weights need a second call.

@@ -24,7 +24,7 @@ from trainfit.core.plan_records import Plan, TimeEstimate
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.measuring.machine_rates import device_name, place
 from trainfit.planning.bounds import count_weights
-from trainfit.planning.execution import CAPTURE_SECONDS, COMPILE_SECONDS
+from trainfit.planning.execution import CAPTURE_SECONDS, compile_cost
 from trainfit.planning.question import Question
 from trainfit.runs import timeline
 from trainfit.runs.reader import RunFiles, read_run
@@ -188,7 +188,7 @@ def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict
         "build": 1.5 * (1 + size),
         "features": step * per_epoch * (1 + 1 / max(trainings, 4)) if frozen else 0.0,
         "capture": CAPTURE_SECONDS if plan.cuda_graph else 0.0,
-        "compile": COMPILE_SECONDS if plan.compile else 0.0,
+        "compile": compile_cost(question.sizes) if plan.compile else 0.0,
         "steps": steps * trainings * (_PER_STEP if frozen else step),
         "receipt": 0.8 * trainings,
         "evaluation": per_token * trainings * (evaluations * load.evaluated + load.judged),

@@ -16,9 +16,10 @@ import json
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -244,6 +245,8 @@ def train_job(
     with joined(profile.device) as (world, device):
         if not world.first:
             show = Show()
+        if device.type == "cuda":
+            Thread(target=_start, args=(device,), daemon=True).start()
         with show.busy("preparing the data"), timeline.stage("data"):
             prepared = prepare(world)
         with show.busy("planning"), timeline.stage("plan"):
@@ -268,6 +271,12 @@ def train_job(
                     result.save(folder / "results.json", parents=False)
                     job_times.learn(folder)
             return result
+
+
+def _start(device: torch.device) -> None:
+    """Make the GPU's context, which takes seconds, while the data is prepared."""
+    with suppress(RuntimeError):  # whatever is wrong with it, the model will say so
+        torch.cuda.synchronize(device)
 
 
 def compare_run(

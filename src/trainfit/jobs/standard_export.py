@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from trainfit.jobs.models.classifier import EncoderClassifier
     from trainfit.jobs.models.own_heads import OwnHead
@@ -126,15 +126,7 @@ def _write_adapter(
 ) -> None:
     """Write the adapters as peft does for the whole classifier, whose head is saved with them."""
     head = cast("OwnHead", model.head)
-    model.encoder.save_pretrained(folder, state_dict=state)
-    path = folder / "adapter_model.safetensors"
-    start = "base_model.model."
-    saved = {
-        f"{start}{head.prefix}.{name.removeprefix(start)}": tensor
-        for name, tensor in safetensors.torch.load_file(path).items()
-    }
-    saved |= {f"{start}{name}": tensor for name, tensor in of_head.items()}
-    safetensors.torch.save_file(_plain(saved), path, {"format": "pt"})
+    save_adapter(folder, model.encoder, state, prefix=f"{head.prefix}.", beside=of_head)
     path = folder / "adapter_config.json"
     fields = json.loads(path.read_text())
     fields |= {
@@ -144,6 +136,32 @@ def _write_adapter(
         "modules_to_save": sorted({_module(name, head.prefix) for name in of_head}),
     }
     path.write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def save_adapter(
+    folder: Path,
+    encoder: PreTrainedModel,
+    state: Mapping[str, Tensor],
+    *,
+    prefix: str = "",
+    beside: Mapping[str, Tensor] | None = None,
+) -> None:
+    """Write adapters, and weights `beside` them, in peft's layout.
+
+    transformers' own way of it asks the hub about the model that they are for.
+    """
+    from peft import get_peft_model_state_dict
+
+    found: Mapping[str, Tensor] = get_peft_model_state_dict(
+        encoder, state_dict=dict(state), adapter_name="default", save_embedding_layers=False
+    )
+    named = {f"{prefix}{name}": tensor for name, tensor in found.items()} | dict(beside or {})
+    whole = {f"base_model.model.{name}": tensor for name, tensor in named.items()}
+    folder.mkdir()
+    safetensors.torch.save_file(
+        _plain(whole), folder / "adapter_model.safetensors", {"format": "pt"}
+    )
+    encoder.peft_config["default"].save_pretrained(folder)
 
 
 def _module(name: str, prefix: str) -> str:

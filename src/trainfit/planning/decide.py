@@ -174,11 +174,12 @@ def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
     }
 
 
-def eval_batch(question: Question, batch_size: int) -> Choice:
-    """Choose the batch of evaluation."""
+def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> Choice:
+    """Choose the batch of evaluation; it may be large where the memory is `roomy`."""
+    times, word = (8, "eight times") if roomy else (2, "twice")
     return pinned(question, "eval_batch_size") or Choice(
-        value=max(8, 2 * batch_size),
-        why="twice the training batch: evaluation keeps no activations",
+        value=max(8, times * batch_size),
+        why=f"{word} the training batch: evaluation keeps no activations",
     )
 
 

@@ -26,9 +26,9 @@ from trainfit.planning.question import Choice, Question
 
 CAPTURE_SECONDS = 2.0
 """Cost of capturing a step as a graph, once for all folds."""
-COMPILE_SECONDS = 15.0
-"""Cost of the first compiled steps: 10 to 13 s for the blocks of BERT and DeBERTa on 16 slow cores
-beside an H200, with a cold cache; 2 s with a warm one."""
+COMPILE_SECONDS = 13.0
+"""Cost of compiling one kind of block: 10 to 14 s on 16 slow cores beside an H200, with a cold
+cache; 2 s with a warm one."""
 _LEAST_GAIN = 1.02
 """Least gain in speed; a smaller one is within the noise of the estimate."""
 _UPDATE_BYTES = 40
@@ -43,23 +43,25 @@ class _Pace:
     compiled: float
     operations: int
     """Kernels that an eager block launches, forward and backward."""
+    kinds: int = 1
+    """Kinds of blocks, each of which is compiled: by window, and ModernBERT's first."""
 
 
 _LLAMA = _Pace(0.25, 0.45, 180)
 _PACES = {
     "deberta-v2": _Pace(0.185, 0.22, 130),
-    "modernbert": _Pace(0.19, 0.31, 94),
+    "modernbert": _Pace(0.19, 0.31, 94, kinds=3),
     "llama": _LLAMA,
     "mistral": _LLAMA,
     "qwen2": _LLAMA,
     "qwen3": _Pace(0.25, 0.45, 220),
-    "gemma2": _Pace(0.25, 0.45, 220),
-    "gemma3_text": _Pace(0.25, 0.45, 257),
+    "gemma2": _Pace(0.25, 0.45, 220, kinds=2),
+    "gemma3_text": _Pace(0.25, 0.45, 257, kinds=2),
     "trainfit_gpt": _Pace(0.43, 0.51, 51),
 }
 """By the steps recorded on an H200; the others are as BERT."""
 _BERT = _Pace(0.245, 0.32, 108)
-_METHODS = {"full": (1.0, 1.0, 1.0), "lora": (0.75, 0.8, 1.2), "dora": (0.65, 0.72, 1.6)}
+_METHODS = {"full": (1.0, 1.0, 1.0), "lora": (0.75, 0.8, 1.2), "dora": (0.57, 0.65, 1.6)}
 """Factors of a method on the shares, eager and compiled, and on the operations."""
 _FORWARD = (2.0, 1.1, 0.4)
 """The same for a frozen encoder, which has no backward pass."""
@@ -77,6 +79,12 @@ class Way:
     cuda_graph: bool = False
     seconds: float
     setup: float = 0.0
+
+
+def compile_cost(sizes: ModelSizes | None) -> float:
+    """Seconds that compiling takes once, with a cold cache."""
+    family = "" if sizes is None else sizes.family
+    return COMPILE_SECONDS * _PACES.get(family, _BERT).kinds
 
 
 def flops_of(sizes: ModelSizes, method: str) -> ModelFlops:
@@ -123,7 +131,7 @@ def ways_of(sizes: ModelSizes, method: str, cutting: Cutting, rates: Rates | Non
         blocks * operations * (forward + backward) / 2,
         blocks * rates.forward_launch * (calls + fused),
     )
-    costs = (0.0, COMPILE_SECONDS)
+    costs = (0.0, compile_cost(sizes))
     return [
         Way(
             compile=bool(kind),
@@ -158,15 +166,15 @@ def execution(
     if obstacle is not None or not able:
         why = obstacle or "how fast it would be is not known; measure it"
         return able.get(False), Choice(value=False, why=why, alternatives=("true",))
-    choice = _weigh(able[False].seconds, able[True].seconds, steps)
+    choice = _weigh(able[False].seconds, able[True].seconds, steps, compile_cost(question.sizes))
     return able[choice.value], choice
 
 
-def _weigh(eager: float, compiled: float, steps: float) -> Choice:
+def _weigh(eager: float, compiled: float, steps: float, cost: float) -> Choice:
     """Compile where a job of so many steps saves more by it than it costs."""
     gain, saved = eager / compiled, steps * (eager - compiled)
-    if saved <= COMPILE_SECONDS or gain < _LEAST_GAIN:
-        why = f"it would save {max(saved, 0):.0f} s of the job and cost {COMPILE_SECONDS:.0f} s"
+    if saved <= cost or gain < _LEAST_GAIN:
+        why = f"it would save {max(saved, 0):.0f} s of the job and cost {cost:.0f} s"
         return Choice(value=False, why=why, alternatives=("true",))
     why = f"{gain:.2f} times as fast; saves {saved:,.0f} s of the job"
     return Choice(value=True, why=why, alternatives=("false",))
@@ -195,7 +203,9 @@ def compiled_or_eager(
         return pin, eager, fits  # the estimator knows CUDA's compiled code alone
     if compiled is None:
         return stay("GPUs are compared without it")
-    reason = None if pin is not None else compile_obstacle(profile) or _too_short(eager, steps)
+    cost = compile_cost(question.sizes)
+    obstacle = compile_obstacle(profile) or _too_short(eager, steps, cost)
+    reason = None if pin is not None else obstacle
     if reason is not None:
         return stay(reason)
     candidate = compiled()
@@ -207,7 +217,7 @@ def compiled_or_eager(
         return stay(f"compiled, the step would need {need:.1f} GiB")
     if eager.seconds is None or candidate.seconds is None:
         return stay("how fast it would be is not known; measure it")
-    choice = _weigh(eager.seconds, candidate.seconds, steps)
+    choice = _weigh(eager.seconds, candidate.seconds, steps, cost)
     if not choice.value:
         return choice, eager, fits
     other = f"false: {eager.taken.peak_allocated / GIB:.1f} GiB"
@@ -232,8 +242,8 @@ def compile_obstacle(profile: HardwareProfile) -> str | None:
     return None
 
 
-def _too_short(eager: StepCandidate, steps: float) -> str | None:
-    # No recorded step became twice as fast.
-    if eager.seconds is None or steps * eager.seconds / 2 >= COMPILE_SECONDS:
+def _too_short(eager: StepCandidate, steps: float, cost: float) -> str | None:
+    # Hardly a recorded step became twice as fast.
+    if eager.seconds is None or steps * eager.seconds / 2 >= cost:
         return None
-    return f"the job is too short to pay it back (about {COMPILE_SECONDS:.0f} s)"
+    return f"the job is too short to pay it back (about {cost:.0f} s)"

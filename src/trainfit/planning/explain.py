@@ -58,8 +58,18 @@ def choices_for(
         **how,
         "optimizer": decide.optimizer(question),
         **decide.loader(question, profile),
-        "eval_batch_size": decide.eval_batch(question, batch.value),
+        "eval_batch_size": decide.eval_batch(
+            question, batch.value, roomy=_roomy(question, fixed, best, held)
+        ),
     }
+
+
+def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:
+    """Tell if packed rows of training take a small part of the memory."""
+    sizes = question.sizes
+    if sizes is None or sizes.family == "trainfit_gpt":  # logits of a vocabulary take much
+        return False
+    return bool(fixed.packed.value) and 4 * best.taken.peak_reserved < held.capacity
 
 
 def _accumulation(

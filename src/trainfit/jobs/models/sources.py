@@ -80,15 +80,31 @@ def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> P
         return random
     kept, key = _KEPT.get(), (place, str(dtype), config.to_json_string())
     if kept is not None and key in kept:
-        return copy.deepcopy(kept[key])
+        return _again(kept[key])
     model, complete = _read(config, place, dtype)
     if name := find_nonfinite(model):  # a damaged file would spoil every step
         raise BadInput(f"the weight {name} of {place} is not finite", "get another copy of it")
     if kept is not None and complete:
         for oldest in list(kept)[: 1 - _MOST_KEPT]:
             del kept[oldest]
-        kept[key] = copy.deepcopy(model)
+        kept[key] = model
+        return _again(model)
     return model
+
+
+def _again(model: PreTrainedModel) -> PreTrainedModel:
+    """Return a copy; on its way to a GPU it needs no weights of its own."""
+    tensors = [*model.parameters(), *model.buffers()] if _BORROWED.get() else []
+    return copy.deepcopy(model, {id(each): _alias(each) for each in tensors})
+
+
+def _alias(tensor: torch.Tensor) -> torch.Tensor:
+    """Return another tensor, or parameter, with the same memory."""
+    from torch.nn import Parameter
+
+    if isinstance(tensor, Parameter):
+        return Parameter(tensor.detach(), tensor.requires_grad)
+    return tensor.detach()
 
 
 def _read(config: PretrainedConfig, place: str, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
@@ -120,18 +136,24 @@ _KEPT: ContextVar[dict[tuple[str, str, str], PreTrainedModel] | None] = ContextV
     "kept", default=None
 )
 """Models that were read inside `kept_in_memory`."""
+_BORROWED: ContextVar[bool] = ContextVar("borrowed", default=False)
+"""True: models that are built again have the weights of the kept one, in the same memory."""
 _MOST_KEPT = 2
 """Trials of a study may differ in their config, as in dropout: each would be another model."""
 
 
 @contextmanager
-def kept_in_memory() -> Iterator[None]:
-    """Read each model once inside a block, and build it from host memory from then on."""
-    token = _KEPT.set({})
+def kept_in_memory(*, borrowed: bool = False) -> Iterator[None]:
+    """Read each model once inside a block, and build it from host memory from then on.
+
+    `borrowed` weights are not copied: only for models that are moved to a GPU, and trained there.
+    """
+    tokens = _KEPT.set({}), _BORROWED.set(borrowed)
     try:
         yield
     finally:
-        _KEPT.reset(token)
+        _KEPT.reset(tokens[0])
+        _BORROWED.reset(tokens[1])
 
 
 def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
