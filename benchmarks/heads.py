@@ -40,6 +40,7 @@ class Head(NamedTuple):
 HEADS = {
     "pairs": Head("pairs of texts, a class each", ("pairs",), "pairs"),
     "multilabel": Head("texts, several labels each", ("textclass", "data.target=multi"), "labels"),
+    "tokens": Head("words, a tag each", ("tokens",), "tags"),
 }
 MODELS = {"bert": "bert-base", "modernbert": "modernbert-base"}
 GROUPED = {"train_sampling_strategy": "group_by_length"}
