@@ -83,6 +83,46 @@ def damaged_data(chosen: random.Random) -> Case:
     return Case(argv, template="textclass", edits=(edit,))
 
 
+_TAGGED: dict[str, str | bytes] = {
+    "CoNLL": "-DOCSTART- O\n\n" + "Anna B-PER\nleft O\n\n" * 20,
+    "tabs and comments": "# id = 1\nAnna May\tx\tB-PER\r\nleft\tx\tO\n\n" * 20,
+    "one column": "Anna\nleft\n\n" * 20,
+    "prose": "a sentence of several words\nanother one\n" * 20,
+    "ragged fields": "Anna B-PER\nleft the O\n\n" * 9,
+    "empty lines": "\n \n\t\n" * 30,
+    "a word per tag": "".join(f"w{n} t{n}\n" for n in range(90)),
+    "one sentence": "Anna B-PER\nleft O\n",
+    "one tag": "Anna O\n\n" * 30,
+    "lists": '{"tokens": ["a", "b"], "ner_tags": ["B-X", "O"]}\n' * 30,
+    "other numbers": '{"tokens": ["a", "b"], "tags": ["O"]}\n' * 9,
+    "empty lists": '{"tokens": [], "tags": []}\n' * 9,
+    "blank words": '{"tokens": ["", " ", "\\u200b", "\\u0000"], "tags": [0, 1, 0, 1]}\n' * 30,
+    "texts for lists": '{"tokens": "a b", "tags": "O O"}\n' * 9,
+    "lists in lists": '{"tokens": [["a"]], "tags": [["O"]]}\n' * 9,
+    "numbers and names": '{"tokens": ["a", "b"], "tags": [1, "O"]}\n' * 9,
+    "null tags": '{"tokens": ["a"], "tags": [null]}\n{"tokens": ["a"]}\n' * 9,
+    "surrogates in words": '{"tokens": ["\\ud800"], "tags": ["\\udcff"]}\n' * 9,
+    "strange tags": '{"tokens": ["a", "b"], "tags": ["-", "B-"]}\n' * 30,
+}
+
+
+@kind(6)
+def tagged_files(chosen: random.Random) -> Case:
+    """Words with tags, or no such thing, under any ending."""
+    usual = [*_TAGGED.values()] * 4
+    content: str | bytes | Special = chosen.choice([*usual, *_CONTENTS.values(), *_SPECIAL])
+    ending = "jsonl" if str(content).startswith("{") else chosen.choice(["conll", "txt", "tsv"])
+    if chosen.random() < 0.2:
+        ending = chosen.choice(["bio", "json", "parquet", "csv"])
+    name = f"d.{ending}"
+    words = [*_words("data.train", name)]
+    if chosen.random() < 0.2:
+        key = chosen.choice(["data.words_column", "data.label_column", "data.group_column"])
+        words.append(f"{key}={chosen.choice([*TEXTS, 'tokens', 'tags'])}")
+    dry = chosen.choice([["--dry-run"], ["--dry-run"], []])
+    return Case(["train", "tokens", *dry, *words], files={name: content}, template="textclass")
+
+
 @kind(6)
 def saved_datasets(chosen: random.Random) -> Case:
     how = chosen.choice(["json", *DAMAGES])

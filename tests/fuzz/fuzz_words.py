@@ -21,7 +21,7 @@ from fuzz_values import (
 from trainfit.conf.composition import key_type, keys
 from trainfit.core.codec import describe
 
-TASKS = ("nli", "textclass", "pairs", "gpt")
+TASKS = ("nli", "textclass", "pairs", "tokens", "gpt")
 
 
 @cache

@@ -22,6 +22,7 @@ from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.jobs.pretraining import GptTask
+from trainfit.jobs.targets import WordTags
 from trainfit.packing import ladder
 from trainfit.runtime import applied
 
@@ -62,6 +63,33 @@ def classifier(name: str) -> TrainTask:
     )
 
 
+def tagged() -> TrainTask:
+    """Every second token has a tag."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(5, 60, 72)
+    counts = (lengths + 1) // 2
+    tokens = from_lists([rng.integers(2, 80, n).tolist() for n in lengths], counts)
+    parts = [
+        rng.integers(0, 5, n) * (1 - np.arange(n) % 2) - 100 * (np.arange(n) % 2) for n in lengths
+    ]
+    tokens = replace(tokens, tags=np.concatenate(parts).astype(np.int32))
+    settings = ClassifierSettings(
+        name="bert-base",
+        classes=5,
+        words=True,
+        pooling="auto",
+        attention_dropout=0.0,
+        **MODELS["bert-base"],
+    )
+    return ClassifierTask(
+        lambda: build_classifier(settings),
+        tokens,
+        tokens.subset(range(16)),
+        effective_batch=16,
+        target=WordTags(("O", "B-A", "I-A", "B-B", "I-B")),
+    )
+
+
 def gpt() -> TrainTask:
     shape = GptShape(vocab_size=96, block_size=32, n_layer=2, n_head=2, n_embd=64, dropout=0.1)
     tokens = np.random.default_rng(0).integers(0, 90, 32 * 72 + 1).astype(np.uint16)
@@ -77,6 +105,7 @@ def gpt() -> TrainTask:
 
 TASKS: dict[str, Callable[[], TrainTask]] = {name: lambda n=name: classifier(n) for name in MODELS}
 TASKS["gpt"] = gpt
+TASKS["tokens"] = tagged
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

@@ -16,7 +16,7 @@ from trainfit.data.corpus import find_texts
 from trainfit.data.hub import may_be_on_hub
 from trainfit.data.label_kinds import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
-from trainfit.data.text_files import check_columns, count_tags, infer_labels
+from trainfit.data.text_files import check_columns, count_tags, infer_labels, read_chunks
 from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
@@ -108,8 +108,9 @@ def _with_notes(composed: Composed) -> Composed:
     if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed
     if isinstance(config, TokensConfig):
-        tags = count_tags(Path(config.data.train), columns_of(config.data))
-        if all(name.isdecimal() for name in tags):
+        first = next(read_chunks(Path(config.data.train), columns_of(config.data), 1), None)
+        tags = first.labels[0] if first else ()
+        if isinstance(tags, tuple) and tags and tags[0].isdecimal():  # all are of one kind
             notes.append("tags are numbers without names: words are scored, not spans of them")
     elif config.data.target == "auto":
         fix = "set data.target to single, multi or regression where that is wrong"
