@@ -95,7 +95,8 @@ class UnpaddedAttention:
     layout: Layout
     window: int | None
     causal: bool
-    made: dict[torch.dtype, Attention] = field(default_factory=dict)
+    kernels: dict[Any, Attention | None] = field(default_factory=dict)
+    """Attention by kernels, of each case that a layer came with; None where no kernel takes it."""
     padded: list[tuple[UnpaddedRows, Attention]] = field(default_factory=list)
     """Rows for an attention that is not a kernel's, made by the first layer."""
 
@@ -113,21 +114,12 @@ class UnpaddedAttention:
         """Attend; heads come before tokens going in, after them coming out."""
         # Rotary embeddings may have made queries and keys float32, but never the values.
         dtype = computed_in(query.device.type, value.dtype)
-        reason = kernel_obstacle(
-            self.layout,
-            dtype=dtype,
-            head=query.shape[-1],
-            softcap=softcap,
-            dropout=dropout,
-            causal=self.causal,
-        )
+        case = (dtype, query.shape[-1], softcap, dropout)
+        if case not in self.kernels:
+            self.kernels[case] = self._kernel(*case)
         options |= {"dropout": dropout, "softcap": softcap}
-        if reason is None:
-            if dtype not in self.made:
-                self.made[dtype] = varlen.varlen_attention(
-                    self.layout, self.window, dtype, causal=self.causal
-                )
-            return self.made[dtype](module, query, key, value, **options)
+        if (kernel := self.kernels[case]) is not None:
+            return kernel(module, query, key, value, **options)
         if not self.padded:
             rows = self.batch.tight()
             layout = rows.padded_layout()
@@ -135,6 +127,14 @@ class UnpaddedAttention:
         rows, attended = self.padded[0]
         parts = (rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
         return rows.pack(attended(module, *parts, **options))
+
+    def _kernel(
+        self, dtype: torch.dtype, head: int, softcap: float | None, dropout: float
+    ) -> Attention | None:
+        options: Any = {"softcap": softcap, "dropout": dropout, "causal": self.causal}
+        if kernel_obstacle(self.layout, dtype=dtype, head=head, **options) is not None:
+            return None
+        return varlen.varlen_attention(self.layout, self.window, dtype, causal=self.causal)
 
 
 def unpadded_attention(
