@@ -45,6 +45,7 @@ _OPTIONS: dict[str, dict[str, list[str]]] = {
     "train": {"--resume": TEXTS, "--config": _PATHS},
     "doctor": {"--log": _PATHS, "--run": TEXTS},
     "completion": {},
+    "run": {"--only": TEXTS, "--without": TEXTS},
     "export": {"--json": ["", "x"], "--push-to-hub": [*TEXTS, "a/b", "a/b/c"]},
 }
 _ARGUMENTS: dict[str, list[str]] = {
@@ -60,6 +61,7 @@ _ARGUMENTS: dict[str, list[str]] = {
     "train": ["gpt", "--dry-run"],
     "doctor": [],
     "completion": ["bash"],
+    "run": [],
     "export": ["runs/run"],
 }
 _TEMPLATES = {"predict": "textclass"}
@@ -117,7 +119,7 @@ def command_lines(chosen: random.Random) -> Case:
     )
     if command == "train":
         rest.append("--dry-run")
-    if command == "verify" and "--" in rest:
+    if command in ("verify", "run") and "--" in rest:
         rest.remove("--")
     return Case([command, *rest])
 

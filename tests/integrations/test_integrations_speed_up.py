@@ -18,7 +18,8 @@ from unpadded_tiny import batch, config, counting_packed
 
 import trainfit
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speeding import apply_speedups, chosen
+from trainfit.integrations.speeding import apply_speedups
+from trainfit.integrations.speedups import chosen
 
 
 def classifier(name: str = "bert") -> Any:
@@ -112,7 +113,7 @@ def test_changes_can_be_chosen() -> None:
     assert chosen(["tf32"]) == ["tf32"]
     with trainfit.applied(trainfit_settings()):
         before = torch.backends.cuda.matmul.allow_tf32
-        assert apply_speedups(classifier(), ["tf32"]).done == ["TF32"]
+        assert apply_speedups(classifier(), ["tf32"]).done == ("TF32",)
         assert torch.backends.cuda.matmul.allow_tf32
     assert before is False
 
@@ -126,14 +127,14 @@ def trainfit_settings() -> Any:
 def test_the_optimizer_is_fused_on_a_gpu_alone(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, classifier())
     trainer.args.optim = type(trainer.args.optim)("adamw_torch")
-    assert apply_speedups(trainer, ["fused"]).left == ["fused AdamW (no GPU)"]
+    assert apply_speedups(trainer, ["fused"]).left == ("fused AdamW (no GPU)",)
 
     class OnGpu:
         device = torch.device("cuda")
         optim = trainer.args.optim
 
     trainer.args = OnGpu()  # type: ignore[assignment]
-    assert apply_speedups(trainer, ["fused"]).done == ["fused AdamW"]
+    assert apply_speedups(trainer, ["fused"]).done == ("fused AdamW",)
     assert trainer.args.optim == "adamw_torch_fused"
     trainer.args.optim = type(trainer.args.optim)("adafactor")
     assert "of its own" in apply_speedups(trainer, ["fused"]).left[0]

@@ -35,6 +35,7 @@ COMMANDS = {
     "train": "Train a job, judge it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
     "verify": "Show which settings were really active, by evidence of a step.",
+    "run": "Run a training script of your own faster, with the same losses.",
     "predict": "Probabilities from a trained model, for a text or a file.",
     "export": "The model of a finished run as ONNX, or on the hub.",
     "report": "Runs as one HTML page: scores, curves, plan, events.",
@@ -46,7 +47,13 @@ COMMANDS = {
     "doctor": "Find faults here, in a log or in a run, and how to fix them.",
     "completion": "The script that lets a shell complete trainfit's words.",
 }
-_PLACES = {"init": "config", "watch": "report", "predict": "inference", "sample": "inference"}
+_PLACES = {
+    "init": "config",
+    "watch": "report",
+    "predict": "inference",
+    "sample": "inference",
+    "run": "run_script",
+}
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
 _LONGEST_LINE = 1000

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from trainfit.cli.verify_pages import Verified
 
 
-class _WithCommand(click.Command):
+class WithCommand(click.Command):
     """Keeps the words after -- apart: they are a command, not options."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
@@ -27,7 +27,7 @@ class _WithCommand(click.Command):
         return rest
 
 
-@click.command(cls=_WithCommand)
+@click.command(cls=WithCommand)
 @click.argument("run", required=False)
 @click.option("--strict", is_flag=True, help="End with 1 where something asked for is not active.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")

@@ -7,7 +7,6 @@ or a LightningModule is taken too.
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, TypeVar
 
@@ -15,28 +14,13 @@ from torch import nn
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
+from trainfit.integrations.speedups import SpeedUp, chosen
 from trainfit.integrations.unpadding import unpadded
 from trainfit.runtime import apply
 
 TrainerT = TypeVar("TrainerT")
 
-SPEEDUPS = ("unpadded", "fused", "tf32")
-"""Changes by name; TF32 rounds differently, so it is made only where it is asked for."""
-_BY_DEFAULT = ("unpadded", "fused")
 _PLAIN_ADAMW = "adamw_torch"
-
-
-@dataclass(slots=True)
-class SpeedUp:
-    """Changes that were made to a trainer, and those that were not, with the reason."""
-
-    done: list[str] = field(default_factory=list)
-    left: list[str] = field(default_factory=list)
-
-    def line(self) -> str:
-        """Say all of it in one line."""
-        done = ", ".join(self.done) or "nothing changed"
-        return f"trainfit: {done}" + (f"; not {'; not '.join(self.left)}" if self.left else "")
 
 
 def speed_up(
@@ -57,15 +41,6 @@ def speed_up(
     return trainer
 
 
-def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[str]:
-    """Return the changes that are asked for; raise BadInput for an unknown one."""
-    for name in (*(only or ()), *without):
-        if name not in SPEEDUPS:
-            raise BadInput(f"unknown speed-up {name!r}", f"choose {', '.join(SPEEDUPS)}")
-    wanted = _BY_DEFAULT if only is None else tuple(only)
-    return [name for name in wanted if name not in without]
-
-
 def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     """Make the named changes to a trainer, a LightningModule or a model."""
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
@@ -74,24 +49,25 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
             f"{type(trainer).__name__} has no model",
             "give a Trainer of transformers, a LightningModule or a model",
         )
-    found = SpeedUp()
+    done: list[str] = []
+    left: list[str] = []
     if "unpadded" in names:
-        _unpad(trainer, model, found)
+        _unpad(trainer, model, done, left)
     if "fused" in names and not isinstance(trainer, nn.Module):
-        _fuse(trainer, found)
+        _fuse(trainer, done, left)
     if "tf32" in names:
         apply(RuntimeSettings(tf32=True))
-        found.done.append("TF32")
-    return found
+        done.append("TF32")
+    return SpeedUp(done=tuple(done), left=tuple(left))
 
 
-def _unpad(trainer: Any, model: nn.Module, found: SpeedUp) -> None:
+def _unpad(trainer: Any, model: nn.Module, done: list[str], left: list[str]) -> None:
     try:
         unpadded(model)
     except BadInput as error:
-        found.left.append(f"without padding ({error.what})")
+        left.append(f"without padding ({error.what})")
         return
-    found.done.append(f"{type(model).__name__} without padding")
+    done.append(f"{type(model).__name__} without padding")
     build = getattr(trainer, "model_init", None)
     if build is not None:  # train() builds the model again
 
@@ -102,7 +78,7 @@ def _unpad(trainer: Any, model: nn.Module, found: SpeedUp) -> None:
         trainer.model_init = built
 
 
-def _fuse(trainer: Any, found: SpeedUp) -> None:
+def _fuse(trainer: Any, done: list[str], left: list[str]) -> None:
     arguments: Any = getattr(trainer, "args", None)
     kind = getattr(arguments, "optim", None)
     if kind is None:
@@ -111,9 +87,9 @@ def _fuse(trainer: Any, found: SpeedUp) -> None:
     if name == f"{_PLAIN_ADAMW}_fused":
         return
     if name != _PLAIN_ADAMW or trainer.optimizer is not None:
-        found.left.append("fused AdamW (the script has an optimizer of its own)")
+        left.append("fused AdamW (the script has an optimizer of its own)")
     elif arguments.device.type != "cuda":
-        found.left.append("fused AdamW (no GPU)")
+        left.append("fused AdamW (no GPU)")
     else:
         arguments.optim = type(kind)(f"{_PLAIN_ADAMW}_fused")
-        found.done.append("fused AdamW")
+        done.append("fused AdamW")

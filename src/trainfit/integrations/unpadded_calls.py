@@ -42,6 +42,21 @@ class Unpadding:
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
     said: set[str] = field(default_factory=set)
+    packed: int = 0
+    """Batches that went without padding; `own_way` ones went the model's own way."""
+    own_way: int = 0
+    real: int = 0
+    """Tokens of the packed batches; `padded` with their padding."""
+    padded: int = 0
+
+    def count(self, batch: UnpaddedRows | None) -> None:
+        """Count a batch that goes without padding, or None for one that does not."""
+        if batch is None:
+            self.own_way += 1
+        else:
+            self.packed += 1
+            self.real += batch.tokens
+            self.padded += batch.rows * batch.width
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""

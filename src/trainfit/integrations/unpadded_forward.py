@@ -103,8 +103,10 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
             if _PASSING not in body.__dict__:
+                facts.count(batch)
                 return _as_asked(self, given, _restore(batch, output))
             facts.say("its head goes past the body")
+        facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
         return output if batch is None or not unsure else _watch(facts, batch, output)
@@ -126,10 +128,13 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return _run_packed(self, kind, facts, passing.batch, inputs)
     batch = _rows(facts, self, given)
     if batch is None:
+        facts.count(None)
         return kind.forward(self, *args, **kwargs)
     outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
     if not _sure(facts, batch, outside or facts.reads == "unknown"):
+        facts.count(None)
         return _watch(facts, batch, kind.forward(self, *args, **kwargs))
+    facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_packed(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:

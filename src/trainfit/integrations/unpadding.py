@@ -70,6 +70,11 @@ def padded(model: ModuleT) -> ModuleT:
     return model
 
 
+def facts_in(model: nn.Module) -> list[Unpadding]:
+    """Return the facts of the unpadded models in a module."""
+    return [one.__dict__[FACTS] for one in model.modules() if FACTS in one.__dict__]
+
+
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
     """Yield the models of transformers' own classes that are in no other one."""
     from transformers import PreTrainedModel

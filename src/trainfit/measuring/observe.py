@@ -11,7 +11,7 @@ import subprocess
 import tempfile
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -288,15 +288,22 @@ def run_observed(
     `output` replaces this process's standard output.
     """
     with tempfile.TemporaryDirectory(prefix="trainfit-observed-") as folder:
-        path = os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")]))
-        given = {**os.environ, "PYTHONPATH": path, "TRAINFIT_OBSERVE": folder}
-        try:
-            child = subprocess.Popen(list(command), env=given, stdout=output)
-        except OSError as error:
-            what = f"cannot run {command[0]!r} ({error.strerror})"
-            raise BadInput(what, "give a command after --, as in: python train.py") from None
-        code = _wait(child)
+        code = run_injected(command, {"TRAINFIT_OBSERVE": folder}, output)
         return code, _best(Path(folder))
+
+
+def run_injected(
+    command: Sequence[str], variables: Mapping[str, str], output: IO[str] | int | None = None
+) -> int:
+    """Run a command whose Python starts with `injected`, which reads `variables`."""
+    path = os.pathsep.join(filter(None, [str(_INJECTED), os.environ.get("PYTHONPATH")]))
+    given = {**os.environ, "PYTHONPATH": path, **variables}
+    try:
+        child = subprocess.Popen(list(command), env=given, stdout=output)
+    except OSError as error:
+        what = f"cannot run {command[0]!r} ({error.strerror})"
+        raise BadInput(what, "give a command after --, as in: python train.py") from None
+    return _wait(child)
 
 
 def _wait(child: subprocess.Popen[bytes]) -> int:

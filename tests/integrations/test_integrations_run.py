@@ -1,0 +1,168 @@
+"""`trainfit run` makes a script faster that knows nothing of trainfit, with the same losses."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from unpadded_tiny import batch, config, counting_packed
+
+from trainfit.cli.main import run
+from trainfit.integrations import script_hooks
+from trainfit.integrations.speedups import SpeedUp
+
+SCRIPT = """
+import sys
+import torch
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+
+torch.manual_seed(0)
+torch.set_num_threads(1)
+sizes = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=48)
+off = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+model = BertForSequenceClassification(BertConfig(vocab_size=90, **sizes, **off))
+rows = []
+for length in (3, 9, 5, 12, 1, 7, 8, 2):
+    mask = (torch.arange(12) < length).long()
+    ids = torch.randint(1, 90, (12,)) * mask
+    rows.append({"input_ids": ids, "attention_mask": mask, "labels": torch.tensor(length % 2)})
+options = dict(report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=1)
+arguments = TrainingArguments(
+    sys.argv[1], max_steps=3, logging_steps=1, per_device_train_batch_size=4, **options
+)
+trainer = Trainer(model=model, args=arguments, train_dataset=rows)
+trainer.train()
+LOSSES = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+print("losses", *LOSSES)
+sys.exit(int(sys.argv[2]))
+"""
+
+
+@pytest.mark.soak
+def test_a_script_is_faster_with_the_same_losses(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    words = [sys.executable, str(script), str(tmp_path / "out"), "7"]
+    assert run(["run", "--", *words]) == 7
+    out, err = capfd.readouterr()
+    [line] = [line for line in out.splitlines() if line.startswith("losses")]
+    [said] = [line for line in err.splitlines() if line.startswith("trainfit:")]
+    assert "BertForSequenceClassification without padding; " in said
+    assert "in 3 of 3 batches" in said
+    monkeypatch.setattr(sys, "argv", [str(script), str(tmp_path / "out"), "0"])
+    names: dict[str, Any] = {}
+    threads = torch.get_num_threads()
+    with pytest.raises(SystemExit):
+        exec(compile(SCRIPT, "train.py", "exec"), names)
+    torch.set_num_threads(threads)
+    assert [float(word) for word in line.split()[1:]] == pytest.approx(names["LOSSES"], abs=1e-4)
+
+
+def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    for words in ([], ["--"], ["--only", "fast", "--", "true"], ["--", "no-such-program"]):
+        assert run(["run", *words]) == 2
+        assert capfd.readouterr().err.count("\n") == 1
+    assert run(["run", "--", sys.executable, "-c", "raise SystemExit(5)"]) == 5
+    assert "no training of a known trainer" in capfd.readouterr().err
+
+
+# ── the hooks ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(script_hooks, "_reports", [])
+    monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
+    monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded,fused")
+
+
+def classifier() -> Any:
+    from transformers import AutoModelForSequenceClassification
+
+    torch.manual_seed(0)
+    return AutoModelForSequenceClassification.from_config(config("bert")).eval()
+
+
+class Loop:
+    """Stands for the class of another library."""
+
+    def prepare(self, *parts: Any) -> tuple[Any, ...]:
+        return parts
+
+    def fit(self, model: Any, loader: Any = None) -> tuple[Any, Any]:
+        return model, loader
+
+
+class Lit(nn.Module):
+    """Stands for a LightningModule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = classifier()
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "method"),
+    [
+        ("accelerate.accelerator", "Accelerator", "prepare"),
+        ("lightning.pytorch.trainer.trainer", "Trainer", "fit"),
+    ],
+)
+@pytest.mark.usefixtures("hooked")
+def test_loops_of_other_libraries_are_hooked(
+    module: str, name: str, method: str, tmp_path: Path
+) -> None:
+    kind: Any = type(name, (Loop,), {})
+    script_hooks.hook(SimpleNamespace(__name__=module, **{name: kind}), tmp_path)
+    model, other = Lit(), object()
+    assert getattr(kind(), method)(model, other) == (model, other)
+    getattr(kind(), method)(model, other)  # once more changes nothing
+    with counting_packed() as packed:
+        model.inner(**batch("bert"))
+    assert packed
+    script_hooks._report(tmp_path / "report.json")
+    told = SpeedUp.load(tmp_path / "report.json")
+    assert told.done == ("Lit without padding",)
+    assert (told.packed, told.own, told.real) == (1, 0, packed[0])
+    assert "43% of the tokens were padding" in told.line()
+
+
+@pytest.mark.parametrize("name", list(script_hooks._METHODS))
+def test_the_hooked_methods_are_there(name: str) -> None:
+    kind, method = script_hooks._METHODS[name]
+    assert callable(getattr(getattr(importlib.import_module(name), kind), method))
+
+
+@pytest.mark.usefixtures("hooked")
+def test_a_dry_run_ends_before_the_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRAINFIT_SPEED_UP_DRY", "1")
+    kind: Any = type("Trainer", (Loop,), {"train": lambda _self: 1 / 0})
+    script_hooks.hook(SimpleNamespace(__name__="transformers.trainer", Trainer=kind), tmp_path)
+    trainer = kind()
+    trainer.model = classifier()
+    with pytest.raises(SystemExit) as ended:
+        trainer.train()
+    assert ended.value.code == 0
+
+
+@pytest.mark.usefixtures("hooked")
+def test_an_error_of_ours_never_ends_the_script(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainfit.integrations.speeding.unpadded", lambda _: 1 / 0)
+    kind: Any = type("Trainer", (Loop,), {"train": lambda _self: "trained"})
+    script_hooks.hook(SimpleNamespace(__name__="transformers.trainer", Trainer=kind), tmp_path)
+    trainer = kind()
+    trainer.model = classifier()
+    assert trainer.train() == "trained"
+    assert "ZeroDivisionError" in script_hooks._reports[0][1].line()
