@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from unpadded_tiny import HEADS, NAMES, SIDES, batch, check_same, config, counting_packed, pair
 
 from trainfit.integrations.unpadding import FAMILIES
+from trainfit.kernels import unpadded_rows
+from trainfit.kernels.attention import masked_attention
+from trainfit.kernels.layout import Layout
 
 _FIRST = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert")
 READS_FIRST = (*_FIRST, "deberta-v3", "modernbert-cls")
@@ -132,6 +135,29 @@ def test_a_pooled_body_and_its_hidden_states() -> None:
         plain, model = pair(name, "body")
         assert check_same(plain, model, batch(name), output_hidden_states=True)
         assert plain(**batch(name)).pooler_output is not None
+
+
+@pytest.mark.parametrize("name", ["bert", "modernbert-cls", "llama", "gemma-3"])
+def test_rows_that_a_kernel_takes_are_the_packed_ones(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stands for the kernels of a GPU: attention with a mask of blocks, on the whole row."""
+    taken: list[int] = []
+
+    def attention(layout: Layout, window: int | None, _dtype: Any, *, causal: bool) -> Any:
+        taken.append(layout.max_seqlen)
+        return masked_attention(layout, window, causal=causal)
+
+    monkeypatch.setattr(unpadded_rows, "kernel_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(unpadded_rows.varlen, "varlen_attention", attention)
+    for head, side in (("classes", "right"), ("body", "both")):
+        check_same(
+            *pair(name, head),
+            batch(name, side),
+            **({"use_cache": False} if name in ("llama", "gemma-3") else {}),
+        )
+    assert taken
+    assert set(taken) == {11}
 
 
 # ── calls that go the model's own way ─────────────────────────────────────────────────────────

@@ -157,6 +157,22 @@ def test_accelerate() -> None:
     AcceleratorState._reset_state(True)
 
 
+def test_distributed_data_parallel(tmp_path: Path) -> None:
+    plain, model = pair("bert")
+    store = f"file://{tmp_path / 'store'}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=0, world_size=1)
+    try:
+        wrapped = nn.parallel.DistributedDataParallel(model)
+        with counting_packed() as packed:
+            wrapped(**inputs_of("bert", "classes")).loss.backward()
+        assert packed
+        plain(**inputs_of("bert", "classes")).loss.backward()
+        for part, gradient in gradients(plain).items():
+            torch.testing.assert_close(gradients(model)[part], gradient, rtol=1e-4, atol=1e-5)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(("name", "head"), CASES)
 def test_compile(name: str, head: str) -> None:
@@ -226,6 +242,19 @@ def test_a_head_of_a_script_is_watched_for_one_backward_pass(masked: bool) -> No
                 torch.testing.assert_close(gradient, gradients(plain)[part], rtol=1e-4, atol=1e-4)
             taken.append(bool(packed))
         assert taken == [False, masked, masked], side
+
+
+def test_gradients_that_are_all_zero_say_nothing_about_a_head() -> None:
+    torch.manual_seed(0)
+    body = AutoModel.from_config(config("bert"), add_pooling_layer=False)
+    model = trainfit.unpadded(Pooled(body, masked=True).eval())
+    nn.init.zeros_(model.score.weight)
+    for factor, packs in ((0.0, False), (float("nan"), False), (1.0, False), (1.0, True)):
+        with counting_packed() as packed:
+            logits = model(**batch("bert"))["logits"]
+        assert bool(packed) is packs
+        (logits * factor).sum().backward()
+        nn.init.ones_(model.score.weight) if factor == 0.0 else None
 
 
 @pytest.mark.parametrize("masked", [True, False])

@@ -233,10 +233,14 @@ def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
         seen += output.get("hidden_states") or ()
 
     def look(gradient: Tensor) -> None:
-        if bool(gradient[empty].any()):
+        finite = gradient.isfinite().all()
+        found = torch.stack([finite, gradient[empty].any(), gradient[~empty].any()]).tolist()
+        if not found[0]:  # a step that overflowed says nothing, nor does a head of zeros
+            return
+        if found[1]:
             facts.reads = "padding"
             facts.say("what stands on top of it reads padded columns")
-        elif facts.reads != "padding":
+        elif found[2] and facts.reads != "padding":
             facts.watched |= batch.sides
 
     for one in seen:
