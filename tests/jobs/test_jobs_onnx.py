@@ -15,7 +15,11 @@ from test_jobs_standard_export import CLASSES, TEXTS, write
 from test_jobs_train_export import plain_logits
 from test_jobs_train_export import trained as trained_apart
 from test_jobs_train_export import write as write_apart
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 
 from trainfit.cli.main import run
 from trainfit.core import libraries
@@ -102,6 +106,25 @@ def test_a_head_apart_and_a_decoder_that_looks_both_ways(name: str, tmp_path: Pa
     [found] = session.run(["logits"], {one.name: rows[one.name] for one in session.get_inputs()})
     wanted = plain_logits(tmp_path / "export", adapter=True).numpy()
     np.testing.assert_allclose(found, wanted, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.soak
+def test_a_model_of_words_gives_the_logits_of_every_token(tmp_path: Path):
+    facts = {"classes": CLASSES, "max_length": 38, "pad_id": 0, "eval_batch_size": 8}
+    facts |= {"task": "tokens", "problem_type": "token_classification"}
+    tokenizer = learn_tokenizer(TEXTS, vocabulary=320)
+    model = trained("bert", words=True)
+    exports.write_classifier(tmp_path / "export", model, tokenizer, facts)
+    onnx_export.write_onnx(tmp_path / "export")
+    plain = AutoModelForTokenClassification.from_pretrained(tmp_path / "export").eval()
+    rows = tokenizer(TEXTS, padding=True, return_tensors="pt")
+    with torch.no_grad():
+        wanted = plain(**rows).logits.numpy()
+    session = onnxruntime.InferenceSession(tmp_path / "export" / "onnx" / "model.onnx")
+    given = {one.name: rows[one.name].numpy() for one in session.get_inputs()}
+    [found] = session.run(["logits"], given)
+    real = rows["attention_mask"].bool().numpy()
+    np.testing.assert_allclose(found[real], wanted[real], atol=1e-4, rtol=1e-4)
 
 
 def files(run: Path) -> dict[str, bytes]:

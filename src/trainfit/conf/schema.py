@@ -229,8 +229,7 @@ class TextFilesData:
     with files such as train.csv, validation.csv and test.csv, or the name of a dataset of the
     hub, such as imdb or owner/name:subset; null: synthetic texts."""
     split: Name | None = None
-    """The split to train on, where the data has several; null: train, with its validation and test
-    splits."""
+    """The split to train on, where the data has several; null: train, with validation and test."""
     stream_above_gib: Amount | None = None
     """Stream larger datasets of the hub, and store none of them; null: those larger than memory."""
     validation: Place | None
