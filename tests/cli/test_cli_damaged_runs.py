@@ -89,14 +89,15 @@ def refused_or_done(words: list[str], capsys: pytest.CaptureFixture[str]) -> int
     return code
 
 
+@pytest.mark.parametrize("rounds", [1, pytest.param(3, marks=pytest.mark.soak)])
 def test_readers_do_without_any_file(
-    job: tuple[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    job: tuple[str, Path], rounds: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _task, whole = job
     draw = random.Random(3)
     files = sorted(path.relative_to(whole) for path in whole.iterdir() if path.is_file())
     assert len(files) > 8
-    for at, name in enumerate(files * 3):
+    for at, name in enumerate(files * rounds):
         folder = shutil.copytree(whole, tmp_path / f"run-{at}")
         DAMAGES[(at * 3 + at // len(files)) % len(DAMAGES)](folder / name, draw)
         words = READERS[at % len(READERS)]

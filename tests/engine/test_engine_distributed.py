@@ -110,7 +110,7 @@ def train_with_faults(
     ("faulty", "at"),
     [
         (1, {30, 45, 400, 420}),
-        (0, {10, 12, 14, 16}),
+        pytest.param(0, {10, 12, 14, 16}, marks=pytest.mark.soak),
         *(pytest.param(1, at, marks=pytest.mark.soak) for at in ({30}, {95, 140, 600})),
     ],
 )

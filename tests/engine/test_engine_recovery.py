@@ -63,7 +63,7 @@ def check_replay(seed: int, folder: Path, operations: dict[str, set[int]]) -> Ru
     return failed
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", range(5))
 def test_a_replay_of_the_recorded_cuts_ends_with_the_same_bits(
     seed: int, tmp_path: Path, operations: dict[str, set[int]]
 ) -> None:
@@ -71,7 +71,7 @@ def test_a_replay_of_the_recorded_cuts_ends_with_the_same_bits(
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("seed", range(10, 60))
+@pytest.mark.parametrize("seed", range(5, 60))
 def test_a_replay_ends_with_the_same_bits_many_times(
     seed: int, tmp_path: Path, operations: dict[str, set[int]]
 ) -> None:

@@ -81,7 +81,10 @@ def gradients_of_rank(rank: int, folder: Path, micro_batches: int, once: bool) -
         torch.save(whole, folder / f"{rank}.pt")
 
 
-@pytest.mark.parametrize(("micro_batches", "once"), [(1, True), (4, True), (4, False)])
+@pytest.mark.parametrize(
+    ("micro_batches", "once"),
+    [pytest.param(1, True, marks=pytest.mark.soak), (4, True), (4, False)],
+)
 def test_two_ranks_sum_to_the_gradient_of_one(
     tmp_path: Path, children: ForkServerContext, micro_batches: int, once: bool
 ) -> None:

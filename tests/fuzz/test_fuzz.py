@@ -18,13 +18,18 @@ REFUSED: dict[str, Any] = {"code": 2}
 @pytest.mark.parametrize(("cases", "seed"), [(66, 1), pytest.param(600, 2, marks=pytest.mark.soak)])
 def test_hostile_cases_are_done_or_refused_in_a_line(cases: int, seed: int, tmp_path: Path):
     fuzzer = Fuzzer(tmp_path, seed, limit=60, plan=False)
-    names = deal(cases, list(KINDS))
+    names = [name for name in deal(cases, list(KINDS)) if _made_soon(make_case(seed, *name), cases)]
     outcomes = list(fuzzer.run_all(names, workers=1))
     assert len(outcomes) == len(names)
     wrong = [
         (o.fault, f"make fuzz SEED={seed} CASE={o.name}", o.shown) for o in outcomes if o.fault
     ]
     assert not wrong
+
+
+def _made_soon(case: Case, cases: int) -> bool:
+    """Leave out of a small sample the cases whose templates take longer than themselves."""
+    return cases > 100 or case.template in (None, "textclass", "gpt")
 
 
 def test_a_case_is_the_same_each_time():

@@ -333,8 +333,7 @@ def test_a_third_of_the_trials_out_of_memory_and_the_study_ends(
         return accumulate(model, *args, **more)
 
     monkeypatch.setattr(recovery, "accumulate", full)
-    trials = 6 if tries > 1 else 3
-    study, objective = opened(tmp_path, f"hpo.trials={trials}", "hpo.pruner=none")
+    study, objective = opened(tmp_path, "hpo.trials=3", "hpo.pruner=none")
 
     def run(claim: Any) -> Any:
         nonlocal number, left
@@ -348,8 +347,7 @@ def test_a_third_of_the_trials_out_of_memory_and_the_study_ends(
     if tries == 1:
         assert states == [TrialState.COMPLETE] * 3
     else:
-        assert [states[n] for n in (1, 4)] == [TrialState.PRUNED] * 2
-        assert states.count(TrialState.COMPLETE) == 4
+        assert states == [TrialState.COMPLETE, TrialState.PRUNED, TrialState.COMPLETE]
         assert "memory ran out" in study.study.trials[1].user_attrs["reason"]
     gc.collect()
 

@@ -62,8 +62,6 @@ def test_every_command_takes_a_job_of_ones_own(here: Path, job: str) -> None:
     trained = run("train", job, *FAST, "--json")
     assert trained["status"] == "finished"
     assert (Path(trained["run"]) / "export" / "model.safetensors").is_file()
-    tuned = run("tune", job, *FAST, "--minutes", "0.1", "--json")
-    assert tuned["best"]["effective_batch_size"] == (32 if "images" in job else 64)
     study = run("hpo", job, *FAST, "hpo.trials=2", "--json")
     assert study["trials"]["complete"] == 2
     receipt = run("verify", job, "--strict", "--json")
@@ -74,6 +72,13 @@ def test_every_command_takes_a_job_of_ones_own(here: Path, job: str) -> None:
         bright[8:, 8:] = 1
         text = json.dumps(bright.flatten().tolist())
         assert set(json.loads(run("predict", job, "--text", text))[0]) == {"quarter"}
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(("job", "batch"), [("images:Images", 32), ("two_towers:TwoTowers", 64)])
+def test_a_job_of_ones_own_is_tuned(here: Path, job: str, batch: int) -> None:
+    tuned = run("tune", job, *FAST, "--minutes", "0.1", "--json")
+    assert tuned["best"]["effective_batch_size"] == batch
 
 
 def test_the_files_are_short_and_import_only_trainfit_of_ours() -> None:
