@@ -43,6 +43,17 @@ TINY = {
         "training.num_workers=0",
         "baselines=false",
     ],
+    "tokens": [
+        "model.name=model",
+        "model.weights=random",
+        "model.method=full",
+        "data.train=words.conll",
+        "data.max_length=32",
+        "training.max_steps=1",
+        "training.batch_size=4",
+        "training.num_workers=0",
+        "baselines=false",
+    ],
     "gpt": [
         "model.name=gpt-tiny",
         "model.n_layer=1",
@@ -133,6 +144,15 @@ def _pairs() -> None:
     _train("pairs")
 
 
+def _tokens() -> None:
+    from job_tiny import tiny_model
+
+    tiny_model(Path("model"))
+    rows = ("saw x O\nAnna x B-PER\nAlder x I-PER", "Bo x B-PER\nleft x O", "the x O\nhouse x O")
+    Path("words.conll").write_text("\n\n".join(rows * 20) + "\n")
+    _train("tokens")
+
+
 def _gpt() -> None:
     from gpt_tiny import write_tokens
 
@@ -174,6 +194,7 @@ TEMPLATES: dict[str, Callable[[], None]] = {
     "nli": _nli,
     "textclass": _textclass,
     "pairs": _pairs,
+    "tokens": _tokens,
     "gpt": _gpt,
     "corpus": _corpus,
     "model": _model,
