@@ -18,7 +18,7 @@ from trainfit.kernels.attention import masked_attention
 from trainfit.kernels.layout import Layout
 
 _FIRST = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert")
-READS_FIRST = (*_FIRST, "deberta-v3", "modernbert-cls")
+READS_FIRST = (*_FIRST, "deberta-v3", "deberta", "mpnet", "modernbert-cls")
 ENCODERS = (*READS_FIRST, "modernbert-mean")
 
 

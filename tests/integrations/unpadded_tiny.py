@@ -20,6 +20,11 @@ _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_facto
 _PAIRED = COMMON | {"num_key_value_heads": 4}
 _OPT = {key: value for key, value in COMMON.items() if key != "initializer_range"}
 _MORE: dict[str, tuple[str, dict[str, Any]]] = {
+    "deberta": (
+        "DebertaConfig",
+        COMMON | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]},
+    ),
+    "mpnet": ("MPNetConfig", COMMON | {"pad_token_id": 1}),
     "camembert": ("CamembertConfig", COMMON | {"pad_token_id": 1}),
     "gemma": ("GemmaConfig", GROUPED),
     "phi": ("PhiConfig", _PAIRED | {"rope_parameters": _ROTARY}),

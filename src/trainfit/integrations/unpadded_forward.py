@@ -147,7 +147,8 @@ def _run_packed(
 ) -> Any:
     """Run a body on a packed row."""
     if facts.own is None:
-        return _run_deberta(self, batch, inputs)
+        mpnet = self.config.model_type == "mpnet"
+        return (_run_mpnet if mpnet else _run_deberta)(self, batch, inputs)
     tokens = inputs["input_ids" if "input_ids" in inputs else "inputs_embeds"]
     inputs |= {
         # transformers makes no mask of one that has four dimensions, and trainfit reads none.
@@ -180,6 +181,27 @@ def _run_deberta(body: Any, batch: UnpaddedRows, inputs: dict[str, Any]) -> Any:
         torch.ones_like(layout.ids)[:, None],  # three dimensions, else it is expanded to T×T
         output_hidden_states=body.config.output_hidden_states if wanted is None else wanted,
         relative_pos=attention,
+    )
+
+
+def _run_mpnet(body: Any, batch: UnpaddedRows, inputs: dict[str, Any]) -> Any:
+    """Run MPNet through its parts: its encoder would make a bias of the whole packed row."""
+    from transformers.modeling_outputs import BaseModelOutputWithPooling
+
+    from trainfit.kernels.disentangled_layers import padded_bias
+
+    names = ("input_ids", "position_ids", "inputs_embeds")
+    hidden = body.embeddings(**{name: inputs.get(name) for name in names})
+    attention = padded_bias(batch, body.encoder, hidden.dtype)
+    states = [hidden]
+    for layer in body.encoder.layer:
+        states.append(layer(states[-1], None, attention)[0])
+    wanted = inputs.get("output_hidden_states")
+    wanted = body.config.output_hidden_states if wanted is None else wanted
+    return BaseModelOutputWithPooling(
+        last_hidden_state=states[-1],
+        pooler_output=None if body.pooler is None else body.pooler(states[-1]),
+        hidden_states=tuple(states) if wanted else None,
     )
 
 

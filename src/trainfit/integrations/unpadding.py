@@ -17,8 +17,7 @@ from trainfit.core.errors import BadInput
 from trainfit.integrations.unpadded_calls import HeadReads, Unpadding
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
-from trainfit.kernels import disentangled
-from trainfit.kernels.supported import MODEL_TYPE, OWN_ATTENTION
+from trainfit.kernels.supported import OWN_ATTENTION
 from trainfit.kernels.unpadded_rows import IMPLEMENTATIONS, own_implementation, register_beside
 
 if TYPE_CHECKING:
@@ -28,7 +27,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 FAMILIES = (
     *("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert"),
-    *(MODEL_TYPE, "modernbert", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2"),
+    *(*OWN_ATTENTION, "modernbert", "gemma", "gemma2", "gemma3_text", "llama", "mistral", "qwen2"),
     *("qwen3", "phi", "phi3", "olmo2", "smollm3", "gpt_neox", "gpt2", "opt"),
 )
 """Model types whose packed outputs were compared with the padded ones."""
@@ -117,7 +116,7 @@ def _model_obstacle(body: PreTrainedModel) -> str | None:
     config = body.config
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type} were not compared with their padded selves"
-    if config.model_type in OWN_ATTENTION and not config.relative_attention:
+    if config.model_type in OWN_ATTENTION and not getattr(config, "relative_attention", True):
         return "its attention reads no distances"
     if config.model_type in OWN_ATTENTION and getattr(config, "conv_kernel_size", None):
         return "it has a convolution, which reaches over the ends of packed sequences"
@@ -148,7 +147,9 @@ def _reads(model: PreTrainedModel, body: PreTrainedModel, alone: bool) -> HeadRe
 def _replace(model: PreTrainedModel, body: PreTrainedModel, facts: Unpadding) -> None:
     """Give the body, and a head that has a result per column, the forward without padding."""
     if facts.own is None:
-        disentangled.take_packed_rows(body)
+        from trainfit.kernels.disentangled_layers import take_packed_rows
+
+        take_packed_rows(body)
     else:
         body.set_attn_implementation(register_beside(facts.own))
     body.__dict__[FACTS] = facts

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import TERMS, model_obstacle
@@ -171,18 +171,6 @@ def obstacle(
     if reason is None and longest is not None and longest > _most(config):
         reason = f"sequences of {longest} tokens are longer than the {_most(config)} distances"
     return reason
-
-
-def take_packed_rows(model: nn.Module) -> None:
-    """Make the layers of a DeBERTa attend by a `DisentangledAttention` where they are given one.
-
-    It comes in the argument for relative positions, which packed rows do not need.
-    """
-    from trainfit.kernels.disentangled_layers import PackedSelfAttention
-
-    for module in model.modules():
-        if type(module) is PackedSelfAttention.__base__:
-            module.__class__ = PackedSelfAttention
 
 
 def _most(config: PretrainedConfig) -> int:

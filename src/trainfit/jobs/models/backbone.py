@@ -232,7 +232,9 @@ def _take_attention(model: PreTrainedModel, *, published: bool) -> None:
     if config.model_type in OWN_ATTENTION:
         unscript(model)
         if model_obstacle(config.to_dict()) is None:
-            disentangled.take_packed_rows(model)
+            from trainfit.kernels.disentangled_layers import take_packed_rows
+
+            take_packed_rows(model)
         return
     others = set(getattr(config, "layer_types", None) or ()) - _LAYER_TYPES
     positions = "position_ids" in inspect.signature(type(model).forward).parameters
