@@ -39,7 +39,7 @@ def completed(words: str, shell: str = "bash") -> list[str]:
 def test_commands_tasks_presets_keys_and_values():
     assert completed("trainfit d") == ["doctor"]
     assert set(completed("trainfit ")) == set(COMMANDS)
-    assert completed("trainfit train t") == ["textclass"]
+    assert completed("trainfit train t") == ["textclass", "tokens"]
     assert completed("trainfit config nli hardware=gpu_") == [
         f"hardware={name}" for name in options("nli", "hardware") if name.startswith("gpu_")
     ]
