@@ -148,11 +148,13 @@ def test_streamed_rows_are_those_that_are_loaded(hub: Hub):
 @pytest.mark.soak
 def test_a_model_is_planned_and_trained_on_a_dataset_of_the_hub(hub: Hub):
     small = ("model.name=modernbert-tiny", "model.weights=random", "data.max_length=32")
-    planned = hub.run("-m", "trainfit", "plan", "textclass", "owner/films", *small, "--json")
-    assert planned.returncode == 0, planned.stderr
-    once = ("baselines=false", "training.num_epochs=1", "--json")
+    once = ("baselines=false", "training.num_epochs=1", "data.stream_above_gib=0", "--json")
     trained = hub.run("-m", "trainfit", "train", "textclass", "owner/films", *small, *once)
     assert trained.returncode == 0, trained.stderr
+    assert "owner/films is streamed from the hub" in trained.stderr
+    planned = hub.run("-m", "trainfit", "plan", "textclass", "owner/films", *small, "--json")
+    assert planned.returncode == 0, planned.stderr
+    assert "owner/films is taken from the hub" in planned.stderr
     [data] = json.loads((next(hub.home.glob("runs/*")) / "data.json").read_text())["folds"]
     assert data["classes"] == ["bad", "good"]
     assert data["train"]["texts"] + data["validation"]["texts"] == 121
