@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
+from trainfit.data.columnar import is_stream
 from trainfit.data.conll_files import TAGGED
 from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
 from trainfit.data.labels import check_characters, check_classes, check_kind, read_name
@@ -206,9 +207,13 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
 
 
 def count_tags(path: Path, columns: Columns) -> Counter[str]:
-    """Count the words of each tag in a file; raise BadInput where tags look like texts."""
+    """Count the words of each tag in a file; raise BadInput where tags look like texts.
+
+    Of a stream, which may not fit on this machine, the first rows tell.
+    """
     counts: Counter[str] = Counter()
-    for chunk in read_chunks(path, columns, kind=LabelKind(target="tags")):
+    chunks = read_chunks(path, columns, _TELLING, kind=LabelKind(target="tags"))
+    for chunk in islice(chunks, 1 if is_stream(path) else None):
         for tags in chunk.labels:
             counts.update(tags)  # type: ignore[arg-type]
     check_classes(counts, counts.total(), f"{path}, column {columns.label},")
