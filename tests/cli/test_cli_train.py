@@ -369,7 +369,7 @@ def test_the_card_of_an_export_shows_how_to_load_it(
 
 def test_the_page_on_prediction_shows_how_to_do_it_without_trainfit(trained: Path):
     page = (ROOT / "docs" / "predict.md").read_text()
-    _, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    *_, block = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)
     assert "trainfit" not in block

@@ -2,6 +2,7 @@
 
 import csv
 import json
+import re
 import subprocess
 import sys
 from collections import Counter, defaultdict
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from seqeval.metrics import f1_score
+from seqeval.metrics.sequence_labeling import get_entities
 
 from job_tiny import be_quick, words
 from trainfit.cli.main import run as run_command
@@ -92,6 +94,14 @@ def test_the_job_from_files_to_answers(
     assert "bootstrap intervals over sentences" in page
     card = (folder / "export" / "README.md").read_text()
     assert 'pipeline_tag: "token-classification"' in card
+
+    page = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
+    shown: dict[str, Any] = {}
+    exec(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[1], shown)
+    text = " ".join(word for word, _ in parts["test"][0])
+    spans = get_entities(said[0])
+    found = shown["tag"](str(folder / "export"), text)
+    assert [one["entity_group"] for one in found] == [kind for kind, *_ in spans]
 
     capsys.readouterr()
     test = tmp_path / "data" / "test.conll"

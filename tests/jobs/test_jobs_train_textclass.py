@@ -90,7 +90,7 @@ def test_the_page_on_prediction_and_the_card_show_how_to_use_an_export(
 ):
     result = run(tmp_path, *files(tmp_path), "model.method=lora")
     page = (Path(__file__).parents[2] / "docs" / "predict.md").read_text()
-    block, _ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
+    block, *_ = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     names: dict[str, Any] = {}
     exec(block, names)
     texts = ["alder juniper kapok", "birch juniper kapok"]
