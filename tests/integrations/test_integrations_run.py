@@ -13,9 +13,12 @@ import torch
 from torch import nn
 from unpadded_tiny import batch, config, counting_packed
 
+import trainfit
 from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
 from trainfit.integrations.speedups import SpeedUp
+from trainfit.integrations.turns import Turns
+from trainfit.integrations.unpadding import facts_in
 
 SCRIPT = """
 import sys
@@ -80,6 +83,7 @@ def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_hooks, "_reports", [])
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda _: None)
     monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded,fused")
 
@@ -139,6 +143,40 @@ def test_loops_of_other_libraries_are_hooked(
 def test_the_hooked_methods_are_there(name: str) -> None:
     kind, method = script_hooks._METHODS[name]
     assert callable(getattr(getattr(importlib.import_module(name), kind), method))
+
+
+# ── the turns ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(("with_padding", "times"), [(3.0, 3.0), (1.0, 1.0), (0.5, 0.5)])
+def test_steps_are_timed_in_turns_and_the_faster_way_stays(
+    with_padding: float, times: float
+) -> None:
+    model = trainfit.unpadded(classifier())
+    [facts] = facts_in(model)
+    now, padded = 0.0, 0
+    turns = Turns(clock=lambda: now)
+    turns.facts.append(facts)
+    for _ in range(80):
+        with counting_packed() as packed:
+            model(**batch("bert"))
+        now += 1.0 if packed else with_padding
+        padded += not packed
+        turns.stepped()
+    assert turns.gain is not None
+    assert turns.gain.times == pytest.approx(times)
+    assert turns.gain.steps == 32
+    assert padded == (20 if times >= 1 else 50)  # all after the turns, where padding is faster
+    found = SpeedUp(done=("Bert without padding",), times=times).line()
+    assert f"{times:.2f} times as fast as with padding" in found
+    assert ("all later steps had it" in found) is (times < 1)
+
+
+def test_a_training_that_is_too_short_is_not_measured() -> None:
+    turns = Turns(clock=lambda: 0.0)
+    for _ in range(40):
+        turns.stepped()
+    assert turns.gain is None
 
 
 @pytest.mark.usefixtures("hooked")

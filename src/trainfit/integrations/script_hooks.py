@@ -71,6 +71,8 @@ def hook(module: Any, folder: Path) -> None:
 
 _reports: list[tuple[Any, SpeedUp]] = []
 """Models that were made faster in this process, and what was done."""
+_turns: Any = None
+"""The `Turns` of this process; it imports torch."""
 
 
 def _take(trainer: Any, folder: Path) -> None:
@@ -78,6 +80,7 @@ def _take(trainer: Any, folder: Path) -> None:
     from torch import nn
 
     from trainfit.integrations.speeding import apply_speedups
+    from trainfit.integrations.unpadding import facts_in
 
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
     if not isinstance(model, nn.Module) or any(one is model for one, _ in _reports):
@@ -90,6 +93,15 @@ def _take(trainer: Any, folder: Path) -> None:
     if not _reports:
         atexit.register(_report, folder / f"{os.getpid()}.json")
     _reports.append((model, found))
+    _begin_turns(facts_in(model))
+
+
+def _begin_turns(facts: Any) -> None:
+    global _turns
+    from trainfit.integrations.turns import Turns
+
+    _turns = _turns or Turns()
+    _turns.begin(facts)
 
 
 def _report(path: Path) -> None:
@@ -98,6 +110,7 @@ def _report(path: Path) -> None:
 
     facts = [one for model, _ in _reports for one in facts_in(model)]
     first = max((found for _, found in _reports), key=lambda one: len(one.done))
+    gain = _turns.gain if _turns else None
     with suppress(OSError):  # the folder goes with the command
         replace(
             first,
@@ -105,4 +118,6 @@ def _report(path: Path) -> None:
             own=sum(one.own_way for one in facts),
             real=sum(one.real for one in facts),
             padded=sum(one.padded for one in facts),
+            times=gain.times if gain else None,
+            error=gain.error if gain else 0.0,
         ).save(path)

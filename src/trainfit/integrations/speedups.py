@@ -27,6 +27,10 @@ class SpeedUp(Record):
     """Tokens of the batches without padding."""
     padded: int = 0
     """The same with their padding."""
+    times: float | None = None
+    """Speed of steps without padding, as a multiple of those with it; None: not measured."""
+    error: float = 0.0
+    """Standard error of `times`."""
 
     def line(self) -> str:
         """Say all of it in one line."""
@@ -37,6 +41,10 @@ class SpeedUp(Record):
             said += f", in {self.packed} of {self.packed + self.own} batches"
         elif self.own:
             said += f"; but all {self.own} batches went the model's own way"
+        if self.times is not None:
+            slower = self.times + self.error < 1
+            said += f"; {self.times:.2f} times as fast as with padding (±{self.error:.2f})"
+            said += ", so that all later steps had it" if slower else ""
         return f"trainfit: {said}" + "".join(f"; not {one}" for one in self.left)
 
 

@@ -42,6 +42,8 @@ class Unpadding:
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
     said: set[str] = field(default_factory=set)
+    off: bool = False
+    """True while all batches are to go the model's own way."""
     packed: int = 0
     """Batches that went without padding; `own_way` ones went the model's own way."""
     own_way: int = 0

@@ -91,7 +91,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run a model with a result per column: its head sees no padding either."""
     body = body_of(self)
     facts: Unpadding | None = body.__dict__.get(FACTS)
-    if facts is None:
+    if facts is None or facts.off:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, body, given)
@@ -119,7 +119,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run an encoder or a decoder without padding."""
     facts: Unpadding | None = self.__dict__.get(FACTS)
     passing: _Passing | None = self.__dict__.pop(_PASSING, None)
-    if facts is None or (passing is not None and passing.batch is None):
+    if facts is None or facts.off or (passing is not None and passing.batch is None):
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     if passing is not None and passing.batch is not None:
