@@ -14,7 +14,7 @@ import pytest
 from seqeval.metrics import f1_score
 from seqeval.metrics.sequence_labeling import get_entities
 
-from job_tiny import be_quick, words
+from job_tiny import SECRET, be_quick, words
 from trainfit.cli.main import run as run_command
 from trainfit.conf.composition import compose, options, preset
 from trainfit.core.errors import BadInput
@@ -149,6 +149,7 @@ def test_folds_and_parts_of_speech(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     rows = [
         [(word, "NOUN" if tag != "O" else "X") for word, tag in row] for row in sentences(90, 3)
     ]
+    rows[5].append((SECRET, "X"))
     path = tmp_path / "pos.jsonl"
     objects = ({"words": [w for w, _ in row], "tags": [t for _, t in row]} for row in rows)
     path.write_text("".join(json.dumps(one) + "\n" for one in objects))
@@ -162,6 +163,9 @@ def test_folds_and_parts_of_speech(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert np.array(result.metrics["confusion"]).trace() == words_right.sum()
     assert result.metrics["count"] == len(words_right)
     assert set(result.by_label) == {"NOUN", "X"}
+    written = [file for file in Path(result.run).rglob("*") if file.is_file()]
+    assert len(written) > 20
+    assert not [file for file in written if SECRET.encode() in file.read_bytes()]
 
 
 @pytest.mark.parametrize(

@@ -200,7 +200,8 @@ def _data(
     """Count the items of each part, in all and by class."""
     names = [str(name) for name in facts["classes"]]
     by_class = all(len(one.get("by_class", ())) == len(names) for _, one in counts)
-    columns = ["part", "items", "longest, in tokens", *(names if by_class else [])]
+    items = "sentences" if any("words" in one for _, one in counts) else "items"
+    columns = ["part", items, "longest, in tokens", *(names if by_class else [])]
     rows = [
         [
             part,
