@@ -157,6 +157,7 @@ def test_every_alias_leads_to_a_key():
         "data.persistent_workers",
         "dataloader_drop_last",
         "dataloader_prefetch_factor",
+        "per_device_train_batch_size",
     }
 
 
