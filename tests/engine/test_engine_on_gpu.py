@@ -50,20 +50,25 @@ class WideTask:
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, Tensor]:
-        ids = torch.arange(width).repeat(rows, 1).add(torch.tensor(sequences)[:, None]) % 100
-        return {"ids": ids}
+        ids = torch.arange(width).repeat(len(sequences), 1).add(torch.tensor(sequences)[:, None])
+        filler = torch.zeros(rows - len(sequences), width, dtype=torch.int64)
+        ids = ids % 100
+        return {
+            "ids": torch.cat([ids, filler]),
+            "targets": torch.cat([ids % 2, filler - 100]),
+        }
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
         logits = model(batch["ids"]).float()
         return nn.functional.cross_entropy(
-            logits.flatten(0, 1), batch["ids"].flatten() % 2, reduction="sum"
+            logits.flatten(0, 1), batch["targets"].flatten(), reduction="sum"
         )
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         total = torch.zeros((), device="cuda")
         for start in range(0, 256, batch_size):
             batch = self.collate(range(start, min(start + batch_size, 256)), batch_size, 512, None)
-            total += self.loss(model, {"ids": batch["ids"].cuda()})
+            total += self.loss(model, {name: value.cuda() for name, value in batch.items()})
         return {"loss": float(total) / 512 / 256}
 
 

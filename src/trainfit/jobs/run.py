@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeVar
@@ -141,6 +142,10 @@ class Run:
         busy = self.world.size * (1 + self.plan.num_workers)
         return self.profile.cpu.cores - busy if self.device.type == "cuda" else 0
 
+    @cached_property
+    def _extras(self) -> dict[str, Any]:
+        return self.prepared.extras(self)  # counting the FLOPs builds a model
+
     def settings(self, fold: int) -> LoopSettings:
         """Return the settings of a fold."""
         made = self.prepared.settings(fold, self.plan, self.device, self.world.size)
@@ -149,7 +154,7 @@ class Run:
     def train(self, fold: int, folder: Path, title: str, *, resume: bool) -> RunResult:
         """Train a fold from its beginning or from its newest checkpoint, and write its receipt."""
         first = self.world.first
-        extras = self.prepared.extras(self)
+        extras = dict(self._extras)
         opening = extras.pop("opening")
         result = loop.train(
             self.prepared.task(fold, self.plan, self.device),
