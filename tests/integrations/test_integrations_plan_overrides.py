@@ -55,6 +55,7 @@ def test_they_compose_back_with_the_plan_pinned(task: str, given_words):
         "data.second_column",
         "data.target",
         "data.text_column",
+        "data.words_column",
         "device.num_threads",
         "model.pooling",
         "model.weights",
