@@ -112,7 +112,9 @@ def quick_plan(
         gpu=None,
         ranks=ranks,
         precision="fp32",
-        runtime=RuntimeSettings(seed=question.pinned("seed")),
+        runtime=RuntimeSettings(
+            seed=question.pinned("seed"), num_threads=question.pinned("num_threads")
+        ),
         packed=False,
         attention="sdpa",
         batch_size=question.pinned("batch_size") or effective,

@@ -10,6 +10,7 @@ done when its scores are written, so a job that was killed goes on where it was.
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -21,7 +22,6 @@ import numpy as np
 import torch
 
 from trainfit.conf import Composed, GptConfig
-from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
@@ -35,7 +35,7 @@ from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
-from trainfit.jobs.model_facts import model_facts
+from trainfit.jobs.model_facts import check_vocabulary
 from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier, try_building
@@ -44,6 +44,7 @@ from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run
 from trainfit.jobs.scores import FoldScores, JobResult
+from trainfit.jobs.side_folds import side_folds
 from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
@@ -238,37 +239,42 @@ class PreparedEncoder:
         with (
             kept_in_memory(borrowed=run.device.type == "cuda"),
             in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines,
+            side_folds(run) as beside,
         ):
             for number in range(len(self.datasets)):
+                began = time.monotonic()
                 with timeline.stage("between folds", number + 1 if self.cross_validated else None):
-                    scored = self._fold(run, number, resume)
+                    found = beside.wait(number)
+                    again = resume or found != "ours"
+                    scored = None if found == "stopped" else self.fold(run, number, resume=again)
+                    if scored is not None and found == "done":
+                        self._tell(run, scored)
                 if scored is None:
                     run.settle()
                     return self._end(run, finished, beaten)
                 finished.append(scored)
+                beside.consider(time.monotonic() - began, range(number + 1, len(self.datasets)))
             run.settle()
             if wanted:
                 with run.show.busy("scoring the baselines"), timeline.stage("baselines"):
                     beaten = baselines()
         return self._end(run, finished, beaten)
 
-    def _fold(self, run: Run, number: int, resume: bool) -> FoldScores | None:
+    def fold(self, run: Run, number: int, *, resume: bool) -> FoldScores | None:
         """Train and judge a fold, unless it is done; None where someone asked to stop."""
         folder, title = run.folder, ""
         if self.cross_validated:
             folder = run.folder / f"fold-{number + 1}"
-            title = f"fold {number + 1} of {len(self.datasets)}"
+            title = self._title(number + 1)
         if (folder / "scores.json").is_file():
             return FoldScores.load(folder / "scores.json")
         result = run.train(number, folder, title, resume=resume and folder.is_dir())
         if result.status == "stopped":
             return None
-        return self._judge(run, number, folder, title, result)
+        return self._judge(run, number, folder, result)
 
     @timeline.stage("judge")
-    def _judge(
-        self, run: Run, number: int, folder: Path, title: str, result: RunResult
-    ) -> FoldScores:
+    def _judge(self, run: Run, number: int, folder: Path, result: RunResult) -> FoldScores:
         """Score the best weights on what was held out, and export them."""
         dataset, plan = self.datasets[number], run.plan
         build = partial(_build, self, plan, run.device)
@@ -291,14 +297,13 @@ class PreparedEncoder:
         judged = scores.judge(dataset, found, result, number + 1, criteria, thresholds)
         if not run.world.first:
             return judged
-        run.later(partial(self._write, run, folder, title, model, judged, found, size))
+        run.later(partial(self._write, run, folder, model, judged, found, size))
         return judged
 
     def _write(
         self,
         run: Run,
         folder: Path,
-        title: str,
         model: EncoderClassifier,
         judged: FoldScores,
         found: Outputs,
@@ -322,12 +327,20 @@ class PreparedEncoder:
         write_whole(folder / "predictions.csv", scores.as_csv(rows), parents=False)
         judged.save(folder / "scores.json", parents=False)
         if self.cross_validated:
-            with closing(Journal(run.folder)) as journal:
-                journal.row("fold", {"step": judged.fold, **judged.overall.scalars()})
-                metric = self.target(judged.fold - 1).metric
-                journal.line(f"{title}: held-out {metric} {getattr(judged.overall, metric):.4f}")
+            if not run.beside:
+                self._tell(run, judged)
             # The weights are in the export; five folds' optimizer states would fill a disk.
             shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+
+    def _tell(self, run: Run, judged: FoldScores) -> None:
+        metric = self.target(judged.fold - 1).metric
+        value = getattr(judged.overall, metric)
+        with closing(Journal(run.folder)) as journal:
+            journal.row("fold", {"step": judged.fold, **judged.overall.scalars()})
+            journal.line(f"{self._title(judged.fold)}: held-out {metric} {value:.4f}")
+
+    def _title(self, fold: int) -> str:
+        return f"fold {fold} of {len(self.datasets)}"
 
     def _base(self, run: Run, folder: Path) -> Path | None:
         """Export of another fold with the same frozen weights, where there is one."""
@@ -369,17 +382,9 @@ class PreparedEncoder:
 
 def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:
     """Raise BadInput for tokens or lengths beyond the model's tables: a GPU would only stop."""
-    name = prepared.config.model.name
-    rows = model_facts(name).vocabulary
     sets = prepared.datasets
     parts = [part for data in sets for part in (data.train, data.validation, data.test)]
-    arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
-    largest = max(int(ids.max()) for ids in arrays.values())
-    if rows and largest >= rows:
-        raise BadInput(
-            f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
-            "give a folder whose tokenizer goes with its weights",
-        )
+    check_vocabulary(prepared.config.model.name, parts)
     check_length(model.traits, max(int(part.lengths.max(initial=0)) for part in parts))
 
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfit.core.errors import BadInput
 from trainfit.data.hub import may_be_on_hub
@@ -19,6 +20,9 @@ from trainfit.hardware.model_shapes import (
 )
 from trainfit.kernels import supported
 from trainfit.kernels.supported import CAPPED_HEADS, NOT_RECOMPUTED, OWN_ATTENTION, model_obstacle
+
+if TYPE_CHECKING:
+    from trainfit.data.tokens import Tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,3 +101,15 @@ def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
     if kind in OWN_ATTENTION:
         return "disentangled"
     return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
+
+
+def check_vocabulary(name: str, parts: Iterable[Tokens]) -> None:
+    """Raise BadInput for a token that a model has no embedding for."""
+    rows = model_facts(name).vocabulary
+    arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
+    largest = max(int(ids.max()) for ids in arrays.values())
+    if rows and largest >= rows:
+        raise BadInput(
+            f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
+            "give a folder whose tokenizer goes with its weights",
+        )

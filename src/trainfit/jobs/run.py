@@ -133,6 +133,8 @@ class Run:
     """Fields of LoopSettings that a comparison changes."""
     shared: Shared = field(default_factory=Shared)
     """Model, optimizer and code that all folds train with."""
+    beside: bool = False
+    """Another process leads the run: this one trains some of its folds."""
     _behind: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "export"))
     _written: list[Future[None]] = field(default_factory=list)
 
@@ -362,7 +364,7 @@ def begin(
             profile.save(folder / "hardware.json")
             launch.note(folder)
         else:
-            _check_same_data(resume, prepared)
+            check_same_data(resume, prepared)
             plan, folder = Plan.load(resume / "plan.json"), resume
         said = json.dumps([plan.to_json(indent=None), str(folder)])
     text, name = json.loads(first_says(world, said))
@@ -384,7 +386,8 @@ def _new_folder(prepared: Prepared, plan: Plan, config: dict[str, Any]) -> Path:
     return folder
 
 
-def _check_same_data(run: Path, prepared: Prepared) -> None:
+def check_same_data(run: Path, prepared: Prepared) -> None:
+    """Raise BadInput for other data than a run was started with."""
     try:
         before = codec.read_object(run / "data.json")["checksum"]
     except (OSError, ValueError, KeyError) as error:

@@ -1,0 +1,162 @@
+"""Folds that train beside others: in processes of their own, on cores that a CPU leaves idle.
+
+A small model is fastest on few threads. Once the first fold has shown that a fold takes its time,
+the last ones are trained by further processes, in the folder of the same run and to the same bits.
+A fold that such a process leaves undone is trained here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Thread
+from typing import TYPE_CHECKING, Literal
+
+import psutil
+
+from trainfit.core.plan_records import Plan
+from trainfit.core.records import HardwareProfile
+from trainfit.engine.distributed import joined, stop_on_signals
+from trainfit.jobs import job_plan
+from trainfit.jobs.configuration import configured_by
+from trainfit.jobs.registry import job_module
+from trainfit.jobs.run import Run, Show, check_same_data
+from trainfit.runtime import applied
+
+if TYPE_CHECKING:
+    from trainfit.jobs.encoder import PreparedEncoder
+
+WORTH_IT = 15.0
+"""Least seconds of a fold: a process takes some to start."""
+_ROOM = 2.0
+"""Memory that must be free for a process, as a multiple of what this one takes."""
+_PATIENCE = 60.0
+"""Seconds that a process has for its checkpoint when it is asked to stop."""
+
+
+@dataclass
+class SideFolds:
+    """The processes, by the folds that they train."""
+
+    run: Run
+    processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
+
+    def consider(self, seconds: float, left: Sequence[int]) -> None:
+        """Start processes for the last of the folds that are left, if it is worth it."""
+        workers = min(_idle(self.run), len(left) - 1)
+        if self.processes or seconds < WORTH_IT or workers < 1:
+            return
+        # Each takes as many as this process does, which has a start.
+        own = -(-len(left) // (workers + 1))
+        rest = list(left[own:])
+        for worker in range(workers):
+            if given := rest[worker::workers]:
+                process = _start(self.run, given)
+                self.processes |= dict.fromkeys(given, process)
+        named = " and ".join(f"fold {number + 1}" for number in rest)
+        self.run.show.note(f"on idle cores meanwhile: {named}")
+
+    def wait(self, number: int) -> Literal["ours", "done", "left", "stopped"]:
+        """Wait for a fold that trains beside, until it is done or left, or one asks to stop."""
+        process = self.processes.get(number)
+        if process is None:
+            return "ours"
+        with stop_on_signals() as request:
+            while process.poll() is None and not self._done(number):
+                if request.name is not None:
+                    return "stopped"
+                time.sleep(0.05)
+        return "done" if self._done(number) else "left"
+
+    def end(self) -> None:
+        """Ask the processes that are not done to stop, and wait for all."""
+        for number, process in self.processes.items():
+            if not self._done(number) and process.poll() is None:
+                process.terminate()
+        for process in self.processes.values():
+            try:
+                process.wait(_PATIENCE)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+
+    def _done(self, number: int) -> bool:
+        return (self.run.folder / f"fold-{number + 1}" / "scores.json").is_file()
+
+
+@contextmanager
+def side_folds(run: Run) -> Iterator[SideFolds]:
+    """Give folds to other processes inside a block; none of them outlives it."""
+    made = SideFolds(run)
+    try:
+        yield made
+    finally:
+        made.end()
+
+
+def _idle(run: Run) -> int:
+    """Further processes that the cores and the memory have room for."""
+    quiet = run.prepared.config.tracking == "none"  # a tracker sees one process
+    if run.device.type != "cpu" or run.world.size > 1 or not quiet:
+        return 0
+    cores = run.profile.cpu.cores
+    threads = run.plan.runtime.num_threads or cores
+    free = psutil.virtual_memory().available / (_ROOM * psutil.Process().memory_info().rss)
+    return max(0, min(cores // threads - 1, int(free)))
+
+
+def _start(run: Run, folds: Sequence[int]) -> subprocess.Popen[bytes]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
+    return subprocess.Popen(
+        [sys.executable, "-m", "trainfit.jobs.side_folds", *words],
+        stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        env={**os.environ, "PYTHONPATH": path},
+    )
+
+
+# ── in the other process ──────────────────────────────────────────────────────────────────────
+
+
+def main() -> None:
+    """Train folds of a run: RUN TASK FOLD…"""
+    Thread(target=_end_with_parent, daemon=True).start()
+    folder, task, *folds = sys.argv[1:]
+    run, composed = Path(folder), configured_by(Path(folder), task)
+    prepared: PreparedEncoder = job_module(task).prepare(composed)
+    check_same_data(run, prepared)
+    plan, profile = Plan.load(run / "plan.json"), HardwareProfile.load(run / "hardware.json")
+    with (
+        joined(profile.device) as (world, device),
+        applied(job_plan.runtime_settings(composed.config, plan)),
+    ):
+        beside = Run(
+            prepared=prepared,
+            plan=plan,
+            folder=run,
+            profile=profile,
+            world=world,
+            device=device,
+            show=Show(),
+            beside=True,
+        )
+        for number in map(int, folds):
+            if prepared.fold(beside, number, resume=True) is None:
+                return
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # ends when the other end is closed; sys.stdin would be locked at the exit
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,84 @@
+"""Folds in processes beside: the same files as one after another, also when such a process dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from job_tiny import be_quick, detect_once, nli_words
+from trainfit.jobs import job_plan, nli, side_folds
+from trainfit.jobs.configuration import configure
+from trainfit.jobs.run import Show
+from trainfit.jobs.scores import JobResult
+
+
+def trained(tmp_path: Path, name: str, **options: Any) -> JobResult:
+    words = ("cv.folds=3", "device.num_threads=1", f"runs_dir={tmp_path / name}")
+    composed = configure("nli", nli_words(tmp_path, *words))
+    return nli.train(composed, **options)
+
+
+def several_cores(patch: pytest.MonkeyPatch, count: int) -> None:
+    be_quick(patch)
+    profile = detect_once()
+    changed = replace(profile, cpu=replace(profile.cpu, cores=count))
+    patch.setattr(job_plan, "detect", lambda: changed)
+
+
+def files(result: JobResult) -> dict[str, bytes]:
+    folder = Path(result.run)
+    paths = [*folder.rglob("predictions.csv"), *folder.rglob("*.safetensors")]
+    found = {str(path.relative_to(folder)): path.read_bytes() for path in paths}
+    assert len([name for name in found if name.endswith("head.safetensors")]) == 3
+    return found
+
+
+def rows(result: JobResult) -> list[int]:
+    lines = (Path(result.run) / "metrics.jsonl").read_text().splitlines()
+    read = [json.loads(line) for line in lines]
+    return [row["step"] for row in read if row.get("kind") == "fold"]
+
+
+@pytest.mark.parametrize("dies", [True, pytest.param(False, marks=pytest.mark.soak)])
+def test_folds_beside_have_the_bits_of_folds_in_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dies: bool
+) -> None:
+    several_cores(monkeypatch, 1)
+    expected = trained(tmp_path, "in_turn")
+    several_cores(monkeypatch, 2)
+    monkeypatch.setattr(side_folds, "WORTH_IT", 0.0)
+    started: list[subprocess.Popen[bytes]] = []
+    really = side_folds._start
+
+    def start(*arguments: Any) -> subprocess.Popen[bytes]:
+        started.append(really(*arguments))
+        if dies:
+            os.kill(started[-1].pid, signal.SIGKILL)
+        return started[-1]
+
+    monkeypatch.setattr(side_folds, "_start", start)
+    said: list[str] = []
+    found = trained(tmp_path, "beside", show=Show(note=said.append))
+    assert len(started) == 1
+    assert started[0].poll() == (-signal.SIGKILL if dies else 0)
+    assert said == ["on idle cores meanwhile: fold 3"]
+    assert files(found) == files(expected)
+    assert rows(found) == rows(expected) == [1, 2, 3]
+
+
+def test_cores_in_use_and_short_folds_start_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_folds, "_start", lambda *_: pytest.fail("a process was started"))
+    several_cores(monkeypatch, 2)
+    assert trained(tmp_path, "short").status == "finished"
+    several_cores(monkeypatch, 1)
+    monkeypatch.setattr(side_folds, "WORTH_IT", 0.0)
+    assert trained(tmp_path, "busy").status == "finished"
