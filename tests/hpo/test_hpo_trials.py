@@ -221,14 +221,18 @@ def adapted(warm_up: float, batch: int, rank: int) -> dict[str, Any]:
 
 SAMPLED = [
     sampled(2e-4, 0.003, "linear", "max", 0.07, None),
+    adapted(0.05, 32, 4),
     sampled(5e-3, 0.07, "cosine", "last", 0.3, 0.0),
     sampled(1e-3, 0.01, "cosine_with_restarts", "attention_kv", 0.2, 0.05),
-    adapted(0.05, 32, 4),
     adapted(0.15, 64, 8),
 ]
+DAILY = 3
 
 
-@pytest.mark.parametrize("values", SAMPLED)
+@pytest.mark.parametrize(
+    "values",
+    [*SAMPLED[:DAILY], *(pytest.param(each, marks=pytest.mark.soak) for each in SAMPLED[DAILY:])],
+)
 def test_sampled_values_reach_the_run(
     values: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

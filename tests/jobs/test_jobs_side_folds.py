@@ -73,12 +73,13 @@ def test_folds_beside_have_the_bits_of_folds_in_turn(
     assert rows(found) == rows(expected) == [1, 2, 3]
 
 
+@pytest.mark.parametrize(
+    ("cores", "least"), [(2, 15.0), pytest.param(1, 0.0, marks=pytest.mark.soak)]
+)
 def test_cores_in_use_and_short_folds_start_no_process(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int, least: float
 ) -> None:
     monkeypatch.setattr(side_folds, "_start", lambda *_: pytest.fail("a process was started"))
-    several_cores(monkeypatch, 2)
-    assert trained(tmp_path, "short").status == "finished"
-    several_cores(monkeypatch, 1)
-    monkeypatch.setattr(side_folds, "WORTH_IT", 0.0)
-    assert trained(tmp_path, "busy").status == "finished"
+    several_cores(monkeypatch, cores)
+    monkeypatch.setattr(side_folds, "WORTH_IT", least)
+    assert trained(tmp_path, "alone").status == "finished"
