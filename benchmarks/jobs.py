@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import importlib.util
 import json
 import os
 import platform
@@ -35,6 +36,11 @@ from typing import Any, NamedTuple
 
 HERE = Path(__file__).parent
 BATCHES = (16, 32, 64, 128)
+LIBRARIES = (
+    *("trainfit", "torch", "triton", "transformers", "tokenizers", "safetensors", "peft"),
+    *("accelerate", "huggingface_hub", "numpy", "scipy", "sklearn", "pandas", "sympy", "networkx"),
+    *("hydra", "omegaconf", "antlr4", "optuna", "sqlalchemy", "click", "rich", "jinja2"),
+)
 MODELS = {
     "bert": "bert-base",
     "deberta": "deberta-v3-base",
@@ -370,6 +376,9 @@ def timed(bench: Bench, words: list[str], caches: Path, cold: bool) -> dict[str,
         "TRITON_CACHE_DIR": str(caches / "triton"),
         "HF_HUB_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "true",
+        # Bytecode belongs to an installation, and not to the job: pip writes it.
+        "PYTHONDONTWRITEBYTECODE": "",
+        "PYTHONPYCACHEPREFIX": str(bench.scratch / "bytecode"),
     }
     if bench.tiny:
         environment |= {"CUDA_VISIBLE_DEVICES": ""}
@@ -444,7 +453,20 @@ def make_files(bench: Bench, jobs: list[Job]) -> None:
     path.write_text(json.dumps(spec))
     libraries = "import torch, transformers, sklearn.metrics, peft, accelerate, trainfit.cli.train"
     subprocess.run([sys.executable, "-c", libraries], check=False)
+    compile_libraries(bench)
     subprocess.run([sys.executable, str(HERE / "job_files.py"), str(path)], check=True)
+
+
+def compile_libraries(bench: Bench) -> None:
+    """Compile what the contenders import to bytecode, as an installation by pip has it."""
+    prefix = bench.scratch / "bytecode"
+    if prefix.exists():
+        return
+    specs = filter(None, map(importlib.util.find_spec, LIBRARIES))
+    folders = [place for spec in specs for place in spec.submodule_search_locations or ()]
+    environment = os.environ | {"PYTHONPYCACHEPREFIX": str(prefix), "PYTHONDONTWRITEBYTECODE": ""}
+    words = [sys.executable, "-m", "compileall", "-q", "-j", "0", *folders]
+    subprocess.run(words, env=environment, check=False, capture_output=True)
 
 
 # ── the rounds ────────────────────────────────────────────────────────────────────────────────

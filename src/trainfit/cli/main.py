@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import importlib
 import io
 import math
 import os
 import sys
+import threading
 import traceback
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -98,9 +100,17 @@ def main() -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
     sys.excepthook = _show_traceback
-    code = run(sys.argv[1:])
-    gc.freeze()  # a second would be spent on garbage of a process that ends
-    sys.exit(code)
+    _leave(run(sys.argv[1:]))
+
+
+def _leave(code: int) -> NoReturn:
+    """Exit once threads, handlers and output are done: taking CUDA's context down takes seconds."""
+    threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, and ends their pools
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):  # a closed pipe, or none
+            stream.flush()
+    os._exit(code)
 
 
 @contextmanager

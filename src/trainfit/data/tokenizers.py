@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from trainfit.core.errors import BadInput, reason, refusing
 from trainfit.core.files import read_text
+from trainfit.core.libraries import import_generation
 from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.hub import reach
 from trainfit.data.model_files import tokenizer_files
@@ -51,6 +52,7 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
     kind, the class is chosen by the files themselves; so is that of one that was `learned`, for
     which AutoTokenizer would take the class of some models.
     """
+    import_generation()  # which AutoTokenizer's module imports
     import transformers
 
     on_hub = "check the name and the network, or give a local folder of the model"

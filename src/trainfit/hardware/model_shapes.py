@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range, decode
 from trainfit.core.errors import BadConfig, BadInput, did_you_mean, reason
+from trainfit.core.libraries import import_generation
 from trainfit.core.records import Record
 
 if TYPE_CHECKING:
@@ -114,6 +115,7 @@ def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig
             f"{shape.slug} is trainfit's own GPT architecture, not a transformers model",
             "build it with the gpt task, or name a model that is on the hub, such as gpt2",
         )
+    import_generation()  # which some of its config classes import
     from transformers import AutoConfig
 
     # A copy, since a config edits the lists and dicts that it is given.

@@ -45,7 +45,7 @@ from trainfit.measuring.receipt import save_receipt
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
-from trainfit.runtime import applied
+from trainfit.runtime import applied, start_compilers
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -253,7 +253,7 @@ def train_job(
         if not world.first:
             show = Show()
         if device.type == "cuda":
-            Thread(target=_start, args=(device,), daemon=True).start()
+            _start(device, composed.config)
         with show.busy("preparing the data"), timeline.stage("data"):
             prepared = prepare(world)
         with show.busy("planning"), timeline.stage("plan"):
@@ -280,10 +280,16 @@ def train_job(
             return result
 
 
-def _start(device: torch.device) -> None:
-    """Make the GPU's context, which takes seconds, while the data is prepared."""
-    with suppress(RuntimeError):  # whatever is wrong with it, the model will say so
-        torch.cuda.synchronize(device)
+def _start(device: torch.device, config: Any) -> None:
+    """Start what takes seconds, the GPU's context and compilers, while the data is prepared."""
+
+    def context() -> None:
+        with suppress(RuntimeError):  # whatever is wrong with it, the model will say so
+            torch.cuda.synchronize(device)
+
+    Thread(target=context, daemon=True).start()
+    if getattr(getattr(config, "optimization", None), "compile", False) is not False:
+        start_compilers()
 
 
 def compare_run(

@@ -9,16 +9,28 @@ for a GPU that is not here. Everything runs inside a compiled graph and never wa
 from __future__ import annotations
 
 import inspect
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.varlen import varlen_attn
 
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import CAPPED_HEADS
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _constant(function: F) -> F:
+    """Mark a function whose result is a constant in compiled code.
+
+    torch.compiler.assume_constant_result does the same, after it has imported the compiler.
+    """
+    vars(function)["_dynamo_marked_constant"] = True
+    return function
 
 
 @torch.library.custom_op("trainfit::softcapped_attention", mutates_args=())
@@ -85,10 +97,8 @@ _LARGEST_DROPPED = 192
 _DROPS_LARGE = ((8, 0), (9, 0), (10, 0))
 """Compute capabilities whose shared memory holds larger ones too."""
 _SEEDS = 1 << 62
-# Older versions without the flag take fewer heads of keys and values as they are.
-_GROUPED: dict[str, Any] = (
-    {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
-)
+_KERNEL = "torch.nn.attention.varlen"
+"""Module of torch's kernel. It imports the compiler, so only a batch that needs it does."""
 
 
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
@@ -158,6 +168,9 @@ class VarlenAttention:
                 window_size_right=ahead,
             )
             return cast(Tensor, found[0])[None]
+        from torch.nn.attention.varlen import varlen_attn
+
+        grouped: dict[str, Any] = {"enable_gqa": True} if takes_groups() else {}
         attended = varlen_attn(
             queries,
             keys,
@@ -168,7 +181,7 @@ class VarlenAttention:
             self.longest,
             scale=scaling,
             window_size=(reach, ahead),
-            **(_GROUPED if query.shape[1] != key.shape[1] else {}),
+            **(grouped if query.shape[1] != key.shape[1] else {}),
         )
         return cast(Tensor, attended)[None]
 
@@ -218,19 +231,27 @@ def obstacle(
     return None
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def capability(index: int | None) -> tuple[int, int]:
     """The compute capability of a CUDA device."""
     return torch.cuda.get_device_capability(index)
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def flash_exists() -> bool:
     """Tell if this torch has NVIDIA's flash kernels; AMD's have no sliding window."""
     return torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
+def takes_groups() -> bool:
+    """Tell if the kernel is told of fewer heads of keys and values; older ones just take them."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
+
+
+@_constant
 def triton_exists() -> bool:
     """Tell if Triton is installed."""
     return find_spec("triton") is not None
@@ -242,9 +263,11 @@ def triton_takes(tensor: Tensor) -> bool:
     return triton_exists() and torch.cuda.get_device_capability(tensor.device) >= least
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+@_constant
 def stands_in(device: str) -> bool:
     """Tell if the operation has a kernel on this kind of device, as the estimator's fakes do."""
+    if _KERNEL not in sys.modules:
+        return False
     return torch._C._dispatch_has_kernel_for_dispatch_key(_OPERATION, device.upper())
 
 

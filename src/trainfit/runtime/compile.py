@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -78,6 +78,19 @@ def compile_blocks(
     for block in blocks or [model]:
         _compiled(block, mode, dynamic, backend, _with_gradient if blocks else _as_given)
     return model
+
+
+def start_compilers() -> None:
+    """Start torch's processes that compile kernels, while something else is done.
+
+    They import torch, which takes them seconds; until they have, kernels are compiled one by one in
+    this process.
+    """
+    from torch._inductor.async_compile import AsyncCompile
+
+    with suppress(Exception):  # without them it takes longer, and nothing else changes
+        AsyncCompile.warm_pool()
+        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
 
 
 def compile_seconds() -> float:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.core.errors import BadInput, refusing
+from trainfit.core.libraries import import_generation
 from trainfit.data.model_files import plain_config, read_config, read_weights, unreadable
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
@@ -68,6 +69,7 @@ def find(
 
 def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> PreTrainedModel:
     """Create the model with weights from `place`, or random ones."""
+    import_generation()
     from transformers import AutoModel
 
     if place is None:
@@ -216,6 +218,7 @@ def _configured(
     fields: dict[str, Any], overrides: dict[str, Any], place: str, published: bool
 ) -> PretrainedConfig:
     """Build a config with the overrides in it, since Gemma 3 halves its window only then."""
+    import_generation()
     from transformers import AutoConfig
 
     fields = plain_config(fields, place)
