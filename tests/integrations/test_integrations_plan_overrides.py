@@ -22,6 +22,7 @@ PLANNED = {
     "training.batch_size": 8,
     "training.eval_batch_size": 32,
     "training.effective_batch_size": 16,
+    "training.data_on_gpu": False,
     "training.num_workers": 6,
     "training.pin_memory": True,
     "training.persistent_workers": True,

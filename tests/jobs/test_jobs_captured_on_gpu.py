@@ -16,13 +16,15 @@ from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import TrainTask
 from trainfit.data.tokens import from_lists
 from trainfit.engine.loop import train
-from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
+from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.jobs.pretraining import GptTask
 from trainfit.jobs.targets import WordTags
+from trainfit.measuring.receipt import EVIDENCE
+from trainfit.measuring.trace import Evidence
 from trainfit.packing import ladder
 from trainfit.runtime import applied
 
@@ -132,3 +134,32 @@ def test_captured_steps_have_the_bits_of_eager_ones(
     assert not [e.text for e in result.events if "not captured" in e.text]
     assert final_bits(tmp_path / "graph") == final_bits(tmp_path / "eager")
     torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", ["bert-base", "tokens"])
+def test_data_on_the_gpu_gives_the_bits_of_loader_processes(
+    tmp_path: Path, name: str, padded: bool
+) -> None:
+    task = TASKS[name]()
+    settings = LoopSettings(
+        epochs=3.0,
+        device="cuda",
+        precision="bf16",
+        cuts=ladder(task.lengths(), 16, 16 * 64, padded=padded),
+        optimizer=OptimizerSettings(learning_rate=1e-3),
+        loader=LoaderSettings(on_gpu=True, num_workers=2, pin_memory=True),
+        eval_batch_size=16,
+        keep_checkpoints=1,
+        cuda_graph=True,
+    )
+    host = replace(settings, loader=replace(settings.loader, on_gpu=False))
+    with applied(RuntimeSettings(deterministic=True)):
+        train(task, settings, tmp_path / "gpu")
+        train(TASKS[name](), host, tmp_path / "host")
+    assert final_bits(tmp_path / "gpu") == final_bits(tmp_path / "host")
+    there, here = (Evidence.load(tmp_path / n / EVIDENCE).batches for n in ("gpu", "host"))
+    assert (there.workers, there.tensors) == (0, 0)
+    assert there.on_gpu > 0
+    assert (here.workers, here.on_gpu) == (2, 0)
+    assert there.tokens == here.tokens

@@ -169,7 +169,8 @@ def trained(model: EncoderClassifier, seed: int) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("kind", ["flash", "softcapped", "disentangled"])
 def test_a_model_drops_in_training_alone_and_repeats_with_the_seed(kind: str) -> None:
     model, without = model_of(kind, 0.4), model_of(kind, 0.0)
-    assert torch.equal(trained(model.eval(), 1)[0], trained(without, 1)[0])
+    # Not equal: matrix products may be rounded otherwise in another call.
+    assert relative_error(trained(model.eval(), 1)[0], trained(without, 1)[0]) < 5e-4
     first, slopes = trained(model.train(), 1)
     again, _ = trained(model, 1)
     other, _ = trained(model, 2)

@@ -115,6 +115,8 @@ class Training:
     pin_memory: Switch
     persistent_workers: Switch
     prefetch_factor: Small | Auto
+    data_on_gpu: Switch = "auto"
+    """Keep the tokens on the GPU, without loader processes. auto: where they are small for it."""
     drop_last: bool = False
     """Leave out an epoch's last step where it is not full; gpt always does."""
 

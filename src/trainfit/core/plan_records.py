@@ -233,6 +233,8 @@ class Plan(Record):
     liger: bool = False
     """Use Liger's kernels for norms and gated feed-forwards."""
     optimizer: Literal["adamw_fused", "adamw"]
+    data_on_gpu: bool = False
+    """Keep the tokens on the GPU and gather steps there; loader processes are then not started."""
     num_workers: int
     pin_memory: bool
     persistent_workers: bool

@@ -329,7 +329,8 @@ class TrainTask(Protocol):
 
     A task may also have `indivisible = True`, where a step must be one micro-batch; `capturable =
     True`, where `loss` computes the same from the same batch and never waits for the device;
-    `after_step(model, step)`, called after each update; and `state_dict()` with
+    `after_step(model, step)`, called after each update; `collate_there(device)`, which gives a
+    function like `collate` that makes batches on the device, or None; and `state_dict()` with
     `load_state_dict(state)`, which checkpoints then keep.
     """
 

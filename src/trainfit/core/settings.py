@@ -199,6 +199,11 @@ SETTINGS = (
         in_hf={"adamw_fused": "adamw_torch_fused", "adamw": "adamw_torch"},
     ),
     Setting(
+        name="data_on_gpu",
+        key="training.data_on_gpu",
+        field="data_on_gpu",
+    ),
+    Setting(
         name="num_workers",
         key="training.num_workers",
         aliases=("data.num_workers", "dataloader_num_workers"),

@@ -32,8 +32,10 @@ _MULTIPLE = 8
 
 
 class LoaderOptions(Protocol):
-    """Settings of the worker processes."""
+    """Settings of the worker processes, or of data on the GPU."""
 
+    @property
+    def on_gpu(self) -> bool: ...
     @property
     def num_workers(self) -> int: ...
     @property
@@ -46,7 +48,7 @@ class LoaderOptions(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class LoadedStep:
-    """Collated micro-batches of a step for this rank, on the CPU."""
+    """Collated micro-batches of a step for this rank, on the CPU or where the data is."""
 
     sequences: tuple[int, ...]
     """Indices of the step's sequences on all ranks."""
@@ -70,13 +72,15 @@ class StepLoader:
     ) -> None:
         """With `in_step` all ranks get the same number of micro-batches, some without sequences."""
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
-        self._dataset = _Collated(task)
+        there = _collate_there(task, device) if options.on_gpu else None
+        self.on_device = there is not None
+        self._dataset = _Collated(there or task.collate)
         self._rank, self._ranks, self._in_step = rank, ranks, in_step
         # A GPU repeats a shape, which it has captured, faster than it takes a smaller one.
         self._trims = device.type != "cuda"
         self._jobs = _WorkOrder()
         self._loader: DataLoader[list[Batch]] | None = _build_loader(
-            self._dataset, self._jobs, options, device
+            self._dataset, self._jobs, options, device, self.on_device
         )
 
     def steps(self, steps: Sequence[Sequence[int]], cut: Cut) -> Generator[LoadedStep, None, None]:
@@ -136,22 +140,37 @@ class _WorkOrder:
         return self.make()
 
 
+Collate = Callable[[Sequence[int], int, int, int | None], Batch]
+"""TrainTask.collate: sequences, rows, width and slots of a micro-batch."""
+
+
 class _Collated(Dataset[list[Batch]]):
     """Dataset that collates the micro-batches of a step, in the workers."""
 
-    def __init__(self, task: TrainTask) -> None:
-        self._task = task
+    def __init__(self, collate: Collate) -> None:
+        self._collate = collate
 
     def __getitem__(self, job: StepWork) -> list[Batch]:
         batches, slots = job
-        return [self._task.collate(b.sequences, b.rows, b.width, slots) for b in batches]
+        return [self._collate(b.sequences, b.rows, b.width, slots) for b in batches]
+
+
+def _collate_there(task: TrainTask, device: torch.device) -> Collate | None:
+    """Return the task's function that collates on the GPU; None where it has none."""
+    there: Callable[[torch.device], Collate | None] | None = getattr(task, "collate_there", None)
+    return None if there is None or device.type != "cuda" else there(device)
 
 
 def _build_loader(
-    dataset: _Collated, jobs: _WorkOrder, options: LoaderOptions, device: torch.device
+    dataset: _Collated,
+    jobs: _WorkOrder,
+    options: LoaderOptions,
+    device: torch.device,
+    on_device: bool,
 ) -> DataLoader[list[Batch]]:
     workers: dict[str, Any] = {}
-    if options.num_workers:  # torch refuses these options without workers
+    count = 0 if on_device else options.num_workers
+    if count:  # torch refuses these options without workers
         workers["persistent_workers"] = options.persistent_workers
         if options.prefetch_factor is not None:
             workers["prefetch_factor"] = options.prefetch_factor
@@ -159,8 +178,8 @@ def _build_loader(
         dataset,
         sampler=jobs,
         batch_size=None,
-        num_workers=options.num_workers,
-        pin_memory=options.pin_memory and device.type == "cuda",
+        num_workers=count,
+        pin_memory=options.pin_memory and device.type == "cuda" and not on_device,
         # Otherwise every new iterator would change the random state that dropout uses.
         generator=torch.Generator(),
         **workers,
@@ -189,12 +208,7 @@ def collate_packed(
     """
     chosen = np.asarray(sequences, dtype=np.int64)
     lengths = tokens.lengths[chosen]
-    used = int(lengths.sum())
-    if used > width or chosen.size > slots:
-        raise BadInput(
-            f"{chosen.size} sequences of {used} tokens for a row of {width} and {slots} slots",
-            "cut the step again",
-        )
+    used = check_packed(tokens, chosen, width, slots)
     ends = np.full(slots + 1, used, dtype=np.int32)
     ends[0] = 0
     ends[1 : chosen.size + 1] = np.cumsum(lengths)
@@ -213,12 +227,7 @@ def collate_padded(
     """
     chosen = np.asarray(sequences, dtype=np.int64)
     lengths = tokens.lengths[chosen]
-    longest = int(lengths.max(initial=0))
-    if longest > width or chosen.size > rows:
-        raise BadInput(
-            f"{chosen.size} sequences of up to {longest} tokens for {rows} rows of {width}",
-            "cut the step again",
-        )
+    check_padded(tokens, chosen, rows, width)
     target = np.repeat(np.arange(chosen.size) * width, lengths) + _within(lengths)
     mask = np.zeros((rows, width), dtype=np.int64)
     mask.reshape(-1)[target] = 1
@@ -226,6 +235,27 @@ def collate_padded(
     labels = {"labels": labels_of(tokens, chosen, rows)}
     batch = labels | _gather(tokens, chosen, target, (rows, width), pad_id)
     return batch | {"attention_mask": torch.from_numpy(mask)}
+
+
+def check_packed(tokens: Tokens, chosen: IntArray, width: int, slots: int) -> int:
+    """Count the tokens of sequences; raise BadInput where a packed row does not hold them."""
+    used = int(tokens.lengths[chosen].sum())
+    if used > width or chosen.size > slots:
+        raise BadInput(
+            f"{chosen.size} sequences of {used} tokens for a row of {width} and {slots} slots",
+            "cut the step again",
+        )
+    return used
+
+
+def check_padded(tokens: Tokens, chosen: IntArray, rows: int, width: int) -> None:
+    """Raise BadInput where padded rows do not hold these sequences."""
+    longest = int(tokens.lengths[chosen].max(initial=0))
+    if longest > width or chosen.size > rows:
+        raise BadInput(
+            f"{chosen.size} sequences of up to {longest} tokens for {rows} rows of {width}",
+            "cut the step again",
+        )
 
 
 def _gather(

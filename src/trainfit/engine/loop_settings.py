@@ -72,8 +72,10 @@ class ScheduleSettings(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderSettings(Record):
-    """Worker processes that collate steps ahead of time."""
+    """Worker processes that collate steps ahead of time, or data on the GPU."""
 
+    on_gpu: bool = False
+    """Gather steps from data on the GPU, where the task can; no worker is then started."""
     num_workers: Count = 0
     pin_memory: bool = False
     """Pin memory; ignored without a GPU."""
@@ -194,6 +196,7 @@ def loop_settings(
             min_ratio=getattr(training, "min_learning_rate_ratio", 0.0),
         ),
         loader=LoaderSettings(
+            on_gpu=plan.data_on_gpu,
             num_workers=plan.num_workers,
             pin_memory=plan.pin_memory,
             persistent_workers=plan.persistent_workers,

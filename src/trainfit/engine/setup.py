@@ -311,6 +311,7 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         weight_decay=float(groups[0].get("weight_decay", 0.0)),
         trained_weights=sum(p.numel() for group in groups for p in group["params"]),
         weights=sum(p.numel() for p in parts.model.parameters()),
+        data_on_gpu=parts.loader.on_device,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
         prefetch_factor=loader.prefetch_factor,

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.plan_records import Plan
-from trainfit.data.batches import collate_packed, collate_padded
+from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded
+from trainfit.data.device_tokens import device_tokens
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
@@ -90,6 +91,20 @@ class ClassifierTask:
         packed = collate_packed(self._train, sequences, width, slots, self._pad_id)
         # Without max_seqlen the kernel assumes sequences as long as the row, and is much slower.
         return packed | {"max_seqlen": self._longest} | self._beside
+
+    def collate_there(self, device: torch.device) -> Collate | None:
+        """Copy the tokens to a device and collate there; None where they are too large for it."""
+        held = device_tokens(self._train, device, self._pad_id)
+        beside = {name: tensor.to(device) for name, tensor in self._beside.items()}
+
+        def collate(sequences: Sequence[int], rows: int, width: int, slots: int | None) -> Batch:
+            assert held is not None
+            if slots is None:
+                return held.padded(sequences, rows, width) | beside
+            packed: dict[str, Any] = held.packed(sequences, width, slots) | beside
+            return packed | {"max_seqlen": self._longest}
+
+        return None if held is None else collate
 
     @property
     def _beside(self) -> dict[str, Tensor]:

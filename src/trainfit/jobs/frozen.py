@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from trainfit.data.batches import labels_of
+from trainfit.data.batches import Collate, labels_of
 from trainfit.data.tokens import Tokens
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.models.classifier import EncoderClassifier, Head
@@ -93,6 +93,10 @@ class FrozenTask(ClassifierTask):
             "labels": labels_of(self._train, chosen.numpy(), places),
             **self._beside,
         }
+
+    def collate_there(self, device: torch.device) -> Collate | None:
+        """Collate on the host where outputs are cached: they are there."""
+        return None if self._pooled else super().collate_there(device)
 
     def outputs(self, model: nn.Module, batch_size: int) -> Outputs:
         """Probabilities or numbers of the validation part."""

@@ -196,6 +196,7 @@ def question(
         not_recomputed=facts.not_recomputed,
         no_liger=facts.no_liger,
         uncapturable=None,
+        gathers=not causal,
         causal=causal,
         watts=watts,
         price_per_hour=price_per_hour,

@@ -127,6 +127,7 @@ def batches(given: Iterable[Any], trace: Trace, seconds: float) -> BatchesSeen:
     return BatchesSeen(
         tensors=sum(seen.tensors for seen in looked),
         pinned=sum(seen.pinned for seen in looked),
+        on_gpu=sum(seen.on_gpu for seen in looked),
         tokens=sum(seen.tokens or 0 for seen in known) if known else None,
         capacity=sum(seen.capacity or 0 for seen in known) if known else None,
         packed=any(packed) if packed else None,
@@ -144,10 +145,11 @@ def _look(batch: Any) -> BatchesSeen:
     import torch
 
     named = dict(batch) if isinstance(batch, Mapping) else {}
-    tensors = [t for t in _leaves(batch) if t.device.type == "cpu"]
+    leaves = list(_leaves(batch))
+    tensors = [t for t in leaves if t.device.type == "cpu"]
     mask, ends, ids = (named.get(key) for key in ("attention_mask", "cu_seqlens", "input_ids"))
     tokens = capacity = packed = None
-    rows = next((t.shape[0] for t in tensors if t.dim()), None)
+    rows = next((t.shape[0] for t in leaves if t.dim()), None)
     if isinstance(mask, torch.Tensor) and mask.dim() == 2:
         tokens, capacity, packed = int(mask.count_nonzero()), mask.numel(), False
     elif isinstance(ends, torch.Tensor) and isinstance(ids, torch.Tensor):
@@ -155,6 +157,7 @@ def _look(batch: Any) -> BatchesSeen:
     return BatchesSeen(
         tensors=len(tensors),
         pinned=sum(t.is_pinned() for t in tensors) if torch.cuda.is_available() else 0,
+        on_gpu=sum(t.is_cuda for t in leaves),
         tokens=tokens,
         capacity=capacity,
         packed=packed,

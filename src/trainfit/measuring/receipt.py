@@ -18,7 +18,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import Receipt, ReceiptItem, Scalar
 from trainfit.core.settings import SETTINGS
 from trainfit.measuring.trace import Evidence
-from trainfit.measuring.verdicts import VERDICTS, judge
+from trainfit.measuring.verdicts import ON_GPU, VERDICTS, judge
 
 EVIDENCE = "evidence.json"
 RECEIPT = "receipt.json"
@@ -36,6 +36,8 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
     # Where a plan leaves the kernel open, torch's choice is right.
     flash = plan.runtime.attention == "flash" or plan.attention == "varlen"
     requested = {row.receipt: row.of(plan) for row in SETTINGS if row.receipt}
+    if plan.data_on_gpu:  # the loader's settings are for data on the host
+        requested |= {"workers": ON_GPU, "pinned_memory": None}
     return requested | {
         "mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
         "fused_optimizer": plan.optimizer == "adamw_fused",

@@ -251,7 +251,10 @@ class BatchesSeen(Record):
     """Batches of the loader for the step."""
 
     tensors: int = 0
+    """Tensors on the host."""
     pinned: int = 0
+    on_gpu: int = 0
+    """Tensors that were on the GPU already."""
     tokens: int | None = None
     """Tokens without padding; None where the batch does not say."""
     capacity: int | None = None

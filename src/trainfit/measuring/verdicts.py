@@ -22,6 +22,9 @@ _HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 """Optimizers of torch with a fused kernel."""
 
 
+ON_GPU = "data on the GPU"  # requested in place of loader processes
+
+
 @dataclass(frozen=True, slots=True)
 class Judgement:
     """Observed value of a setting, with its evidence and the fix where it is not as requested."""
@@ -285,9 +288,8 @@ def accumulation(_: Scalar, seen: Evidence) -> Judgement | str:
     count = seen.batches.micro_batches
     if count is None:
         return "no batch was seen"
-    on = count > 1
-    evidence = f"{count} micro-batches in the step" if on else "the step was taken in one piece"
-    return Judgement(count, evidence, right=True, on=on)
+    evidence = f"{count} micro-batches in the step" if count > 1 else "the step was in one piece"
+    return Judgement(count, evidence, right=True, on=count > 1)
 
 
 def clipping(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -304,13 +306,16 @@ def set_to_none(_: Scalar, seen: Evidence) -> Judgement | str:
     if seen.zeroed is None:
         return "zero_grad was not called in the step"
     evidence = "zero_grad filled gradients with zeros" if seen.zeroed else "zero_grad let them go"
-    fix = "optimizer.zero_grad(set_to_none=True)"
-    return Judgement(not seen.zeroed, evidence, fix)
+    return Judgement(not seen.zeroed, evidence, "optimizer.zero_grad(set_to_none=True)")
 
 
 def workers(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the processes that are alive, and whether anybody waited for them."""
     batches = seen.batches
+    if requested == ON_GPU:
+        evidence = f"{batches.on_gpu} tensors were on the GPU, {batches.tensors} came from the host"
+        there = batches.on_gpu > 0 and not batches.tensors
+        return Judgement(ON_GPU if there else "host", evidence, "training.data_on_gpu", on=there)
     evidence = f"{batches.workers} loader processes alive"
     if batches.waited_share is not None:
         evidence += f", {batches.waited_share:.1%} of the time spent waiting for data"
@@ -344,16 +349,14 @@ def cudnn_benchmark(requested: Scalar, seen: Evidence) -> Judgement | str:
     on = seen.switches.cudnn_benchmark
     if not seen.convolutions and (on or not requested):
         return f"no convolution ran; torch's switch reads {on}"
-    evidence = f"torch's switch reads {on}; {seen.convolutions} convolutions ran"
     fix = "torch.backends.cudnn.benchmark = True; deterministic algorithms turn it off"
-    return Judgement(on, evidence, fix)
+    return Judgement(on, f"torch's switch reads {on}; {seen.convolutions} convolutions ran", fix)
 
 
 def channels_last(_: Scalar, seen: Evidence) -> Judgement | str:
     """Say whether there were convolutions; their layout is not observed."""
-    if not seen.convolutions:
-        return "no convolution ran: it is a layout of images, not of text"
-    return "the layout of images is not observed"
+    none = "no convolution ran: it is a layout of images, not of text"
+    return "the layout of images is not observed" if seen.convolutions else none
 
 
 def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -368,8 +371,7 @@ def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:
 def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by torch's switch."""
     on = seen.switches.deterministic
-    fix = "torch.use_deterministic_algorithms(True)"
-    return Judgement(on, f"torch's switch reads {on}", fix)
+    return Judgement(on, f"torch's switch reads {on}", "torch.use_deterministic_algorithms(True)")
 
 
 VERDICTS = {

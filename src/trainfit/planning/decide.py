@@ -10,7 +10,7 @@ from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
-from trainfit.planning.question import MAX_WORKERS, Choice, Question, lacks, workers
+from trainfit.planning.question import MAX_WORKERS, Choice, Question, at_home, lacks, workers
 
 VARLEN_SINCE = 8.0
 """Least compute capability with variable-length attention in torch."""
@@ -172,6 +172,34 @@ def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
             why="steps ahead per worker" if count.value else without,
         ),
     }
+
+
+def data_on_gpu(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose whether the tokens are kept on the GPU, which then needs no loader process."""
+    asked = pinned(question, "data_on_gpu")
+    obstacle = _data_elsewhere(question, gpu)
+    if asked is not None and (obstacle is None or not asked.value):
+        return asked
+    if obstacle is not None:
+        return Choice(value=False, why=obstacle)
+    return Choice(
+        value=True,
+        why="copied once; each step is gathered there, and no loader process is started",
+        alternatives=("false: batches come from loader processes",),
+    )
+
+
+def _data_elsewhere(question: Question, gpu: Gpu | None) -> str | None:
+    """Reason why the data stays on the host; None: it need not."""
+    if gpu is None:
+        return "there is no GPU"
+    if not question.gathers or question.workload.method == "frozen":
+        return "its batches are made on the host"
+    if question.pinned("num_workers") and question.pinned("data_on_gpu") is not True:
+        return "training.num_workers asks for loader processes"
+    lengths, sequences = question.workload.lengths, question.workload.sequences
+    tokens = sum(lengths) * sequences // max(1, len(lengths))
+    return None if at_home(tokens, gpu.memory_gib) else f"{tokens:,} tokens are too many for it"
 
 
 def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> Choice:

@@ -56,6 +56,8 @@ class Question(Record):
     """Reason why Liger has no kernels for the model; None: it has."""
     uncapturable: str | None = "its loss may wait for the GPU"
     """Reason why steps cannot be captured as CUDA graphs; None: they can."""
+    gathers: bool = False
+    """The job can gather its steps from tokens that are kept on the GPU."""
     causal: bool = False
     """True for next-token prediction on blocks of one length, without packing or padding."""
     indivisible: bool = False
@@ -114,6 +116,8 @@ _BY_MEMORY = (
 )
 MAX_WORKERS = 8
 GB_PER_WORKER = 3
+HOME_SHARE = 1 / 200
+BYTES_PER_TOKEN = 4
 
 
 def preset_for_memory(memory_gib: float, native_bf16: bool = False) -> str:
@@ -131,6 +135,11 @@ def workers(cores: int, gpu_memory_gb: float | None) -> int:
     if gpu_memory_gb is not None:
         limits.append(math.ceil(gpu_memory_gb) // GB_PER_WORKER)  # a 24 GB card shows 23.5
     return max(0, min(limits))
+
+
+def at_home(tokens: int, gpu_memory_gb: float) -> bool:
+    """True where tokens are few enough to be kept on a GPU, beside which they do not count."""
+    return tokens * BYTES_PER_TOKEN <= gpu_memory_gb * 2**30 * HOME_SHARE
 
 
 def preset_for(gpu: Gpu | None) -> tuple[str, str]:

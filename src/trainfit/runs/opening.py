@@ -131,6 +131,7 @@ class RunSetup(Record):
     weight_decay: float
     trained_weights: int
     weights: int
+    data_on_gpu: bool = False
     num_workers: int
     pin_memory: bool
     prefetch_factor: int | None
@@ -176,6 +177,7 @@ class RunSetup(Record):
         yield (
             f"DataLoader settings: num_workers={self.num_workers}, pin_memory={self.pin_memory},"
             f" prefetch_factor={self.prefetch_factor}"
+            f"{', data on the GPU' if self.data_on_gpu else ''}"
         )
         yield (
             f"Steps of {self.micro_batches} {'' if self.samples else rows}micro-batches"

@@ -264,7 +264,7 @@ _LOADER = ("num_workers", "pin_memory", "persistent_workers", "prefetch_factor")
 
 
 def _workers(space: Space, plan: Plan) -> Iterator[Variant]:
-    if not space.free("num_workers"):
+    if plan.data_on_gpu or not space.free("num_workers"):
         return
     most = space.base.num_workers
     for count in dict.fromkeys((0, most // 2, most)):
