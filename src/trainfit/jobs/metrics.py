@@ -207,10 +207,10 @@ def spread(values: Sequence[float]) -> Spread:
     mean = math.fsum(values) / count
     if count < 2:
         return Spread(mean=mean, std=None, low=None, high=None)
-    from scipy.stats import t
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
 
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    margin = float(t.ppf(0.975, count - 1)) * std / math.sqrt(count)
+    margin = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
     return Spread(mean=mean, std=std, low=mean - margin, high=mean + margin)
 
 

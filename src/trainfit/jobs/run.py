@@ -19,6 +19,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from importlib import import_module
 from pathlib import Path
 from threading import Thread
 from typing import Any, Protocol, TypeVar
@@ -42,6 +43,7 @@ from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.measuring.receipt import save_receipt
+from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
@@ -224,6 +226,7 @@ class Run:
         else:
             self.shared.best_host = {}  # the next fold takes other memory
             self._written.append(self._behind.submit(work, best))
+            self._behind.submit(import_module, "sklearn.metrics")  # for the report, meanwhile
 
     def settle(self) -> None:
         """Wait until everything is written, and raise what went wrong."""
@@ -254,10 +257,11 @@ def train_job(
             show = Show()
         if device.type == "cuda":
             _start(device, composed.config)
-        with show.busy("preparing the data"), timeline.stage("data"):
-            prepared = prepare(world)
-        with show.busy("planning"), timeline.stage("plan"):
-            plan, folder = begin(prepared, profile, world, resume)
+        with child_ahead(profile):
+            with show.busy("preparing the data"), timeline.stage("data"):
+                prepared = prepare(world)
+            with show.busy("planning"), timeline.stage("plan"):
+                plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
         if resume is None and (text := _length_note(prepared, profile, plan)) is not None:

@@ -11,6 +11,8 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -29,6 +31,8 @@ from trainfit.planning.question import Choice, Question, lacks
 CLEAR = 1.05
 """Least factor in speed for a choice to win; a smaller one is within the noise."""
 _CHILD = "trainfit.measuring.step_times"
+_FOLDER = "steps"
+"""Folder of cached times."""
 _SECONDS = 300
 _NOT_KEPT = "bf16 was not timed, since the cache cannot be written: set TRAINFIT_CACHE"
 
@@ -85,7 +89,7 @@ def choose(question: Question, profile: HardwareProfile, ranks: int) -> CpuChoic
     request = _request(question, usual.value, ranks, fewer=free)
     asked = request.to_json(indent=None)
     place = estimate.place(
-        "steps", profile.cpu.to_json(), folder_content(question.arguments), asked
+        _FOLDER, profile.cpu.to_json(), folder_content(question.arguments), asked
     )
     found = _timed(place, asked)
     if found.error is not None:
@@ -180,24 +184,55 @@ def _timed(place: Path, asked: str) -> StepTimes:
     return caches.read(StepTimes, place) or StepTimes(error=_NOT_KEPT)
 
 
+_WAITING: list[subprocess.Popen[str]] = []
+"""A child that was started ahead, and waits for its request."""
+
+
+@contextmanager
+def child_ahead(profile: HardwareProfile) -> Iterator[None]:
+    """Start the child at the beginning of a block, if no step was ever timed on this machine.
+
+    It imports torch, which takes seconds, while the data is prepared.
+    """
+    cpu, known = profile.cpu, estimate.place(_FOLDER).parent
+    if profile.gpu is None and cpu.native_bf16 and cpu.cores > 1 and not any(known.glob("*.json")):
+        _WAITING.append(_child())
+    try:
+        yield
+    finally:
+        while _WAITING:
+            unused = _WAITING.pop()
+            unused.kill()
+            unused.communicate()
+
+
+def _child() -> subprocess.Popen[str]:
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(
+        [sys.executable, "-m", _CHILD],
+        stdin=pipe,
+        stdout=pipe,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+    )
+
+
 def time_steps(asked: str) -> StepTimes:
     """Time the request in a child process."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-m", _CHILD],
-            input=asked,
-            capture_output=True,
-            text=True,
-            timeout=_SECONDS,
-            check=False,
-            env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
-        )
-    except subprocess.TimeoutExpired:
-        raise RunFailed(f"it took over {_SECONDS} s", "set device.mixed_precision") from None
-    if done.returncode:
-        raise RunFailed(f"exit code {done.returncode}", "set device.mixed_precision")
-    found = StepTimes.from_json(done.stdout)
+    with _WAITING.pop() if _WAITING else _child() as child:
+        try:
+            answer, _ = child.communicate(asked, timeout=_SECONDS)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            raise RunFailed(f"it took over {_SECONDS} s", "set device.mixed_precision") from None
+        except BaseException:
+            child.kill()
+            raise
+    if child.returncode:
+        raise RunFailed(f"exit code {child.returncode}", "set device.mixed_precision")
+    found = StepTimes.from_json(answer)
     if found.error is not None:
         raise RunFailed(found.error, "set device.mixed_precision")
     return found
