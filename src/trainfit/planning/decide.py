@@ -144,10 +144,13 @@ def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
     """Choose workers, pinned memory, persistence and prefetching of the loader."""
     gpu, cores = profile.gpu, profile.cpu.cores
     most = workers(cores, None if gpu is None else gpu.memory_gib)
+    home = data_on_gpu(question, gpu).value
     count = pinned(question, "num_workers") or Choice(
         value=most,
         why=f"{cores} {'assumed' if profile.cpu.assumed else 'usable'} cores less two, "
-        f"at most {MAX_WORKERS}" + ("" if gpu is None else ", at most one per 3 GB of GPU memory"),
+        f"at most {MAX_WORKERS}"
+        + ("" if gpu is None else ", at most one per 3 GB of GPU memory")
+        + ("; none is started while the data is on the GPU" if home else ""),
     )
     pin = pinned(question, "pin_memory") or Choice(
         value=gpu is not None,
