@@ -261,6 +261,36 @@ def test_a_compiled_model_trains_and_saves_plain_names(tmp_path: Path) -> None:
     torch.testing.assert_close(compiled, plain)
 
 
+def test_the_first_step_of_a_compiled_run_may_be_eager(tmp_path: Path) -> None:
+    compiled_at: list[int] = []
+    taken: list[int] = []
+
+    class Count(Observer):
+        def on_step(self, step: int) -> None:
+            taken.append(step)
+
+    def backend(graph: Any, _inputs: Any) -> Any:
+        compiled_at.append(len(taken))
+        return graph.forward
+
+    task = ToyTask(dropout=0.0)
+    with pytest.MonkeyPatch.context() as patch:
+        from trainfit.engine import setup
+        from trainfit.runtime import compile_blocks, forget_compiled
+
+        patch.setattr(setup, "compile_blocks", partial(compile_blocks, backend=backend))
+        for name, eager in (("later", True), ("at once", False)):
+            forget_compiled()
+            chosen = settings(task, compile=True, eager_first=eager, epochs=1.0)
+            train(task, chosen, tmp_path / name, observers=[Count()])
+            assert compiled_at[0] == int(eager)
+            compiled_at.clear()
+            taken.clear()
+    torch.testing.assert_close(
+        final_weights(tmp_path / "later"), final_weights(tmp_path / "at once")
+    )
+
+
 def test_an_epoch_of_another_length_is_refused(tmp_path: Path) -> None:
     task = ToyTask()
     steps = task.steps

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, closing, nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -42,7 +42,7 @@ from trainfit.engine.shared import Shared, take_over
 from trainfit.runs import timeline
 from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup
-from trainfit.runtime import applied
+from trainfit.runtime import applied, eagerly
 
 
 def train(
@@ -202,7 +202,8 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
         )
     set_rates(parts.optimizer, session.rates)
     stop = request.name is not None
-    with session.profiled(loaded):
+    first = settings.eager_first and progress.step == 0
+    with session.profiled(loaded), eagerly(parts.model) if first else nullcontext():
         session.waits.begin(loaded.waited)
         if parts.sharded:
             taken = take_sharded_step(parts, loaded, weight, progress.rung, stop=stop)
@@ -213,6 +214,7 @@ def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
                 weight,
                 progress.rung,
                 stop=stop,
+                captured=not first,
                 tell=lambda text, figures: session.tell("oom", text, figures),
             )
     _after_step(session)

@@ -22,6 +22,9 @@ Count = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Amount = Annotated[float, Range(0)]
 
+_PLENTY = 4
+"""Times the planned memory that a GPU must have for a first step without compiled code."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OptimizerSettings(Record):
@@ -110,6 +113,8 @@ class LoopSettings(Record):
     compile_mode: str = "default"
     compile_scope: Literal["blocks", "model"] = "blocks"
     """Compile repeated blocks (takes seconds) or the whole model with its loss (takes a minute)."""
+    eager_first: bool = False
+    """Take a run's first step eagerly, and compile in the second: the first loss comes sooner."""
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
     sharding: Literal["none", "fsdp"] = "none"
@@ -160,6 +165,12 @@ class LoopSettings(Record):
             raise BadInput(f"the rungs to replay are {rungs}", f"the ladder has {len(self.cuts)}")
 
 
+def _has_plenty(plan: Plan) -> bool:
+    """True where an eager step, which takes more memory than a compiled one, surely fits."""
+    memory = plan.memory
+    return memory is not None and _PLENTY * memory.peak_reserved_gib < memory.capacity_gib
+
+
 def loop_settings(
     config: Any,
     plan: Plan,
@@ -205,6 +216,7 @@ def loop_settings(
         compile=plan.compile,
         compile_mode=plan.compile_mode,
         compile_scope=compile_scope,
+        eager_first=plan.compile and device.startswith("cuda") and _has_plenty(plan),
         cuda_graph=plan.cuda_graph,
         sharding=plan.sharding,
         eval_steps=training.eval_steps,

@@ -141,10 +141,12 @@ def take_step(
     *,
     stop: bool,
     tell: TellMemory,
+    captured: bool = True,
 ) -> StepOutcome:
-    """Take a step on all ranks, with the cut of `rung` or a finer one."""
+    """Take a step on all ranks, with the cut of `rung` or a finer one; `captured` if it can be."""
     cuts, batches = parts.settings.cuts, loaded.batches
-    numbers = parts.captured.take(partial(_whole_step, parts), batches, weight)
+    work = partial(_whole_step, parts)
+    numbers = parts.captured.take(work, batches, weight) if captured else None
     if numbers is not None:
         parts.buffers.forget()
         return StepOutcome(numbers, rung, stop)
