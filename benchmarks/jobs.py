@@ -94,7 +94,6 @@ class Job:
     """Words that decide which samples there are, beside `words`."""
     tokens: int = 0
     trials: int = 0
-    patience: int | None = None
     settings: tuple[Setting, ...] = (Setting("bf16", 8),)
     """Settings of the Trainer script; the best of several counts."""
 
@@ -157,7 +156,6 @@ JOBS = {
         batch=32,
         learning_rate=3e-3,
         max_length=64,
-        patience=3,
         words=("hardware=auto", "cv.folds=5"),
         data_words=("experiment=nli_embedded",),
         settings=(Setting("fp32", 0), Setting("fp32", 0, 1), Setting("bf16", 0)),
@@ -339,7 +337,6 @@ def run_trainer(bench: Bench, job: Job, cold: bool, setting: Setting) -> dict[st
         "max_length": job.max_length,
         "method": job.method,
         "learning_rate": job.learning_rate,
-        "patience": job.patience,
         "precision": setting.precision,
         "workers": 0 if bench.tiny else setting.workers,
         "threads": setting.threads,

@@ -30,7 +30,6 @@ from transformers import (  # noqa: E402
     AutoModelForSequenceClassification,
     AutoTokenizer,
     DataCollatorWithPadding,
-    EarlyStoppingCallback,
     Trainer,
     TrainerCallback,
     TrainingArguments,
@@ -240,7 +239,6 @@ def train_fold(
     began = time.time()
     with stage("build"):
         model = build(tokenizer)
-    patience = SPEC.get("patience")
     trainer = Timed(
         model=model,
         args=arguments(folder, **changes),
@@ -249,7 +247,7 @@ def train_fold(
         data_collator=DataCollatorWithPadding(tokenizer, pad_to_multiple_of=8),
         compute_metrics=f1_of,
         compute_loss_func=weighted_loss([row["labels"] for row in train]),
-        callbacks=[Watch(), *([EarlyStoppingCallback(patience)] if patience else [])],
+        callbacks=[Watch()],
     )
     trainer.train()
     wait()
