@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.unpadded_rows import UnpaddedRows
@@ -44,6 +45,8 @@ class Unpadding:
     said: set[str] = field(default_factory=set)
     off: bool = False
     """True while all batches are to go the model's own way."""
+    graphs: BodyGraphs | None = None
+    """Captured passes; None: every pass is eager."""
     packed: int = 0
     """Batches that went without padding; `own_way` ones went the model's own way."""
     own_way: int = 0

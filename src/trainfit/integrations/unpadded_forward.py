@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from trainfit.integrations.unpadded_calls import (
     Unpadding,
@@ -125,7 +126,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     if passing is not None and passing.batch is not None:
         inputs = {name: value for name, value in given.items() if value is not None}
         inputs |= {"position_ids": passing.positions}
-        return _run_packed(self, kind, facts, passing.batch, inputs)
+        return _run_rows(self, kind, facts, passing.batch, inputs)
     batch = _rows(facts, self, given)
     if batch is None:
         facts.count(None)
@@ -136,10 +137,26 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return _watch(facts, batch, kind.forward(self, *args, **kwargs))
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
-    output = _restore(batch, _run_packed(self, kind, facts, batch, inputs))
+    output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:
         output["pooler_output"] = _pool(self, output.last_hidden_state)
     return _as_asked(self, given, output)
+
+
+@partial(uncompiled, recursive=False)
+def _run_rows(
+    self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
+) -> Any:
+    """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
+    if facts.graphs is not None and get_eval_frame_callback() is None:
+
+        def run(rows: UnpaddedRows, given: dict[str, Any]) -> Any:
+            return _run_packed(self, kind, facts, rows, given)
+
+        output = facts.graphs.run(self, batch, inputs, run)
+        if output is not None:
+            return output
+    return _run_packed(self, kind, facts, batch, inputs)
 
 
 def _run_packed(

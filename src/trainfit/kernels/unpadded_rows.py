@@ -42,6 +42,8 @@ class UnpaddedRows:
     longest: int
     sides: frozenset[str] = frozenset()
     """Sides of the batch that have padding: left, right."""
+    filler: bool = False
+    """True where filler may follow the last sequence, up to `tokens`."""
 
     def pack(self, values: Tensor) -> Tensor:
         """Drop the padding: `[rows, width, …]` to `[1, tokens, …]`."""
@@ -62,19 +64,25 @@ class UnpaddedRows:
         return lay_out(row, cu_seqlens=self.starts, max_seqlen=self.longest)
 
     def tight(self) -> UnpaddedRows:
-        """The same tokens in rows that begin with them and are as wide as the longest."""
-        lengths = self.starts.diff()
-        full = self.tokens == self.rows * self.longest
-        row = torch.repeat_interleave(
-            torch.arange(self.rows, device=lengths.device), lengths, output_size=self.tokens
-        )
-        token = torch.arange(self.longest, device=lengths.device)
-        column = torch.arange(self.tokens, device=lengths.device) - self.starts[row]
+        """The same tokens in rows that begin with them and are as wide as the longest.
+
+        Filler has rows of its own, some of which may be empty; their first column counts as real,
+        since a softmax over nothing is NaN.
+        """
+        starts = varlen.starts_of(self.packed_layout()) if self.filler else self.starts
+        rows, lengths = len(starts) - 1, starts.diff()
+        full = self.tokens == rows * self.longest and not self.filler
+        token = torch.arange(self.tokens, device=lengths.device)
+        row = torch.bucketize(token, starts, right=True) - 1
+        column = torch.arange(self.longest, device=lengths.device)
         return replace(
             self,
+            rows=rows,
             width=self.longest,
-            mask=None if full else token < lengths[:, None],
-            places=None if full else row * self.longest + column,
+            mask=None if full else column < lengths[:, None].clamp(min=1),
+            places=None if full else row * self.longest + token - starts[row],
+            starts=starts,
+            filler=False,
         )
 
     def padded_layout(self) -> Layout:
