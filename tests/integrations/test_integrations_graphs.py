@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from graph_stand_in import run_again
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -34,14 +35,6 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-def run_again(work: Callable[[], None]) -> Callable[[], None]:
-    """Stand in for a capture, which runs no kernel and draws no number."""
-    state = torch.get_rng_state()
-    work()
-    torch.set_rng_state(state)
-    return work
 
 
 def graphed(model: Any) -> BodyGraphs:

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from graph_stand_in import run_again
 from torch import nn
 from unpadded_tiny import batch, config, counting_packed
 
 import trainfit
 from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
+from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.speedups import SpeedUp
 from trainfit.integrations.turns import Turns
 from trainfit.integrations.unpadding import facts_in
@@ -168,8 +170,37 @@ def test_steps_are_timed_in_turns_and_the_faster_way_stays(
     assert turns.gain.steps == 32
     assert padded == (20 if times >= 1 else 50)  # all after the turns, where padding is faster
     found = SpeedUp(done=("Bert without padding",), times=times).line()
-    assert f"{times:.2f} times as fast as with padding" in found
-    assert ("all later steps had it" in found) is (times < 1)
+    assert f"{times:.2f} times as fast as your script alone (±0.00)" in found
+    assert ("all later steps had padding" in found) is (times < 1)
+
+
+@pytest.mark.parametrize(("with_graphs", "added"), [(0.5, 2.0), (2.0, 0.5)])
+def test_graphs_are_timed_apart(with_graphs: float, added: float) -> None:
+    model = trainfit.unpadded(classifier()).train()
+    [facts] = facts_in(model)
+    facts.graphs = graphs = BodyGraphs(run_again)
+    now, turns = 0.0, Turns(clock=lambda: now)
+    turns.facts.append(facts)
+    for at in range(120):
+        before = graphs.replayed, graphs.eager
+        with counting_packed() as packed:
+            # From time to time a size is new, which takes long once and is not counted.
+            lengths = (5, 11, 1, 8) if at % 7 else (at, at + 40)
+            model(**batch("bert", lengths=lengths)).logits.sum().backward()
+        now += with_graphs if graphs.replayed > before[0] else 1.0 if packed else 3.0
+        now += 50.0 * (graphs.eager > before[1])
+        turns.stepped()
+    assert turns.gain is not None
+    assert turns.alone is not None
+    assert turns.added is not None
+    assert turns.alone.times == pytest.approx(3.0)
+    assert turns.added.times == pytest.approx(added)
+    assert turns.gain.times == pytest.approx(6.0 if added > 1 else 3.0)
+    assert graphs.off is (added < 1)
+    assert not facts.off
+    line = SpeedUp(times=turns.gain.times, alone=3.0, added=added).line()
+    assert f"3.00 times by unpadding alone, {added:.2f} by graphs on top" in line
+    assert line.endswith("times as fast as your script alone (±0.00), same losses")
 
 
 def test_a_training_that_is_too_short_is_not_measured() -> None:

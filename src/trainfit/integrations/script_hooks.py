@@ -109,15 +109,21 @@ def _report(path: Path) -> None:
     from trainfit.integrations.unpadding import facts_in
 
     facts = [one for model, _ in _reports for one in facts_in(model)]
+    graphs = [one.graphs for one in facts if one.graphs is not None]
     first = max((found for _, found in _reports), key=lambda one: len(one.done))
-    gain = _turns.gain if _turns else None
+    stopped = {f"CUDA graphs ({one.obstacle})" for one in graphs if one.obstacle is not None}
+    gain, alone, added = (_turns.gain, _turns.alone, _turns.added) if _turns else (None, None, None)
     with suppress(OSError):  # the folder goes with the command
         replace(
             first,
+            left=(*first.left, *sorted(stopped)),
             packed=sum(one.packed for one in facts),
             own=sum(one.own_way for one in facts),
             real=sum(one.real for one in facts),
             padded=sum(one.padded for one in facts),
+            replayed=sum(one.replayed for one in graphs),
             times=gain.times if gain else None,
             error=gain.error if gain else 0.0,
+            alone=alone.times if alone else None,
+            added=added.times if added else None,
         ).save(path)

@@ -10,12 +10,14 @@ from collections.abc import Collection
 from functools import wraps
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
+from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.speedups import SpeedUp, chosen
-from trainfit.integrations.unpadding import unpadded
+from trainfit.integrations.unpadding import facts_in, unpadded
 from trainfit.runtime import apply
 
 TrainerT = TypeVar("TrainerT")
@@ -33,7 +35,8 @@ def speed_up(
     """Make the steps of a trainer faster, with the same batches, rate and losses.
 
     Returns the same trainer and prints one line of what was done and what was not. `only` and
-    `without` choose among `unpadded`, `fused` (AdamW) and `tf32`, which must be named in `only`.
+    `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `fused` (AdamW) and
+    `tf32`, which must be named in `only`.
     """
     found = apply_speedups(trainer, chosen(only, without))
     if not quiet:
@@ -52,7 +55,9 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     done: list[str] = []
     left: list[str] = []
     if "unpadded" in names:
-        _unpad(trainer, model, done, left)
+        _unpad(trainer, model, done, left, graphs="graphs" in names)
+    elif "graphs" in names:
+        left.append("CUDA graphs (they need unpadded)")
     if "fused" in names and not isinstance(trainer, nn.Module):
         _fuse(trainer, done, left)
     if "tf32" in names:
@@ -61,19 +66,31 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     return SpeedUp(done=tuple(done), left=tuple(left))
 
 
-def _unpad(trainer: Any, model: nn.Module, done: list[str], left: list[str]) -> None:
+def _unpad(
+    trainer: Any, model: nn.Module, done: list[str], left: list[str], *, graphs: bool
+) -> None:
+    gpu = torch.cuda.is_available()
+
+    def changed(one: nn.Module) -> nn.Module:
+        unpadded(one)
+        for facts in facts_in(one) if graphs and gpu else ():
+            facts.graphs = facts.graphs or BodyGraphs()
+        return one
+
     try:
-        unpadded(model)
+        changed(model)
     except BadInput as error:
         left.append(f"without padding ({error.what})")
         return
     done.append(f"{type(model).__name__} without padding")
+    if graphs:
+        (done if gpu else left).append("CUDA graphs" if gpu else "CUDA graphs (no GPU)")
     build = getattr(trainer, "model_init", None)
     if build is not None:  # train() builds the model again
 
         @wraps(build)
         def built(*args: Any, **kwargs: Any) -> Any:
-            return unpadded(build(*args, **kwargs))
+            return changed(build(*args, **kwargs))
 
         trainer.model_init = built
 

@@ -8,9 +8,8 @@ from dataclasses import dataclass
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
 
-SPEEDUPS = ("unpadded", "fused", "tf32")
-"""Changes by name; TF32 rounds differently, so it is made only where it is asked for."""
-_BY_DEFAULT = ("unpadded", "fused")
+SPEEDUPS = {"unpadded": True, "graphs": True, "fused": True, "tf32": False}
+"""Changes by name, and if they are made unasked; TF32 rounds differently."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -27,10 +26,16 @@ class SpeedUp(Record):
     """Tokens of the batches without padding."""
     padded: int = 0
     """The same with their padding."""
+    replayed: int = 0
+    """Batches that were replayed as CUDA graphs."""
     times: float | None = None
-    """Speed of steps without padding, as a multiple of those with it; None: not measured."""
+    """Speed of steps with all changes, as a multiple of the script's own; None: not measured."""
     error: float = 0.0
     """Standard error of `times`."""
+    alone: float | None = None
+    """Speed without padding and without graphs, where both were measured."""
+    added: float | None = None
+    """Speed with graphs, as a multiple of `alone`."""
 
     def line(self) -> str:
         """Say all of it in one line."""
@@ -41,11 +46,21 @@ class SpeedUp(Record):
             said += f", in {self.packed} of {self.packed + self.own} batches"
         elif self.own:
             said += f"; but all {self.own} batches went the model's own way"
-        if self.times is not None:
-            slower = self.times + self.error < 1
-            said += f"; {self.times:.2f} times as fast as with padding (±{self.error:.2f})"
-            said += ", so that all later steps had it" if slower else ""
-        return f"trainfit: {said}" + "".join(f"; not {one}" for one in self.left)
+        if self.replayed:
+            said += f"; {self.replayed} of them were replayed as CUDA graphs"
+        return f"trainfit: {said}" + "".join(f"; not {one}" for one in self.left) + self._speed()
+
+    def _speed(self) -> str:
+        """Say how much faster it was."""
+        if self.times is None:
+            return ""
+        said = ""
+        if self.alone is not None and self.added is not None:
+            said = f"; {self.alone:.2f} times by unpadding alone, {self.added:.2f} by graphs on top"
+            said += " (left out later)" if self.added < 1 else ""
+        said += f"; {self.times:.2f} times as fast as your script alone (±{self.error:.2f})"
+        slower = self.times + self.error < 1
+        return said + (", so that all later steps had padding" if slower else ", same losses")
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[str]:
@@ -53,5 +68,5 @@ def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[
     for name in (*(only or ()), *without):
         if name not in SPEEDUPS:
             raise BadInput(f"unknown speed-up {name!r}", f"choose {', '.join(SPEEDUPS)}")
-    wanted = only or _BY_DEFAULT
+    wanted = only or [name for name, unasked in SPEEDUPS.items() if unasked]
     return [name for name in wanted if name not in without]

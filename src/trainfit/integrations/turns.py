@@ -1,7 +1,7 @@
-"""Steps of a training with and without padding, in turns: how much faster it is, on the way.
+"""Steps of a training with and without each change, in turns: what it gives, on the way.
 
-Both ways give the same numbers, so that the training is not disturbed. If padding is the faster
-way, as for a model that is too small to gain, the rest of the training has it.
+All ways give the same numbers, so that the training is not disturbed. If a change makes steps
+slower, as for a model that is too small to gain, the rest of the training goes without it.
 """
 
 from __future__ import annotations
@@ -14,16 +14,21 @@ from typing import Any, NamedTuple
 
 from trainfit.integrations.unpadded_calls import Unpadding
 
+PADDED, UNPADDED, GRAPHS = range(3)
+"""Ways of a step, from the script's own to that with all changes."""
 WARM_UP = 10
-"""Optimizer steps before the first turn."""
+"""Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
 _BLOCK = 5
 """Steps of a turn; the first is not counted, as its memory is of the other kind."""
-_TURNS = 8
+_TURNS = 4
+"""Turns of each way."""
+_FEWEST = 4
+"""Timed steps that a way needs."""
 _DRAWS = 200
 
 
 class Gain(NamedTuple):
-    """How many times as fast steps without padding are, and the standard error of that."""
+    """How many times as fast one way is as another, and the standard error of that."""
 
     times: float
     error: float
@@ -31,16 +36,22 @@ class Gain(NamedTuple):
 
 
 class Turns:
-    """Switches padding on and off between optimizer steps, and times them."""
+    """Switches changes on and off between optimizer steps, and times the steps."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.facts: list[Unpadding] = []
-        self.seconds: dict[bool, list[float]] = {True: [], False: []}
-        """Seconds of steps with padding (True) and without."""
+        self.seconds: dict[int, list[float]] = {way: [] for way in (PADDED, UNPADDED, GRAPHS)}
+        """Seconds of steps, by their way."""
         self.gain: Gain | None = None
+        """Gain of all changes over the script's own steps."""
+        self.alone: Gain | None = None
+        """Gain of unpadding without graphs, where there are graphs."""
+        self.added: Gain | None = None
+        """Gain of graphs over unpadding."""
         self._clock = clock or _synchronised
         self._step = 0
         self._last = 0.0
+        self._eager = 0
         self._handle: Any = None
 
     def begin(self, facts: Sequence[Unpadding]) -> None:
@@ -51,48 +62,62 @@ class Turns:
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
 
+    @property
+    def _ways(self) -> int:
+        return 3 if any(one.graphs is not None for one in self.facts) else 2
+
     def stepped(self) -> None:
         """Note the end of an optimizer step, and choose the way of the next one."""
         self._step += 1
-        done = self._step - WARM_UP
+        done = self._step - WARM_UP * (self._ways - 1)
         if done < 0 or self.gain is not None:
             return
         now = self._clock()
         turn, place = divmod(done - 1, _BLOCK)
-        if done > 0 and place > 0:
-            self.seconds[_pads(turn)].append(now - self._last)
-        if done == _TURNS * _BLOCK:
+        eager = sum(one.graphs.eager for one in self.facts if one.graphs is not None)
+        replayed = self._way(turn) != GRAPHS or eager == self._eager
+        if done > 0 and place > 0 and replayed:
+            self.seconds[self._way(turn)].append(now - self._last)
+        if done == self._ways * _TURNS * _BLOCK:
             self._end()
             return
-        self._switch(_pads(done // _BLOCK))
-        self._last = now
+        self._switch(self._way(done // _BLOCK))
+        self._last, self._eager = now, eager
 
-    def _switch(self, pads: bool) -> None:
+    def _way(self, turn: int) -> int:
+        """Way of a turn: there and back again, so that none is always the later one."""
+        place = turn % (2 * self._ways)
+        return min(place, 2 * self._ways - 1 - place)
+
+    def _switch(self, way: int) -> None:
         for one in self.facts:
-            one.off = pads
+            one.off = way == PADDED
+            if one.graphs is not None:
+                one.graphs.off = way != GRAPHS
 
     def _end(self) -> None:
-        self.gain = gain_of(self.seconds[True], self.seconds[False])
-        self._switch(self.gain.times + self.gain.error < 1)
+        """Compare the ways, and leave the fastest on."""
+        way = UNPADDED
+        if len(self.seconds[GRAPHS]) >= _FEWEST:
+            self.alone = gain_of(self.seconds[PADDED], self.seconds[UNPADDED])
+            self.added = gain_of(self.seconds[UNPADDED], self.seconds[GRAPHS])
+            way = UNPADDED if self.added.times < 1 else GRAPHS
+        self.gain = gain_of(self.seconds[PADDED], self.seconds[way])
+        self._switch(PADDED if self.gain.times + self.gain.error < 1 else way)
         if self._handle is not None:
             self._handle.remove()
 
 
-def _pads(turn: int) -> bool:
-    """Tell if a turn has padding: every other one, the first of each two by turns."""
-    return turn % 4 in (0, 3)
-
-
-def gain_of(padded: Sequence[float], unpadded: Sequence[float]) -> Gain:
+def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
     """Compare the medians of both; the error is a bootstrap's."""
     draw = random.Random(0)
 
     def again(seconds: Sequence[float]) -> float:
         return median(draw.choices(seconds, k=len(seconds)))
 
-    drawn = [again(padded) / again(unpadded) for _ in range(_DRAWS)]
-    times = median(padded) / median(unpadded)
-    return Gain(times, stdev(drawn), len(padded) + len(unpadded))
+    drawn = [again(before) / again(after) for _ in range(_DRAWS)]
+    times = median(before) / median(after)
+    return Gain(times, stdev(drawn), len(before) + len(after))
 
 
 def _synchronised() -> float:
