@@ -1,16 +1,18 @@
-"""A plain classification script with Trainer, with and without `trainfit.speed_up`, in turns.
+"""Scripts with Trainer and sentence-transformers, with and without trainfit, in turns.
 
-Models have the real shapes and random weights, texts have random tokens and lengths as those of
-posts (120 tokens on average, up to 512), batches of 32, bf16. The script pads each batch to its
-longest text, or all to 512. Each run is a fresh model and Trainer in this process: steps per second
-come from the steps after the warm-up. --exact compares the losses of each step in float32 with
-dropout off instead. Each run is written down as it ends.
+Models have the real shapes and random weights, batches of 32, bf16. Lengths are ReDSM5's, and each
+batch is padded to its longest text; `bert-512` pads texts of 120 tokens on average to 512;
+`cross-encoder` is a loop over a CrossEncoder of sentence-transformers under Accelerate. Each run is
+a fresh model and trainer: steps per second come from the steps after the warm-up, in which the
+graphs are captured. Arms alternate; `exact` compares the losses of all arms with those of the plain
+script, in float32 with dropout off.
 
-python benchmarks/unpadded.py --out FILE [--models bert modernbert deberta] [--padding longest 512]
-    [--arms plain unpadded] [--rounds 3] [--steps 60] [--exact] [--tiny]
+python benchmarks/unpadded.py --out FILE [--cases bert modernbert deberta bert-512 cross-encoder]
+    [--arms plain unpadded graphs] [--rounds 2] [--seconds 250] [--tiny]
 
-One call adds a record to FILE. --arms also knows plain-compiled and unpadded-compiled
-(TrainingArguments' torch_compile). --tiny shows on a CPU that all works.
+--arms also knows plain-compiled and unpadded-compiled. Cases run in a child process, and in a new
+one after a case that failed or ran out of its share of --seconds. Each result is a line, and FILE
+is written after each. --tiny shows on a CPU that all works.
 """
 
 from __future__ import annotations
@@ -18,29 +20,37 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import os
 import platform
+import queue
+import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
-import torch
-from transformers import (
-    AutoModelForSequenceClassification,
-    Trainer,
-    TrainerCallback,
-    TrainingArguments,
-    set_seed,
-)
-
-import trainfit
-from trainfit.hardware.model_shapes import model_shape, transformers_config
-
-MODELS = {"bert": "bert-base", "modernbert": "modernbert-base", "deberta": "deberta-v3-base"}
-ARMS = ("plain", "unpadded", "plain-compiled", "unpadded-compiled")
+CASES = {
+    "bert": ("bert-base", "longest"),
+    "modernbert": ("modernbert-base", "longest"),
+    "deberta": ("deberta-v3-base", "longest"),
+    "bert-512": ("bert-base", "512"),
+    "cross-encoder": ("bert-base", "longest"),
+}
+ARMS = {
+    "plain": (),
+    "unpadded": ("unpadded", "fused"),
+    "graphs": ("unpadded", "graphs", "fused"),
+    "plain-compiled": (),
+    "unpadded-compiled": ("unpadded", "fused"),
+}
+"""Changes of each arm."""
 LONGEST = 512
+EXACT_STEPS = 8
+ROW = "row: "
+"""Begins the lines that a child has for its parent; Trainer prints others."""
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -53,38 +63,229 @@ TINY_MODERN = {
     **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id"), 0),
     **dict.fromkeys(("eos_token_id", "sep_token_id"), 1),
 }
-CUDA = torch.cuda.is_available()
 
 
-def config_of(name: str, tiny: bool, dropout: bool) -> Any:
-    shape = model_shape(MODELS[name])
+# ── the parent ────────────────────────────────────────────────────────────────────────────────
+
+
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS)[:3])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--warm-up", type=int, default=40)
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=250.0)
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
+    parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.tiny:
+        given.steps, given.warm_up, given.batch, given.rounds = 4, 3, 4, 1
+    if not given.child and given.out is None:
+        parser.error("--out is required")
+    return given
+
+
+def main() -> None:
+    given = asked()
+    if given.child:
+        for case in given.cases:
+            run_case(case, given)
+        return
+    record: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/unpadded.py", *sys.argv[1:]]),
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "rows": [],
+    }
+    ends = time.monotonic() + given.seconds
+    left = list(given.cases)
+    while left:
+        left = run_child(left, given, record, ends)
+    record["summary"] = summary(record["rows"])
+    save(given.out, record)
+    for line in record["summary"]:
+        print(json.dumps(line), flush=True)
+
+
+def run_child(
+    cases: list[str], given: argparse.Namespace, record: dict[str, Any], ends: float
+) -> list[str]:
+    """Run cases in a child until it ends, or a case takes too long; return those left."""
+    words = [word for word in sys.argv[1:] if word not in given.cases and word != "--cases"]
+    command = [sys.executable, __file__, *words, "--child", "--cases", *cases]
+    child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    lines: queue.Queue[str | None] = queue.Queue()
+    threading.Thread(target=_read, args=(child, lines), daemon=True).start()
+    waiting = list(cases)
+    while waiting:
+        share = max(20.0, (ends - time.monotonic()) / len(waiting))
+        limit = time.monotonic() + share * (1.0 if len(waiting) == 1 else 1.5)
+        error = _follow(waiting[0], lines, limit, given.out, record)
+        case = waiting.pop(0)
+        if error is not None:
+            add(given.out, record, {"case": case, "error": error})
+            break
+    child.kill()
+    child.wait()
+    return waiting
+
+
+def _read(child: Any, lines: queue.Queue[str | None]) -> None:
+    for line in child.stdout:
+        lines.put(line)
+    lines.put(None)
+
+
+def _follow(
+    case: str, lines: queue.Queue[str | None], limit: float, out: Path, record: dict[str, Any]
+) -> str | None:
+    """Take the rows of one case as they come; return why it ended early."""
+    while True:
+        try:
+            line = lines.get(timeout=max(0.1, limit - time.monotonic()))
+        except queue.Empty:
+            return "it ran out of its time"
+        if line is None:
+            return "its process ended"
+        if not line.startswith(ROW):
+            continue
+        row = json.loads(line.removeprefix(ROW))
+        if row.get("ended") == case:
+            return None
+        if "versions" in row:
+            record |= row
+        else:
+            add(out, record, row)
+
+
+def add(out: Path, record: dict[str, Any], row: dict[str, Any]) -> None:
+    """Print a result and write it down."""
+    record["rows"].append(row)
+    record["summary"] = summary(record["rows"])
+    save(out, record)
+    print(json.dumps({key: value for key, value in row.items() if key != "losses"}), flush=True)
+
+
+def save(out: Path, record: dict[str, Any]) -> None:
+    """Write the record of this call after those of earlier ones."""
+    earlier = json.loads(out.read_text())["records"] if out.exists() else []
+    earlier = [one for one in earlier if one["began"] != record["began"]]
+    out.write_text(json.dumps({"records": [*earlier, record]}, indent=1) + "\n")
+
+
+def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """For each case and arm: its speed beside plain, and how losses differ."""
+    lines = []
+    timed = [row for row in rows if "steps_per_second" in row]
+    for case, arm in dict.fromkeys((row["case"], row["arm"]) for row in timed):
+        speed = _speed(timed, case, arm)
+        plain = _speed(timed, case, "plain")
+        line: dict[str, Any] = {"case": case, "arm": arm, "steps_per_second": speed}
+        if plain is not None and speed is not None:
+            line["times"] = round(speed / plain, 3)
+        for row in rows:
+            if (row["case"], row.get("arm")) == (case, arm) and "largest_difference" in row:
+                line["largest_difference"] = row["largest_difference"]
+        lines.append(line)
+    return lines
+
+
+def _speed(rows: list[dict[str, Any]], case: str, arm: str) -> float | None:
+    found = [row["steps_per_second"] for row in rows if (row["case"], row["arm"]) == (case, arm)]
+    return median(found) if found else None
+
+
+# ── the child ─────────────────────────────────────────────────────────────────────────────────
+
+
+def tell(row: dict[str, Any]) -> None:
+    print(ROW + json.dumps(row), flush=True)
+
+
+def run_case(case: str, given: argparse.Namespace) -> None:
+    """Run all arms of a case, in turns, and compare their losses once."""
+    import torch
+
+    tell({"device": device(), "versions": versions()})
+    runs = [(round_, arm) for round_ in range(given.rounds) for arm in given.arms]
+    for round_, arm in runs:
+        told = {"case": case, "arm": arm, "round": round_}
+        try:
+            found = train(case, arm, given, exact=False)
+        except Exception as error:  # noqa: BLE001 a failed run is a row too
+            tell(told | {"error": f"{type(error).__name__}: {error}"[:500]})
+            if "CUDA error" in str(error):
+                os._exit(1)  # nothing on this GPU works in this process from here
+        else:
+            tell(told | found)
+        if round_ == 0 and arm == given.arms[-1]:
+            compare(case, given)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    tell({"ended": case})
+
+
+def compare(case: str, given: argparse.Namespace) -> None:
+    """Compare the losses of each arm with those of the plain script."""
+    try:
+        wanted = train(case, "plain", given, exact=True)["losses"]
+        for arm in [arm for arm in given.arms if arm != "plain"]:
+            found = train(case, arm, given, exact=True)
+            both = list(zip(found["losses"], wanted, strict=True))
+            most = max(abs(one - other) for one, other in both)
+            tell(found | {"case": case, "arm": arm, "largest_difference": most, "losses": both})
+    except Exception as error:  # noqa: BLE001
+        tell({"case": case, "arm": "exact", "error": f"{type(error).__name__}: {error}"[:500]})
+
+
+def device() -> str:
+    import torch
+
+    return torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("trainfit", "torch", "transformers", "accelerate", "sentence-transformers"):
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def config_of(case: str, *, tiny: bool, dropout: bool, **more: Any) -> Any:
+    from trainfit.hardware.model_shapes import model_shape, transformers_config
+
     small: dict[str, Any] = {}
     if tiny:
-        small = TINY | (TINY_MODERN if name == "modernbert" else {})
-    config = transformers_config(shape, **small, num_labels=3)
+        small = TINY | (TINY_MODERN if case == "modernbert" else {})
+    config = transformers_config(model_shape(CASES[case][0]), **small, **more)
     for field in () if dropout else [one for one in vars(config) if "dropout" in one]:
         setattr(config, field, 0.0)
     return config
 
 
-def lengths_of(count: int, average: float, seed: int) -> list[int]:
-    """Lengths as of posts: log-normal, at least 8, at most 512."""
-    draw = torch.Generator().manual_seed(seed)
-    spread = 0.8
-    centre = torch.log(torch.tensor(average)).item() - spread**2 / 2
-    drawn = torch.exp(centre + spread * torch.randn(count, generator=draw))
-    return [int(one) for one in drawn.round().clamp(8, LONGEST)]
+def lengths_of(case: str, given: argparse.Namespace, steps: int, *, exact: bool) -> list[int]:
+    """Lengths of ReDSM5's pairs, or log-normal ones of 120 tokens on average.
 
+    If `exact`, every other batch has the same lengths, so that graphs are replayed soon.
+    """
+    import numpy as np
 
-def texts(count: int, vocabulary: int, average: float) -> list[dict[str, Any]]:
-    draw = torch.Generator().manual_seed(1)
-    return [
-        {
-            "input_ids": torch.randint(5, vocabulary, (length,), generator=draw).tolist(),
-            "labels": at % 3,
-        }
-        for at, length in enumerate(lengths_of(count, average, 0))
-    ]
+    from trainfit.jobs.job_plan import assumed_lengths
+
+    if exact:
+        return lengths_of(case, given, 2, exact=False) * (steps // 2)
+    draws, count = np.random.default_rng(0), given.batch * steps
+    if given.tiny:
+        return draws.integers(4, 40, count).tolist()
+    if CASES[case][1] == "longest":
+        return draws.choice(assumed_lengths("nli", LONGEST), count).tolist()
+    drawn = np.exp(np.log(120) - 0.8**2 / 2 + 0.8 * draws.standard_normal(count))
+    return np.clip(np.round(drawn), 8, LONGEST).astype(int).tolist()
 
 
 class Collate:
@@ -96,7 +297,9 @@ class Collate:
         self.real: list[int] = []
         self.padded: list[int] = []
 
-    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    def __call__(self, rows: list[dict[str, Any]]) -> dict[str, Any]:
+        import torch
+
         width = self.width or max(len(row["input_ids"]) for row in rows)
         ids = torch.full((len(rows), width), self.pad)
         mask = torch.zeros_like(ids)
@@ -110,146 +313,196 @@ class Collate:
         return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 
 
-class Clock(TrainerCallback):
-    """Times the steps after the warm-up."""
+class Clock:
+    """Times the steps after the warm-up, each arm's with the GPU's work done."""
 
-    def __init__(self, warm_up: int) -> None:
-        self.warm_up = warm_up
+    def __init__(self, warm_up: int, steps: int) -> None:
+        self.warm_up, self.last, self.step = warm_up, warm_up + steps, 0
         self.began = self.seconds = 0.0
 
-    def on_step_end(self, _args: Any, state: Any, _control: Any, **_rest: Any) -> None:
-        if state.global_step in (self.warm_up, state.max_steps):
-            if CUDA:
+    def stepped(self) -> None:
+        import torch
+
+        self.step += 1
+        if self.step in (self.warm_up, self.last):
+            if torch.cuda.is_available():
                 torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - self.began
-            self.began = time.perf_counter()
+            self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
 
 
-def train(name: str, padding: str, arm: str, given: argparse.Namespace) -> dict[str, Any]:
-    """Run one training; return its speed, or its losses with --exact."""
+def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dict[str, Any]:
+    """Run one training; return its speed, or its losses if `exact`."""
+    import torch
+    from transformers import set_seed
+
+    from trainfit.integrations.unpadding import facts_in
+
     set_seed(0)
-    config = config_of(name, given.tiny, dropout=not given.exact)
-    model = AutoModelForSequenceClassification.from_config(config)
-    count = given.batch * (given.warm_up + given.steps)
-    rows = texts(count, config.vocab_size, 24.0 if given.tiny else 120.0)
-    collate, clock = Collate(padding, config.pad_token_id or 0), Clock(given.warm_up)
+    steps = EXACT_STEPS if exact else given.steps
+    clock = Clock(0 if exact else given.warm_up, steps)
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+    began = time.perf_counter()
+    script = train_cross_encoder if case == "cross-encoder" else train_classifier
+    model, losses, more = script(case, arm, given, clock, exact)
+    found: dict[str, Any] = {"seconds": time.perf_counter() - began} | more
+    for facts in facts_in(model):
+        found |= {"packed": facts.packed, "own_way": facts.own_way, "said": sorted(facts.said)}
+        if facts.graphs is not None:
+            found |= {
+                "replayed": facts.graphs.replayed,
+                "eager": facts.graphs.eager,
+                "captured": facts.graphs.captured,
+                "obstacle": facts.graphs.obstacle,
+            }
+    if exact:
+        return found | {"losses": losses}
+    found["steps_per_second"] = given.steps / clock.seconds
+    found["samples_per_second"] = given.batch * given.steps / clock.seconds
+    if torch.cuda.is_available():
+        found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30
+    return found
+
+
+_BUILT: dict[Any, Any] = {}
+"""The last model that was built: drawing weights takes longer than copying them."""
+
+
+def built(key: Any, build: Any) -> Any:
+    import copy
+
+    if key not in _BUILT:
+        _BUILT.clear()
+        _BUILT[key] = build()
+    return copy.deepcopy(_BUILT[key])
+
+
+def train_classifier(
+    case: str, arm: str, given: argparse.Namespace, clock: Clock, exact: bool
+) -> tuple[Any, list[float], dict[str, Any]]:
+    """Train as a plain script with Trainer does."""
+    import torch
+    from transformers import (
+        AutoModelForSequenceClassification,
+        Trainer,
+        TrainerCallback,
+        TrainingArguments,
+    )
+
+    import trainfit
+
+    class Timed(TrainerCallback):
+        def on_step_end(self, *_: Any, **_rest: Any) -> None:
+            clock.stepped()
+
+    config = config_of(case, tiny=given.tiny, dropout=not exact, num_labels=3)
+    build = AutoModelForSequenceClassification.from_config
+    model = built((case, exact), lambda: build(config))
+    draw = torch.Generator().manual_seed(1)
+    rows = [
+        {"input_ids": torch.randint(5, config.vocab_size, (size,), generator=draw).tolist()}
+        | {"labels": at % 3}
+        for at, size in enumerate(lengths_of(case, given, clock.last, exact=exact))
+    ]
+    collate = Collate(CASES[case][1], config.pad_token_id or 0)
+    cuda = torch.cuda.is_available()
     with tempfile.TemporaryDirectory() as folder:
         trainer = Trainer(
             model=model,
             args=TrainingArguments(
                 output_dir=folder,
                 per_device_train_batch_size=given.batch,
-                max_steps=given.warm_up + given.steps,
+                max_steps=clock.last,
                 learning_rate=2e-5,
-                bf16=CUDA and not given.exact,
+                bf16=cuda and not exact,
                 torch_compile=arm.endswith("compiled"),
-                logging_steps=1 if given.exact else 10_000,
-                logging_first_step=False,
+                logging_steps=1 if exact else 10_000,
                 save_strategy="no",
                 report_to=[],
                 disable_tqdm=True,
                 seed=0,
+                train_sampling_strategy="sequential",
             ),
             train_dataset=rows,
             data_collator=collate,
-            callbacks=[clock],
+            callbacks=[Timed()],
         )
-        if arm.startswith("unpadded"):
-            trainfit.speed_up(trainer, quiet=True)
-        if CUDA:
-            torch.cuda.reset_peak_memory_stats()
+        if ARMS[arm]:
+            trainfit.speed_up(trainer, only=ARMS[arm], quiet=True)
         trainer.train()
-    found: dict[str, Any] = {
-        "model": name,
-        "padding": padding,
-        "arm": arm,
-        "steps_per_second": given.steps / clock.seconds,
-        "real_tokens": mean(collate.real),
-        "padded_tokens": mean(collate.padded),
-    }
-    if CUDA:
-        found["peak_gib"] = torch.cuda.max_memory_allocated() / 2**30
-    if given.exact:
-        found["losses"] = [row["loss"] for row in trainer.state.log_history if "loss" in row]
-    return found
+    losses = [row["loss"] for row in trainer.state.log_history if "loss" in row]
+    tokens = {"real_tokens": mean(collate.real), "padded_tokens": mean(collate.padded)}
+    return model, losses, tokens
 
 
-def summary(runs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each model, padding and arm: the speed, beside plain; with --exact how losses differ."""
-    cases = sorted(
-        {(run["model"], run["padding"], run["arm"]) for run in runs if "error" not in run}
+def train_cross_encoder(
+    case: str, arm: str, given: argparse.Namespace, clock: Clock, exact: bool
+) -> tuple[Any, list[float], dict[str, Any]]:
+    """Train a CrossEncoder on pairs of texts, which it tokenizes in each step."""
+    import torch
+    from accelerate import Accelerator
+    from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
+
+    import trainfit
+
+    model = built((case, exact), lambda: cross_encoder(case, given, exact=exact))
+    if arm.endswith("compiled"):
+        model.compile()
+    cuda = torch.cuda.is_available()
+    words = config_of(case, tiny=given.tiny, dropout=True).vocab_size - 5
+    draw = torch.Generator().manual_seed(1)
+
+    def text(size: int) -> str:
+        return " ".join(f"w{one}" for one in torch.randint(words, (size,), generator=draw).tolist())
+
+    sizes = lengths_of(case, given, clock.last, exact=exact)
+    rows = [(text(10), text(max(1, size - 13)), at % 2) for at, size in enumerate(sizes)]
+    accelerator = Accelerator(mixed_precision="bf16" if cuda and not exact else "no")
+    loader = torch.utils.data.DataLoader(rows, batch_size=given.batch, collate_fn=list)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
+    if ARMS[arm]:
+        trainfit.speed_up(model, only=ARMS[arm], quiet=True)
+    model, optimizer = accelerator.prepare(model, optimizer)
+    model.train()
+    loss_of = BinaryCrossEntropyLoss(model)
+    losses = []
+    for batch in loader:
+        queries, texts, labels = zip(*batch, strict=True)
+        with accelerator.autocast():
+            loss = loss_of([queries, texts], torch.tensor(labels, device=accelerator.device))
+        accelerator.backward(loss)
+        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses += [loss.item()] if exact else []
+        clock.stepped()
+    return model, losses, {}
+
+
+def cross_encoder(case: str, given: argparse.Namespace, *, exact: bool) -> Any:
+    """Build a CrossEncoder with a tokenizer of made-up words, from a folder as the hub's."""
+    from sentence_transformers import CrossEncoder
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import AutoModelForSequenceClassification, PreTrainedTokenizerFast
+
+    config = config_of(case, tiny=given.tiny, dropout=not exact, num_labels=1)
+    special = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+    words = special + [f"w{at}" for at in range(config.vocab_size - len(special))]
+    vocabulary = {word: at for at, word in enumerate(words)}
+    made = Tokenizer(models.WordLevel(vocabulary, unk_token="[UNK]"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    made.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
     )
-    lines = []
-    for model, padding, arm in cases:
-        mine = _of(runs, model, padding, arm)
-        plain = _of(runs, model, padding, "plain")
-        speed = median(run["steps_per_second"] for run in mine)
-        line = {"model": model, "padding": padding, "arm": arm, "steps_per_second": speed}
-        if plain:
-            line["times"] = speed / median(run["steps_per_second"] for run in plain)
-        if plain and "losses" in plain[0]:
-            both = zip(mine[0]["losses"], plain[0]["losses"], strict=True)
-            line["largest_difference"] = max(abs(one - other) for one, other in both)
-        lines.append(line)
-    return lines
-
-
-def _of(runs: list[dict[str, Any]], *case: str) -> list[dict[str, Any]]:
-    keys = ("model", "padding", "arm")
-    return [run for run in runs if "error" not in run and tuple(run[key] for key in keys) == case]
-
-
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version(), "trainfit": trainfit.__version__}
-    for name in ("torch", "transformers", "accelerate"):
-        found[name] = importlib.metadata.version(name)
-    return found
-
-
-def save(out: Path, record: dict[str, Any]) -> None:
-    """Write the record of this call after those of earlier ones."""
-    earlier = json.loads(out.read_text())["records"] if out.exists() else []
-    earlier = [one for one in earlier if one["began"] != record["began"]]
-    out.write_text(json.dumps({"records": [*earlier, record]}, indent=1) + "\n")
-
-
-def asked() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--models", nargs="+", choices=tuple(MODELS), default=list(MODELS))
-    parser.add_argument("--padding", nargs="+", choices=("longest", "512"), default=["longest"])
-    parser.add_argument("--arms", nargs="+", choices=ARMS, default=["plain", "unpadded"])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--warm-up", type=int, default=15)
-    parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--exact", action="store_true", help="compare losses in float32")
-    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
-    return parser.parse_args()
-
-
-def main() -> None:
-    given = asked()
-    record: dict[str, Any] = {
-        "command": " ".join(["python", "benchmarks/unpadded.py", *sys.argv[1:]]),
-        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "device": torch.cuda.get_device_name() if CUDA else platform.processor() or "CPU",
-        "versions": versions(),
-        "runs": [],
-    }
-    cases = [(name, padding) for name in given.models for padding in given.padding]
-    for name, padding in cases:
-        for round_ in range(1 if given.exact else given.rounds):
-            for arm in given.arms:
-                try:
-                    run = train(name, padding, arm, given)
-                except Exception as error:  # noqa: BLE001 a failed run is a row too
-                    run = {"model": name, "padding": padding, "arm": arm, "error": repr(error)}
-                record["runs"].append(run | {"round": round_})
-                record["summary"] = summary(record["runs"])
-                save(given.out, record)
-    for line in record["summary"]:
-        print(json.dumps(line))
+    names = {f"{word.strip('[]').lower()}_token": word for word in special}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=made, **names)
+    tokenizer.model_max_length = LONGEST
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        return CrossEncoder(folder, num_labels=1, max_length=LONGEST)
 
 
 if __name__ == "__main__":

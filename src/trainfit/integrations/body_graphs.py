@@ -70,6 +70,11 @@ class BodyGraphs:
     _pool: Any = None
     _last: Callable[[], _Replay | None] = lambda: None
 
+    @property
+    def captured(self) -> int:
+        """Sizes that are captured now."""
+        return len(self._graphs)
+
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
         return BodyGraphs, (self.record, self.off)
