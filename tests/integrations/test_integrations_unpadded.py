@@ -234,3 +234,54 @@ def test_a_mask_that_disagrees_with_the_padding_ids_of_a_last_token_head() -> No
     ended = batch("llama")
     ended["input_ids"][1, -1] = 0  # a real token that has the padding id
     assert check_same(plain, model, ended)
+
+
+# ── lengths from the host ─────────────────────────────────────────────────────────────────────
+
+
+class Sent(torch.Tensor):
+    """A tensor that stands for one on a GPU, whose values may not be read."""
+
+    is_cpu = False
+
+    def tolist(self) -> Any:
+        raise AssertionError("the GPU was waited for")
+
+
+def test_lengths_come_from_the_host_where_a_loader_sent_the_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from accelerate import data_loader
+
+    from trainfit.integrations import host_batches
+
+    monkeypatch.setattr(
+        data_loader,
+        "send_to_device",
+        lambda rows, _device: {name: one.clone().as_subclass(Sent) for name, one in rows.items()},
+    )
+    host_batches.keep_host_batches()
+    host_batches.keep_host_batches()
+    here = batch("bert")
+    there = data_loader.send_to_device(here, "cuda")
+    found = host_batches.host_copies(there, ("attention_mask", "labels"))
+    assert found == {"attention_mask": here["attention_mask"]}
+    there["attention_mask"][0, 0] = 0
+    assert host_batches.host_copies(there, ("attention_mask",)) is None
+    assert host_batches.host_copies(here, ("attention_mask",)) is None
+
+
+def test_rows_found_on_the_host_are_those_found_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, model = pair("bert")
+    inputs = batch("bert", "right")
+    asked: list[Any] = []
+
+    def copies(given: Any, names: Any) -> Any:
+        asked.append({name: given[name].clone() for name in names if name in given})
+        return asked[-1]
+
+    monkeypatch.setattr("trainfit.integrations.unpadded_calls.host_copies", copies)
+    assert check_same(plain, model, inputs)
+    assert asked

@@ -59,6 +59,8 @@ class BodyGraphs:
     replayed: int = 0
     """Batches that were replayed; `eager` ones in training were not."""
     eager: int = 0
+    captured: int = 0
+    """Sizes that were captured."""
     _graphs: list[_Graph] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
     _said: set[str] = field(default_factory=set)
@@ -70,11 +72,6 @@ class BodyGraphs:
     _pool: Any = None
     _last: Callable[[], _Replay | None] = lambda: None
 
-    @property
-    def captured(self) -> int:
-        """Sizes that are captured now."""
-        return len(self._graphs)
-
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
         return BodyGraphs, (self.record, self.off)
@@ -85,7 +82,11 @@ class BodyGraphs:
         if self.off or not here or not body.training or not torch.is_grad_enabled():
             return None
         call = _call(body, batch, inputs, run)
-        output = self._say(call) if isinstance(call, str) else self._take(body, call)
+        output = None
+        if isinstance(call, str):
+            self._say(call)
+        else:
+            output = self._take(body, call)
         self.eager += output is None
         return output
 
@@ -93,11 +94,12 @@ class BodyGraphs:
         if self.obstacle is not None:
             return None
         state = body_state(body)
-        if isinstance(state, str):
-            return self._say(state)
         last = self._last()
         if last is not None and not last.done:
-            return self._say("a second forward pass comes before the backward pass")
+            state = "a second forward pass comes before the backward pass"
+        if isinstance(state, str):
+            self._say(state)
+            return None
         if not self._same(state):
             return None
         call.bound = self._longest = max(self._longest, _bound(call.batch.longest, body.config))
@@ -190,12 +192,17 @@ class BodyGraphs:
             graph.gradient = torch.zeros_like(graph.hidden)
             graph.backward = record(graph.run_backward)
         self._graphs.append(graph)
+        self.captured += 1
         return graph
 
     def _record(self, work: Callable[[], None]) -> Callable[[], None]:
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: batches may be copied to the GPU in another thread meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        # A capture that fails would leave its own stream the current one. Thread-local: batches may
+        # be copied to the GPU in another thread meanwhile.
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
             work()
         replay: Callable[[], None] = graph.replay
         return replay
@@ -360,7 +367,7 @@ class _Replayed(torch.autograd.Function):
         return replay.hidden()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return None, *ctx.replay.gradients(gradient)
 
 

@@ -6,6 +6,7 @@ or a LightningModule is taken too.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Collection
 from functools import wraps
 from typing import Any, TypeVar
@@ -16,6 +17,7 @@ from torch import nn
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.host_batches import keep_host_batches
 from trainfit.integrations.speedups import SpeedUp, chosen
 from trainfit.integrations.unpadding import facts_in, unpadded
 from trainfit.runtime import apply
@@ -82,6 +84,8 @@ def _unpad(
     except BadInput as error:
         left.append(f"without padding ({error.what})")
         return
+    if not isinstance(trainer, nn.Module) or "accelerate" in sys.modules:
+        keep_host_batches()
     done.append(f"{type(model).__name__} without padding")
     if graphs:
         (done if gpu else left).append("CUDA graphs" if gpu else "CUDA graphs (no GPU)")

@@ -51,7 +51,7 @@ class Turns:
         self._clock = clock or _synchronised
         self._step = 0
         self._last = 0.0
-        self._eager = 0
+        self._other = 0
         self._handle: Any = None
 
     def begin(self, facts: Sequence[Unpadding]) -> None:
@@ -74,15 +74,16 @@ class Turns:
             return
         now = self._clock()
         turn, place = divmod(done - 1, _BLOCK)
-        eager = sum(one.graphs.eager for one in self.facts if one.graphs is not None)
-        replayed = self._way(turn) != GRAPHS or eager == self._eager
+        graphs = [one.graphs for one in self.facts if one.graphs is not None]
+        other = sum(one.eager + one.captured for one in graphs)
+        replayed = self._way(turn) != GRAPHS or other == self._other
         if done > 0 and place > 0 and replayed:
             self.seconds[self._way(turn)].append(now - self._last)
         if done == self._ways * _TURNS * _BLOCK:
             self._end()
             return
         self._switch(self._way(done // _BLOCK))
-        self._last, self._eager = now, eager
+        self._last, self._other = now, other
 
     def _way(self, turn: int) -> int:
         """Way of a turn: there and back again, so that none is always the later one."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.host_batches import host_copies
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.unpadded_rows import UnpaddedRows
@@ -115,7 +116,7 @@ def _shape_obstacle(unpadding: Unpadding, given: Mapping[str, Any]) -> str | Non
 def find_rows(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> UnpaddedRows | str:
     """Find the real tokens of a batch; return the reason where it cannot go without padding.
 
-    The batch may be on a GPU, which is waited for once.
+    The batch may be on a GPU, which is waited for once, unless the host has a copy.
     """
     tokens: Tensor = given["inputs_embeds" if given.get("input_ids") is None else "input_ids"]
     rows, width = tokens.shape[:2]
@@ -130,18 +131,23 @@ def find_rows(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> Unpa
             tokens=rows * width,
             longest=width,
         )
-    mask = given["attention_mask"].to(tokens.device)
+    seen = host_copies(given, _SEEN) or given
+    mask = seen["attention_mask"].to(tokens.device if seen is given else "cpu")
     real = mask != 0
     lengths, first = real.sum(-1), real.int().argmax(-1)
     facts = torch.stack(
-        [lengths, first, *(one.long() for one in _faults(unpadding, body, given, mask, real))]
+        [lengths, first, *(one.long() for one in _faults(unpadding, body, seen, mask, real))]
     ).tolist()
     for reason, found in zip(_FAULTS, facts[2:], strict=True):
         if any(found):
             return reason
+    if seen is not given:
+        real = given["attention_mask"].to(tokens.device) != 0
+        lengths, first = real.sum(-1), real.int().argmax(-1)
     return _rows_of(real, lengths, first, facts[0], facts[1])
 
 
+_SEEN = ("attention_mask", "input_ids", "labels")
 _FAULTS = (
     "a mask of other values than 0 and 1",
     "a row of nothing but padding",

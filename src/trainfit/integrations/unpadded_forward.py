@@ -148,7 +148,7 @@ def _run_rows(
     self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
 ) -> Any:
     """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
-    if facts.graphs is not None and get_eval_frame_callback() is None:
+    if facts.graphs is not None and get_eval_frame_callback() in (None, False):
 
         def run(rows: UnpaddedRows, given: dict[str, Any]) -> Any:
             return _run_packed(self, kind, facts, rows, given)
