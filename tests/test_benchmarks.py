@@ -46,6 +46,16 @@ def test_a_plain_script_with_and_without_padding(tmp_path: Path):
 
 
 @pytest.mark.soak
+def test_estimated_gains_beside_measured_ones(tmp_path: Path):
+    out = tmp_path / "what_if.json"
+    run("what_if.py", tmp_path, "--tiny", "--out", out, "--models", "bert-base", "gpt2")
+    rows = json.loads(out.read_text())["rows"]
+    assert not [row["error"] for row in rows if "error" in row]
+    assert {row["change"] for row in rows} >= {"fused", "unpadded", "attention", "checkpointing"}
+    assert all(row["predicted"] > 0 for row in rows if row["change"] in ("fused", "unpadded"))
+
+
+@pytest.mark.soak
 def test_fine_tuning_beside_the_peers(tmp_path: Path):
     output = tmp_path / "nli.json"
     run("nli.py", tmp_path, "--tiny", "--output", output)

@@ -151,7 +151,8 @@ def test_cudnn_has_nothing_to_choose_without_a_convolution():
 
 
 def event(name: str, start: int, end: int, device: str = "CPU", **more: Any) -> Any:
-    told = {"start_thread_id": 1, "dtypes": [], "shapes": [], "metadata_json": ""} | more
+    told: dict[str, Any] = {"start_thread_id": 1, "dtypes": [], "shapes": [], "metadata_json": ""}
+    told |= {"correlation_id": 0, "linked_correlation_id": 0} | more
     return SimpleNamespace(
         name=lambda: name,
         start_ns=lambda: start,

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.core import codec
 from trainfit.core.records import Receipt
+from trainfit.measuring.machine_rates import remembered_rates
 from trainfit.measuring.observe import Observed
 from trainfit.measuring.receipt import EVIDENCE, read_receipt
 from trainfit.measuring.trace import Evidence
 from trainfit.measuring.verdicts import VERDICTS
+from trainfit.measuring.what_if import WhatIf, what_if
 from trainfit.reports.model import cell
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ class Verified:
     evidence: Evidence | None
     figures: dict[str, float] = field(default_factory=dict)
     """steps_per_second, samples_per_second, utilisation_percent, memory_gib, wait_share, mfu."""
+    what_if: tuple[WhatIf, ...] = ()
+    """Missing optimizations of a command, the largest estimated gain first."""
 
 
 def of_run(folder: Path) -> Verified:
@@ -51,11 +55,20 @@ def of_run(folder: Path) -> Verified:
 def of_command(command: str, seen: Observed) -> Verified:
     """Receipt of an observed command."""
     assert seen.receipt is not None
+    assert seen.evidence is not None
+    rate = seen.steps_per_second
     figures = {"steps_per_second": seen.steps_per_second, "memory_gib": seen.peak_memory_gib}
     return Verified(
         receipt=Receipt(run=command, items=seen.receipt.items),
         evidence=seen.evidence,
         figures={name: value for name, value in figures.items() if value is not None},
+        what_if=what_if(
+            seen.evidence,
+            step_seconds=1 / rate if rate else None,
+            framework=seen.framework,
+            memory_share=seen.memory_share,
+            rates=remembered_rates(seen.evidence.device_name),
+        ),
     )
 
 
@@ -80,7 +93,11 @@ def _figures(folder: Path) -> dict[str, float]:
 def data(verified: Verified) -> dict[str, Any]:
     """Data of a receipt for --json."""
     encoded: dict[str, Any] = codec.encode(verified.receipt)
-    return encoded | {"figures": verified.figures, "evidence": codec.encode(verified.evidence)}
+    return encoded | {
+        "figures": verified.figures,
+        "evidence": codec.encode(verified.evidence),
+        "what_if": codec.encode(list(verified.what_if)),
+    }
 
 
 def table(verified: Verified) -> RenderableType:
@@ -98,7 +115,11 @@ def table(verified: Verified) -> RenderableType:
         said = item.evidence + (f"\n→ {item.mend}" if item.mend else "")
         shown = (cell(item.requested), cell(item.observed), said)
         grid.add_row(item.name, Text(word, style), *(Text(text) for text in shown))
-    return Group(f"Receipt of {verified.receipt.run}", grid, verified.receipt.verdict())
+    parts: list[RenderableType] = [f"Receipt of {verified.receipt.run}", grid]
+    if verified.what_if:
+        parts.append("\nWould make steps faster, by estimates from the profiled step:")
+        parts += [Text(f"  {one.line()}") for one in verified.what_if]
+    return Group(*parts, verified.receipt.verdict())
 
 
 # ── Markdown ──────────────────────────────────────────────────────────────────────────────────
@@ -133,6 +154,9 @@ def markdown(verified: Verified) -> str:
         title=_title,
         metrics={title: form.format(figures[n]) for n, title, form in _METRICS if n in figures},
         improvements={
+            "Estimated gain": [
+                (one.name, one.line().partition(": ")[2]) for one in verified.what_if
+            ],
             "High Priority": [(item.name, item.mend) for item in receipt.items if item.mend],
             "Medium Priority": list(_medium(verified)),
             "Low Priority (Optional)": list(_low(verified)),

@@ -71,6 +71,15 @@ def remembered(profile: HardwareProfile) -> Measurements | None:
     return caches.read(Measurements, place("measured", device_name(profile)))
 
 
+def remembered_rates(gpu: str) -> dict[str, float]:
+    """Measured rates of a GPU of this name, by their names; empty if it was never measured."""
+    for path in sorted((cache_folder() / "measured").glob("*.json")):
+        found = caches.read(Measurements, path)
+        if found is not None and gpu and found.device.startswith(gpu):
+            return {item.name: item.value for item in found.items}
+    return {}
+
+
 def place(folder: str, device: str) -> Path:
     """Path of what is cached about a device."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in device)

@@ -20,7 +20,7 @@ from typing import IO, Any
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt, Record, Scalar
 from trainfit.measuring.profiled_step import Look, looking
-from trainfit.measuring.receipt import make_receipt, visible_requests
+from trainfit.measuring.receipt import make_receipt, visible_framework, visible_requests
 from trainfit.measuring.timing import cuda_peaks
 from trainfit.measuring.trace import UPDATE, Evidence
 
@@ -36,6 +36,10 @@ class Observed(Record):
     steps_per_second: float | None = None
     """Rate after the warm-up, including all else that the program did."""
     peak_memory_gib: float | None = None
+    memory_share: float | None = None
+    """Peak memory as a share of the GPU's."""
+    framework: str = "torch"
+    """transformers, lightning, or torch alone."""
     receipt: Receipt | None = None
     evidence: Evidence | None = None
     obstacle: str = ""
@@ -57,6 +61,7 @@ class Observation:
         self.steps = 0
         self.evidence: Evidence | None = None
         self.wanted: dict[str, Scalar] = {}
+        self._framework = "torch"
         self._counts: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
         self._looked_at: weakref.ref[Any] | None = None
         self._looked_steps = 0
@@ -83,6 +88,8 @@ class Observation:
             steps=self.steps,
             steps_per_second=self._rate(),
             peak_memory_gib=cuda_peaks()[0],
+            memory_share=_memory_share(cuda_peaks()[0]),
+            framework=self._framework,
             receipt=self.receipt,
             evidence=self.evidence,
             obstacle="" if self.evidence is not None else self._why_not(),
@@ -148,6 +155,7 @@ class Observation:
             seen = replace(seen, batches=replace(seen.batches, micro_batches=passes))
         self.evidence = seen
         self.wanted = visible_requests(optimizer, self._loaders, seen)
+        self._framework = visible_framework()
         self._given.clear()
         self._loaders.clear()
         self._times, self._timed = [time.perf_counter()], 0
@@ -214,6 +222,14 @@ class Passes:
         found = [self._passes.pop(id(w), 0) for w in _weights(optimizer) if w.grad is not None]
         if passes := max(found, default=0):
             self.least = passes if self.least is None else min(self.least, passes)
+
+
+def _memory_share(peak_gib: float | None) -> float | None:
+    if peak_gib is None:
+        return None
+    import torch
+
+    return peak_gib * 2**30 / float(torch.cuda.get_device_properties().total_memory)
 
 
 def _weights(optimizer: Any) -> list[Any]:

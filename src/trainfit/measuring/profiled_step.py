@@ -19,6 +19,7 @@ from trainfit.measuring.evidence import (
     switches,
     work_of,
 )
+from trainfit.measuring.step_parts import parts_of
 from trainfit.measuring.timing import synchronize
 from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use, optimizer_of
 
@@ -116,6 +117,7 @@ def gather(
     cuda = cuda_in_use()
     seen = batches(given, trace, seconds)
     updates = _updates(trace)
+    parts, launches = parts_of(trace)
     return Evidence(
         step=step,
         device="cuda" if cuda else "cpu",
@@ -135,6 +137,9 @@ def gather(
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
+        parts=parts,
+        launches=launches,
+        step_seconds=seconds,
     )
 
 

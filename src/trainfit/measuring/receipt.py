@@ -115,6 +115,7 @@ def _joined(named: Sequence[tuple[str, Receipt]]) -> tuple[ReceiptItem, ...]:
     )
 
 
+_LIGHTNING_PACKAGES = ("lightning.", "pytorch_lightning.")
 _LIGHTNING = {"bf16": "bf16", "16": "fp16", "32": "off"}
 
 
@@ -136,6 +137,16 @@ def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> 
         if (found := _of_transformers(caller) or _of_lightning(caller)) is not None:
             return wanted | found
     return wanted
+
+
+def visible_framework() -> str:
+    """Name the framework among the callers: transformers, lightning, or torch alone."""
+    for caller in _callers():
+        if _is_a(caller, "Trainer", ("transformers.",)):
+            return "transformers"
+        if _is_a(caller, "Trainer", _LIGHTNING_PACKAGES):
+            return "lightning"
+    return "torch"
 
 
 def _callers() -> Iterator[Any]:
@@ -169,8 +180,7 @@ def _of_transformers(caller: Any) -> dict[str, Scalar] | None:
 
 
 def _of_lightning(caller: Any) -> dict[str, Scalar] | None:
-    packages = ("lightning.", "pytorch_lightning.")
-    if not _is_a(caller, "Trainer", packages):
+    if not _is_a(caller, "Trainer", _LIGHTNING_PACKAGES):
         return None
     found: dict[str, Scalar] = {
         "gradient_accumulation": caller.accumulate_grad_batches,

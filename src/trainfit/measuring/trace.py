@@ -46,6 +46,8 @@ class Operator(NamedTuple):
     within: str = ""
     """Innermost range of an optimizer around it, without the loss of a closure."""
     seconds: float = 0.0
+    own_seconds: float = 0.0
+    """Time of its kernels on a GPU, else its time without that of operators that it called."""
 
     @property
     def updating(self) -> str:
@@ -114,15 +116,47 @@ def read(events: Iterable[Any]) -> Trace:
     on_gpu: list[Any] = []
     for event in events:
         (on_cpu if event.device_type().name == "CPU" else on_gpu).append(event)
-    return Trace(_operators(on_cpu), _kernels(on_gpu))
+    on_cpu.sort(key=lambda e: (e.start_ns(), -e.end_ns()))
+    return Trace(_operators(on_cpu, _own_seconds(on_cpu, on_gpu)), _kernels(on_gpu))
 
 
-def _operators(events: list[Any]) -> list[Operator]:
+def _own_seconds(on_cpu: list[Any], on_gpu: list[Any]) -> list[float]:
+    """`Operator.own_seconds` of each event on the CPU."""
+    if not on_gpu:
+        return _without_called(on_cpu)
+    linked: dict[int, float] = {}
+    for event in on_gpu:
+        key = event.linked_correlation_id()
+        linked[key] = linked.get(key, 0.0) + (event.end_ns() - event.start_ns()) / 1e9
+    # Calls of the driver have identities of their own, and say what they are linked to.
+    return [
+        0.0 if event.linked_correlation_id() else linked.pop(event.correlation_id(), 0.0)
+        for event in on_cpu
+    ]
+
+
+def _without_called(events: list[Any]) -> list[float]:
+    """Time of each event without that of the events inside of it, in their order."""
+    own: list[float] = []
+    around: dict[int, list[tuple[int, int]]] = {}
+    for at, event in enumerate(events):
+        start, end = event.start_ns(), event.end_ns()
+        stack = around.setdefault(event.start_thread_id(), [])
+        while stack and stack[-1][0] <= start:
+            stack.pop()
+        if stack:
+            own[stack[-1][1]] -= (end - start) / 1e9
+        own.append((end - start) / 1e9)
+        stack.append((end, at))
+    return own
+
+
+def _operators(events: list[Any], own_seconds: list[float]) -> list[Operator]:
     """Calls in their order, each with the ranges of its thread around it."""
     backward_until: dict[int, int] = {}
     ranges: dict[int, list[tuple[int, str]]] = {}
     found: list[tuple[Operator, int, int]] = []
-    for event in sorted(events, key=lambda e: (e.start_ns(), -e.end_ns())):
+    for event, own in zip(events, own_seconds, strict=True):
         name, thread, start = event.name(), event.start_thread_id(), event.start_ns()
         around = ranges.setdefault(thread, [])
         while around and around[-1][0] <= start:
@@ -137,6 +171,7 @@ def _operators(events: list[Any]) -> list[Operator]:
             backward=start < backward_until.get(thread, 0),
             within=within,
             seconds=(event.end_ns() - start) / 1e9,
+            own_seconds=own,
         )
         found.append((operator, start, until))
         if name.startswith(_BACKWARD):
@@ -323,5 +358,11 @@ class Evidence(Record):
     """Launches of Liger's kernels."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the longest kernels."""
+    parts: dict[str, float] = field(default_factory=dict)
+    """Seconds of the step's work by its kind, as `step_parts` has them."""
+    launches: dict[str, int] = field(default_factory=dict)
+    """Operators with work of their own, by the same kinds."""
+    step_seconds: float = 0.0
+    """Time of the profiled step, which the profiler makes longer."""
     seconds: float = 0.0
     """Time that the profiling took."""

@@ -1,0 +1,270 @@
+"""Estimated gains of missing optimizations beside measured ones.
+
+A plain loop over a model of transformers runs from several bases, each with some optimizations on.
+From one profiled step of a base the gain of every missing change is estimated, as `trainfit verify
+-- python train.py` does; then each change is made alone, and steps with and without it are timed in
+turns. Models have the real shapes and random weights, batches of 32, lengths of ReDSM5.
+
+python benchmarks/what_if.py --out FILE [--models bert-base …] [--bases …] [--changes …]
+    [--seconds 280] [--record] [--tiny]
+
+Each result is a line, and FILE is written after each. --record adds the rows to those that give
+the estimates their errors. --tiny shows on a CPU that all works.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import platform
+import sys
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from transformers import AutoModelForSequenceClassification
+
+import trainfit
+from trainfit.core.plan_records import RuntimeSettings
+from trainfit.hardware.model_shapes import model_shape, transformers_config
+from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.unpadding import facts_in
+from trainfit.jobs.job_plan import assumed_lengths
+from trainfit.measuring.what_if import CHECKS, what_if
+
+MODELS = (
+    *("bert-base", "modernbert-base", "deberta-v3-base"),
+    *("roberta-base", "gpt2", "gemma-3-1b"),
+)
+BASES: dict[str, tuple[str, ...]] = {
+    "plain": (),
+    "half": ("bf16", "attention"),
+    "checkpointed": ("bf16", "attention", "checkpointed"),
+    "packed": ("bf16", "attention", "fused", "unpadded"),
+}
+"""Optimizations that are on; `checkpointed` is one whose absence is the gain."""
+CHANGES = ("bf16", "tf32", "fused", "unpadded", "attention", "graphs", "checkpointing", "compile")
+TINY = {
+    "vocab_size": 99,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "intermediate_size": 64,
+    "pad_token_id": 0,
+}
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BLOCK, TURNS, WARM_UP = 6, 4, 8
+
+
+@dataclass
+class Training:
+    """A loop with some optimizations on, which takes steps."""
+
+    model: Any
+    on: frozenset[str]
+    batches: list[dict[str, torch.Tensor]]
+    optimizer: torch.optim.Optimizer
+    taken: int = 0
+    times: list[float] = field(default_factory=list)
+
+    def steps(self, count: int, *, timed: bool) -> None:
+        """Take steps; all but the first of a block are timed."""
+        with ExitStack() as stack:
+            if "tf32" in self.on:
+                stack.enter_context(trainfit.applied(RuntimeSettings(tf32=True)))
+            for at in range(count):
+                began = clock()
+                self._step()
+                if timed and at:
+                    self.times.append(clock() - began)
+
+    def _step(self) -> None:
+        batch = self.batches[self.taken % len(self.batches)]
+        self.taken += 1
+        with torch.autocast(DEVICE, torch.bfloat16, enabled="bf16" in self.on):
+            loss = self.model(**batch).loss
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+
+def clock() -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def make(name: str, on: frozenset[str], given: argparse.Namespace) -> Training:
+    torch.manual_seed(0)
+    shape = model_shape(name)
+    small: dict[str, Any] = dict(TINY) if given.tiny else {}
+    if given.tiny and shape.config.get("layer_types"):
+        small["layer_types"] = shape.config["layer_types"][:2]
+    config = transformers_config(shape, **small, num_labels=3)
+    config.pad_token_id = config.pad_token_id if config.pad_token_id is not None else 0
+    own = "attention" not in on and config.model_type not in ("deberta-v2",)
+    options = {"attn_implementation": "eager"} if own else {}
+    with torch.device(DEVICE):
+        model = AutoModelForSequenceClassification.from_config(config, **options).train()
+    if "unpadded" in on:
+        trainfit.unpadded(model)
+    if "graphs" in on:
+        for facts in facts_in(model):
+            facts.graphs = BodyGraphs()
+    if "checkpointed" in on:
+        model.gradient_checkpointing_enable()
+    # Foreach, as torch chooses by itself where it is not told.
+    kind = {"fused": True} if "fused" in on else {"foreach": True}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5, **kind)
+    training = Training(model, on, batches_of(config, given), optimizer)
+    if "compile" in on:
+        training.model = torch.compile(model)
+    return training
+
+
+def batches_of(config: Any, given: argparse.Namespace) -> list[dict[str, torch.Tensor]]:
+    """Four batches, padded to the longest, on the device."""
+    import numpy as np
+
+    draws = np.random.default_rng(0)
+    pool = np.arange(4, 24) if given.tiny else assumed_lengths("nli", 512)
+    found = []
+    for _ in range(4):
+        sizes = draws.choice(pool, given.batch)
+        width = int(sizes.max())
+        mask = torch.arange(width) < torch.as_tensor(sizes)[:, None]
+        ids = torch.as_tensor(draws.integers(5, config.vocab_size, (given.batch, width)))
+        rows = {
+            "input_ids": torch.where(mask, ids, config.pad_token_id),
+            "attention_mask": mask.long(),
+            "labels": torch.as_tensor(draws.integers(0, 3, given.batch)),
+        }
+        found.append({name: value.to(DEVICE) for name, value in rows.items()})
+    return found
+
+
+def estimates(training: Training) -> dict[str, float]:
+    """Estimated percent of every missing change, from one profiled step."""
+    given = [{k: v.cpu() for k, v in training.batches[training.taken % 4].items()}]
+    with trainfit.observe(warm_up=1) as seen:
+        training.steps(1, timed=False)
+        given[0] = {k: v.cpu() for k, v in training.batches[training.taken % 4].items()}
+        seen._given.extend(given)  # the loop has no loader, which shows the padding
+        training.steps(2, timed=False)
+    assert seen.evidence is not None
+    share = None
+    if CUDA:
+        total = torch.cuda.get_device_properties(0).total_memory
+        share = torch.cuda.max_memory_allocated() / total
+    found = what_if(seen.evidence, step_seconds=median(training.times), memory_share=share)
+    return {one.name: one.percent for one in found}
+
+
+def after(on: frozenset[str], change: str) -> frozenset[str] | None:
+    """Optimizations with a change made; None where the base has no room for it."""
+    if change == "checkpointing":
+        return on - {"checkpointed"} if "checkpointed" in on else None
+    if change in on or (change == "graphs" and ("unpadded" not in on or not CUDA)):
+        return None
+    return on | {change}
+
+
+def compare(name: str, base: str, given: argparse.Namespace, tell: Any) -> None:
+    """Estimate the changes to a base, make each, and time both in turns."""
+    on = frozenset(BASES[base])
+    before = make(name, on, given)
+    before.steps(2, timed=False)
+    before.steps(3, timed=True)
+    # A large model's step in fp32 takes a second.
+    few = max(2, min(BLOCK, int(1 / median(before.times))))
+    before.steps(few, timed=True)
+    predicted = estimates(before)
+    for change in given.changes:
+        changed = after(on, change)
+        pointless = change == "attention" and name.startswith("deberta")  # it has but one
+        if changed is None or pointless or time.monotonic() > given.ends:
+            continue
+        row: dict[str, Any] = {"model": name, "base": base, "change": change}
+        row["predicted"] = predicted.get(change, 0.0)
+        try:
+            other = make(name, changed, given)
+            other.steps(2 * WARM_UP if change == "graphs" else few, timed=False)
+            before.times.clear()
+            for _ in range(TURNS if few == BLOCK else 2):
+                before.steps(few, timed=True)
+                other.steps(few, timed=True)
+            row["measured"] = 100 * (median(before.times) / median(other.times) - 1)
+            row["milliseconds"] = [1e3 * median(one.times) for one in (before, other)]
+        except Exception as error:  # noqa: BLE001 a change that fails is a row too
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
+        tell(row)
+        other = None  # type: ignore[assignment]
+        gc.collect()
+
+
+def asked() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--models", nargs="+", default=list(MODELS))
+    parser.add_argument("--bases", nargs="+", choices=tuple(BASES), default=list(BASES))
+    parser.add_argument("--changes", nargs="+", choices=CHANGES, default=list(CHANGES[:-1]))
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--seconds", type=float, default=280.0)
+    parser.add_argument("--record", action="store_true", help="add the rows to the errors' checks")
+    parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
+    given = parser.parse_args()
+    given.ends = time.monotonic() + given.seconds
+    given.batch = 4 if given.tiny else given.batch
+    return given
+
+
+def main() -> None:
+    given = asked()
+    record: dict[str, Any] = {
+        "command": " ".join(["python", "benchmarks/what_if.py", *sys.argv[1:]]),
+        "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "device": torch.cuda.get_device_name() if CUDA else "CPU",
+        "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "rows": [],
+    }
+
+    def tell(row: dict[str, Any]) -> None:
+        record["rows"].append(row)
+        errors = [abs(one["predicted"] - one["measured"]) for one in done(record)]
+        record["median_error"] = median(errors) if errors else None
+        given.out.write_text(json.dumps(record, indent=1) + "\n")
+        print(json.dumps(row), flush=True)
+
+    # Each model has its plain base first: where time runs out, all models have some rows.
+    for base in given.bases:
+        for name in given.models:
+            if time.monotonic() > given.ends:
+                break
+            try:
+                compare(name, base, given, tell)
+            except Exception as error:  # noqa: BLE001
+                tell({"model": name, "base": base, "error": f"{type(error).__name__}: {error}"})
+            gc.collect()
+            if CUDA:
+                torch.cuda.empty_cache()
+                torch.cuda.reset_peak_memory_stats()
+    print(json.dumps({"median_error": record.get("median_error"), "rows": len(done(record))}))
+    if given.record:
+        kept = json.loads(CHECKS.read_text())["checks"]
+        fields = ("model", "base", "change", "predicted", "measured")
+        kept += [{f: row[f] for f in fields} | {"device": record["device"]} for row in done(record)]
+        CHECKS.write_text(json.dumps({"checks": kept}, indent=1) + "\n")
+
+
+def done(record: dict[str, Any]) -> list[dict[str, Any]]:
+    return [row for row in record["rows"] if "measured" in row]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,195 @@
+"""Estimated gains follow from the parts of a profiled step, and name the exact change."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import trainfit
+from trainfit.measuring.trace import (
+    AttentionSeen,
+    BatchesSeen,
+    CompilerSeen,
+    Evidence,
+    ProductsSeen,
+    read,
+)
+from trainfit.measuring.what_if import NAMES, recorded_errors, what_if
+
+PARTS = {"products": 0.06, "attention": 0.01, "update": 0.012, "other": 0.018}
+STEP = Evidence(
+    step=5,
+    device="cuda",
+    device_name="NVIDIA H200",
+    products=ProductsSeen(shares={"fp32": 1.0}),
+    attention=AttentionSeen(calls={"efficient": 12}),
+    batches=BatchesSeen(tokens=600, capacity=1000, packed=False),
+    optimizers={"AdamW": "foreach"},
+    parts=PARTS,
+    launches={"products": 400, "update": 100, "attention": 50, "other": 450},
+)
+
+
+def gains(seen: Evidence, **more: Any) -> dict[str, float]:
+    return {one.name: one.percent for one in what_if(seen, **{"step_seconds": 0.1} | more)}
+
+
+def test_a_busy_gpu_gains_by_less_work() -> None:
+    found = gains(STEP, rates={"matmul_fp32": 50.0, "matmul_tf32": 300.0, "matmul_bf16": 600.0})
+    assert found["tf32"] == pytest.approx(100 * (0.1 / (0.04 + 0.01) - 1))
+    assert found["fused"] == pytest.approx(100 * (0.1 / (0.1 - 0.008) - 1))
+    assert found["unpadded"] == pytest.approx(
+        100 * (0.1 / (0.012 + 0.6 * 0.078 + 0.6**1.5 * 0.01) - 1)
+    )
+    assert found["bf16"] > found["tf32"]
+    assert "graphs" not in found
+    assert list(found.values()) == sorted(found.values(), reverse=True)
+
+
+def test_a_gpu_that_waits_gains_by_graphs_alone() -> None:
+    found = gains(STEP, step_seconds=0.4)
+    assert found["graphs"] == pytest.approx(100 * (0.4 / 0.12 - 1))
+    assert found["compile"] == pytest.approx(100.0)
+    assert "unpadded" not in found
+    assert "tf32" not in found
+
+
+def test_changes_that_are_made_are_not_told() -> None:
+    made = replace(
+        STEP,
+        products=ProductsSeen(shares={"bf16": 1.0}),
+        batches=BatchesSeen(tokens=1000, capacity=1000),
+        optimizers={"AdamW": "fused"},
+        compiler=CompilerSeen(graph_launches=2, regions=1),
+        parts={"half_products": 0.09, "other": 0.01},
+    )
+    assert gains(made) == {}
+    assert gains(replace(STEP, parts={})) == {}
+
+
+def test_checkpointing_is_told_where_memory_is_free() -> None:
+    again = replace(STEP, recomputed=12)
+    assert "checkpointing" not in gains(again, memory_share=0.8)
+    assert gains(again, memory_share=0.2)["checkpointing"] == pytest.approx(
+        100 * (0.1 / (0.75 * 0.088 + 0.012) - 1)
+    )
+
+
+def test_waiting_for_the_loader_and_attention_without_a_kernel() -> None:
+    waits = replace(STEP, batches=replace(STEP.batches, waited_share=0.5))
+    assert gains(waits, step_seconds=0.2)["loader"] == pytest.approx(100.0)
+    assert "loader" not in gains(replace(waits, batches=replace(waits.batches, workers=4)))
+    eager = replace(STEP, attention=AttentionSeen(softmaxes=12))
+    assert gains(eager)["attention"] == pytest.approx(100 * (0.1 / (0.09 + 0.01 / 3) - 1))
+
+
+@pytest.mark.parametrize(
+    ("framework", "words"),
+    [
+        ("transformers", "TrainingArguments(bf16=True)"),
+        ("lightning", "Trainer(precision='bf16-mixed')"),
+        ("torch", "torch.autocast('cuda', torch.bfloat16)"),
+    ],
+)
+def test_the_change_is_in_the_words_of_the_framework(framework: str, words: str) -> None:
+    found = what_if(STEP, step_seconds=0.1, framework=framework)[0]
+    assert found.name == "bf16"
+    assert words in found.line()
+
+
+def test_arguments_of_transformers_exist() -> None:
+    from transformers import TrainingArguments
+
+    fields = TrainingArguments.__dataclass_fields__
+    told = what_if(
+        replace(STEP, recomputed=1, batches=replace(STEP.batches, waited_share=0.1)),
+        step_seconds=0.4,
+        framework="transformers",
+        memory_share=0.1,
+    ) + what_if(STEP, step_seconds=0.1, framework="transformers")
+    names = {one.change[18:].split("=")[0] for one in told if "TrainingArg" in one.change}
+    assert len(names) >= 5
+    assert names <= fields.keys()
+
+
+def test_errors_are_those_of_recorded_checks(tmp_path: Path) -> None:
+    assert set(recorded_errors()) <= set(NAMES)
+    path = tmp_path / "checks.json"
+    rows = [("fused", 3.0, 5.0), ("fused", 3.0, 4.0), ("fused", 9.0, 3.0), ("bf16", 100.0, 60.0)]
+    checks = [{"change": name, "predicted": a, "measured": b} for name, a, b in rows]
+    path.write_text(json.dumps({"checks": checks}))
+    assert recorded_errors(path) == {"fused": 2.0, "bf16": 40.0}
+
+
+class Event:
+    """Stands for an event of the profiler, in microseconds."""
+
+    def __init__(self, name: str, start: int, end: int, key: int = 0, linked: int = 0) -> None:
+        self._all = name, start * 1000, end * 1000, key, linked
+
+    def name(self) -> str:
+        return self._all[0]
+
+    def start_ns(self) -> int:
+        return self._all[1]
+
+    def end_ns(self) -> int:
+        return self._all[2]
+
+    def correlation_id(self) -> int:
+        return self._all[3]
+
+    def linked_correlation_id(self) -> int:
+        return self._all[4]
+
+    def start_thread_id(self) -> int:
+        return 1
+
+    def dtypes(self) -> list[str]:
+        return ["float", "float"]
+
+    def shapes(self) -> list[list[int]]:
+        return [[2, 2], [2, 2]]
+
+    def concrete_inputs(self) -> list[Any]:
+        return []
+
+    def device_type(self) -> Any:
+        return type("Kind", (), {"name": "CPU" if "aten" in self.name() else "CUDA"})
+
+
+def test_kernels_belong_to_the_operators_that_started_them() -> None:
+    from trainfit.measuring.step_parts import parts_of
+
+    operators = [
+        Event("aten::linear", 0, 20, key=1),
+        Event("aten::mm", 2, 10, key=2),
+        Event("aten::gelu", 20, 30, key=3),
+    ]
+    kernels = [Event("gemm", 50, 80, linked=2), Event("gelu", 80, 90, linked=3)]
+    kernels.append(Event("unknown", 90, 95, linked=77))
+    seconds, launches = parts_of(read([*operators, *kernels]))
+    assert seconds == pytest.approx({"products": 30e-6, "other": 15e-6})
+    assert launches == {"products": 1, "other": 1}
+    seconds, _ = parts_of(read(operators))  # on a CPU: each without what it called
+    assert seconds == pytest.approx({"other": 22e-6, "products": 8e-6})
+
+
+def test_a_step_on_this_machine_has_parts() -> None:
+    model = torch.nn.Linear(256, 256)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
+    with trainfit.observe(warm_up=1) as seen:
+        for _ in range(3):
+            model(torch.randn(512, 256)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert seen.evidence is not None
+    parts = seen.evidence.parts
+    assert parts.keys() >= {"products", "update", "other"}
+    assert 0 < sum(parts.values()) <= seen.evidence.step_seconds
+    assert seen.result().framework == "torch"
