@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from functools import wraps
+from importlib import import_module
 from typing import Any
 
 from torch import Tensor
@@ -18,9 +19,8 @@ _NAMES = ("attention_mask", "input_ids", "labels")
 
 def keep_host_batches() -> None:
     """Have Accelerate's loaders leave the host's copies with the batches that they send."""
-    from accelerate import data_loader
-
-    send: Any = data_loader.send_to_device
+    data_loader: Any = import_module("accelerate.data_loader")
+    send = data_loader.send_to_device
     if hasattr(send, _COPY):
         return
 
