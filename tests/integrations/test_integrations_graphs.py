@@ -180,7 +180,19 @@ def test_two_forward_passes_before_a_backward_pass() -> None:
             one.zero_grad()
             (one(**inputs(seed=at)).loss * one(**inputs(lengths=LAST, seed=at)).loss).backward()
         check_grads(model, eager)
-    assert graphs.replayed
+    assert graphs.replayed == 7
+    assert graphs.captured == 2
+
+
+def test_many_forward_passes_before_a_backward_pass(caplog: pytest.LogCaptureFixture) -> None:
+    eager, model, graphs = twins()
+    for _ in range(2):
+        for one in (eager, model):
+            one.zero_grad()
+            sum(one(**inputs(seed=at)).loss * at for at in range(7)).backward()
+        check_grads(model, eager)
+    assert graphs.replayed == 4 + 4
+    assert caplog.text.count("more than 4 forward passes") == 1
 
 
 def test_a_pass_without_a_backward_pass_is_forgotten() -> None:

@@ -141,6 +141,25 @@ def test_loops_of_other_libraries_are_hooked(
     assert "43% of the tokens were padding" in told.line()
 
 
+@pytest.mark.usefixtures("hooked")
+def test_graphs_that_never_ran_are_told_with_the_reason(tmp_path: Path) -> None:
+    def told(model: Any) -> str:
+        model(**batch("bert")).logits.sum().backward()
+        script_hooks._reports[:] = [(model, SpeedUp(done=("Bert", "CUDA graphs")))]
+        script_hooks._report(tmp_path / "report.json")
+        return SpeedUp.load(tmp_path / "report.json").line()
+
+    models = [trainfit.unpadded(classifier()).train() for _ in range(2)]
+    for model in models:
+        [facts] = facts_in(model)
+        facts.graphs = BodyGraphs(run_again)
+    models[1].gradient_checkpointing_enable()
+    assert "not CUDA graphs (no size came twice)" in told(models[0])
+    assert "1 of them were replayed as CUDA graphs" in told(models[0])
+    assert "not CUDA graphs (" in (line := told(models[1]))
+    assert "Bert, CUDA graphs" not in line
+
+
 @pytest.mark.parametrize("name", list(script_hooks._METHODS))
 def test_the_hooked_methods_are_there(name: str) -> None:
     kind, method = script_hooks._METHODS[name]

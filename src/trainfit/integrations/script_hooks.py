@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speedups import SpeedUp
+from trainfit.integrations.speedups import GRAPHS, SpeedUp
 
 _NAMES = "TRAINFIT_SPEED_UP_NAMES"
 _DRY = "TRAINFIT_SPEED_UP_DRY"
@@ -111,17 +111,23 @@ def _report(path: Path) -> None:
     facts = [one for model, _ in _reports for one in facts_in(model)]
     graphs = [one.graphs for one in facts if one.graphs is not None]
     first = max((found for _, found in _reports), key=lambda one: len(one.done))
-    stopped = {f"CUDA graphs ({one.obstacle})" for one in graphs if one.obstacle is not None}
+    replayed = sum(one.replayed for one in graphs)
+    done, left = first.done, first.left
+    if graphs and not replayed:
+        why = {reason for one in graphs for reason in one.said} or {"no size came twice"}
+        done = tuple(one for one in done if one != GRAPHS)
+        left = (*left, f"{GRAPHS} ({'; '.join(sorted(why))})")
     gain, alone, added = (_turns.gain, _turns.alone, _turns.added) if _turns else (None, None, None)
     with suppress(OSError):  # the folder goes with the command
         replace(
             first,
-            left=(*first.left, *sorted(stopped)),
+            done=done,
+            left=left,
             packed=sum(one.packed for one in facts),
             own=sum(one.own_way for one in facts),
             real=sum(one.real for one in facts),
             padded=sum(one.padded for one in facts),
-            replayed=sum(one.replayed for one in graphs),
+            replayed=replayed,
             times=gain.times if gain else None,
             error=gain.error if gain else 0.0,
             alone=alone.times if alone else None,

@@ -18,7 +18,7 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
-from trainfit.integrations.speedups import SpeedUp, chosen
+from trainfit.integrations.speedups import GRAPHS, SpeedUp, chosen
 from trainfit.integrations.unpadding import facts_in, unpadded
 from trainfit.runtime import apply
 
@@ -59,7 +59,7 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     if "unpadded" in names:
         _unpad(trainer, model, done, left, graphs="graphs" in names)
     elif "graphs" in names:
-        left.append("CUDA graphs (they need unpadded)")
+        left.append(f"{GRAPHS} (they need unpadded)")
     if "fused" in names and not isinstance(trainer, nn.Module):
         _fuse(trainer, done, left)
     if "tf32" in names:
@@ -88,7 +88,7 @@ def _unpad(
         keep_host_batches()
     done.append(f"{type(model).__name__} without padding")
     if graphs:
-        (done if gpu else left).append("CUDA graphs" if gpu else "CUDA graphs (no GPU)")
+        (done if gpu else left).append(GRAPHS if gpu else f"{GRAPHS} (no GPU)")
     build = getattr(trainer, "model_init", None)
     if build is not None:  # train() builds the model again
 

@@ -11,6 +11,9 @@ from trainfit.core.records import Record
 SPEEDUPS = {"unpadded": True, "graphs": True, "fused": True, "tf32": False}
 """Changes by name, and if they are made unasked; TF32 rounds differently."""
 
+GRAPHS = "CUDA graphs"
+"""Change in the words of the closing line."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpeedUp(Record):

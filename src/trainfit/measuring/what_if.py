@@ -228,7 +228,8 @@ def _idle(step: Step) -> float:
 
 
 def _graphs(facts: _Facts) -> tuple[Step, str] | None:
-    if not facts.step.gpu or facts.seen.compiler.graph_launches:
+    text = facts.seen.batches.capacity is not None and part.ATTENTION in facts.step.parts
+    if not facts.step.gpu or not text or facts.seen.compiler.graph_launches:
         return None
     after = facts.step.scaled(_REPLAYED)
     return after, f"the GPU is idle for {_idle(facts.step):.0%} of the step, waiting for Python"

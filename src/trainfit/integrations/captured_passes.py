@@ -1,0 +1,232 @@
+"""One call of a body as a pair of CUDA graphs: its fixed inputs, both passes, and its replays."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from trainfit.integrations.body_state import BodyState
+from trainfit.kernels.unpadded_rows import UnpaddedRows
+
+Run = Callable[[UnpaddedRows, dict[str, Any]], Any]
+"""Runs a body on a packed row."""
+
+_PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
+_UNREAD = ("num_items_in_batch",)
+_STEPS = 8
+"""Sizes between a power of two and the next."""
+SLACK = 1 / _STEPS
+"""Share of filler up to which the graph of a larger size is taken."""
+
+
+@dataclass(eq=False, repr=False)
+class BodyCall:
+    """One call of a body on a packed row, and the row filled up to its size."""
+
+    batch: UnpaddedRows
+    run: Run
+    tensors: dict[str, Tensor]
+    others: dict[str, Any]
+    autocast: tuple[bool, torch.dtype]
+    bound: int = 0
+
+    @property
+    def size(self) -> int:
+        return _size(self.batch.tokens)
+
+    @property
+    def case(self) -> tuple[Any, ...]:
+        """Facts besides the sizes that a graph holds for."""
+        kinds = tuple((name, value.dtype) for name, value in sorted(self.tensors.items()))
+        return self.batch.rows, kinds, tuple(sorted(self.others.items())), self.autocast
+
+    def rows(self, tokens: int, starts: Tensor) -> UnpaddedRows:
+        """Rows with filler up to a number of tokens."""
+        longest = min(self.bound, tokens)
+        return replace(
+            *(self.batch,), starts=starts, tokens=tokens, longest=longest, mask=None, places=None,
+            width=longest, filler=True,
+        )  # fmt: skip
+
+    def filled(self, tokens: int) -> dict[str, Tensor]:
+        """Fill the inputs up with zeros, which are a token and a position of every model."""
+        extra = tokens - self.batch.tokens
+        return {name: functional.pad(value, (0, extra)) for name, value in self.tensors.items()}
+
+    def passed(self, rows: UnpaddedRows, tensors: dict[str, Tensor]) -> Any:
+        """Run the body with nothing in or from the cache of casts, which outlives a capture."""
+        enabled, dtype = self.autocast
+        device = rows.starts.device.type
+        with torch.autocast(device, dtype, enabled, cache_enabled=False):
+            return self.run(rows, tensors | self.others)
+
+    def warm_up(self) -> Any:
+        """Run eagerly, filled as the graph will be."""
+        output = self.passed(self.rows(self.size, self.batch.starts), self.filled(self.size))
+        output["last_hidden_state"] = output.last_hidden_state[:, : self.batch.tokens]
+        return output
+
+
+@dataclass(eq=False, repr=False)
+class BodyGraph:
+    """Both passes at one size, with their fixed inputs and outputs."""
+
+    call: BodyCall
+    state: BodyState
+    targets: list[Tensor]
+
+    def __post_init__(self) -> None:
+        self.case, self.tokens, self.longest = self.call.case, self.call.size, self.call.bound
+        self.starts = self.call.batch.starts.clone()
+        self.inputs = self.call.filled(self.tokens)
+        self.rows = self.call.rows(self.tokens, self.starts)
+        self.forward: Callable[[], None]
+        self.backward: Callable[[], None]
+        self.kind: Any = None
+        self.names: tuple[str, ...] = ()
+        self.hidden: Tensor
+        self.gradient: Tensor
+        self.used: list[bool] = []
+        self._leaves: list[nn.Parameter] = []
+
+    def run_forward(self) -> None:
+        with _aliases(self.state) as self._leaves:
+            output = self.call.passed(self.rows, dict(self.inputs))
+        self.kind, self.names = type(output), tuple(output)
+        self.hidden = output["last_hidden_state"]
+
+    def run_backward(self) -> None:
+        found = torch.autograd.grad(self.hidden, self._leaves, self.gradient, allow_unused=True)
+        self.hidden = self.hidden.detach()
+        self._leaves = []
+        self.used = [one is not None for one in found]
+        pairs = [pair for pair in zip(self.targets, found, strict=True) if pair[1] is not None]
+        torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
+
+
+class BodyReplay:
+    """One replay of a graph: its backward pass must come before the next replay."""
+
+    def __init__(self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter]) -> None:
+        self.graph, self.call, self.weights = graph, call, weights
+        self.inputs = call.filled(graph.tokens)
+        self.done = False
+        self.generator = generator_of(call.batch.starts.device)
+        self.random = self.generator.get_state()
+
+    def forward(self) -> None:
+        graph = self.graph
+        graph.starts.copy_(self.call.batch.starts)
+        for name, value in self.inputs.items():
+            graph.inputs[name].copy_(value)
+        graph.forward()
+
+    def hidden(self) -> Tensor:
+        """Copy the hidden states: the next replay overwrites them."""
+        return self.graph.hidden[:, : self.call.batch.tokens].detach().clone()
+
+    def gradients(self, gradient: Tensor) -> list[Tensor | None]:
+        """Return the gradients of the weights, in memory of their own."""
+        if self.done or torch.is_grad_enabled():
+            return self._eagerly(gradient)
+        self.done = True
+        graph, tokens = self.graph, self.call.batch.tokens
+        graph.gradient[:, :tokens].copy_(gradient)
+        graph.gradient[:, tokens:].zero_()
+        graph.backward()
+        taken = [one for one, used in zip(graph.targets, graph.used, strict=True) if used]
+        fresh = [torch.empty_like(one) for one in taken]
+        torch._foreach_copy_(fresh, taken)
+        made = iter(fresh)
+        return [next(made) if used else None for used in graph.used]
+
+    def _eagerly(self, gradient: Tensor) -> list[Tensor | None]:
+        """Run both passes again: a graph's memory serves one backward pass, with no other order."""
+        now = self.generator.get_state()
+        self.generator.set_state(self.random)
+        rows = self.call.rows(self.graph.tokens, self.call.batch.starts)
+        with torch.enable_grad():
+            hidden = self.call.passed(rows, self.inputs).last_hidden_state
+            hidden = hidden[:, : self.call.batch.tokens]
+        self.generator.set_state(now)
+        found = torch.autograd.grad(
+            hidden,
+            self.weights,
+            gradient,
+            allow_unused=True,
+            create_graph=torch.is_grad_enabled(),
+        )
+        return list(found)
+
+
+class Replayed(torch.autograd.Function):
+    """Hidden states of a replay, whose gradients come from the graph of the backward pass."""
+
+    @staticmethod
+    def forward(ctx: Any, replay: BodyReplay, *_weights: nn.Parameter) -> Tensor:
+        ctx.replay = replay
+        return replay.hidden()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return None, *ctx.replay.gradients(gradient)
+
+
+@contextmanager
+def _aliases(state: BodyState) -> Iterator[list[nn.Parameter]]:
+    """Put other leaves of the same memory in the place of the weights.
+
+    Autograd's nodes of the weights may be alive since an earlier step, with the stream that they
+    were made on, which a capture must not wait for.
+    """
+    leaves = {id(weight): nn.Parameter(weight.detach()) for weight in state.weights}
+    for table, name, weight in state.places:
+        table[name] = leaves[id(weight)]
+    try:
+        yield list(leaves.values())
+    finally:
+        for table, name, weight in state.places:
+            table[name] = weight
+
+
+def sort_call(body: Any, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) -> BodyCall | str:
+    """Sort the inputs of a call; return the reason where it cannot be replayed."""
+    if inputs.get("output_hidden_states") or body.config.output_hidden_states:
+        return "hidden states are asked for"
+    tensors, others = {}, {}
+    for name, value in inputs.items():
+        if name in _PER_TOKEN and isinstance(value, Tensor) and not value.is_floating_point():
+            tensors[name] = value
+        elif value is None or isinstance(value, bool):
+            others[name] = value
+        elif name not in _UNREAD:
+            return f"the argument {name}"
+    device = batch.starts.device.type
+    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+    return BodyCall(batch, run, tensors, others, autocast)
+
+
+def _size(tokens: int) -> int:
+    """Round a number of tokens up to one of a few sizes."""
+    step = max(32, (1 << (tokens - 1).bit_length()) // 2 // _STEPS)
+    return -(-tokens // step) * step
+
+
+def bound_of(longest: int, config: Any) -> int:
+    """Round the longest sequence up, but not beyond the model's positions."""
+    rounded: int = max(64, 1 << (longest - 1).bit_length())
+    most = getattr(config, "max_position_embeddings", None) or rounded
+    return max(longest, min(rounded, most))
+
+
+def generator_of(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
