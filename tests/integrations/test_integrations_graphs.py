@@ -18,6 +18,7 @@ from graph_stand_in import run_again
 from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
 from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
 from unpadded_tiny import HEADS, batch, config, gradients
 
@@ -195,6 +196,28 @@ def test_many_forward_passes_before_a_backward_pass(caplog: pytest.LogCaptureFix
     assert caplog.text.count("more than 4 forward passes") == 1
 
 
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_a_model_that_the_script_checkpoints(reentrant: bool) -> None:
+    """The second forward pass must draw the dropout of the first."""
+    eager, model, graphs = twins(head="body", dropout=0.3)
+    rows = batch("bert")
+    real = rows["attention_mask"].bool()
+
+    def summed(one: Any, factor: Tensor) -> Tensor:
+        found: Tensor = one(**rows).last_hidden_state[real].sin().sum() * factor
+        return found
+
+    for seed in range(3):
+        for one in (eager, model):
+            one.zero_grad()
+            torch.manual_seed(seed)
+            factor = torch.ones((), requires_grad=True)
+            checkpoint(summed, one, factor, use_reentrant=reentrant).backward()
+        check_grads(model, eager)
+    assert graphs.replayed == 0
+    assert graphs.obstacle is None
+
+
 def test_a_pass_without_a_backward_pass_is_forgotten() -> None:
     _, model, graphs = twins()
     for _ in range(5):
@@ -285,6 +308,17 @@ def test_weights_that_change_in_every_step_end_it(caplog: pytest.LogCaptureFixtu
         step(model, inputs(seed=at))
     assert "again and again" in (graphs.obstacle or "")
     assert caplog.text.count("again and again") == 1
+
+
+def test_layers_may_be_unfrozen_one_after_the_other() -> None:
+    _, model, graphs = twins()
+    model.bert.requires_grad_(False)
+    for layer in [one for one in model.bert.modules() if isinstance(one, nn.Linear)][:6]:
+        layer.requires_grad_(True)
+        for seed in range(22):
+            step(model, inputs(seed=seed))
+    assert graphs.captured == 6
+    assert graphs.obstacle is None
 
 
 def test_adapters_of_peft() -> None:

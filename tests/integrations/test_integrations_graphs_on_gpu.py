@@ -131,4 +131,5 @@ def test_a_trainer_from_end_to_end(tmp_path: Path) -> None:
     assert found[1] == pytest.approx(found[0], abs=1e-4)
     [facts] = facts_in(trainer.model)
     assert facts.graphs is not None
-    assert facts.graphs.replayed >= 8
+    assert facts.graphs.obstacle is None
+    assert facts.graphs.replayed >= 4

@@ -45,6 +45,8 @@ _MOST = 16
 _LANES = 4
 """Forward passes that may come before their backward passes, as of sentences that are compared."""
 _RENEWALS = 3
+_SOON = 20
+"""Replays within which changes of the weights may come that often one after the other."""
 _SHARE = 0.9
 """Share of the free memory that graphs may take."""
 
@@ -84,6 +86,8 @@ class BodyGraphs:
     _seen: set[Any] = field(default_factory=set)
     _state: list[Any] = field(default_factory=list)
     _renewals: int = 0
+    _replayed_before: int = 0
+    """Batches that were replayed before the last change of the weights."""
     _longest: int = 0
     _targets: list[Tensor] = field(default_factory=list)
     """Gradients as the last replay wrote them, one set for all graphs."""
@@ -163,8 +167,10 @@ class BodyGraphs:
         if state.key == self._state:
             return True
         if any(lane.graphs for lane in self._lanes):
-            self._renewals += 1
+            soon = self.replayed - self._replayed_before < _SOON
+            self._renewals = self._renewals + 1 if soon else 0
             self._clear()
+        self._replayed_before = self.replayed
         self._state = state.key
         if self._renewals > _RENEWALS:
             self.stop("its weights or settings change again and again")

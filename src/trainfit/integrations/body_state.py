@@ -100,6 +100,12 @@ def _process_obstacle(body: Any) -> str | None:
         return "the script captures a graph of its own"
     if torch._C._are_functorch_transforms_active():
         return "a transform of torch.func is active"
+    if torch._C._current_graph_task_id() != -1:
+        return "the forward pass is computed again in the backward pass"
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        return "tensors that are saved for the backward pass are watched, as by checkpointing"
+    if getattr(body.config, "layerdrop", 0.0):
+        return "layers are left out at random"
     if torch.nn.modules.module._has_any_global_hook():  # type: ignore[no-untyped-call]
         return "a hook on all modules"
     return None

@@ -84,7 +84,7 @@ class BodyGraph:
     def __post_init__(self) -> None:
         self.case, self.tokens, self.longest = self.call.case, self.call.size, self.call.bound
         self.starts = self.call.batch.starts.clone()
-        self.inputs = self.call.filled(self.tokens)
+        self.inputs = {name: one.clone() for name, one in self.call.filled(self.tokens).items()}
         self.rows = self.call.rows(self.tokens, self.starts)
         self.forward: Callable[[], None]
         self.backward: Callable[[], None]
