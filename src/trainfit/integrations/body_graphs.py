@@ -84,7 +84,7 @@ class BodyGraphs:
     """Reasons for eager passes."""
     _lanes: list[_Lane] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
-    _state: list[Any] = field(default_factory=list)
+    _state: BodyState | None = None
     _renewals: int = 0
     _replayed_before: int = 0
     """Batches that were replayed before the last change of the weights."""
@@ -113,7 +113,7 @@ class BodyGraphs:
     def _take(self, body: Any, call: BodyCall) -> Any:
         if self.obstacle is not None:
             return None
-        state = body_state(body)
+        state = body_state(body, self._state)
         if isinstance(state, str):
             self._say(state)
             return None
@@ -164,14 +164,14 @@ class BodyGraphs:
 
     def _same(self, state: BodyState) -> bool:
         """Forget all graphs if weights, or what else a pass reads, are not those captured."""
-        if state.key == self._state:
+        known, self._state = self._state, state
+        if known is not None and state.key == known.key:
             return True
         if any(lane.graphs for lane in self._lanes):
             soon = self.replayed - self._replayed_before < _SOON
             self._renewals = self._renewals + 1 if soon else 0
             self._clear()
         self._replayed_before = self.replayed
-        self._state = state.key
         if self._renewals > _RENEWALS:
             self.stop("its weights or settings change again and again")
         return self.obstacle is None

@@ -2,75 +2,90 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_UNTOUCHED = frozenset(("gradient_checkpointing", "forward", "_compiled_call_impl"))
-"""Attributes of a module that may stand in the way."""
-_READ = ("p", "_active_adapter", "_disable_adapters", "merged_adapters")
-"""Attributes that passes read: the rate of a dropout, and the adapters of peft."""
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
+"""Attributes of peft's layers that a pass reads."""
+
+Table = dict[str, Any]
 
 
 class BodyState(NamedTuple):
-    """The state of a body, as a key, and its weights that learn."""
+    """The state of a body: a key of all that its passes read, and its weights that learn."""
 
     key: list[Any]
-    learning: dict[int, nn.Parameter]
-    """Weights that learn, by their identity."""
-    places: list[tuple[dict[str, Any], str, nn.Parameter]]
+    sizes: list[int]
+    """Number of attributes of each module: one more may be a forward that was replaced."""
+    modules: list[Table]
+    """Attributes of each module, the outermost first."""
+    weights: list[nn.Parameter]
+    """Weights that learn, each once."""
+    places: list[tuple[Table, str, nn.Parameter]]
     """Table, name and weight of every place that such a weight stands in."""
 
-    @property
-    def weights(self) -> list[nn.Parameter]:
-        """Weights that learn, each once."""
-        return list(self.learning.values())
 
-
-def body_state(body: Any) -> BodyState | str:
+def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
     """Read the state of a body; return the reason where its passes cannot be captured.
 
-    It is read before every step, so that it walks the modules by itself.
+    It is read before every step: if nothing has changed since, the `known` one is returned.
     """
     if (why := _process_obstacle(body)) is not None:
         return why
-    state = BodyState([], {}, [])
-    modules = [body]
-    while modules:
-        module = modules.pop()
-        own = module.__dict__
-        touched = not own.keys().isdisjoint(_UNTOUCHED)
-        if touched or own[_HOOKS[0]] or own[_HOOKS[1]] or own[_HOOKS[2]] or own[_HOOKS[3]]:
-            why = _module_obstacle(module, outermost=module is body)
-            if why is not None:
-                return why
-        state.key.extend((id(module), own["training"]))
-        if "p" in own or "_active_adapter" in own:
-            state.key.extend([str(own.get(name)) for name in _READ])
-        if own["_parameters"] and (why := _add_weights(state, own["_parameters"])) is not None:
+    if known is not None and known.modules[0] is body.__dict__ and _unchanged(known):
+        return known
+    found = list(_walk(body))
+    for module in found:
+        if (why := _module_obstacle(module, outermost=module is body)) is not None:
             return why
-        if own["_buffers"]:
-            state.key.extend(
-                [one.data_ptr() for one in own["_buffers"].values() if one is not None]
-            )
-        modules += [one for one in own["_modules"].values() if one is not None]
-    return state
+    tables = [module.__dict__ for module in found]
+    places = [
+        (table["_parameters"], name, weight)
+        for table in tables
+        for name, weight in table["_parameters"].items()
+        if weight is not None and weight.requires_grad
+    ]
+    weights = {id(weight): weight for _, _, weight in places}
+    return BodyState(_key(tables), _sizes(tables), tables, list(weights.values()), places)
 
 
-def _add_weights(state: BodyState, table: dict[str, Any]) -> str | None:
-    for name, weight in table.items():
-        if weight is None:
-            continue
-        if type(weight) is not nn.Parameter:
-            return f"weights of the class {type(weight).__name__}"
-        learns = weight.requires_grad
-        state.key.extend((weight.data_ptr(), learns))
-        if learns:
-            state.learning[id(weight)] = weight
-            state.places.append((table, name, weight))
-    return None
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield a module and those inside of it, a shared one at each of its places."""
+    yield module
+    for child in module._modules.values():
+        if child is not None:
+            yield from _walk(child)
+
+
+def _unchanged(known: BodyState) -> bool:
+    return known.sizes == _sizes(known.modules) and known.key == _key(known.modules)
+
+
+def _sizes(modules: list[Table]) -> list[int]:
+    return [len(own) for own in modules[1:]]  # around the outermost one nothing is captured
+
+
+def _key(modules: list[Table]) -> list[Any]:
+    first, second, third, fourth = _HOOKS
+    weights = [one for own in modules for one in own["_parameters"].values() if one is not None]
+    buffers = [one for own in modules if own["_buffers"] for one in own["_buffers"].values()]
+    adapted = [own for own in modules if "_active_adapter" in own]
+    return [
+        [id(one) for own in modules for one in own["_modules"].values()],
+        [own["training"] for own in modules],
+        [own.get("p") for own in modules],  # rate of a dropout
+        [own.get("gradient_checkpointing") for own in modules],
+        [bool(own[first] or own[second] or own[third] or own[fourth]) for own in modules[1:]],
+        [id(one) for one in weights],
+        [one.data_ptr() for one in weights],
+        [one.requires_grad for one in weights],
+        [one.data_ptr() for one in buffers if one is not None],
+        [str(own.get(name)) for own in adapted for name in _ADAPTERS],
+    ]
 
 
 def _module_obstacle(module: nn.Module, *, outermost: bool) -> str | None:
@@ -78,6 +93,10 @@ def _module_obstacle(module: nn.Module, *, outermost: bool) -> str | None:
     own = module.__dict__
     if own.get("gradient_checkpointing"):
         return "gradient checkpointing is on"
+    odd = [type(one) for one in own["_parameters"].values() if one is not None]
+    for kind in odd:
+        if kind is not nn.Parameter:
+            return f"weights of the class {kind.__name__}"
     if outermost:
         return None
     if any(own[name] for name in _HOOKS):
