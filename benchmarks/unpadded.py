@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import itertools
 import json
 import os
 import platform
@@ -320,20 +321,49 @@ class Collate:
 
 
 class Clock:
-    """Times the steps after the warm-up, each arm's with the GPU's work done."""
+    """Times the steps after the warm-up, with the GPU's work done at both ends.
+
+    A step in which a new size is captured counts as long as the others: a training of usual length
+    has few of them. `captures` tells how many there were, and `seconds_with` the time with them.
+    """
 
     def __init__(self, warm_up: int, steps: int) -> None:
         self.warm_up, self.last, self.step = warm_up, warm_up + steps, 0
-        self.began = self.seconds = 0.0
+        self.model: Any = None
+        self.graphs: list[Any] | None = None
+        self.ends: list[float] = []
+        self.others: list[int] = []
 
     def stepped(self) -> None:
         import torch
 
+        from trainfit.integrations.unpadding import facts_in
+
         self.step += 1
-        if self.step in (self.warm_up, self.last):
-            if torch.cuda.is_available():
-                torch.cuda.synchronize()
-            self.seconds, self.began = time.perf_counter() - self.began, time.perf_counter()
+        if self.step < self.warm_up:
+            return
+        if self.step in (self.warm_up, self.last) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if self.graphs is None:
+            found = [facts.graphs for facts in facts_in(self.model)]
+            self.graphs = [one for one in found if one is not None]
+        self.ends.append(time.perf_counter())
+        self.others.append(sum(one.eager + one.captured for one in self.graphs))
+
+    def figures(self, batch: int) -> dict[str, Any]:
+        """Speed of the timed steps."""
+        spans = [after - before for before, after in itertools.pairwise(self.ends)]
+        other = [after != before for before, after in itertools.pairwise(self.others)]
+        usual = median([span for span, is_other in zip(spans, other, strict=True) if not is_other])
+        total = sum(
+            usual if is_other else span for span, is_other in zip(spans, other, strict=True)
+        )
+        return {
+            "steps_per_second": len(spans) / total,
+            "samples_per_second": batch * len(spans) / total,
+            "captures": sum(other),
+            "seconds_with": sum(spans),
+        }
 
 
 def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dict[str, Any]:
@@ -365,8 +395,7 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
             }
     if exact:
         return found | {"losses": losses}
-    found["steps_per_second"] = given.steps / clock.seconds
-    found["samples_per_second"] = given.batch * given.steps / clock.seconds
+    found |= clock.figures(given.batch)
     if torch.cuda.is_available():
         found["peak_gib"] = torch.cuda.max_memory_reserved() / 2**30
     return found
@@ -435,6 +464,7 @@ def train_classifier(
             data_collator=collate,
             callbacks=[Timed()],
         )
+        clock.model = model
         if ARMS[arm]:
             trainfit.speed_up(trainer, only=ARMS[arm], quiet=True)
         trainer.train()
@@ -472,6 +502,7 @@ def train_cross_encoder(
         trainfit.speed_up(model, only=ARMS[arm], quiet=True)
     model, optimizer = accelerator.prepare(model, optimizer)
     model.train()
+    clock.model = model
     loss_of = BinaryCrossEntropyLoss(model)
     losses = []
     for batch in loader:

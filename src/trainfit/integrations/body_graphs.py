@@ -40,7 +40,7 @@ _LOG = logging.getLogger("trainfit")
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures what a function does on the device, and returns what does it again."""
 _OUTPUTS = {"last_hidden_state", "pooler_output"}
-_MOST = 16
+_MOST = 24
 """Sizes that are captured; batches of further ones run eagerly."""
 _LANES = 4
 """Forward passes that may come before their backward passes, as of sentences that are compared."""
@@ -89,6 +89,8 @@ class BodyGraphs:
     _replayed_before: int = 0
     """Batches that were replayed before the last change of the weights."""
     _longest: int = 0
+    _full: bool = False
+    """True if there is no memory for further graphs."""
     _targets: list[Tensor] = field(default_factory=list)
     """Gradients as the last replay wrote them, one set for all graphs."""
 
@@ -127,7 +129,7 @@ class BodyGraphs:
         graph = _fitting(lane, call)
         if graph is None:
             key = (call.case, call.size, call.bound)
-            if len(lane.graphs) >= _MOST:
+            if self._full or len(lane.graphs) >= _MOST:
                 return None
             if key not in self._seen:
                 self._seen.add(key)
@@ -195,7 +197,11 @@ class BodyGraphs:
     def _capture(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
         device = call.batch.starts.device
         if device.type == "cuda" and (why := _no_room(device, state.weights)):
-            self.stop(why)
+            if any(one.graphs for one in self._lanes):
+                self._full = True
+                self._say(why)
+            else:
+                self.stop(why)
             return None
         if not self._targets:
             self._targets = [torch.empty_like(weight) for weight in state.weights]

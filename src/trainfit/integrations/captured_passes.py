@@ -19,7 +19,7 @@ Run = Callable[[UnpaddedRows, dict[str, Any]], Any]
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _UNREAD = ("num_items_in_batch",)
-_STEPS = 8
+_STEPS = 16
 """Sizes between a power of two and the next."""
 SLACK = 1 / _STEPS
 """Share of filler up to which the graph of a larger size is taken."""
