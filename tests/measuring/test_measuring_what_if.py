@@ -35,16 +35,20 @@ STEP = Evidence(
 )
 
 
+LOOSELY = {"rel": 5e-3}
+"""The host, which has little to do here, adds a bit."""
+
+
 def gains(seen: Evidence, **more: Any) -> dict[str, float]:
     return {one.name: one.percent for one in what_if(seen, **{"step_seconds": 0.1} | more)}
 
 
 def test_a_busy_gpu_gains_by_less_work() -> None:
     found = gains(STEP, rates={"matmul_fp32": 50.0, "matmul_tf32": 300.0, "matmul_bf16": 600.0})
-    assert found["tf32"] == pytest.approx(100 * (0.1 / (0.04 + 0.01) - 1))
-    assert found["fused"] == pytest.approx(100 * (0.1 / (0.1 - 0.008) - 1))
+    assert found["tf32"] == pytest.approx(100 * (0.1 / (0.04 + 0.01) - 1), **LOOSELY)
+    assert found["fused"] == pytest.approx(100 * (0.1 / (0.1 - 0.008) - 1), **LOOSELY)
     assert found["unpadded"] == pytest.approx(
-        100 * (0.1 / (0.012 + 0.6 * 0.078 + 0.6**1.5 * 0.01) - 1)
+        100 * (0.1 / (0.012 + 0.6 * 0.078 + 0.6**1.5 * 0.01) - 1), **LOOSELY
     )
     assert found["bf16"] > found["tf32"]
     assert "graphs" not in found
@@ -53,10 +57,21 @@ def test_a_busy_gpu_gains_by_less_work() -> None:
 
 def test_a_gpu_that_waits_gains_by_graphs_alone() -> None:
     found = gains(STEP, step_seconds=0.4)
-    assert found["graphs"] == pytest.approx(100 * (0.4 / 0.12 - 1))
-    assert found["compile"] == pytest.approx(100.0)
+    both = (0.12**6 + 0.1**6) ** (1 / 6)
+    assert found["graphs"] == pytest.approx(100 * (0.4 / both - 1), **LOOSELY)
+    assert found["compile"] == pytest.approx(100 * (1 / 0.35 - 1), rel=3e-2)
     assert "unpadded" not in found
     assert "tf32" not in found
+
+
+def test_the_host_bounds_what_less_work_gives() -> None:
+    many = {"other": 2500}
+    fast = {"matmul_fp32": 50.0, "matmul_bf16": 600.0}
+    few = gains(STEP, rates=fast)["bf16"]
+    slow = gains(replace(STEP, launches=many), rates=fast)["bf16"]
+    assert slow < 40 < 150 < few
+    slower = gains(replace(STEP, launches={"other": 1000}), rates=fast | {"launch_forward": 30.0})
+    assert slower["bf16"] < few
 
 
 def test_changes_that_are_made_are_not_told() -> None:
@@ -76,16 +91,18 @@ def test_checkpointing_is_told_where_memory_is_free() -> None:
     again = replace(STEP, recomputed=12)
     assert "checkpointing" not in gains(again, memory_share=0.8)
     assert gains(again, memory_share=0.2)["checkpointing"] == pytest.approx(
-        100 * (0.1 / (0.75 * 0.088 + 0.012) - 1)
+        100 * (0.1 / (0.75 * 0.088 + 0.012) - 1), **LOOSELY
     )
 
 
 def test_waiting_for_the_loader_and_attention_without_a_kernel() -> None:
     waits = replace(STEP, batches=replace(STEP.batches, waited_share=0.5))
-    assert gains(waits, step_seconds=0.2)["loader"] == pytest.approx(100.0)
+    assert gains(waits, step_seconds=0.2)["loader"] == pytest.approx(100.0, **LOOSELY)
     assert "loader" not in gains(replace(waits, batches=replace(waits.batches, workers=4)))
     eager = replace(STEP, attention=AttentionSeen(softmaxes=12))
-    assert gains(eager)["attention"] == pytest.approx(100 * (0.1 / (0.09 + 0.01 / 3) - 1))
+    assert gains(eager)["attention"] == pytest.approx(
+        100 * (0.1 / (0.09 + 0.01 / 3) - 1), **LOOSELY
+    )
 
 
 @pytest.mark.parametrize(

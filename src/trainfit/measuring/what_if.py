@@ -1,8 +1,9 @@
 """What each missing optimization would give, estimated from one profiled step.
 
-A step takes as long as the GPU is busy or as the host starts kernels, whichever is longer. Each
-change makes some parts of the step's work shorter; the factors are rates of the machine where they
-are known, and else the constants below. `benchmarks/what_if.py` makes the changes and compares.
+A step takes as long as the GPU is busy or as the host starts kernels, whichever is longer, by the
+estimator's own rule and calibration. Each change makes some parts of the step's work shorter; the
+factors are rates of the machine where they are known, and else the constants below.
+`benchmarks/what_if.py` makes the changes and compares.
 """
 
 from __future__ import annotations
@@ -18,17 +19,20 @@ from trainfit.core.records import Record
 from trainfit.hardware.catalogue import lookup
 from trainfit.measuring import step_parts as part
 from trainfit.measuring.trace import Evidence
+from trainfit.planning.estimator.step_time import calibration, reference, smooth_maximum
 
 _IDLE = 0.1
 """Share of idle time from which on the GPU waits for the host."""
-_LAUNCH = 8e-6
-"""Seconds of the host for an operator with its share of Python, where the GPU is the slower one."""
+_POWER = 6
+"""Exponent of `smooth_maximum`."""
+_REFERENCE = "launch_forward"
+"""Measured launches, by which the calibration's host is compared with this one."""
 _REACHED = 0.6
 """Share of a gain in peak rate that products of usual sizes get."""
 _HALVED = 0.7
 """Time of other kernels in half precision: half the bytes, but sums stay in fp32."""
-_CAST = 1.1
-"""Operators of the host with autocast, which casts."""
+_CAST = 1.5
+"""Operators of the host with autocast, which casts every weight and many inputs."""
 _FUSED_UPDATE = 1 / 3
 """Bytes of a fused AdamW: each weight, gradient and moment once instead of three times."""
 _FUSED_ATTENTION = 1 / 3
@@ -38,7 +42,7 @@ _ATTENTION_POWER = 1.5
 _REPLAYED = 0.3
 """Host time that graphs leave: loader, loss, clipping, optimizer."""
 _COMPILED_OTHER = 0.5
-_COMPILED_HOST = 0.5
+_COMPILED_HOST = 0.35
 """Time of other kernels that are fused, and of the host, with torch.compile."""
 _FORWARD = 0.25
 """Share of a forward pass in a step that computes it twice."""
@@ -81,7 +85,7 @@ class Step(NamedTuple):
     def seconds(self) -> float:
         """Time of the step."""
         busy = sum(self.parts.values())
-        return (max(busy, self.host) if self.gpu else busy) + self.waiting
+        return (smooth_maximum(busy, self.host) if self.gpu else busy) + self.waiting
 
     def scaled(self, host: float = 1.0, **factors: float) -> Step:
         """The same step with some parts, and the host, by factors."""
@@ -123,7 +127,7 @@ def what_if(
     `step_seconds` is the time of a step that is not profiled, `memory_share` the peak memory as a
     share of the GPU's, `rates` the machine's by the names of `machine_rates`.
     """
-    step = _step_of(seen, step_seconds or seen.step_seconds)
+    step = _step_of(seen, step_seconds or seen.step_seconds, rates or {})
     if step is None:
         return ()
     facts = _Facts(seen, step, memory_share, rates or {})
@@ -142,21 +146,33 @@ def what_if(
     return tuple(sorted(found, key=lambda one: -one.percent))
 
 
-def _step_of(seen: Evidence, seconds: float) -> Step | None:
+def _step_of(seen: Evidence, seconds: float, rates: Mapping[str, float]) -> Step | None:
     parts = {name: value for name, value in seen.parts.items() if name != part.LOADING}
     busy = sum(parts.values())
-    if not busy or seconds <= 0:
+    waiting = min(0.99, seen.batches.waited_share or 0.0) * seconds
+    worked = seconds - waiting
+    if not busy or worked <= 0:
         return None
-    gpu = seen.device == "cuda"
-    waiting = min(seconds, (seen.batches.waited_share or 0.0) * seconds)
-    if not gpu:  # the profiler makes operators longer
-        worked = max(seconds - waiting, 1e-9)
-        return Step({name: value * worked / busy for name, value in parts.items()}, 0, waiting, gpu)
-    if 1 - busy / seconds > _IDLE:
-        return Step(parts, max(seconds - waiting, busy), waiting, gpu)
-    host = min(seconds, sum(seen.launches.values()) * _LAUNCH)
-    shorter = min(1.0, max(seconds - waiting, 1e-9) / busy)  # kernels beside each other
-    return Step({name: value * shorter for name, value in parts.items()}, host, waiting, gpu)
+    gpu, host = seen.device == "cuda", 0.0
+    if gpu and 1 - busy / worked > _IDLE:
+        return Step(parts, _rest(worked, busy), waiting, gpu)
+    if gpu:
+        host = min(0.9 * worked, sum(seen.launches.values()) * _launch_seconds(rates))
+    # Kernels may run beside each other, and the profiler makes a CPU's operators longer.
+    factor = _rest(worked, host) / busy
+    return Step({name: value * factor for name, value in parts.items()}, host, waiting, gpu)
+
+
+def _rest(total: float, known: float) -> float:
+    """The other one of the two that `smooth_maximum` makes a total of."""
+    return float(max(0.0, total**_POWER - known**_POWER) ** (1 / _POWER))
+
+
+def _launch_seconds(rates: Mapping[str, float]) -> float:
+    """Time of the host for an operator, with its share of Python."""
+    fitted, known = calibration(), reference().get(_REFERENCE)
+    share = rates[_REFERENCE] / known if known and _REFERENCE in rates else 1.0
+    return share * (fitted.forward_launch_seconds + fitted.backward_launch_seconds) / 2
 
 
 # ── the changes ───────────────────────────────────────────────────────────────────────────────

@@ -89,7 +89,7 @@ def calibration() -> Calibration:
     return codec.decode(Calibration, _file("calibration.json")["calibration"], "calibration.json")
 
 
-def _reference() -> dict[str, float]:
+def reference() -> dict[str, float]:
     """Measurements of the machine that recorded the steps, as shares of the datasheet."""
     found: dict[str, float] = _file("calibration.json")["reference"]
     return found
@@ -172,7 +172,7 @@ def rates(
     found = {item.name: item for item in measured.items} if measured is not None else {}
 
     def share(name: str) -> float:
-        item, known = found.get(name), _reference().get(name)
+        item, known = found.get(name), reference().get(name)
         if item is None or known is None:
             return 1.0
         return item.value / (item.datasheet or 1.0) / known
