@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import BatchEncoding
 from unpadded_tiny import HEADS, NAMES, SIDES, batch, check_same, config, counting_packed, pair
 
 from trainfit.integrations.unpadding import FAMILIES
@@ -255,17 +256,20 @@ def test_lengths_come_from_the_host_where_a_loader_sent_the_batch(
 
     from trainfit.integrations import host_batches
 
-    monkeypatch.setattr(
-        data_loader,
-        "send_to_device",
-        lambda rows, _device: {name: one.clone().as_subclass(Sent) for name, one in rows.items()},
-    )
+    def send(rows: Any, _device: str) -> Any:
+        """Send as a BatchEncoding does, in place."""
+        rows.update({name: one.clone().as_subclass(Sent) for name, one in rows.items()})
+        return rows
+
+    monkeypatch.setattr(data_loader, "send_to_device", send)
     host_batches.keep_host_batches()
     host_batches.keep_host_batches()
     here = batch("bert")
-    there = data_loader.send_to_device(here, "cuda")
+    there = data_loader.send_to_device(BatchEncoding(dict(here)), "cuda")
     found = host_batches.host_copies(there, ("attention_mask", "labels"))
-    assert found == {"attention_mask": here["attention_mask"]}
+    assert found is not None
+    assert list(found) == ["attention_mask"]
+    assert found["attention_mask"] is here["attention_mask"]
     there["attention_mask"][0, 0] = 0
     assert host_batches.host_copies(there, ("attention_mask",)) is None
     assert host_batches.host_copies(here, ("attention_mask",)) is None

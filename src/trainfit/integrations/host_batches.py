@@ -26,10 +26,12 @@ def keep_host_batches() -> None:
 
     @wraps(send)
     def sent(batch: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before it is sent: a BatchEncoding is changed in place.
+        here = {n: batch.get(n) for n in _NAMES} if isinstance(batch, Mapping) else {}
         found = send(batch, *args, **kwargs)
-        if isinstance(batch, Mapping) and isinstance(found, Mapping):
-            for name in _NAMES:
-                _keep(found.get(name), batch.get(name))
+        if isinstance(found, Mapping):
+            for name, value in here.items():
+                _keep(found.get(name), value)
         return found
 
     setattr(sent, _COPY, True)
