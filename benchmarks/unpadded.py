@@ -479,6 +479,7 @@ def train_cross_encoder(
     """Train a CrossEncoder on pairs of texts, which it tokenizes in each step."""
     import torch
     from accelerate import Accelerator
+    from accelerate.state import AcceleratorState
     from sentence_transformers.cross_encoder.losses import BinaryCrossEntropyLoss
 
     import trainfit
@@ -495,6 +496,7 @@ def train_cross_encoder(
 
     sizes = lengths_of(case, given, clock.last, exact=exact)
     rows = [(text(10), text(max(1, size - 13)), at % 2) for at, size in enumerate(sizes)]
+    AcceleratorState._reset_state(reset_partial_state=True)  # that of the last training
     accelerator = Accelerator(mixed_precision="bf16" if cuda and not exact else "no")
     loader = torch.utils.data.DataLoader(rows, batch_size=given.batch, collate_fn=list)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
