@@ -18,6 +18,7 @@ is written after each. --tiny shows on a CPU that all works.
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import itertools
 import json
@@ -223,6 +224,7 @@ def run_case(case: str, given: argparse.Namespace) -> None:
             tell(told | found)
         if round_ == 0 and arm == given.arms[-1]:
             compare(case, given)
+        gc.collect()  # graphs and their model hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
     tell({"ended": case})
