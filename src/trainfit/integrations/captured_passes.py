@@ -50,9 +50,15 @@ class BodyCall:
         """Rows with filler up to a number of tokens."""
         longest = min(self.bound, tokens)
         return replace(
-            *(self.batch,), starts=starts, tokens=tokens, longest=longest, mask=None, places=None,
-            width=longest, filler=True,
-        )  # fmt: skip
+            self.batch,
+            mask=None,
+            places=None,
+            starts=starts,
+            tokens=tokens,
+            longest=longest,
+            width=longest,
+            filler=True,
+        )
 
     def filled(self, tokens: int) -> dict[str, Tensor]:
         """Fill the inputs up with zeros, which are a token and a position of every model."""
@@ -115,6 +121,7 @@ class BodyReplay:
 
     def __init__(self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter]) -> None:
         self.graph, self.call, self.weights = graph, call, weights
+        call.bound = graph.longest  # should it run again, eagerly
         self.inputs = call.filled(graph.tokens)
         self.done = False
         self.generator = generator_of(call.batch.starts.device)
