@@ -1,4 +1,4 @@
-"""What each missing optimization would give, estimated from one profiled step.
+"""Gains of the optimizations that are missing, estimated from one profiled step.
 
 A step takes as long as the GPU is busy or as the host starts kernels, whichever is longer, by the
 estimator's own rule and calibration. Each change makes some parts of the step's work shorter; the
