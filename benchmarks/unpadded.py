@@ -44,7 +44,7 @@ CASES = {
 ARMS = {
     "plain": (),
     "unpadded": ("unpadded", "fused"),
-    "graphs": ("unpadded", "graphs", "fused"),
+    "graphs": ("unpadded", "graphs", "ahead", "fused"),
     "plain-compiled": (),
     "unpadded-compiled": ("unpadded", "fused"),
 }
@@ -373,12 +373,15 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
     import torch
     from transformers import set_seed
 
+    from trainfit.integrations.batches_ahead import ahead_switch
     from trainfit.integrations.unpadding import facts_in
 
     set_seed(0)
     steps = EXACT_STEPS if exact else given.steps
     brief = arm in ("plain", "unpadded")  # they capture and compile nothing
     warm_up = min(10, given.warm_up) if brief else given.warm_up
+    if (ahead := ahead_switch()) is not None:  # of an earlier arm in this process
+        ahead.off = "ahead" not in ARMS[arm]
     clock = Clock(0 if exact else warm_up, steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()

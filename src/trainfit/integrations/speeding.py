@@ -16,6 +16,7 @@ from torch import nn
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
+from trainfit.integrations.batches_ahead import fetch_ahead
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
 from trainfit.integrations.speedups import GRAPHS, SpeedUp, chosen
@@ -37,8 +38,8 @@ def speed_up(
     """Make the steps of a trainer faster, with the same batches, rate and losses.
 
     Returns the same trainer and prints one line of what was done and what was not. `only` and
-    `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `fused` (AdamW) and
-    `tf32`, which must be named in `only`.
+    `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `ahead` (batches of
+    a loader without workers, on a GPU), `fused` (AdamW) and `tf32`, which must be named in `only`.
     """
     found = apply_speedups(trainer, chosen(only, without))
     if not quiet:
@@ -60,6 +61,9 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
         _unpad(trainer, model, done, left, graphs="graphs" in names)
     elif "graphs" in names:
         left.append(f"{GRAPHS} (they need unpadded)")
+    if "ahead" in names and torch.cuda.is_available():  # a CPU has no time to fetch meanwhile
+        fetch_ahead()
+        done.append("batches fetched ahead")
     if "fused" in names and not isinstance(trainer, nn.Module):
         _fuse(trainer, done, left)
     if "tf32" in names:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
 
-SPEEDUPS = {"unpadded": True, "graphs": True, "fused": True, "tf32": False}
+SPEEDUPS = {"unpadded": True, "graphs": True, "ahead": True, "fused": True, "tf32": False}
 """Changes by name, and if they are made unasked; TF32 rounds differently."""
 
 GRAPHS = "CUDA graphs"

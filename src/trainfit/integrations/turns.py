@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
+from trainfit.integrations.batches_ahead import ahead_switch
 from trainfit.integrations.unpadded_calls import Unpadding
 
 PADDED, UNPADDED, GRAPHS = range(3)
@@ -91,6 +92,8 @@ class Turns:
         return min(place, 2 * self._ways - 1 - place)
 
     def _switch(self, way: int) -> None:
+        if (ahead := ahead_switch()) is not None:
+            ahead.off = way == PADDED
         for one in self.facts:
             one.off = way == PADDED
             if one.graphs is not None:

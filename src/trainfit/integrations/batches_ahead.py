@@ -1,0 +1,98 @@
+"""Batches of a loader without worker processes, fetched in a thread while the GPU computes.
+
+The thread gets one batch ahead, of the indices that the sampler gives next: the same batches in the
+same order. A batch that cannot be fetched there is fetched in the script's own thread, which then
+raises what it would have raised.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import dataloader
+
+_WAITING = "_trainfit_ahead"
+_PATCHED = "_trainfit_switch"
+
+
+class _Batch(NamedTuple):
+    """A batch under way; without indices, the sampler had no more."""
+
+    indices: Any = None
+    data: Future[Any] | None = None
+
+
+@dataclass(eq=False)
+class AheadSwitch:
+    """Turns the fetching ahead off and on."""
+
+    off: bool = False
+    failed: bool = False
+    """A batch could not be fetched in the thread; later ones are not tried there."""
+    fetched: int = 0
+    """Batches that were fetched in the thread."""
+
+
+def fetch_ahead() -> AheadSwitch:
+    """Have torch's loaders of this process fetch a batch ahead; return their switch."""
+    kind: Any = dataloader._SingleProcessDataLoaderIter
+    if (found := ahead_switch()) is not None:
+        return found
+    switch, pool, plainly = AheadSwitch(), ThreadPoolExecutor(1, "trainfit-ahead"), kind._next_data
+
+    def next_data(self: Any) -> Any:
+        waiting: _Batch | None = vars(self).pop(_WAITING, None)
+        on = not (switch.off or switch.failed) and _can_be_ahead(self)
+        if waiting is None and not on:
+            return plainly(self)
+        if waiting is None:
+            waiting = _Batch(self._next_index())
+        if waiting.indices is None:
+            vars(self)[_WAITING] = waiting
+            raise StopIteration
+        data = _fetched(self, waiting, switch)
+        if on:
+            vars(self)[_WAITING] = _begun(self, pool)
+        if self._pin_memory:
+            data = dataloader._utils.pin_memory.pin_memory(data, self._pin_memory_device)
+        return data
+
+    kind._next_data = next_data
+    setattr(kind, _PATCHED, switch)
+    return switch
+
+
+def ahead_switch() -> AheadSwitch | None:
+    """Return the switch of this process; None where nothing is fetched ahead."""
+    kind: Any = dataloader._SingleProcessDataLoaderIter
+    found: AheadSwitch | None = getattr(kind, _PATCHED, None)
+    return found
+
+
+def _can_be_ahead(loader: Any) -> bool:
+    """True for a dataset with indices; a default device of the script is its thread's alone."""
+    mapped = loader._dataset_kind == dataloader._DatasetKind.Map
+    return bool(mapped and torch.get_default_device().type == "cpu")
+
+
+def _begun(loader: Any, pool: ThreadPoolExecutor) -> _Batch:
+    try:
+        indices = loader._next_index()
+    except StopIteration:
+        return _Batch()
+    return _Batch(indices, pool.submit(loader._dataset_fetcher.fetch, indices))
+
+
+def _fetched(loader: Any, waiting: _Batch, switch: AheadSwitch) -> Any:
+    if waiting.data is not None:
+        try:
+            data = waiting.data.result()
+        except Exception:  # noqa: BLE001 what is bound to the script's thread works there
+            switch.failed = True
+        else:
+            switch.fetched += 1
+            return data
+    return loader._dataset_fetcher.fetch(waiting.indices)

@@ -1,0 +1,106 @@
+"""Batches that are fetched ahead: those of the loader alone, in its order."""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
+
+from trainfit.integrations.batches_ahead import AheadSwitch, fetch_ahead
+
+
+@pytest.fixture
+def switch() -> Iterator[AheadSwitch]:
+    kind: Any = dataloader._SingleProcessDataLoaderIter
+    before = kind._next_data
+    yield fetch_ahead()
+    kind._next_data = before
+    del kind._trainfit_switch
+
+
+class Numbers(Dataset[int]):
+    def __init__(self) -> None:
+        self.threads: set[str] = set()
+
+    def __len__(self) -> int:
+        return 23
+
+    def __getitem__(self, at: int) -> int:
+        self.threads.add(threading.current_thread().name)
+        return at
+
+
+def batches(data: Any, **options: Any) -> list[list[int]]:
+    shuffled = {"shuffle": True, "generator": torch.Generator().manual_seed(3)}
+    return [batch.tolist() for batch in DataLoader(data, 5, **(shuffled | options))]
+
+
+def test_epochs_are_those_of_the_loader_alone(switch: AheadSwitch) -> None:
+    switch.off = True
+    plain = batches(Numbers())
+    assert switch.fetched == 0
+    switch.off = False
+    data = Numbers()
+    assert batches(data) == plain
+    assert switch.fetched == 4  # all but the first
+    assert any("trainfit-ahead" in name for name in data.threads)
+    assert fetch_ahead() is switch
+
+
+def test_it_can_be_switched_in_the_middle_of_an_epoch(switch: AheadSwitch) -> None:
+    loader = DataLoader(Numbers(), 2)
+    found = []
+    for number, batch in enumerate(loader):
+        found += batch.tolist()
+        switch.off = number % 3 == 0
+    assert found == list(range(23))
+
+
+def test_an_iterator_that_ended_stays_ended(switch: AheadSwitch) -> None:
+    ended = iter(DataLoader(Numbers(), 23))
+    next(ended)
+    for _ in range(3):
+        with pytest.raises(StopIteration):
+            next(ended)
+
+
+def test_errors_come_from_the_script_s_own_thread(switch: AheadSwitch) -> None:
+    class Broken(Numbers):
+        def __getitem__(self, at: int) -> int:
+            if at == 7:
+                raise KeyError(threading.current_thread().name)
+            return at
+
+    loader = iter(DataLoader(Broken(), 4))
+    assert next(loader).tolist() == [0, 1, 2, 3]
+    with pytest.raises(KeyError, match=threading.current_thread().name):
+        next(loader)
+
+
+def test_what_is_bound_to_a_thread_is_fetched_in_it(switch: AheadSwitch) -> None:
+    table = sqlite3.connect(":memory:")
+
+    class Rows(Numbers):
+        def __getitem__(self, at: int) -> int:
+            [value] = table.execute("select ?", (at,)).fetchone()
+            return int(value)
+
+    assert [n for batch in DataLoader(Rows(), 4) for n in batch.tolist()] == list(range(23))
+    assert switch.failed
+
+
+def test_streams_and_default_devices_are_left_alone(switch: AheadSwitch) -> None:
+    class Stream(IterableDataset[int]):
+        def __iter__(self) -> Iterator[int]:
+            return iter(range(6))
+
+    assert [n for batch in DataLoader(Stream(), 4) for n in batch.tolist()] == list(range(6))
+    begun = iter(DataLoader(Numbers(), 8))
+    with torch.device("meta"):
+        assert next(begun).device.type == "meta"
+    assert switch.fetched == 0
