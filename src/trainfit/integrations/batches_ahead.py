@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import dataloader
+from torch.utils.data._utils import pin_memory
 
 _WAITING = "_trainfit_ahead"
 _PATCHED = "_trainfit_switch"
@@ -57,7 +58,7 @@ def fetch_ahead() -> AheadSwitch:
         if on:
             vars(self)[_WAITING] = _begun(self, pool)
         if self._pin_memory:
-            data = dataloader._utils.pin_memory.pin_memory(data, self._pin_memory_device)
+            data = pin_memory.pin_memory(data, self._pin_memory_device)
         return data
 
     kind._next_data = next_data
