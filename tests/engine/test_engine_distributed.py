@@ -200,6 +200,27 @@ def test_ranks_hear_each_other(children: ForkServerContext) -> None:
     assert on_two_ranks(children, speak) == [0, 0]
 
 
+def meet_again(rank: int, port: int) -> None:
+    os.environ |= {
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": str(rank),  # the second machine came back
+        "MASTER_PORT": str(port),
+    }
+    speak(rank)
+
+
+def test_a_machine_that_came_back_meets_the_others_in_a_store_of_before(
+    children: ForkServerContext,
+) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store.set("trainfit/round", "dead")
+    store.set("dead/heard", "somebody")
+    for _ in range(2):
+        assert on_two_ranks(children, meet_again, store.port) == [0, 0]
+
+
 def test_without_torchrun_there_is_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     assert find_world() == World(0, 1, 0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import gc
+import hashlib
 import importlib
 import io
 import math
@@ -14,6 +15,7 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, TextIO
 
@@ -180,9 +182,25 @@ def _lacking(error: Exception, command: str) -> BadInput | None:
 
 
 def _fail(message: str, code: int) -> int:
-    for line in redact(message).splitlines():
-        print(f"trainfit: {_readable(line)}", file=sys.stderr)
+    lines = [f"trainfit: {_readable(line)}" for line in redact(message).splitlines()]
+    if not _is_said("\n".join(lines)):
+        print("\n".join(lines), file=sys.stderr, flush=True)
     return code
+
+
+def _is_said(text: str) -> bool:
+    """True where another rank of this machine said the same; torchrun clears the folder."""
+    own = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if own is None:
+        return False
+    name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        (Path(own).parent.parent / name).touch(exist_ok=False)
+    except FileExistsError:
+        return True
+    except OSError:  # said twice is better than not at all
+        pass
+    return False
 
 
 def _readable(line: str) -> str:

@@ -11,8 +11,10 @@ communicates in every layer, and uses this module for everything else.
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -30,6 +32,7 @@ from trainfit.engine.watchdog import Watchdog
 
 _MEET = timedelta(minutes=30)
 """Longest wait for other ranks to start; torch's own default. One rank may plan meanwhile."""
+_ROUND, _POLL = "trainfit/round", 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +88,10 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
         yield world, place
         return
     backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    dist.init_process_group(
-        backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
-    )
+    with _communicating():
+        dist.init_process_group(
+            backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
+        )
     watch, well = Watchdog(), False
     try:
         address = first_says(world, watch.listen() if world.first else "")
@@ -102,15 +106,28 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
 
 
 def _meeting_place(world: World) -> Store:
-    """Store in which ranks find each other's addresses.
+    """Store in which ranks find each other's addresses, under a prefix of this round alone.
 
-    torchrun keeps its store over a restart, with addresses of dead processes that an early rank
-    would try. So each restart uses a prefix of its own.
+    torchrun keeps its store over a restart, with addresses of dead processes, and a machine that
+    comes back counts its restarts from 0 again. So the first rank publishes a word per round, each
+    rank answers with a word of its own, and a round counts for those that the first rank has heard.
     """
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     store.set_timeout(_MEET)
-    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return PrefixStore(f"trainfit/{start}", store)
+    own = secrets.token_hex(8)
+    if world.first:
+        store.set(_ROUND, own)
+        heard = [store.get(f"{own}/{rank}").decode() for rank in range(1, world.size)]
+        store.set(f"{own}/heard", " ".join(heard))
+        return PrefixStore(f"trainfit/{own}", store)
+    deadline = time.monotonic() + _MEET.total_seconds()
+    while time.monotonic() < deadline:
+        word = store.get(_ROUND).decode()
+        store.set(f"{word}/{world.rank}", own)
+        if store.check([f"{word}/heard"]) and own in store.get(f"{word}/heard").decode().split():
+            return PrefixStore(f"trainfit/{word}", store)
+        time.sleep(_POLL)  # a round of before, or the first rank still waits for others
+    raise RunFailed("the first rank did not answer", "start all ranks again")
 
 
 def lost_rank(error: BaseException) -> RunFailed | None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, reason
+from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult, TrainTask
@@ -42,6 +42,7 @@ from trainfit.engine.saved_state import load_model
 from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
+from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
 from trainfit.measuring.receipt import save_receipt
 from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
@@ -264,7 +265,7 @@ def train_job(
                 plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
-        if resume is None and (text := _length_note(prepared, profile, plan)) is not None:
+        for text in _notes(prepared, profile, plan) if resume is None else ():
             show.note(text)
         with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
             run = Run(
@@ -351,10 +352,14 @@ def make_plan(
     return job_times.with_job_time(plan, job.question, profile, job.load)
 
 
-def _length_note(prepared: Prepared, profile: HardwareProfile, plan: Plan) -> str | None:
+def _notes(prepared: Prepared, profile: HardwareProfile, plan: Plan) -> Iterator[str]:
     question = prepared.tuned_job(profile, plan.ranks).question
     named = hasattr(prepared.config, "model")
-    return job_times.length_note(plan, question, named_model=named)
+    notes = (
+        job_times.length_note(plan, question, named_model=named),
+        batch_note(prepared.composed, plan),
+    )
+    return filter(None, notes)
 
 
 def begin(
@@ -362,6 +367,7 @@ def begin(
 ) -> tuple[Plan, Path]:
     """Return the plan and the run folder: the first rank decides, and the others do the same."""
     said = ""
+    check_ranks_agree(world, prepared)
     launch = find_launch(world)
     config = written_config(prepared.composed)
     if world.first:
@@ -394,14 +400,3 @@ def _new_folder(prepared: Prepared, plan: Plan, config: dict[str, Any]) -> Path:
     for target, source in prepared.files().items():
         shutil.copyfile(source, folder / target)
     return folder
-
-
-def check_same_data(run: Path, prepared: Prepared) -> None:
-    """Raise BadInput for other data than a run was started with."""
-    try:
-        before = codec.read_object(run / "data.json")["checksum"]
-    except (OSError, ValueError, KeyError) as error:
-        what = f"cannot read data.json in {run} ({reason(error)})"
-        raise BadInput(what, "give a run's folder") from None
-    if before != prepared.facts()["checksum"]:
-        raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")

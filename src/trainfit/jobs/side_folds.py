@@ -24,9 +24,10 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import joined, stop_on_signals
 from trainfit.jobs import job_plan
+from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.registry import job_module
-from trainfit.jobs.run import Run, Show, check_same_data
+from trainfit.jobs.run import Run, Show
 from trainfit.runtime import applied
 
 if TYPE_CHECKING:
