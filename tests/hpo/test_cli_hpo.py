@@ -117,7 +117,11 @@ def test_a_study_from_the_first_trial_to_the_final_model(
     [
         (["nli", "training.learning_rat=interval(1,2)"], "unknown parameter"),
         (["nli", "training.learning_rate=interval(2,1)"], "is empty"),
-        (["nli", "hpo.storage='postgresql://a@127.0.0.1:9/b'"], "cannot be reached"),
+        (["nli", "hpo.storage=postgresql://a@127.0.0.1:9/b?sslmode=require"], "cannot be reached"),
+        (["status", "hpo.storage=sqlite:////proc/none/x.db"], "make /proc/none a folder that you"),
+        (["status", "x", "hpo.storage=journal:/proc/none/x"], "make /proc/none a folder that you"),
+        (["status", "hpo.storage=journal:"], "give sqlite:///FILE, journal:FILE or"),
+        (["status", "one", "other"], "give one study"),
         (["status", "nothing"], "there is no study in runs/hpo.db"),
         (["status", "nothing", "--storage", "sqlite:///x.db"], "no study 'nothing'"),
         (["best", "nothing", "--storage", "sqlite:///x.db"], "no study 'nothing'"),

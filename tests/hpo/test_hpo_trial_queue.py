@@ -24,9 +24,9 @@ TOY = Path(__file__).parent / "hpo_toy.py"
 ELSEWHERE = {"machine": "another machine", "pid": 1, "born": 0.0}
 
 
-@pytest.fixture
-def url(tmp_path: Path) -> str:
-    return f"sqlite:///{tmp_path / 'hpo.db'}"
+@pytest.fixture(params=["sqlite:///{}/hpo.db", "journal:{}/hpo.journal"], ids=["sqlite", "journal"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    return str(request.param).format(tmp_path)
 
 
 def params(desk: TrialQueue) -> list[dict[str, Any]]:
@@ -285,7 +285,7 @@ def crowd(url: str, *, workers: int, trials: int, kills: int, seconds: float = 0
                 left.pop(0)
             time.sleep(0.02)
         assert not left, "the workers to kill got no trial"
-        assert [worker.wait(90) for worker in crowd[kills:]] == [0] * (workers - kills)
+        assert [worker.wait(300) for worker in crowd[kills:]] == [0] * (workers - kills)
     finally:
         for worker in crowd:
             with suppress(ProcessLookupError):
@@ -312,6 +312,44 @@ def check_crowd(desk: TrialQueue, trials: int, kills: int) -> None:
 @pytest.mark.soak
 def test_workers_killed_on_sqlite_lose_nothing(url: str):
     check_crowd(crowd(url, workers=2, trials=12, kills=1), 12, 1)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(400)
+def test_a_thousand_trials_in_a_journal_with_sixteen_workers_of_which_eight_are_killed(
+    tmp_path: Path,
+):
+    desk = crowd(f"{tmp_path}/soak.journal", workers=16, trials=1000, kills=8, seconds=0.05)
+    check_crowd(desk, 1000, 8)
+
+
+def test_a_line_that_a_killed_worker_left_half_written_is_no_harm(tmp_path: Path):
+    path = tmp_path / "torn.journal"
+    desk = toy_desk(str(path), trials=3)
+    desk.tell(claim(desk).trial, Outcome(kind="complete", value=0.5))
+    with path.open("ab") as file:
+        file.write(b'{"op_code":6,"worker_id":"torn')
+    for other in (toy_desk(str(path), trials=3), desk):
+        assert len(finished(other)) == 1
+    work(desk, run_toy)
+    assert len(finished(toy_desk(f"journal://{path}", trials=3))) == 3
+
+
+def test_trials_of_killed_workers_do_not_count_as_running(url: str):
+    from trainfit.hpo.trial_queue import left_by_the_dead
+
+    desk = toy_desk(url, trials=3)
+    dead, alive, silent = claim(desk), claim(desk), claim(desk)
+    dead.trial.set_user_attr(WORKER, {**this_worker(), "born": 0.0})
+    silent.trial.set_user_attr(WORKER, ELSEWHERE)
+    found = left_by_the_dead(desk.study, desk.database)
+    assert [trial.number for trial in found] == [dead.trial.number]
+    if url.startswith("journal"):
+        beat = Path(f"{url.removeprefix('journal:')}.beats") / str(silent.trial._trial_id)
+        os.utime(beat, (time.time() - 61, time.time() - 61))
+        found = left_by_the_dead(desk.study, desk.database)
+        assert [t.number for t in found] == [dead.trial.number, silent.trial.number]
+    assert desk.tell(alive.trial, run_toy(alive))
 
 
 def test_who_comes_at_the_same_time_finds_the_tables(tmp_path: Path):

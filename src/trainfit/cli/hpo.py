@@ -51,8 +51,9 @@ def command() -> None:
 
     trainfit hpo nli hpo.trials=50 hpo.hours=8 searches what conf/nli/hpo/default.yaml lists. The
     same command goes on where it was left, and joins the study from another machine where
-    hpo.storage is a PostgreSQL. A sweep such as training.learning_rate=interval(1e-5,1e-4) changes
-    the space, and a plain value takes a key out of it.
+    hpo.storage is a PostgreSQL, or a journal in a shared folder. A sweep such as
+    training.learning_rate=interval(1e-5,1e-4) changes the space, and a plain value takes a key out
+    of it.
     """
 
 
@@ -217,12 +218,16 @@ for _task, _about in _TASKS.items():
 
 
 @command.command()
-@click.argument("study", required=False)
+@click.argument("words", nargs=-1, metavar="[STUDY] [hpo.storage=URL]")
 @_STORAGE
 @_JSON
-def status(study: str | None, storage: str | None, as_json: bool) -> None:
+def status(words: tuple[str, ...], storage: str | None, as_json: bool) -> None:
     """Trials of a STUDY, the best so far and the time left; without one, all studies."""
     need("hpo", *HPO)
+    words, storage = _storage_word(words, storage)
+    if len(words) > 1:
+        raise click.UsageError(f"{words[1]!r} beside the study {words[0]!r}; give one study")
+    study = words[0] if words else None
     from trainfit.cli.pages import status_page, studies_page
     from trainfit.hpo.status import status_of
     from trainfit.hpo.storage import reading_study
@@ -262,6 +267,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     from trainfit.hpo.storage import reading_study, using_database
     from trainfit.hpo.studies import find_study
 
+    overrides, storage = _storage_word(overrides, storage)
     with reading_study():
         opened = find_study(study, storage or _default_storage())
     with using_database():
@@ -277,6 +283,18 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     click.echo(f"held-out test: {scores}")
     click.echo(f"model {found.run}, configuration {path}")
     return 0
+
+
+def _storage_word(
+    words: tuple[str, ...], storage: str | None
+) -> tuple[tuple[str, ...], str | None]:
+    """Take hpo.storage=URL out of the words; it says what --storage says."""
+    from trainfit.conf.composition import parse_word
+
+    named = [word for word in words if word.startswith("hpo.storage=")]
+    for word in named:
+        storage = storage or str(parse_word(word).value())
+    return tuple(word for word in words if word not in named), storage
 
 
 def _default_storage() -> str:

@@ -30,6 +30,7 @@ _SHARED = {"pairs": "textclass", "tokens": "textclass"}
 """Task whose presets and studies another task takes."""
 _LONGEST_WORD = 20_000
 # A word that Hydra reads as a text, unlike a number or true.
+_URL = re.compile(r"\s*[a-z][a-z0-9+.-]*://[^,\s]*\s*$")
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
@@ -229,6 +230,8 @@ def parse_word(word: str) -> Override:
     if "=" not in word or len(word) > _LONGEST_WORD or not codec.is_plain(word):
         raise wrong
     key, _, value = word.partition("=")
+    if _URL.match(value):  # Hydra's grammar would need quotes around ?sslmode=require
+        value = _written(value.strip())
     try:  # Python's way of writing it has spaces
         override = OverridesParser.create().parse_override(f"{key.strip()}={value.strip()}")
         if not override.is_sweep_override():

@@ -56,7 +56,7 @@ class HpoConfig:
     study: Name | None
     """Name of the study; null: a hash of its settings, so that the same command finds it."""
     storage: Annotated[str, Length(1, 4096)] | None
-    """URL of the database: sqlite:///FILE or postgresql://…; null: hpo.db in runs_dir."""
+    """sqlite:///FILE, postgresql://… or journal:FILE; null: hpo.db in runs_dir."""
     trials: Annotated[int, Range(1, 10**6)]
     """Trials of the whole study, over all workers and restarts."""
     hours: Annotated[float, Range(0, 10**5)] | None

@@ -26,7 +26,7 @@ from trainfit.core.records import Record
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.search_space import as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
-from trainfit.hpo.status import best_of, count_states, figures_of, write_figures
+from trainfit.hpo.status import best_of, figures_of, status_of, write_figures
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.study_settings import configure
 from trainfit.hpo.trial_queue import REASON, beating, is_gone, this_worker
@@ -144,7 +144,7 @@ def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> Study
     result = StudyResult(
         study=open_study.setting.name,
         best=best,
-        trials=count_states(open_study.study.get_trials(deepcopy=False)),
+        trials=status_of(open_study).counts,
         seconds=seconds,
         side_by_side=None if beside is None else codec.decode(SideBySide, beside),
     )

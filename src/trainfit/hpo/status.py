@@ -18,7 +18,7 @@ from trainfit.core import codec
 from trainfit.core.files import write_whole
 from trainfit.core.records import Record
 from trainfit.hpo.studies import OpenStudy
-from trainfit.hpo.trial_queue import FINISHED, FOLDS, REASON
+from trainfit.hpo.trial_queue import FINISHED, FOLDS, REASON, left_by_the_dead
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,7 +45,10 @@ class StudyStatus(Record):
     direction: str
     wanted: int
     counts: dict[str, int]
-    """Number of trials by state; a failed trial was queued again, unless it failed too often."""
+    """Number of trials by state; a failed trial was queued again, unless it failed too often.
+
+    lost: its worker has died, and the next claim queues it again.
+    """
     best: TrialRow | None
     eta_seconds: float | None
     """Time left with the present workers; None where nothing runs or has finished."""
@@ -61,6 +64,8 @@ def status_of(open_study: OpenStudy) -> StudyStatus:
     """Read the status of a study."""
     setting, study = open_study.setting, open_study.study
     trials = study.get_trials(deepcopy=False)
+    lost = {trial.number for trial in left_by_the_dead(study, open_study.database)}
+    rows = tuple(row_of(t, "lost" if t.number in lost else "") for t in trials)
     best = best_of(study, trials)
     return StudyStatus(
         study=setting.name,
@@ -68,16 +73,15 @@ def status_of(open_study: OpenStudy) -> StudyStatus:
         metric=setting.hpo.metric,
         direction=study.direction.name.lower(),
         wanted=setting.hpo.trials,
-        counts=count_states(trials),
+        counts=count_states([row.state for row in rows]),
         best=None if best is None else row_of(best),
-        eta_seconds=_eta(trials, setting.hpo.trials),
-        trials=tuple(row_of(trial) for trial in trials),
+        eta_seconds=_eta(trials, setting.hpo.trials, len(lost)),
+        trials=rows,
     )
 
 
-def count_states(trials: Sequence[FrozenTrial]) -> dict[str, int]:
+def count_states(names: Sequence[str]) -> dict[str, int]:
     """Number of trials by state."""
-    names = [trial.state.name.lower() for trial in trials]
     return {name: names.count(name) for name in dict.fromkeys(sorted(names))}
 
 
@@ -88,13 +92,13 @@ def best_of(study: Study, trials: Sequence[FrozenTrial]) -> FrozenTrial | None:
     return max(complete, key=lambda t: (sign * (t.value or 0.0), -t.number), default=None)
 
 
-def row_of(trial: FrozenTrial) -> TrialRow:
-    """Convert a trial to plain data."""
+def row_of(trial: FrozenTrial, state: str = "") -> TrialRow:
+    """Convert a trial to plain data; `state` where it is another than the study has."""
     last = trial.last_step
     estimate = None if last is None else trial.intermediate_values[last]
     return TrialRow(
         number=trial.number,
-        state=trial.state.name.lower(),
+        state=state or trial.state.name.lower(),
         value=trial.value if trial.state == TrialState.COMPLETE else estimate,
         folds=tuple(trial.user_attrs.get(FOLDS, ())),
         seconds=None if trial.duration is None else trial.duration.total_seconds(),
@@ -103,9 +107,9 @@ def row_of(trial: FrozenTrial) -> TrialRow:
     )
 
 
-def _eta(trials: Sequence[FrozenTrial], wanted: int) -> float | None:
+def _eta(trials: Sequence[FrozenTrial], wanted: int, lost: int) -> float | None:
     finished = [t for t in trials if t.state in FINISHED and t.duration is not None]
-    running = sum(trial.state == TrialState.RUNNING for trial in trials)
+    running = sum(trial.state == TrialState.RUNNING for trial in trials) - lost
     if not finished or not running:
         return None
     each = sum(t.duration.total_seconds() for t in finished if t.duration) / len(finished)

@@ -1,8 +1,8 @@
 """Database of a study, and the lock under which trials are handed out.
 
 Optuna's storage makes single changes atomic, but handing out a trial takes several. They are made
-under a lock that a dying process releases: a file lock beside SQLite, an advisory lock in
-PostgreSQL.
+under a lock that a dying process releases: a file lock beside SQLite and a journal, an advisory
+lock in PostgreSQL.
 """
 
 from __future__ import annotations
@@ -10,15 +10,16 @@ from __future__ import annotations
 import hashlib
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import optuna
-from filelock import FileLock, Timeout
-from optuna.storages import RDBStorage
+from filelock import Timeout
+from optuna import Study
+from optuna.storages import JournalStorage, RDBStorage
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import (
@@ -30,6 +31,7 @@ from sqlalchemy.exc import (
 )
 
 from trainfit.core.errors import MALFORMED, BadInput, RunFailed, reason, redact_word
+from trainfit.hpo.journal_file import KIND, Beats, journal_path, kernel_lock, open_journal
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120
@@ -40,23 +42,47 @@ _TRIES = 10
 
 @dataclass(frozen=True, slots=True)
 class Database:
-    """An open database."""
+    """An open database, or an open journal."""
 
-    storage: RDBStorage
+    storage: RDBStorage | JournalStorage
     url: URL
+    grace: int
+    """Seconds without a heartbeat after which a trial's worker counts as dead."""
 
     @property
     def shown(self) -> str:
         """URL without its credentials."""
-        return redact_word(self.url.render_as_string(hide_password=False))
+        return _shown(self.url)
+
+    def beat(self, trial: int) -> None:
+        """Record a heartbeat of a trial."""
+        if isinstance(self.storage, RDBStorage):
+            self.storage.record_heartbeat(trial)
+            self.storage.remove_session()
+        else:
+            self._beats.beat(trial)
+
+    def ended(self, trial: int) -> None:
+        """Drop what was kept of a trial while it ran."""
+        if isinstance(self.storage, JournalStorage):
+            self._beats.end(trial)
+
+    def silent(self, study: Study, trials: Sequence[int]) -> set[int]:
+        """Trials among these, which run, that have sent no heartbeat for too long."""
+        if isinstance(self.storage, RDBStorage):
+            return set(self.storage._get_stale_trial_ids(study._study_id)).intersection(trials)
+        return {trial for trial in trials if self._beats.silent(trial, self.grace)}
+
+    @property
+    def _beats(self) -> Beats:
+        return Beats(Path(str(self.url.database)))
 
     @contextmanager
     def locked(self, study: str) -> Iterator[None]:
         """Hold the lock of a study during the block."""
-        if self.url.get_backend_name() == "sqlite":
-            lock = FileLock(f"{self.url.database}.lock", timeout=_PATIENCE)
+        if not isinstance(self.storage, RDBStorage) or self.url.get_backend_name() == "sqlite":
             try:
-                with lock:
+                with kernel_lock(Path(f"{self.url.database}.lock"), _PATIENCE):
                     yield
             except Timeout:
                 raise _stuck(study) from None
@@ -121,20 +147,21 @@ def _stuck(study: str) -> RunFailed:
     )
 
 
+def _shown(url: URL) -> str:
+    if url.get_backend_name() == KIND:
+        return f"{KIND}:{url.database}"
+    return redact_word(url.render_as_string(hide_password=False))
+
+
 def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database:
-    """Connect, and make Optuna's tables if needed."""
+    """Connect, and make Optuna's tables or the journal if needed."""
     parsed = _parsed(url)
     optuna.logging.set_verbosity(optuna.logging.WARNING)
-    shown = redact_word(parsed.render_as_string(hide_password=False))
+    shown = _shown(parsed)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            storage = _connected(
-                parsed.render_as_string(hide_password=False),
-                engine_kwargs=_options(parsed),
-                heartbeat_interval=heartbeat,
-                grace_period=grace,
-            )
+            storage = _opened(parsed, heartbeat, grace)
     except ImportError:
         raise BadInput(
             f"hpo.storage={shown} needs a driver that is not installed",
@@ -142,13 +169,29 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
         ) from None
     except (SQLAlchemyError, OSError) as error:
         cause = getattr(error, "orig", None) or error
+        if parsed.host is None:
+            folder = Path(str(parsed.database)).parent
+            what = f"hpo.storage={shown} cannot be written ({reason(cause)})"
+            fix = f"make {folder} a folder that you may write in, or give another one"
+            raise BadInput(what, fix) from None
         raise BadInput(
             f"hpo.storage={shown} cannot be reached ({reason(cause)})",
             "start the database, or give another one",
         ) from None
-    except RuntimeError as error:  # tables of another version of Optuna
-        raise BadInput(f"hpo.storage={shown}: {error}", "give another database") from None
-    return Database(storage, parsed)
+    except (RuntimeError, ValueError, KeyError) as error:  # tables of another version of Optuna
+        raise BadInput(f"hpo.storage={shown}: {reason(error)}", "give another database") from None
+    return Database(storage, parsed, grace)
+
+
+def _opened(url: URL, heartbeat: int, grace: int) -> RDBStorage | JournalStorage:
+    if url.get_backend_name() == KIND:
+        return open_journal(Path(str(url.database)))
+    return _connected(
+        url.render_as_string(hide_password=False),
+        engine_kwargs=_options(url),
+        heartbeat_interval=heartbeat,
+        grace_period=grace,
+    )
 
 
 def _connected(url: str, **options: Any) -> RDBStorage:
@@ -164,7 +207,9 @@ def _connected(url: str, **options: Any) -> RDBStorage:
 
 
 def _parsed(url: str) -> URL:
-    fix = "give sqlite:///FILE or postgresql://USER@HOST/DATABASE"
+    fix = "give sqlite:///FILE, journal:FILE or postgresql://USER@HOST/DATABASE"
+    if path := journal_path(url):
+        return URL.create(KIND, database=str(path))
     try:
         parsed = make_url(url)
         kind = parsed.get_backend_name()

@@ -173,13 +173,13 @@ class TrialQueue:
                 trial.set_user_attr(_STOPPED, outcome.kind in PUT_BACK)
                 self.study.tell(trial, state=TrialState.FAIL)
                 self._queue_again()
+            self.database.ended(trial._trial_id)
             return True
 
     def beat(self, trial: Trial) -> None:
         """Record a heartbeat; a database that cannot be reached for a moment is ignored."""
-        with suppress(optuna.exceptions.StorageInternalError):
-            self.database.storage.record_heartbeat(trial._trial_id)
-            self.database.storage.remove_session()
+        with suppress(optuna.exceptions.StorageInternalError, OSError):
+            self.database.beat(trial._trial_id)
 
     def counts(self) -> Counter[TrialState]:
         """Number of trials in each state."""
@@ -200,11 +200,9 @@ class TrialQueue:
         return TPESampler(seed=int(seed), n_startup_trials=self.hpo.sampler_startup)
 
     def _fail_the_dead(self) -> None:
-        optuna.storages.fail_stale_trials(self.study)
-        for trial in self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)):
-            worker = trial.user_attrs.get(WORKER)
-            if worker is None or is_gone(worker):
-                self.database.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+        for trial in left_by_the_dead(self.study, self.database, unnamed=True):
+            self.database.storage.set_trial_state_values(trial._trial_id, TrialState.FAIL)
+            self.database.ended(trial._trial_id)
 
     def _queue_again(self) -> None:
         """Queue each failed trial once more, with its parameters and the folds it had done."""
@@ -232,6 +230,23 @@ class TrialQueue:
                 },
             )
         )
+
+
+def left_by_the_dead(
+    study: Study, database: Database, *, unnamed: bool = False
+) -> list[FrozenTrial]:
+    """Trials that count as running, whose worker is gone or silent.
+
+    With `unnamed`, under the lock alone, those too that no worker has put its name to.
+    """
+    running = study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+    silent = database.silent(study, [trial._trial_id for trial in running])
+    return [
+        trial
+        for trial in running
+        if trial._trial_id in silent
+        or (is_gone(worker) if (worker := trial.user_attrs.get(WORKER)) else unnamed)
+    ]
 
 
 @contextmanager
