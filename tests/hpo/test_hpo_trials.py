@@ -525,7 +525,7 @@ def test_a_study_of_something_else_is_refused(words: tuple[str, ...], message: s
 @pytest.mark.parametrize(
     ("url", "message"),
     [
-        ("sqlite:////nowhere/at/all/hpo.db", "cannot be reached"),
+        ("sqlite:////nowhere/at/all/hpo.db", "cannot be written"),
         ("postgresql://me:secret@127.0.0.1:9/db", r"//\*\*\*@127.0.0.1:9/db cannot be reached"),
         ("mysql://me@there/db", "is on mysql"),
         ("sqlite://", "in memory"),

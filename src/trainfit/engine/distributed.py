@@ -1,11 +1,9 @@
-"""Distributed training: process groups, votes between ranks, and summed gradients.
+"""Distributed training: process groups, votes between ranks, and sums over them.
 
-The model is not wrapped. DistributedDataParallel reduces gradients during the backward pass, and
-a rank that runs out of memory there leaves the others waiting in a collective forever. Here each
-rank computes its share of the step alone, all ranks vote on the result, and only then are gradients
-summed, once per step and in place: nothing is allocated after the vote, so nothing can fail.
-Votes use CPU tensors over gloo, so that no rank waits for its GPU. A model sharded by fsdp.py
-communicates in every layer, and uses this module for everything else.
+Each rank computes its share of a step, and all ranks vote on the result before anything is
+applied: a rank that runs out of memory leaves nobody waiting (gradient_buckets.py). Votes use CPU
+tensors over gloo, so that no rank waits for its GPU. A model sharded by fsdp.py communicates in
+every layer, and uses this module for everything else.
 """
 
 from __future__ import annotations
@@ -88,7 +86,7 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
         yield world, place
         return
     backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
-    with _communicating():
+    with communicating():
         dist.init_process_group(
             backends, store=_meeting_place(world), rank=world.rank, world_size=world.size
         )
@@ -141,7 +139,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
 
 
 @contextmanager
-def _communicating() -> Iterator[None]:
+def communicating() -> Iterator[None]:
     """Convert errors of a block that communicates: a dead rank becomes RunFailed."""
     try:
         yield
@@ -155,7 +153,7 @@ def vote(world: World, own: Verdict) -> Verdict:
         return own
     flags = [own.out_of_memory, own.failed, own.stop, *own.used]
     agreed = torch.tensor(flags, dtype=torch.int32)
-    with _communicating():
+    with communicating():
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
     out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
     if failed and not own.failed:
@@ -163,40 +161,11 @@ def vote(world: World, own: Verdict) -> Verdict:
     return Verdict(out_of_memory=out_of_memory, failed=failed, stop=stop, used=tuple(used))
 
 
-def fill_gradients(world: World, parameters: Sequence[Tensor]) -> tuple[bool, ...]:
-    """List which parameters got a gradient; give the others zeros, for the sum over ranks.
-
-    A rank with few sequences may not use all of the model. This allocates memory, so it comes
-    before the vote; gradients that no rank used are dropped after it.
-    """
-    used = tuple(parameter.grad is not None for parameter in parameters)
-    if world.size > 1:
-        for parameter in parameters:
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
-    return used
-
-
-def sum_gradients(
-    world: World, parameters: Sequence[Tensor], used: Sequence[bool], loss: Tensor
-) -> None:
-    """Sum the loss and all used gradients over ranks, in place."""
-    if world.size == 1:
-        return
-    tensors = [loss]
-    for parameter, wanted in zip(parameters, used, strict=True):
-        if wanted and parameter.grad is not None:
-            tensors.append(parameter.grad)
-        else:
-            parameter.grad = None
-    sum_over_ranks(world, tensors)
-
-
 def sum_over_ranks(world: World, tensors: Sequence[Tensor]) -> None:
     """Sum each tensor over all ranks, in place."""
     if world.size == 1:
         return
-    with _communicating():
+    with communicating():
         for work in [dist.all_reduce(tensor, async_op=True) for tensor in tensors]:
             work.wait()
 
@@ -205,7 +174,7 @@ def spread_weights(world: World, model: nn.Module) -> None:
     """Copy the first rank's weights and buffers to every rank."""
     if world.size == 1:
         return
-    with torch.no_grad(), _communicating():
+    with torch.no_grad(), communicating():
         for tensor in [*model.parameters(), *model.buffers()]:
             dist.broadcast(tensor.detach(), 0)
 
@@ -236,17 +205,19 @@ def gather(world: World, text: str) -> list[str]:
     if world.size == 1:
         return [text]
     data = torch.frombuffer(bytearray(text.encode() + b" "), dtype=torch.uint8)
+    return [part[:-1].numpy().tobytes().decode() for part in gather_rows(world, data)]
+
+
+def gather_rows(world: World, rows: Tensor) -> list[Tensor]:
+    """Collect the rows of all ranks on every rank, in CPU tensors; their numbers may differ."""
     sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    with _communicating():
-        dist.all_gather(sizes, torch.tensor([data.numel()]))
-        most = int(max(sizes))
-        padded = torch.cat([data, torch.zeros(most - data.numel(), dtype=torch.uint8)])
-        parts = [torch.zeros(most, dtype=torch.uint8) for _ in range(world.size)]
+    with communicating():
+        dist.all_gather(sizes, torch.tensor([len(rows)]))
+        padded = rows.new_zeros(int(max(sizes)), *rows.shape[1:])
+        padded[: len(rows)] = rows
+        parts = [torch.zeros_like(padded) for _ in range(world.size)]
         dist.all_gather(parts, padded)
-    return [
-        part[: int(size) - 1].numpy().tobytes().decode()
-        for part, size in zip(parts, sizes, strict=True)
-    ]
+    return [part[: int(size)] for part, size in zip(parts, sizes, strict=True)]
 
 
 @dataclass(slots=True)

@@ -12,6 +12,7 @@ import torch
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, did_you_mean
 from trainfit.engine.distributed import first_says
+from trainfit.engine.divided import divided
 from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.engine.recovery import MustRestart, Parts, TellMemory
@@ -26,8 +27,8 @@ from trainfit.runtime import eagerly
 def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:
     """Evaluate the model; returns the metrics and the batch size that fitted in memory.
 
-    Every rank evaluates all data, and the first rank's metrics are used: a rank that only waited
-    would save no time, and might exceed the timeout of a collective.
+    Ranks share the batches of a task that divides them, and else evaluate all of them: a rank that
+    only waited would save no time. The first rank's metrics are used.
     """
     with protected(parts.device), _without_graphs(parts):
         parts.model.eval()
@@ -58,7 +59,11 @@ def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
     """Evaluate, again from the start with half the batch each time memory runs out."""
     while True:
         try:
-            with torch.no_grad(), autocast(parts.device.type, parts.settings.precision):
+            with (
+                torch.no_grad(),
+                autocast(parts.device.type, parts.settings.precision),
+                divided(parts.world, sharded=parts.sharded),
+            ):
                 found = parts.task.evaluate(parts.model, batch_size)
             return {name: float(value) for name, value in found.items()}, batch_size
         except Exception as error:

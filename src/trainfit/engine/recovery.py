@@ -23,16 +23,15 @@ from trainfit.engine.captured import CapturedSteps
 from trainfit.engine.distributed import (
     Verdict,
     World,
-    fill_gradients,
+    communicating,
     lost_rank,
-    sum_gradients,
     sum_over_ranks,
     vote,
 )
 from trainfit.engine.fsdp import joined_norm, synchronised
+from trainfit.engine.gradient_buckets import GradientBuckets
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.engine.optimizer import trained_parameters
 from trainfit.engine.relaunch import RestartChanges, restarts_left
 from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
 
@@ -116,6 +115,8 @@ class Parts:
     """Full learning rate of each parameter group; the schedule scales them."""
     sharded: bool = False
     """Each rank holds a shard of the model (FSDP2)."""
+    gradients: GradientBuckets | None = None
+    """Sums of gradients over ranks; None for one rank, and where the model is sharded."""
     indivisible: str | None = None
     """Reason why a step must be one micro-batch; None where it can be cut."""
     captured: CapturedSteps = field(default_factory=CapturedSteps)
@@ -152,13 +153,15 @@ def take_step(
         return StepOutcome(numbers, rung, stop)
     start = saved_state.take(parts.device)
     parts.buffers.keep()
-    parameters = trained_parameters(parts.optimizer)
     again = False
     while True:
-        loss, own = _try(parts, batches, weight, parameters, stop)
+        loss, own = _try(parts, batches, weight, stop)
         agreed = vote(parts.world, own)
         if not agreed.out_of_memory:
             break
+        if parts.gradients is not None:
+            with communicating():
+                parts.gradients.drop()
         parts.optimizer.zero_grad(set_to_none=True)
         if parts.captured.held:
             parts.captured.stop("memory ran out beside them")
@@ -174,30 +177,41 @@ def take_step(
         else:
             tell("memory ran out: the cache was given back and the step is taken again", {})
         again = not again
-    sum_gradients(parts.world, parameters, agreed.used, loss)
+    if parts.gradients is not None:
+        with communicating():
+            parts.gradients.finish(agreed.used)
+    sum_over_ranks(parts.world, [loss])
     return StepOutcome(_finish(parts, loss), rung, agreed.stop)
 
 
-def _try(
-    parts: Parts, batches: list[Batch], weight: float, parameters: list[Tensor], stop: bool
-) -> tuple[Tensor, Verdict]:
+def _try(parts: Parts, batches: list[Batch], weight: float, stop: bool) -> tuple[Tensor, Verdict]:
     """Compute this rank's share of a step, forward and backward; returns loss and flags.
 
-    An out-of-memory error is dropped here, to free the frames that hold activations.
+    An out-of-memory error is dropped here, to free the frames that hold activations. Whatever
+    happens, this rank starts the sum of each bucket, because the others wait for it.
     """
     there = to_device(batches, parts.device)
+    gradients = parts.gradients
     try:
-        there = out_of_graphs(parts.model, there) if parts.settings.graphs else there
+        if parts.settings.graphs:
+            there = out_of_graphs(parts.model, there, copied=gradients is not None)
+        if gradients is not None:
+            there = gradients.watched(there, len(batches))
         loss = _accumulate(parts, there, weight)
-        used = fill_gradients(parts.world, parameters)
+        return loss, Verdict(stop=stop, used=_sum_rest(parts))
     except Exception as error:
         if not is_out_of_memory(error):
-            vote(parts.world, Verdict(failed=True, used=(False,) * len(parameters)))
+            vote(parts.world, Verdict(failed=True, used=_sum_rest(parts)))
             raise
-    else:
-        return loss, Verdict(stop=stop, used=used)
-    nothing = Verdict(out_of_memory=True, stop=stop, used=(False,) * len(parameters))
-    return torch.zeros(()), nothing
+    give_back_memory()
+    return torch.zeros(()), Verdict(out_of_memory=True, stop=stop, used=_sum_rest(parts))
+
+
+def _sum_rest(parts: Parts) -> tuple[bool, ...]:
+    if parts.gradients is None:
+        return ()
+    with communicating():
+        return parts.gradients.sum_rest()
 
 
 def _whole_step(parts: Parts, batches: Sequence[Batch], weight: Tensor) -> StepNumbers:

@@ -19,6 +19,7 @@ from trainfit.engine import checkpoint, fsdp, saved_state
 from trainfit.engine.captured import CapturedSteps
 from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
 from trainfit.engine.fsdp import shard
+from trainfit.engine.gradient_buckets import GradientBuckets
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
@@ -29,6 +30,7 @@ from trainfit.engine.optimizer import (
     keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
+    trained_parameters,
 )
 from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
@@ -105,7 +107,8 @@ def build_parts(
     if device.type == "cuda":
         with device:
             _fits(take_workspaces, "cuBLAS's workspace")
-    sharded = settings.sharding == "fsdp" and world.size > 1
+    alone = world.size == 1
+    sharded = settings.sharding == "fsdp" and not alone
     if sharded:
         spread_weights(world, model)  # on the CPU: the model may be too large for a GPU
         _fits(lambda: shard(model, device), "this rank's share of the model")
@@ -144,6 +147,7 @@ def build_parts(
         world=world,
         device=device,
         sharded=sharded,
+        gradients=None if alone or sharded else GradientBuckets(trained_parameters(optimizer)),
         rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         indivisible=indivisible,
         captured=_captured_steps(task, settings, optimizer, world, device),

@@ -120,16 +120,18 @@ def accumulate(
     return total
 
 
-def out_of_graphs(model: nn.Module, batches: Iterable[Batch]) -> Iterator[Batch]:
+def out_of_graphs(
+    model: nn.Module, batches: Iterable[Batch], *, copied: bool = False
+) -> Iterator[Batch]:
     """Yield the micro-batches of a model that is replayed as CUDA graphs.
 
     A graph writes to the same memory each time, and the first gradient of a step is that memory
-    itself: it is copied before the second one is added to it. Each micro-batch is marked as a new
-    beginning; otherwise torch takes every compiled block for one, and does not replay them at
-    straight away.
+    itself: unless `copied` already, it is copied before the second one is added to it. Each
+    micro-batch is marked as a new beginning; otherwise torch takes every compiled block for one,
+    and does not replay them straight away.
     """
     for number, batch in enumerate(batches):
-        if number == 1:
+        if number == 1 and not copied:
             for parameter in model.parameters():
                 if parameter.grad is not None:
                     parameter.grad = parameter.grad.clone()

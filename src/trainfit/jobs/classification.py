@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded
 from trainfit.data.device_tokens import device_tokens
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
+from trainfit.engine.divided import collect, own_batches
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.jobs import tuned_plans
@@ -216,8 +218,11 @@ def in_batches(
         packed = isinstance(model, EncoderClassifier) and model.packs_here
     parts: list[Tensor] = []
     order: list[int] = []
+    batches = (_packed if packed else _padded)(tokens, batch_size, pad_id, device)
     with eagerly(model):
-        for chosen, batch in (_packed if packed else _padded)(tokens, batch_size, pad_id, device):
+        for number, counts in own_batches(len(batches)):
+            chosen, make = batches[number]
+            batch = make()
             inputs = {
                 name: value.to(device) if isinstance(value, Tensor) else value
                 for name, value in batch.items()
@@ -229,15 +234,19 @@ def in_batches(
             else:
                 begun = np.flatnonzero(batch["labels"].numpy() != IGNORED)
                 found = found.flatten(0, 1)[torch.from_numpy(begun).to(device)]
-            parts.append(found.double())
-            order += chosen
-    outputs = torch.cat(parts).cpu()  # once, since each copy would make the device wait
-    owners = order if tokens.tags is None else np.repeat(order, tokens.labels[order])
+            if counts:
+                parts.append(found.double())
+                order += chosen
+    # Once, since each copy would make the device wait.
+    outputs, owned = collect(len(batches), torch.cat(parts), torch.tensor(order))
+    owners = owned.numpy()
+    if tokens.tags is not None:
+        owners = np.repeat(owners, tokens.labels[owners])
     return outputs[torch.from_numpy(np.argsort(owners, kind="stable"))]
 
 
-Batches = Iterator[tuple[Sequence[int], dict[str, Any]]]
-"""Sequences and inputs of each batch; slots and rows beyond them are empty."""
+Batches = list[tuple[Sequence[int], Callable[[], dict[str, Any]]]]
+"""Sequences of each batch, and what makes its inputs; slots and rows beyond them are empty."""
 
 
 def _padded(tokens: Tokens, batch_size: int, pad_id: int, device: torch.device) -> Batches:
@@ -250,10 +259,12 @@ def _padded(tokens: Tokens, batch_size: int, pad_id: int, device: torch.device) 
     firsts = tokens.lengths[order[::rows]]
     few = MOST_SHAPES if device.type == "cuda" else firsts.size
     _, widths = quantize(firsts, few)[-1]
+    batches: Batches = []
     for number, first in enumerate(firsts.tolist()):
         chosen = order[number * rows : (number + 1) * rows].tolist()
         width = min(width for width in widths if width >= first)
-        yield chosen, collate_padded(tokens, chosen, rows, width, pad_id)
+        batches.append((chosen, partial(collate_padded, tokens, chosen, rows, width, pad_id)))
+    return batches
 
 
 def _packed(tokens: Tokens, batch_size: int, pad_id: int, _device: torch.device) -> Batches:
@@ -261,9 +272,15 @@ def _packed(tokens: Tokens, batch_size: int, pad_id: int, _device: torch.device)
     order = _longest_first(tokens)
     longest = int(tokens.lengths[order[0]])
     cut = fit_packed_parts([tokens.lengths[order].tolist()], longest, batch_size * longest)
-    for batch in cut.cut(tokens.lengths, order):
-        inputs = collate_packed(tokens, batch.sequences, cut.tokens, cut.slots, pad_id)
-        yield batch.sequences, {**inputs, "max_seqlen": longest}
+
+    def make(chosen: Sequence[int]) -> dict[str, Any]:
+        inputs = collate_packed(tokens, chosen, cut.tokens, cut.slots, pad_id)
+        return {**inputs, "max_seqlen": longest}
+
+    return [
+        (batch.sequences, partial(make, batch.sequences))
+        for batch in cut.cut(tokens.lengths, order)
+    ]
 
 
 def _longest_first(tokens: Tokens) -> IntArray:

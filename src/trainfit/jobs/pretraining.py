@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput
 from trainfit.data.token_files import Ids
+from trainfit.engine.divided import collect, own_batches
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.packing.steps import divide_up
@@ -93,15 +94,21 @@ class GptTask:
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Mean loss on the evaluated blocks."""
         device = next(model.parameters()).device
-        total = torch.zeros((), dtype=torch.float64, device=device)
         count = len(self._evaluated)
         rows = divide_up(count, divide_up(count, batch_size))  # of all batches: one shape
+        batches = divide_up(count, rows)
+        losses, numbers = [], []
         with eagerly(model):  # the evaluation's batch size would be compiled anew
-            for start in range(0, count, rows):
-                chosen = self._evaluated[start : start + rows].tolist()
+            for number, counts in own_batches(batches):
+                chosen = self._evaluated[number * rows : (number + 1) * rows].tolist()
                 batch = collate_blocks(self._validation, chosen, rows, self._block)
-                total += self.loss(model, {k: v.to(device) for k, v in batch.items()})
-        return {METRIC: float(total) / self.weight(self._evaluated.tolist()), **self._beside}
+                loss = self.loss(model, {k: v.to(device) for k, v in batch.items()})
+                if counts:
+                    losses.append(loss.double())
+                    numbers.append(number)
+        found, order = collect(batches, torch.stack(losses), torch.tensor(numbers))
+        total = sum(found[order.argsort()].tolist())  # in the order of one rank: the same bits
+        return {METRIC: total / self.weight(self._evaluated.tolist()), **self._beside}
 
 
 def count_blocks(tokens: Ids, block_size: int, name: str) -> int:
