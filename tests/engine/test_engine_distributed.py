@@ -215,7 +215,7 @@ def test_an_error_on_one_rank_ends_both(tmp_path: Path, children: ForkServerCont
 
 def speak(rank: int) -> None:
     with joined("cpu") as (world, _):
-        assert world == World(rank, 2, rank)
+        assert world == World(rank, 2, rank, 2)
         assert gather(world, f"rank {rank} " + "é" * rank * 5) == ["rank 0 ", "rank 1 ééééé"]
         assert first_says(world, f"{rank}") == "0"
 

@@ -130,6 +130,34 @@ def test_a_run_of_two_ranks_ends_as_that_of_one(
     assert "2 ranks" in (tmp_path / "two" / "train.log").read_text()
 
 
+@pytest.mark.soak
+def test_two_machines_of_two_ranks_with_a_copy_each_end_as_one_rank(
+    tmp_path: Path, children: ForkServerContext
+) -> None:
+    """Hybrid sharding: clipped by the norm of one copy, saved once, and read by one rank."""
+    options = {"optimizer": {"kind": "adamw", "max_grad_norm": 0.01}}
+    env = {"LOCAL_WORLD_SIZE": "2"}
+    hybrid = options | {"sharding": "hybrid"}
+    ran = on_ranks(children, 4, train_deep, tmp_path / "four", DOUBLE, hybrid, env=env)
+    assert ran == [0] * 4
+    train_deep(0, tmp_path / "one", DOUBLE, options)
+    same(tmp_path / "one", tmp_path / "four")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("sharding", ["none", "fsdp"])
+def test_gradients_summed_in_bf16_end_near_those_in_full(
+    tmp_path: Path, children: ForkServerContext, sharding: str
+) -> None:
+    options = {"sharding": sharding, "reduce_dtype": "bf16"}
+    task = {"dropout": 0.0, "sequences": 33}
+    assert on_ranks(children, 2, train_deep, tmp_path / "two", task, options) == [0, 0]
+    train_deep(0, tmp_path / "one", task, {})
+    expected, found = contents(tmp_path / "one"), contents(tmp_path / "two")
+    far = max(float((found[name] - tensor).abs().max()) for name, tensor in expected.items())
+    assert 1e-7 < far < 0.05  # rounded, and no more than that
+
+
 @pytest.mark.parametrize(
     ("before", "ranks", "after"),
     [

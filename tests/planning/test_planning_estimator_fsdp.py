@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from trainfit.core.plan_records import MemoryEstimate
-from trainfit.planning.estimator.depths import room_gained
 from trainfit.planning.estimator.estimate import GIB
+from trainfit.planning.sharding import room_gained
 
 ALONE = MemoryEstimate(
     weights_gib=12.0,

@@ -52,8 +52,7 @@ class DeviceConfig:
     num_threads: Small | Auto
     """CPU threads of this process. A small model on a busy machine is fastest with one."""
     expandable_segments: bool | None
-    """The allocator's segments grow, which leaves fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF
-    says."""
+    """The allocator's segments grow: fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF says."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,12 +66,15 @@ class Optimization:
         "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
     ]
     cuda_graph: Switch
-    """Capture whole steps as CUDA graphs: small steps no longer wait for Python. auto: where the
-    step has fixed shapes and the graph's memory fits."""
+    """Capture whole steps as CUDA graphs. auto: where shapes are fixed and their memory fits."""
     gradient_accumulation_steps: Sequences | Auto
     """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
+    sharding: Literal["auto", "none", "fsdp", "hybrid"] = "auto"
+    """Share the model among ranks (hybrid: of a machine). auto: where it does not fit one GPU."""
+    reduce_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Dtype in which ranks sum gradients: bf16 halves what they send."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +143,7 @@ class EncoderModel:
     """auto: pretrained, but random for synthetic data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
     freeze_encoder: Switch
-    """Train the head alone. auto: where memory holds the model in no other way; not where method
-    is set."""
+    """Train the head alone. auto: where nothing else fits the memory; not where method is set."""
     use_gradient_checkpointing: Switch | Literal["selective"]
     """Recompute activations in the backward pass: less memory, about a third slower.
 
@@ -307,8 +308,7 @@ class CrossValidation:
 Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
 """Service that numbers are sent to besides the run folder; never a text."""
 Tuning = Literal["auto", "off", "force"]
-"""Use of tuned settings. auto: those that `trainfit tune` found for the same job here, if any.
-force: tune first, for three minutes. off: the planner's settings alone."""
+"""Tuned settings. auto: those of the same job here; force: tune first, for three minutes; off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,6 +10,9 @@ from trainfit.core.errors import BadInput
 from trainfit.core.records import Measurement, Record, Scalar
 from trainfit.core.tables import text_table
 
+Sharding = Literal["none", "fsdp", "hybrid"]
+"""A rank holds the model (none), a share of it (fsdp), or a share of its machine's (hybrid)."""
+ReduceDtype = Literal["fp32", "bf16"]
 Precision = Literal["bf16", "fp16", "fp32"]
 
 
@@ -208,8 +211,9 @@ class Plan(Record):
     device: Literal["cuda", "cpu"] | None = None
     """Device to train on, as torch names it; None in plans of version 0.1."""
     ranks: int = 1
-    sharding: Literal["none", "fsdp"] = "none"
-    """Each rank holds the whole model (none), or a share of it (fsdp)."""
+    sharding: Sharding = "none"
+    reduce_dtype: ReduceDtype = "fp32"
+    """Dtype in which ranks sum gradients."""
     precision: Precision
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of frozen weights; trained weights are kept in float32."""

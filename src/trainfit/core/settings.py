@@ -173,6 +173,14 @@ SETTINGS = (
         hf="use_liger_kernel",
         receipt="liger",
     ),
+    Setting(name="sharding", key="optimization.sharding", field="sharding"),
+    Setting(
+        name="reduce_dtype",
+        key="optimization.reduce_dtype",
+        field="reduce_dtype",
+        chosen_by="user",
+        learns=True,
+    ),
     Setting(
         name="gradient_checkpointing",
         key="model.use_gradient_checkpointing",

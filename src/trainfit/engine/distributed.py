@@ -40,6 +40,13 @@ class World:
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    local_size: int = 1
+    """Ranks of this machine."""
+
+    @property
+    def machines(self) -> int:
+        """Number of machines; 1 where they have different numbers of ranks."""
+        return 1 if self.size % self.local_size else self.size // self.local_size
 
     @property
     def first(self) -> bool:
@@ -62,10 +69,12 @@ def find_world() -> World:
     """Read this process's rank from the environment that torchrun sets."""
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         return World()
+    size = int(os.environ["WORLD_SIZE"])
     return World(
         rank=int(os.environ["RANK"]),
-        size=int(os.environ["WORLD_SIZE"]),
+        size=size,
         local_rank=int(os.environ.get("LOCAL_RANK", "0")),
+        local_size=int(os.environ.get("LOCAL_WORLD_SIZE", size)),
     )
 
 

@@ -29,14 +29,25 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 
-def shard(model: nn.Module, device: torch.device) -> None:
-    """Shard a model that every rank has on its CPU, block by block."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+def shard(
+    model: nn.Module, device: torch.device, machines: int = 1, reduce: torch.dtype | None = None
+) -> None:
+    """Shard a model that every rank has on its CPU, block by block.
 
-    mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+    With several machines each holds a copy, sharded over its ranks (hybrid). `reduce` is the dtype
+    in which gradients are summed where it is not theirs.
+    """
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    each = dist.get_world_size() // machines
+    shape, names = ((each,), ("shard",))
+    if machines > 1:
+        shape, names = ((machines, each), ("copy", "shard"))  # type: ignore[assignment]
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    policy = MixedPrecisionPolicy(reduce_dtype=reduce)
     for module in (*repeated_blocks(model), model):
-        sharded = fully_shard(module, mesh=mesh)
+        sharded = fully_shard(module, mesh=mesh, mp_policy=policy)
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo supports nothing else
 
@@ -62,11 +73,11 @@ def synchronised(model: nn.Module, batches: Iterable[T], count: int, *, once: bo
         yield batch
 
 
-def joined_norm(norm: Tensor) -> Tensor:
-    """Combine the gradient norms of all ranks' shards."""
+def joined_norm(norm: Tensor, shards: int) -> Tensor:
+    """Combine the gradient norms of the first `shards` ranks, which hold one copy of the model."""
     norms = [torch.empty_like(norm) for _ in range(dist.get_world_size())]
     dist.all_gather(norms, norm)
-    return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms)))
+    return cast(Tensor, torch.linalg.vector_norm(torch.stack(norms[:shards])))
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -42,7 +42,7 @@ class _Bucket:
             like = self.parameters[0]
             sizes = [parameter.numel() for parameter in self.parameters]
             self.flat = torch.zeros(sum(sizes), dtype=like.dtype, device=like.device)
-            parts = zip(self.parameters, self.flat.split(sizes), strict=True)
+            parts = zip(self.parameters, torch.split(self.flat, sizes), strict=True)
             self.views = {parameter: part.view_as(parameter) for parameter, part in parts}
         return self.flat
 
@@ -73,7 +73,7 @@ class GradientBuckets:
         self._used: set[Tensor] = set()
         self._last = False
         for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._arrive)
+            parameter.register_post_accumulate_grad_hook(self._arrive)  # type: ignore[no-untyped-call]
 
     def watched(self, batches: Iterable[T], count: int) -> Iterator[T]:
         """Yield the `count` micro-batches of a try; buckets are summed during the last one."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trainfit.core.codec import Range
 from trainfit.core.errors import BadInput, did_you_mean
-from trainfit.core.plan_records import Plan, Precision
+from trainfit.core.plan_records import Plan, Precision, ReduceDtype, Sharding
 from trainfit.core.records import Record
 from trainfit.packing import Cut, PackedCut, PaddedCut
 
@@ -117,8 +117,9 @@ class LoopSettings(Record):
     """Take a run's first step eagerly, and compile in the second: the first loss comes sooner."""
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
-    sharding: Literal["none", "fsdp"] = "none"
-    """Each of several ranks holds the whole model ("none") or a shard of it ("fsdp")."""
+    sharding: Sharding = "none"
+    reduce_dtype: ReduceDtype = "fp32"
+    """Dtype in which ranks sum gradients."""
 
     eval_steps: Positive | None = None
     """Steps between evaluations; None: after each epoch."""
@@ -219,6 +220,7 @@ def loop_settings(
         eager_first=plan.compile and device.startswith("cuda") and _has_plenty(plan),
         cuda_graph=plan.cuda_graph,
         sharding=plan.sharding,
+        reduce_dtype=plan.reduce_dtype,
         eval_steps=training.eval_steps,
         eval_batch_size=plan.eval_batch_size,
         metric=metric,

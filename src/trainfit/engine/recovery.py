@@ -267,6 +267,11 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
     )
 
 
+def copies(settings: LoopSettings, world: World) -> int:
+    """Number of copies of a sharded model: one per machine where sharding is hybrid."""
+    return world.machines if settings.sharding == "hybrid" else 1
+
+
 def take_sharded_step(
     parts: Parts, loaded: LoadedStep, weight: float, rung: int, *, stop: bool
 ) -> StepOutcome:
@@ -286,7 +291,9 @@ def take_sharded_step(
         raise
     agreed = vote(parts.world, Verdict(stop=stop))
     sum_over_ranks(parts.world, [loss])
-    return StepOutcome(_finish(parts, loss, joined_norm), rung, agreed.stop)
+    shards = parts.world.size // copies(parts.settings, parts.world)
+    join = partial(joined_norm, shards=shards)
+    return StepOutcome(_finish(parts, loss, join), rung, agreed.stop)
 
 
 def _out_of_memory(parts: Parts, rung: int) -> OutOfMemory:

@@ -32,7 +32,7 @@ from trainfit.engine.optimizer import (
     take_workspaces,
     trained_parameters,
 )
-from trainfit.engine.recovery import Buffers, Parts
+from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
 from trainfit.packing import PackedCut, PaddedCut
@@ -108,10 +108,12 @@ def build_parts(
         with device:
             _fits(take_workspaces, "cuBLAS's workspace")
     alone = world.size == 1
-    sharded = settings.sharding == "fsdp" and not alone
+    sharded = settings.sharding != "none" and not alone
+    reduce = torch.bfloat16 if settings.reduce_dtype == "bf16" else None
     if sharded:
         spread_weights(world, model)  # on the CPU: the model may be too large for a GPU
-        _fits(lambda: shard(model, device), "this rank's share of the model")
+        machines = copies(settings, world)
+        _fits(lambda: shard(model, device, machines, reduce), "this rank's share of the model")
     else:
         _fits(lambda: model.to(device), "the model")
         spread_weights(world, model)
@@ -147,7 +149,9 @@ def build_parts(
         world=world,
         device=device,
         sharded=sharded,
-        gradients=None if alone or sharded else GradientBuckets(trained_parameters(optimizer)),
+        gradients=None
+        if alone or sharded
+        else GradientBuckets(trained_parameters(optimizer), reduce),
         rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         indivisible=indivisible,
         captured=_captured_steps(task, settings, optimizer, world, device),

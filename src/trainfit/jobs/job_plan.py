@@ -84,6 +84,7 @@ def answer(
     *,
     memory_gib: float | None = None,
     ranks: int = 1,
+    machines: int = 1,
     here: bool = False,
 ) -> Plan:
     """Plan the job, with the rates that were measured on this machine.
@@ -95,9 +96,8 @@ def answer(
     measured = None if profile.simulated else remembered(profile)
 
     def make(one: Question) -> Plan:
-        return planner.plan(
-            one, profile, memory_gib=memory_gib, ranks=ranks, measured=measured, here=here
-        )
+        how = {"ranks": ranks, "machines": machines, "here": here}
+        return planner.plan(one, profile, memory_gib=memory_gib, measured=measured, **how)
 
     if composed.task not in _FACTORIES:  # a job of the user's own
         return make(asked)

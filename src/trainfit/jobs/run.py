@@ -334,6 +334,7 @@ def make_plan(
     profile: HardwareProfile,
     ranks: int = 1,
     memory_gib: float | None = None,
+    machines: int = 1,
 ) -> Plan:
     """Return the plan of a job, with the tuned settings where it was tuned before.
 
@@ -341,9 +342,8 @@ def make_plan(
     for a whole GPU is not theirs.
     """
     job = prepared.tuned_job(profile, ranks)
-    plan = job_plan.answer(
-        job.composed, job.question, profile, memory_gib=memory_gib, ranks=ranks, here=True
-    )
+    how: Any = {"ranks": ranks, "machines": machines, "here": True}
+    plan = job_plan.answer(job.composed, job.question, profile, memory_gib=memory_gib, **how)
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
@@ -375,7 +375,7 @@ def begin(
         if resume is None:
             if prepared.config.tune == "force":
                 tuned_plans.tune(prepared.tuned_job(profile, world.size))
-            plan = make_plan(prepared, profile, world.size)
+            plan = make_plan(prepared, profile, world.size, machines=world.machines)
             folder = _new_folder(prepared, plan, config)
             profile.save(folder / "hardware.json")
             launch.note(folder)

@@ -35,7 +35,7 @@ from trainfit.planning.cuts import (
     with_margin,
 )
 from trainfit.planning.estimator import estimate
-from trainfit.planning.estimator.depths import folder_content, room_gained, spread
+from trainfit.planning.estimator.depths import folder_content
 from trainfit.planning.estimator.estimate import Target, start
 from trainfit.planning.execution import (
     compiled_or_eager,
@@ -47,6 +47,7 @@ from trainfit.planning.execution import (
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import WORTH_IT, Cutting, Fitter, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
+from trainfit.planning.sharding import sharded
 
 _SAMPLE = 256
 _SM_STEP = 48
@@ -58,6 +59,7 @@ def plan(
     *,
     memory_gib: float | None = None,
     ranks: int = 1,
+    machines: int = 1,
     measured: Measurements | None = None,
     here: bool = False,
 ) -> Plan:
@@ -70,8 +72,9 @@ def plan(
     if here and question.sizes is not None:
         made = _by_bound(question, profile, target, ranks, measured)
         if made is not None:
-            return made
-    place = estimate.place("plans", *_asked(question, profile, target, ranks, measured))
+            return sharded(question, made, machines, None)
+    asked = _asked(question, profile, target, ranks, measured)
+    place = estimate.place("plans", *asked, str(machines))
     found = caches.read(Plan, place)
     if found is not None:
         return found
@@ -81,12 +84,13 @@ def plan(
         start(2)
     fitter = fitter_for(question, fixed, (target,))
     made = _planned(question, profile, fixed, fitter, 0, target, ranks, measured, exact=True)
-    if not made.fits and ranks > 1 and profile.gpus and made.memory is not None:
-        gained = room_gained(made.memory, question.layers, ranks)
+
+    def replan(gained: int) -> Plan:
         roomy = replace(target, capacity=target.capacity + gained)
         fitter = fitter_for(question, fixed, (roomy,))
-        shared = _planned(question, profile, fixed, fitter, 0, roomy, ranks, measured, exact=True)
-        made = spread(shared, gained) if shared.fits else made
+        return _planned(question, profile, fixed, fitter, 0, roomy, ranks, measured, exact=True)
+
+    made = sharded(question, made, machines, replan)
     caches.write(place, made)
     return made
 
@@ -351,6 +355,7 @@ def _written(
         cuts=_fallbacks(fixed, best),
         compile_mode=question.pinned("compile_mode") or "default",
         liger=bool(question.pinned("liger")),
+        reduce_dtype=question.pinned("reduce_dtype") or "fp32",
         memory=memory_of(best, target, gpu, fits, compiled),
         time=time,
         reasons=tuple(

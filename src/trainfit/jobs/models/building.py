@@ -20,7 +20,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 def birthplace(plan: Plan, device: Place) -> Place:
     """Return the device to build on: the CPU for a model that is too large for one GPU."""
-    return "cpu" if plan.sharding == "fsdp" else device
+    return "cpu" if plan.sharding != "none" else device
 
 
 def on_device(device: Place, build: Callable[[], ModuleT]) -> Callable[[], ModuleT]:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput
-from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TaskSpec
+from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.estimate import (
-    GIB,
     Answer,
     Request,
     Target,
@@ -181,42 +180,3 @@ def folder_content(arguments: dict[str, Any]) -> str:
         raise BadInput(
             f"cannot read the model in {name} ({error})", "give a folder with a config.json"
         ) from None
-
-
-_GATHERED = 2
-"""Layers whose weights a rank holds whole at a time."""
-
-
-def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
-    """Bytes that sharding over `ranks` saves on each of them."""
-    weights = memory.weights_gib + memory.adapters_gib
-    kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
-    gathered = weights * min(1.0, _GATHERED / max(1, layers))
-    return max(0, int((kept_away - gathered) * GIB))
-
-
-def spread(plan: Plan, gained: int) -> Plan:
-    """Convert a plan made with `gained` extra bytes to the real GPU of each rank."""
-    memory = plan.memory
-    assert memory is not None
-    less = gained / GIB
-    reason = Reason(
-        setting="sharding",
-        value="fsdp",
-        why=f"the model with its optimizer does not fit one GPU; {plan.ranks} ranks share it",
-    )
-    return replace(
-        plan,
-        sharding="fsdp",
-        memory=replace(
-            memory,
-            weights_gib=memory.weights_gib / plan.ranks,
-            adapters_gib=memory.adapters_gib / plan.ranks,
-            optimizer_gib=memory.optimizer_gib / plan.ranks,
-            peak_allocated_gib=memory.peak_allocated_gib - less,
-            peak_reserved_gib=memory.peak_reserved_gib - less,
-            capacity_gib=memory.capacity_gib - less,
-            error_percent=None,  # nothing was recorded of sharded steps
-        ),
-        reasons=(*plan.reasons, reason),
-    )

@@ -1,0 +1,83 @@
+"""Sharding of a plan over ranks: as asked for, or where a replica does not fit one GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import cast
+
+from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, Sharding
+from trainfit.planning.decide import pinned
+from trainfit.planning.estimator.estimate import GIB
+from trainfit.planning.question import Question
+
+_GATHERED = 2
+"""Layers whose weights a rank holds whole at a time."""
+
+
+def shards_of(sharding: str, ranks: int, machines: int) -> int:
+    """Number of ranks that share one copy of the model."""
+    return {"none": 1, "fsdp": ranks, "hybrid": ranks // machines}[sharding]
+
+
+def sharded(
+    question: Question, plan: Plan, machines: int, replan: Callable[[int], Plan] | None
+) -> Plan:
+    """Shard a plan of several ranks, as the question pins it or where it does not fit.
+
+    `replan` plans with so many bytes more; None where memory is plenty, and is left as it is.
+    """
+    pin = pinned(question, "sharding")
+    if plan.ranks == 1 or (pin is not None and pin.value == "none"):
+        return plan
+    if pin is None:
+        if plan.fits or plan.memory is None or plan.device != "cuda" or replan is None:
+            return plan
+        kind, why = "fsdp", "the model with its optimizer does not fit one GPU"
+    else:
+        kind, why = str(pin.value), pin.why
+    if kind == "hybrid" and plan.ranks % machines:
+        raise BadInput(
+            f"sharding is hybrid, and {plan.ranks} ranks are not divided evenly by machines",
+            "start as many ranks on each machine, or use optimization.sharding=fsdp",
+        )
+    shards = shards_of(kind, plan.ranks, machines)
+    reason = Reason(setting="sharding", value=kind, why=f"{why}; {shards} ranks share it")
+    asked = replace(plan, sharding=cast(Sharding, kind), reasons=(*plan.reasons, reason))
+    if plan.memory is None or replan is None:
+        return asked
+    gained = room_gained(plan.memory, question.layers, shards)
+    roomy = replan(gained)
+    if not roomy.fits and pin is None:
+        return plan
+    memory = roomy.memory
+    assert memory is not None
+    return replace(
+        roomy,
+        sharding=asked.sharding,
+        reasons=(*roomy.reasons, reason),
+        memory=_spread(memory, gained / GIB, shards),
+    )
+
+
+def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
+    """Bytes that sharding over `ranks` saves on each of them."""
+    weights = memory.weights_gib + memory.adapters_gib
+    kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
+    gathered = weights * min(1.0, _GATHERED / max(1, layers))
+    return max(0, int((kept_away - gathered) * GIB))
+
+
+def _spread(memory: MemoryEstimate, less: float, shards: int) -> MemoryEstimate:
+    """Convert memory planned with `less` GiB more than a GPU has to that of each rank."""
+    return replace(
+        memory,
+        weights_gib=memory.weights_gib / shards,
+        adapters_gib=memory.adapters_gib / shards,
+        optimizer_gib=memory.optimizer_gib / shards,
+        peak_allocated_gib=memory.peak_allocated_gib - less,
+        peak_reserved_gib=memory.peak_reserved_gib - less,
+        capacity_gib=memory.capacity_gib - less,
+        error_percent=None,  # nothing was recorded of sharded steps
+    )
