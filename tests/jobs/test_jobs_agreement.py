@@ -79,7 +79,9 @@ def test_ranks_of_a_machine_say_an_error_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for rank in (0, 1):
-        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / str(rank) / "error.json"))
+        monkeypatch.setenv(
+            "TORCHELASTIC_ERROR_FILE", str(tmp_path / "attempt_0" / str(rank) / "error.json")
+        )
         assert main.run(["train", "nli", "sede=3"]) == 2
     said = capsys.readouterr().err.splitlines()
     assert [line.partition(";")[0] for line in said] == ["trainfit: unknown key sede for nli"]

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from job_tiny import be_quick, detect_once, nli_words
-from trainfit.jobs import job_plan, nli, side_folds
+from trainfit.jobs import fold_devices, job_plan, nli, side_folds
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
@@ -71,6 +71,31 @@ def test_folds_beside_have_the_bits_of_folds_in_turn(
     assert said == ["on idle cores meanwhile: fold 3"]
     assert files(found) == files(expected)
     assert rows(found) == rows(expected) == [1, 2, 3]
+
+
+@pytest.mark.soak
+def test_folds_on_other_gpus_start_at_once_and_have_the_same_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    several_cores(monkeypatch, 1)
+    expected = trained(tmp_path, "in_turn")
+    for name in ("CUDA_VISIBLE_DEVICES", "TRAINFIT_FOLD_GPUS"):
+        monkeypatch.setenv(name, "")
+    fold_devices.give_folds(["4", "6", "7"])
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
+    places: list[Any] = []
+    really = side_folds._start
+
+    def start(run: Any, folds: Any, variables: Any) -> subprocess.Popen[bytes]:
+        places.append((list(folds), variables["CUDA_VISIBLE_DEVICES"]))
+        return really(run, folds, variables)
+
+    monkeypatch.setattr(side_folds, "_start", start)
+    said: list[str] = []
+    found = trained(tmp_path, "beside", show=Show(note=said.append))
+    assert places == [([1], "6"), ([2], "7")]
+    assert said == ["on other GPUs meanwhile: fold 2 and fold 3"]
+    assert files(found) == files(expected)
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import click
 from trainfit.cli.config import config_option
 from trainfit.cli.job_words import JobCommand, job_options
 from trainfit.cli.main import loading
+from trainfit.cli.ranks import workers_of
 from trainfit.core import codec
 from trainfit.core.libraries import HPO, need
 
@@ -198,12 +199,22 @@ def _task_command(task: str, about: str) -> click.Command:
         help="Processes on this machine: a GPU each, or several to a GPU where the plan fits. "
         "auto: as many on the first GPU as fit and gain, one without a GPU.",
     )
+    @click.option(
+        "--gpus", metavar="all|N|0,2", help="GPUs of this machine: a worker on each of several."
+    )
     @_JSON
     @click.option("--worker", type=int, hidden=True)
     @click.option("--share", type=float, default=1.0, hidden=True)
     @click.option("--beside", type=float, hidden=True)
-    def run(overrides: tuple[str, ...], config_file: Path | None, **given: Any) -> int:
+    def run(
+        overrides: tuple[str, ...],
+        config_file: Path | None,
+        gpus: str | None,
+        workers: int,
+        **given: Any,
+    ) -> int:
         words = _checked(task, overrides, config_file)
+        given["workers"] = workers_of(gpus, workers)
         with loading():
             from trainfit.hpo.storage import using_database
 

@@ -148,7 +148,9 @@ def run(arguments: list[str]) -> int:
         warnings.simplefilter("always", TrainfitWarning)
         warnings.showwarning = _show_warning
         try:
-            code = trainfit.main(arguments, prog_name="trainfit", standalone_mode=False)
+            code = trainfit.main(
+                arguments, prog_name="trainfit", standalone_mode=False, obj=tuple(arguments)
+            )
             sys.stdout.flush()
         except click.exceptions.NoArgsIsHelpError as error:
             print(error.format_message())
@@ -189,13 +191,16 @@ def _fail(message: str, code: int) -> int:
 
 
 def _is_said(text: str) -> bool:
-    """True where another rank of this machine said the same; torchrun clears the folder."""
+    """True where a rank of this machine said the same, also before a restart.
+
+    The folder is torchrun's, which clears it.
+    """
     own = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if own is None:
         return False
     name = f"said-{hashlib.sha256(text.encode()).hexdigest()[:16]}"
     try:
-        (Path(own).parent.parent / name).touch(exist_ok=False)
+        (Path(own).parents[2] / name).touch(exist_ok=False)
     except FileExistsError:
         return True
     except OSError:  # said twice is better than not at all

@@ -13,6 +13,7 @@ from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
 from trainfit.cli.export import check_push_of, push_option, push_run
 from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.ranks import AskedRanks, launch, rank_options
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -36,6 +37,7 @@ _USE = {
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
 @click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
 @push_option
+@rank_options
 def command(
     task: str,
     overrides: tuple[str, ...],
@@ -44,6 +46,7 @@ def command(
     dry_run: bool,
     resume: str | None,
     hub: str | None,
+    ranks: AskedRanks,
 ) -> int:
     """Train a job, judge it on held-out data, and export the model.
 
@@ -58,6 +61,10 @@ def command(
 
     check_job(task)
     composed, run = _composed(task, with_file(task, config_file, overrides), resume)
+    if not dry_run:
+        words = click.get_current_context().find_root().obj
+        if (code := launch(ranks, words, composed.config)) is not None:
+            return code
     first = os.environ.get("RANK", "0") == "0"
     if hub is not None and first:
         check_push_of(task, composed.config, hub)

@@ -241,6 +241,7 @@ class PreparedEncoder:
             in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines,
             side_folds(run) as beside,
         ):
+            beside.consider(0.0, range(len(self.datasets)))
             for number in range(len(self.datasets)):
                 began = time.monotonic()
                 with timeline.stage("between folds", number + 1 if self.cross_validated else None):

@@ -1,8 +1,9 @@
-"""Folds that train beside others: in processes of their own, on cores that a CPU leaves idle.
+"""Folds that train beside others: in processes of their own, on idle cores or on other GPUs.
 
 A small model is fastest on few threads. Once the first fold has shown that a fold takes its time,
 the last ones are trained by further processes, in the folder of the same run and to the same bits.
-A fold that such a process leaves undone is trained here.
+Where the job has several GPUs (fold_devices.py), they start at once. A fold that such a process
+leaves undone is trained here.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,6 +27,7 @@ from trainfit.engine.distributed import joined, stop_on_signals
 from trainfit.jobs import job_plan
 from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
+from trainfit.jobs.fold_devices import other_gpus
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show
 from trainfit.runtime import applied
@@ -50,18 +52,21 @@ class SideFolds:
 
     def consider(self, seconds: float, left: Sequence[int]) -> None:
         """Start processes for the last of the folds that are left, if it is worth it."""
-        workers = min(_idle(self.run), len(left) - 1)
-        if self.processes or seconds < WORTH_IT or workers < 1:
+        gpus = other_gpus()
+        places = gpus or [{}] * _idle(self.run)
+        workers = min(len(places), len(left) - 1)
+        if self.processes or (seconds < WORTH_IT and not gpus) or workers < 1:
             return
         # Each takes as many as this process does, which has a start.
         own = -(-len(left) // (workers + 1))
         rest = list(left[own:])
         for worker in range(workers):
             if given := rest[worker::workers]:
-                process = _start(self.run, given)
+                process = _start(self.run, given, places[worker])
                 self.processes |= dict.fromkeys(given, process)
         named = " and ".join(f"fold {number + 1}" for number in rest)
-        self.run.show.note(f"on idle cores meanwhile: {named}")
+        where = "on other GPUs" if gpus else "on idle cores"
+        self.run.show.note(f"{where} meanwhile: {named}")
 
     def wait(self, number: int) -> Literal["ours", "done", "left", "stopped"]:
         """Wait for a fold that trains beside, until it is done or left, or one asks to stop."""
@@ -112,7 +117,7 @@ def _idle(run: Run) -> int:
     return max(0, min(cores // threads - 1, int(free)))
 
 
-def _start(run: Run, folds: Sequence[int]) -> subprocess.Popen[bytes]:
+def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
     path = os.pathsep.join(entry for entry in sys.path if entry)
     words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
     return subprocess.Popen(
@@ -120,7 +125,7 @@ def _start(run: Run, folds: Sequence[int]) -> subprocess.Popen[bytes]:
         stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path},
+        env={**os.environ, "PYTHONPATH": path, **variables},
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Mapping
 from contextlib import ExitStack
 
 from trainfit.core.records import Change
@@ -21,6 +22,11 @@ def set_variable(name: str, value: str, restore: ExitStack) -> None:
     """Set an environment variable, and add the reset to `restore`."""
     restore.callback(_put_back, name, os.environ.get(name))
     os.environ[name] = value
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set environment variables of this process and its children, to its end."""
+    os.environ.update(variables)
 
 
 def quiet_profiler(restore: ExitStack) -> None:
