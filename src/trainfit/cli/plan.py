@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from trainfit.core import codec
 if TYPE_CHECKING:
     from trainfit.conf import Composed
     from trainfit.core.plan_records import Plan
+    from trainfit.planning.communication import ClusterRow
 
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
@@ -29,6 +31,9 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 @job_options("output")
 @click.option(
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
+)
+@click.option(
+    "--gpus", metavar="N|MxN", help="On N GPUs, or M machines with N each: ways to share."
 )
 @click.option("--memory", type=ABOVE_0, metavar="GIB", help="Use no more of the GPU than this.")
 @click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
@@ -43,6 +48,7 @@ def command(
     overrides: tuple[str, ...],
     config_file: Path | None,
     gpu: str | None,
+    gpus: str | None,
     memory: float | None,
     form: str,
     as_json: bool,
@@ -71,6 +77,7 @@ def command(
     from trainfit.reports.plots import check_plot
 
     form = "json" if as_json else form
+    machines, each = _counted(gpus)
     if plot is not None:
         check_plot(plot)
     check_job(task)
@@ -80,24 +87,75 @@ def command(
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":
-        if plot is not None or memory is not None or form not in ("table", "json"):
-            raise BadInput("--gpu all makes one table", "leave out --plot, --memory and --format")
+        if plot or memory or gpus or form not in ("table", "json"):
+            fix = "leave out --gpus, --plot, --memory and --format"
+            raise BadInput("--gpu all makes one table", fix)
         _compare(composed, watts, price, form)
         return
     question = job_plan.asked_question(composed, watts, price)
     with nullcontext() if gpu else terminal.busy("looking at the hardware"):
         profile = job_plan.machine(composed, gpu)
     with terminal.busy("planning"):
-        made = job_plan.answer(composed, question, profile, memory_gib=memory)
+        ranks: Any = {"ranks": machines * (each or 1), "machines": machines}
+        made = job_plan.answer(composed, question, profile, memory_gib=memory, **ranks)
+        rows = _ways(composed, question, profile, made, memory, machines) if each else []
     if plot is not None:
         with terminal.busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))
     if form == "table":
         terminal.console().print(page.plan_page(made))
+        if rows:
+            _show_ways(rows, profile, composed, machines, each)
     elif form == "json":
-        click.echo(codec.for_programs(codec.encode(made)))
+        more = {"cluster": codec.encode(rows)} if rows else {}
+        click.echo(codec.for_programs(codec.encode(made) | more))
     else:
         _hand_over(form, made, composed)
+
+
+def _counted(gpus: str | None) -> tuple[int, int]:
+    """Read machines and GPUs of each; 1 and 0 where nothing was asked."""
+    from trainfit.core.errors import BadInput
+
+    if gpus is None:
+        return 1, 0
+    found = re.fullmatch(r"(?:([1-9]\d{0,4})x)?([1-9]\d{0,4})", gpus)
+    if found is None:
+        raise BadInput(f"--gpus {gpus}", "give a number, or machines x GPUs such as 2x8")
+    return int(found[1] or 1), int(found[2])
+
+
+def _ways(
+    composed: Composed, question: Any, profile: Any, made: Plan, memory: float | None, machines: int
+) -> list[ClusterRow]:
+    """Compare the ways to share the job, beside a plan for one GPU."""
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs import job_plan
+    from trainfit.planning.communication import compare_ways
+
+    alone = job_plan.answer(composed, question, profile, memory_gib=memory)
+    if made.ranks == 1 or alone.memory is None or not profile.gpus:
+        return []
+    gpu = None if made.gpu is None else find(made.gpu)
+    return compare_ways(question, alone, made, gpu, machines)
+
+
+def _show_ways(
+    rows: list[ClusterRow], profile: Any, composed: Composed, machines: int, each: int
+) -> None:
+    from trainfit.cli.ranks import whole_folds
+    from trainfit.hardware.catalogue import find
+    from trainfit.planning.communication import link_rate
+    from trainfit.reports import terminal
+    from trainfit.reports.cluster_page import cluster_page
+
+    slug = profile.gpu.slug
+    rate, link = link_rate(None if slug is None else find(slug), each)
+    inside = f"{link}: {'rate unknown' if rate is None else f'{rate / 1e9:.0f} GB/s a direction'}"
+    many = f"{machines} machines with {each} × " if machines > 1 else f"{each} × "
+    terminal.console().print(cluster_page(rows, f"{many}{slug or profile.gpu.name}", inside))
+    if machines == 1 and (why := whole_folds(composed.config, each)):
+        click.echo(why)
 
 
 def _compare(composed: Composed, watts: float | None, price: float | None, form: str) -> None:
