@@ -10,6 +10,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -217,8 +218,8 @@ def choose(
         [int(number) for number in gpus.split(",") if number] if "," in gpus else range(int(gpus))
     )
     if max(chosen) >= there or len(set(chosen)) < len(chosen):
-        count = "1 GPU" if there == 1 else f"{there} GPUs"
-        raise BadInput(f"--gpus {gpus}, and this machine has {count}", "give fewer, or --gpus all")
+        has = "1 GPU" if there == 1 else f"{there} GPUs"
+        raise BadInput(f"--gpus {gpus}, and this machine has {has}", "give fewer, or --gpus all")
     return tuple(names[number] for number in chosen), ""
 
 
@@ -232,6 +233,8 @@ def _launch(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": _STOPPING,
         }
     )
+    if asked.rdzv is not None and (name := interface_to(asked.rdzv)):
+        set_variables({"GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", name)})
     logging.disable(logging.ERROR)  # the launcher's; what ranks say is theirs
     deadline = time.monotonic() + _PATIENCE
     while True:
@@ -267,6 +270,8 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
         run_id="trainfit" if asked.rdzv else f"trainfit-{os.getpid()}",
         rdzv_backend="c10d",
         rdzv_endpoint=asked.rdzv or "localhost:0",
+        rdzv_configs={} if asked.rdzv is None else {"is_host": str(is_here(asked.rdzv))},
+        local_addr=None if asked.rdzv is None else own_address(asked.rdzv),
         max_restarts=(_RESTARTS if asked.nodes > 1 else 0)
         if asked.restarts is None
         else asked.restarts,
@@ -278,6 +283,43 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
     except SignalException:
         return _INTERRUPTED
     return 0
+
+
+def _resolved(rdzv: str) -> tuple[socket.AddressFamily, Any]:
+    host, _, port = rdzv.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)
+    except OSError as error:
+        raise BadInput(f"--rdzv {rdzv} ({reason(error)})", "give a name that resolves") from None
+    return found[0][0], found[0][4]
+
+
+def own_address(rdzv: str) -> str:
+    """Address of this machine on the way to the meeting place; its name may mean a loopback."""
+    family, place = _resolved(rdzv)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(place)  # sends nothing, only chooses the interface
+        return str(probe.getsockname()[0])
+
+
+def is_here(rdzv: str) -> bool:
+    """Tell if the meeting place is an address of this machine."""
+    family, place = _resolved(rdzv)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((place[0], 0))
+        except OSError:
+            return False
+        return True
+
+
+def interface_to(rdzv: str) -> str | None:
+    """Name of the network interface on the way to the meeting place."""
+    import psutil
+
+    own = own_address(rdzv)
+    found = psutil.net_if_addrs().items()
+    return next((name for name, each in found if any(a.address == own for a in each)), None)
 
 
 def _exit_code(error: Any) -> int:

@@ -96,7 +96,7 @@ def answer(
     measured = None if profile.simulated else remembered(profile)
 
     def make(one: Question) -> Plan:
-        how = {"ranks": ranks, "machines": machines, "here": here}
+        how: Any = {"ranks": ranks, "machines": machines, "here": here}
         return planner.plan(one, profile, memory_gib=memory_gib, measured=measured, **how)
 
     if composed.task not in _FACTORIES:  # a job of the user's own
