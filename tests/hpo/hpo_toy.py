@@ -85,4 +85,6 @@ def running(desk: TrialQueue) -> list[Any]:
 
 if __name__ == "__main__":
     url, name, trials, seconds = sys.argv[1:]
-    work(toy_desk(url, name, trials=int(trials)), slowly(float(seconds)))
+    at_random = int(trials)  # the search itself is not what such a worker is for
+    desk = toy_desk(url, name, trials=int(trials), sampler_startup=at_random)
+    work(desk, slowly(float(seconds)))

@@ -38,6 +38,7 @@ COMMANDS = {
     "tune": "Measure what is fastest on this machine, and keep it for train.",
     "train": "Train a job, judge it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
+    "launch": "A job file for Slurm, SkyPilot, Kubeflow or Docker.",
     "verify": "Show which settings were really active, by evidence of a step.",
     "run": "Run a training script of your own faster, with the same losses.",
     "predict": "Probabilities from a trained model, for a text or a file.",

@@ -35,7 +35,11 @@ _USE = {
 @job_options()
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
-@click.option("--resume", metavar="RUN", help="Go on with a run that was left, by its folder.")
+@click.option(
+    "--resume",
+    metavar="RUN|auto",
+    help="Go on with a run, by its folder; auto: with the one that these words have left, if any.",
+)
 @push_option
 @rank_options
 def command(
@@ -104,6 +108,9 @@ def _composed(
 
     if resume is None:
         return configure(task, overrides), None
+    if resume == "auto":
+        composed = configure(task, overrides)
+        return composed, _left_run(composed)
     if overrides:
         raise BadInput(
             f"--resume with {overrides[0]}",
@@ -111,6 +118,21 @@ def _composed(
         )
     run = run_folder.find(resume, Path("runs"))
     return configured_by(run, task), run
+
+
+def _left_run(composed: Composed) -> Path | None:
+    """Find the newest run of this configuration that has not ended."""
+    from trainfit.runs import run_folder
+
+    wanted = run_folder.written_config(composed.written())
+    found = [
+        path.parent
+        for path in Path(composed.config.runs_dir).glob("*/config.json")
+        if path.read_text(encoding="utf-8") == wanted
+        and not (path.parent / "results.json").is_file()
+        and (path.parent / "data.json").is_file()
+    ]
+    return max(found, key=lambda run: run.stat().st_mtime_ns, default=None)
 
 
 def report_on(run: str, as_json: bool) -> None:

@@ -51,6 +51,11 @@ class Composed:
         """Values of the configuration by dotted key."""
         return flat_values(self.config)
 
+    def written(self) -> dict[str, Any]:
+        """Content of a run's config.json."""
+        names = ("task", "hardware", "experiment", "config", "origins")
+        return {name: codec.encode(getattr(self, name)) for name in names}
+
 
 def flat_values(config: Config) -> dict[str, Any]:
     """Values of a configuration by dotted key."""

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.conf import Composed
-from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, RuntimeSettings
@@ -369,7 +368,7 @@ def begin(
     said = ""
     check_ranks_agree(world, prepared)
     launch = find_launch(world)
-    config = written_config(prepared.composed)
+    config = prepared.composed.written()
     if world.first:
         resume = resume or launch.find_run(Path(prepared.config.runs_dir), config)
         if resume is None:
@@ -385,12 +384,6 @@ def begin(
         said = json.dumps([plan.to_json(indent=None), str(folder)])
     text, name = json.loads(first_says(world, said))
     return Plan.from_json(text), Path(name)
-
-
-def written_config(composed: Composed) -> dict[str, Any]:
-    """Return the content of config.json."""
-    names = ("task", "hardware", "experiment", "config", "origins")
-    return {name: codec.encode(getattr(composed, name)) for name in names}
 
 
 def _new_folder(prepared: Prepared, plan: Plan, config: dict[str, Any]) -> Path:
