@@ -82,9 +82,10 @@ def test_random_weights_learn_a_tokenizer_and_say_so(
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"hidden_act": "nowhere"}, "cannot build a bert: .*nowhere"),
+        ({"hidden_act": "nowhere"}, "cannot build a bert of .*nowhere"),
         ({"dtype": "nowhere"}, "cannot build a bert of .*nowhere"),
         ({"model_type": "deberta-v2", "pooler_hidden_act": "nowhere"}, "cannot build .*nowhere"),
+        ({"model_type": "deberta-v2", "conv_kernel_size": 3, "conv_act": "nowhere"}, "conv_act"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "nowhere"}}, "cannot .*nowhere"),
         ({"max_position_embeddings": 4}, "the model has 4 positions; set data.max_length to 4"),
     ],

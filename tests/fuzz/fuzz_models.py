@@ -85,6 +85,7 @@ _REFUSED_NAMES: list[dict[str, Any]] = [
     _GEMMA | {"rope_theta": -1},
     _DEBERTA | {"hidden_act": "nowhere"},
     _DEBERTA | {"pooler_hidden_act": "nowhere"},
+    _DEBERTA | {"conv_kernel_size": 3, "conv_act": "nowhere"},
     {"model_type": "gemma3", "text_config": _GEMMA | {"hidden_activation": "nowhere"}},
 ]
 """Names that only transformers knows, in the fields of each family."""

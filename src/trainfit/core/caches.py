@@ -45,6 +45,7 @@ def sources() -> str:
     return digest.hexdigest()[:32]
 
 
+@cache
 def _version(name: str) -> str | None:
     try:
         return version(name)

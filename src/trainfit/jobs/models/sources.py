@@ -230,7 +230,17 @@ def _configured(
     check_fields(fields, place)
     with refusing(partial(unbuildable, f"{fields.get('model_type')} of {place}")):
         config: PretrainedConfig = AutoConfig.for_model(**fields)
+        _check_activations(config.get_text_config())
     return config
+
+
+def _check_activations(config: PretrainedConfig) -> None:
+    """Raise ValueError for a name that some models would look up only in their first step."""
+    from transformers.activations import ACT2FN
+
+    for name, value in config.to_dict().items():
+        if name.endswith(("act", "activation")) and isinstance(value, str) and value not in ACT2FN:
+            raise ValueError(f"{name} is {value!r}")
 
 
 def _changes(fields: dict[str, Any], overrides: dict[str, Any], published: bool) -> dict[str, Any]:
