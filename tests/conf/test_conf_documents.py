@@ -27,7 +27,7 @@ from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import find
-from trainfit.jobs import job_plan
+from trainfit.jobs import encoder, job_plan
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.gpt import PreparedGpt
 from trainfit.jobs.registry import job_module
@@ -54,6 +54,7 @@ NO_HALF = (
 )
 TOO_LARGE = "exit 2: ['trainfit: the job does not fit this machine; "
 ASSUMED = job_plan.assumed_lengths
+BUILD = cache(encoder.try_building)
 
 
 def synthetic(task: str, longest: int) -> Any:
@@ -112,6 +113,7 @@ def _quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(caches, "write", lambda *_: None)
     monkeypatch.setattr(composition, "parse_word", cache(composition.parse_word))
+    monkeypatch.setattr(encoder, "try_building", BUILD)
     monkeypatch.setattr(depths, "_ask", answer)
     monkeypatch.setattr(cpu_choice, "_timed", times)
     monkeypatch.setattr(planner, "start", lambda _children: None)
@@ -202,7 +204,7 @@ def words_of(task: str) -> list[tuple[str, ...]]:
     return [*presets, *experiments, *COMMANDS[task]]
 
 
-SHARE = 5
+SHARE = 9
 """One case in so many is part of `make test`: every machine and data, in turn with the words."""
 SHARES = [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, SHARE))]
 
