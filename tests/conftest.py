@@ -38,7 +38,7 @@ sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if pa
 
 # A machine that is busy with something else makes no test fail.
 _PATIENT = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("same", _PATIENT, derandomize=True)
+settings.register_profile("same", _PATIENT, derandomize=True, max_examples=40)
 settings.register_profile("soak", _PATIENT, derandomize=False, print_blob=True)
 settings.load_profile("soak" if os.environ.get("TRAINFIT_SOAK") else "same")
 

@@ -90,6 +90,7 @@ ON_REDSM5 = [(page, block) for page, block in PYTHON if "data/redsm5" in block]
 """Scripts that need the data and a model's tokenizer in the working folder."""
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(("page", "block"), ON_REDSM5)
 def test_shown_python_runs_on_redsm5_files(page: str, block: str, tmp_path: Path):
     write_redsm5(tmp_path / "data" / "redsm5", posts=100)

@@ -55,7 +55,7 @@ def test_the_flow_has_its_records():
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.__name__)
-@settings(max_examples=25)
+@settings(max_examples=settings().max_examples // 4)
 @given(data=st.data())
 def test_json_loses_nothing(kind: type[Record], data: st.DataObject):
     record = data.draw(strategy(kind))

@@ -37,6 +37,8 @@ JOINED = ["a|b", "a", "b|c", "a|c"] * 5
         (["['a', 'b']", "['b', 'c']", "['a', 'b']"], "multi", ","),
         (["Arts, leisure", "Law, order", "Arts, leisure"], "single", None),
         (["arts|leisure", *["law"] * 9], "single", None),
+        (["A | B", "A | C", *"DEFGEFG"], "multi", "|"),  # few rows, and a part in two of them
+        (["x ; y", "y", "z", "z", "z"], "multi", ";"),
         (["3.7", "n/a", "2.2"], "single", None),
         ([], "single", None),
         ([None, ""], "single", None),

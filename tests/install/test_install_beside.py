@@ -60,6 +60,7 @@ def test_the_libraries_are_hidden(tmp_path: Path) -> None:
     assert python(tmp_path, "-c", found.format(BESIDE)).stdout.strip() == "[]"
 
 
+@pytest.mark.soak
 def test_callbacks_and_observe_need_no_library_of_the_jobs(tmp_path: Path) -> None:
     done = python(tmp_path, "-c", CALLBACK)
     assert done.returncode == 0, done.stderr

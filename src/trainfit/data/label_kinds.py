@@ -85,16 +85,17 @@ def _separator(known: Sequence[Any], *, certain: bool) -> str | None:
 def _joins(mark: str, rows: Sequence[str], texts: Sequence[str]) -> bool:
     """Tell rows of several labels from names that have the mark in them.
 
-    Either every part occurs as a label of its own too, or most rows have the mark; for a comma,
-    which many names have, with some part in two different rows.
+    Most rows have the mark, or some part of a row occurs in another one too. A comma is in many
+    names: there it takes both, or every part as a label of its own.
     """
     parts = {row: _pieces(row, mark) for row in set(rows)}
     every = [piece for pieces in parts.values() for piece in pieces]
     alone = {piece for text in set(texts) - set(rows) for piece in _pieces(text, mark)}
-    if every and set(every) <= alone:
-        return True
-    recur = mark != "," or len(set(every)) < len(every)
-    return bool(rows) and recur and len(rows) >= _MAJORITY * len(texts)
+    most = bool(rows) and len(rows) >= _MAJORITY * len(texts)
+    shared = len(set(every)) < len(every)
+    if mark == ",":
+        return bool(every) and (set(every) <= alone or (most and shared))
+    return most or shared or not alone.isdisjoint(every)
 
 
 def _pieces(text: str, separator: str | None) -> list[str]:
