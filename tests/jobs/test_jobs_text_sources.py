@@ -131,7 +131,10 @@ def test_blank_rows_are_skipped_and_counted(tmp_path: Path, ending: str):
     for _ in range(2):  # from the cache too
         message = f"skipped {skipped} of {37 + skipped} rows without text or label"
         with pytest.warns(TrainfitWarning, match=message):
-            load_text_files(path, tokenizer, max_length=9)
+            (data,) = load_text_files(path, tokenizer, max_length=9)
+        parts = (data.train, data.validation, data.test)
+        numbers = sorted(row for part in parts for row in part.rows.tolist())
+        assert numbers == [n for n, row in enumerate(rows, 1) if row in good]
 
 
 def test_one_command_trains_on_a_table_of_reviews_and_answers(

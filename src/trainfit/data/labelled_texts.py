@@ -87,6 +87,8 @@ def text_datasets(
         raise BadInput(
             f"cv.folds is {folds}, but there is a validation file", "leave one of them out"
         )
+    if tokens.rows is None:
+        tokens = replace(tokens, rows=np.arange(1, len(tokens) + 1))
     items, strata = np.arange(len(tokens)), _strata(tokens)
     if test is None:
         items, held = hold_out(items, strata, tokens.groups, test_share, seed)

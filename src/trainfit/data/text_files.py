@@ -60,6 +60,8 @@ class Chunk:
     texts: list[str] = field(default_factory=list, repr=False)
     labels: list[Label] = field(default_factory=list)
     groups: list[str] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    """Number of each row in the file, from 1; skipped ones count."""
     seconds: list[str] = field(default_factory=list, repr=False)
     """Second texts, where there are pairs."""
     words: list[list[str]] = field(default_factory=list, repr=False)
@@ -112,6 +114,7 @@ def read_chunks(
         if not add(chunk, row, columns, place=place, number=number, kinds=kinds):
             count.skipped += 1
             continue
+        chunk.numbers.append(number)
         if columns.group is not None:
             chunk.groups.append(read_name(row[columns.group], f"{place}, column {columns.group}"))
         if len(chunk.labels) == rows:

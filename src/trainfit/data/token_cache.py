@@ -45,8 +45,8 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 7
-_FILES = ("tokens", "lengths", "labels", "groups", "types")
+_FORMAT = 8
+_FILES = ("tokens", "lengths", "labels", "groups", "types", "rows")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20
 """Bytes of a file from which several processes are faster than one."""
@@ -213,6 +213,7 @@ def _write(
         (building / "labels").open("wb") as classes,
         (building / "groups").open("wb") as groups,
         (building / "types").open("wb") as kinds,
+        (building / "rows").open("wb") as numbers,
     ):
         for chunk, (flat, sizes, types, places) in encoded:
             ids.write(flat.tobytes())
@@ -230,13 +231,14 @@ def _write(
                     "name the right column (data.label_column)",
                 )
             classes.write(rows.tobytes())
+            numbers.write(np.array(chunk.numbers, dtype=np.int64).tobytes())
             for name in chunk.groups:  # a hash of its name, so that no table of groups is needed
                 groups.write(hashlib.blake2b(name.encode(), digest_size=8).digest())
             sequences += sizes.size
             tokens += flat.size
             if progress is not None:
                 progress(sequences)
-        for file in (ids, lengths, classes, groups, kinds):
+        for file in (ids, lengths, classes, groups, kinds, numbers):
             file.flush()
             os.fsync(file.fileno())
     return _Meta(
@@ -318,6 +320,7 @@ def _open(folder: Path, target: Target) -> LabelledTokens | None:
         labels=labels,
         tags=tags,
         groups=groups if groups.size else None,
+        rows=np.fromfile(folder / "rows", dtype=np.int64),
         types=np.memmap(types, dtype=np.uint8, mode="r") if types.stat().st_size else None,
     )
     return LabelledTokens(tokens=tokens, classes=classes, rows=meta.rows, cut=meta.cut)

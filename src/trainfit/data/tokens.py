@@ -54,6 +54,8 @@ class Tokens:
     """Token types: 0 for the first text of a pair and 1 for the second; None: no types."""
     groups: IntArray | None = field(default=None, repr=False)
     """Group of each sequence, which stays together in a split, such as the post."""
+    rows: IntArray | None = field(default=None, repr=False)
+    """Number of each sequence's row in its file, from 1."""
     criteria: IntArray | None = field(default=None, repr=False)
     """Criterion of each sequence, for metrics by criterion."""
     tags: NDArray[np.int32] | None = field(default=None, repr=False)
@@ -82,6 +84,7 @@ class Tokens:
             lengths=self.lengths[chosen],
             labels=self.labels[chosen],
             groups=None if self.groups is None else self.groups[chosen],
+            rows=None if self.rows is None else self.rows[chosen],
             criteria=None if self.criteria is None else self.criteria[chosen],
         )
 

@@ -66,14 +66,12 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     plain = config.cv.folds is None or not nested
     datasets = whole if plain else _nested(whole, config)
     classes = len(datasets[0].metadata["classes"])
-    rows = _row_numbers(whole)
     return PreparedEncoder(
         composed=composed,
         chosen=chosen,
         datasets=datasets,
         ids=tuple(
-            [str(rows[id(data.test.ids)][start]) for start in data.test.starts.tolist()]
-            for data in datasets
+            [str(row) for row in data.test.rows] for data in datasets if data.test.rows is not None
         ),
         build=lambda model, **decided: build_model(model, classes=classes, **decided),
         baselines=partial(
@@ -150,18 +148,3 @@ def _nested(folds: Sequence[Dataset], config: TextFilesConfig) -> tuple[Dataset,
         )[0]
         for number, fold in enumerate(folds)
     )
-
-
-def _row_numbers(datasets: Sequence[Dataset]) -> dict[int, dict[int, int]]:
-    """Number of each text in its file, from 1, by the array of tokens and the text's place in it.
-
-    Rows that were skipped have no number.
-    """
-    starts: dict[int, set[int]] = {}
-    for data in datasets:
-        for part in (data.train, data.validation, data.test):
-            starts.setdefault(id(part.ids), set()).update(part.starts.tolist())
-    return {
-        array: {start: row for row, start in enumerate(sorted(found), 1)}
-        for array, found in starts.items()
-    }
