@@ -141,6 +141,7 @@ def said_by(arguments: list[str], capsys: pytest.CaptureFixture[str], code: int)
     return line
 
 
+@pytest.mark.soak
 def test_a_model_that_cannot_be_converted_is_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):

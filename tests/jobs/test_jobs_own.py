@@ -153,6 +153,7 @@ def test_an_export_says_what_only_the_jobs_class_knows(here: Path, form: str) ->
     assert "TwoTowers must not be cut: 2 batches to a step" in cut
 
 
+@pytest.mark.soak
 def test_pages_speak_of_samples(here: Path) -> None:
     result = trainfit.train("images:Images", *FAST)
     rows = [json.loads(line) for line in (Path(result.run) / METRICS).read_text().splitlines()]
@@ -229,7 +230,7 @@ def own(here: Path, body: str = "pass", first: str = "", reduction: str = "none"
     ("body", "reduction", "words"),
     [
         ("metric = 'f1'", "none", "give f1 too, which is the metric"),
-        ("pass", "mean", "give one per sample"),
+        pytest.param("pass", "mean", "give one per sample", marks=pytest.mark.soak),
         ("class Config:\n        width: int", "none", "Mine.Config.width has no default"),
     ],
 )

@@ -85,7 +85,9 @@ def test_a_decoder_with_its_own_head_looks_back_alone(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["bert", "deberta-v3", "modernbert-mean", "gemma-3"])
-@pytest.mark.parametrize("method", ["full", "lora", "dora", "frozen"])
+@pytest.mark.parametrize(
+    "method", ["full", pytest.param("lora", marks=pytest.mark.soak), "dora", "frozen"]
+)
 def test_the_head_is_trained_whole_whatever_the_method(name: str, method: str) -> None:
     model = own(config_of(name), method=method, checkpointing="selective")
     batch = rows_of(sequences())
