@@ -208,7 +208,7 @@ def broken_weights(tmp: Path) -> list[str]:
         ("nli", missing_column, "has no column text"),
         ("nli", status_out_of_range, "status 7"),
         ("nli", post_without_text, "s_900_1 has no text"),
-        ("nli", lambda tmp: nli_words(tmp, "cv.folds=100"), "100 folds of"),
+        ("nli", lambda tmp: nli_words(tmp, "cv.folds=100"), "split into 100 parts"),
         ("nli", lambda tmp: nli_words(tmp, "data.max_length=5"), "data.max_length is 5"),
         ("nli", lambda tmp: nli_words(tmp, "data.data_dir=/nowhere"), "no redsm5_posts.csv"),
         ("nli", broken_weights, "output.dense.weight of"),

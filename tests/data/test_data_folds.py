@@ -56,8 +56,8 @@ def test_a_test_post_in_training_or_a_shared_validation_is_refused():
 @pytest.mark.parametrize(
     ("folds", "shares", "message"),
     [
-        (9, {}, "9 folds of 8 groups"),
-        (None, {"test_share": 0.05}, "20 folds of 10 groups"),
+        (9, {}, "8 groups cannot be split into 9 parts"),
+        (None, {"test_share": 0.05}, "10 groups cannot be split into 20 parts"),
         (None, {"test_share": 0.0}, "a share of 0.0"),
         (None, {"validation_share": 0.9}, "a share of 0.9"),
     ],

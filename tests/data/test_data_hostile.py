@@ -31,9 +31,7 @@ BAD_JSONL = {
     "line 1 has a NUL": '{"text": "private\0", "label": "a"}\n',
 }
 BAD_BYTES = {
-    "is UTF-16 text": "text,label\nprivate,1\n".encode("utf-16"),
     "has a NUL": "text,label\nprivate,1\n".encode("utf-16-le"),
-    "is UTF-32 text": "text,label\nprivate,1\n".encode("utf-32"),
     "is not UTF-8 text": "text,label\nprivaté,1\n".encode("latin-1"),
     "no column text": b"",
     "column text twice": b"text,label,text\nprivate,1,private\n",

@@ -49,6 +49,19 @@ def test_the_values_tell_the_kind(values: list[Any], target: str, separator: str
     assert (found.target, found.separator) == (target, separator)
 
 
+def test_decimal_commas_are_no_lists_where_semicolons_separate(tmp_path: Path):
+    for name, values, target in (
+        ("numbers", ["3,5", "4", "0,25"], "regression"),
+        ("codes", ["3,5", "4,1", "1,3,5"], "multi"),
+    ):
+        path = tmp_path / f"{name}.csv"
+        path.write_text("text;label\n" + "".join(f"words;{value}\n" for value in values))
+        kind = infer_labels(path, Columns(), "auto")
+        assert kind.target == target
+    assert read_label("-3,5", LabelKind(target="regression", comma=True), "here") == -3.5
+    assert infer_kind(["3,5", "4,5", "3,25"]).target == "multi"
+
+
 def test_what_is_asked_for_decides():
     assert infer_kind([0, 1], "regression").target == "regression"
     assert infer_kind(["1.5", "2.5"], "single").target == "single"

@@ -262,5 +262,5 @@ def test_torch_collates_the_datasets_as_they_are(tmp_path: Path, types: bool):
 
 def test_too_few_posts_for_a_split_are_an_error_and_no_empty_validation(tmp_path: Path):
     corpus = read_redsm5(put(tmp_path, TWO, [mark("s_1_1", "FATIGUE", "1")]))
-    with pytest.raises(BadInput, match="5 folds of 2 groups"):
+    with pytest.raises(BadInput, match="2 groups cannot be split into 5 parts"):
         split_corpus(corpus)

@@ -11,7 +11,9 @@ import pytest
 
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import token_cache
+from trainfit.data.columns import choose_columns
 from trainfit.data.labelled_texts import load_text_files, text_datasets
+from trainfit.data.row_files import column_names
 from trainfit.data.synthetic import CLASSES, make_texts
 from trainfit.data.text_files import Columns, read_chunks
 from trainfit.data.token_cache import tokenize_file
@@ -60,6 +62,46 @@ def test_every_format_gives_the_same_rows(tmp_path: Path, kind: str):
     assert [x for chunk in chunks for x in chunk.groups] == [row["who"] for row in ROWS]
     renamed = list(read_chunks(path, Columns(text="who", label="text")))
     assert renamed[0].texts[0] == "w0"
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_byte_order_mark_tells_the_encoding(tmp_path: Path, encoding: str):
+    path = put(tmp_path, "csv")
+    path.write_text(path.read_text(), encoding=encoding)
+    [chunk] = read_chunks(path, Columns())
+    assert chunk.texts == [row["text"] for row in ROWS]
+
+
+def test_a_field_may_be_as_long_as_a_book(tmp_path: Path):
+    book = "word " * 200_000
+    [chunk] = read_chunks(put(tmp_path, "csv", [{"text": book, "label": 1}]), Columns())
+    assert chunk.texts == [book]
+
+
+@pytest.mark.parametrize("name", ["a.csv.gz", "a.ZIP", "a.xlsx"])
+def test_a_packed_file_or_a_sheet_is_answered_with_what_to_do(tmp_path: Path, name: str):
+    (tmp_path / name).write_bytes(b"x")
+    with pytest.raises(BadInput, match="save it as CSV" if "xlsx" in name else "unpack it first"):
+        column_names(tmp_path / name)
+
+
+def test_objects_inside_objects_have_names_with_dots(tmp_path: Path):
+    rows = [{"id": n, "data": {"text": f"t{n}"}, "meta": {"by": {"label": n}}} for n in (1, 2)]
+    path = put(tmp_path, "jsonl", rows)
+    there = column_names(path)
+    assert there == ["id", "data.text", "meta.by.label"]
+    found = choose_columns(there, {"text": "auto", "label": "auto"}, "here", {})
+    [chunk] = read_chunks(path, Columns(**found))
+    assert (chunk.texts, chunk.labels) == (["t1", "t2"], ["1", "2"])
+
+
+def test_rows_of_the_test_that_were_trained_on_are_told(tmp_path: Path, tokenizer):
+    rows = [{"text": f'word{n % 7}, "quoted"\nline {n}', "label": n % 2} for n in range(40)]
+    train, test = put(tmp_path, "csv", rows), put(tmp_path, "csv", rows[:6], "test")
+    with pytest.warns(TrainfitWarning, match="test rows are in the training data too") as told:
+        (data,) = load_text_files(train, tokenizer, test=test, max_length=32)
+    count = int((data.train.rows <= 6).sum())
+    assert str(told[0].message).startswith(f"{count} of 6 test rows")
 
 
 @pytest.mark.parametrize("kind", FORMATS)
@@ -254,5 +296,5 @@ def test_class_weights_are_balanced_as_in_scikit_learn():
     assert dataset.metadata["class_weights"] == pytest.approx(expected.tolist())
     assert made.labels.mean() == 0.2
     assert tokens.lengths.max() <= 192
-    with pytest.raises(BadInput, match="one class only, clean"):
+    with pytest.raises(BadInput, match="all training rows have the label clean"):
         text_datasets(tokens.subset(np.flatnonzero(tokens.labels == 0)), ["clean"])

@@ -100,8 +100,10 @@ def _pair(usable: Sequence[str], text: str | None) -> dict[str, str]:
 
 
 def _told(columns: Iterable[str], role: str) -> str | None:
-    """Find the column whose name tells the role."""
-    there = {_folded(name): name for name in reversed(list(columns))}
+    """Find the column whose name, or the last part of it, tells the role."""
+    names = list(reversed(list(columns)))
+    there = {_folded(name.rpartition(".")[2]): name for name in names}
+    there |= {_folded(name): name for name in names}
     return next((there[name] for name in NAMES.get(role, ()) if name in there), None)
 
 

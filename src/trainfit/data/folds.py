@@ -119,10 +119,8 @@ def _parts(
     own = None if groups is None else groups[items]
     there = items.size if own is None else np.unique(own).size
     if count > there:
-        raise BadInput(
-            f"{count} folds of {there} {'items' if own is None else 'groups'}",
-            f"use {there} folds or fewer (cv.folds), or more data",
-        )
+        what = f"{there} {'rows' if own is None else 'groups'} cannot be split into {count} parts"
+        raise BadInput(what, "give more data, fewer cv.folds, or files for validation and test")
     labels = _common_strata(strata[items], count)
     random = np.random.RandomState(seed % 2**32)
     if own is None:

@@ -39,21 +39,28 @@ class LabelKind:
     target: Target = "single"
     separator: str | None = None
     """Character between the labels of a text; None: the file has lists, or one label each."""
+    comma: bool = False
+    """Numbers may have a decimal comma."""
 
 
-def infer_kind(values: Iterable[Any], asked: Target | Literal["auto"] = "auto") -> LabelKind:
-    """Tell the kind of labels by their values, or the separator alone where the target is asked."""
+def infer_kind(
+    values: Iterable[Any], asked: Target | Literal["auto"] = "auto", *, comma: bool = False
+) -> LabelKind:
+    """Tell the kind of labels by their values, or the separator alone where the target is asked.
+
+    `comma`: the file is of a country whose numbers have a decimal comma.
+    """
     known = [value for value in values if value is not None and value != ""]
-    target = _target(known) if asked == "auto" else asked
+    target = _target(known, comma) if asked == "auto" else asked
     if target != "multi":
-        return LabelKind(target=target)
+        return LabelKind(target=target, comma=comma and target == "regression")
     return LabelKind(target=target, separator=_separator(known, certain=asked == "multi"))
 
 
-def _target(known: Sequence[Any]) -> Target:
+def _target(known: Sequence[Any], comma: bool) -> Target:
     if any(isinstance(value, list) for value in known):
         return "multi"
-    numbers = [as_number(value) for value in known]
+    numbers = [as_number(value, comma=comma) for value in known]
     plain = [number for number in numbers if number is not None]
     if known and len(plain) == len(known):
         return "single" if _are_codes(plain) else "regression"
@@ -108,9 +115,10 @@ def _pieces(text: str, separator: str | None) -> list[str]:
     return [name for part in parts if (name := part.strip("'\"") if listed else part)]
 
 
-def as_number(value: Any) -> float | None:
+def as_number(value: Any, *, comma: bool = False) -> float | None:
     """Read a finite number, also from a text; None for anything else."""
     if isinstance(value, str):
+        value = value.replace(",", ".", 1) if comma else value
         value = float(value) if _NUMBER.fullmatch(value.strip()) else None
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -126,7 +134,7 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
         if isinstance(value, str):
             parts = _pieces(value, kind.separator)
         return tuple(sorted({read_name(part, place) for part in parts}))
-    number = as_number(value)
+    number = as_number(value, comma=kind.comma)
     if number is None:
         fix = "write one in every row, or set data.target=single for classes"
         raise BadInput(f"{place}: the label is no number", fix)

@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 import numpy as np
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
 from trainfit.data.label_kinds import LabelKind, strata_of
-from trainfit.data.labels import balanced_weights, class_order, count_classes, shown
+from trainfit.data.labels import balanced_weights, class_order, count_classes, one_class
 from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
 from trainfit.data.tokens import IGNORED, Dataset, IntArray, Tokens
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer
+
+_MOST_COMPARED = 1_000_000
+"""Training rows that test rows are compared with, at most: all are in memory."""
+_FEW = 0.01
+"""Share of repeated test rows that is worth a warning."""
 
 
 def load_text_files(
@@ -62,7 +68,29 @@ def load_text_files(
     parts = {
         name: None if one is None else _same_classes(one, classes) for name, one in others.items()
     }
-    return text_datasets(_same_classes(base, classes), classes, **parts, **shares)
+    datasets = text_datasets(_same_classes(base, classes), classes, **parts, **shares)
+    _tell_repeated(datasets[0], tokenizer.unk_token_id)
+    return datasets
+
+
+def _tell_repeated(data: Dataset, unknown: int | None) -> None:
+    """Warn of test rows that are in the training data too."""
+    if len(data.train) > _MOST_COMPARED:
+        return
+    seen = set(_contents(data.train, unknown))
+    repeated = sum(row in seen for row in _contents(data.test, unknown))
+    if repeated >= max(1, _FEW * len(data.test)):
+        what = f"{repeated:,} of {len(data.test):,} test rows are in the training data too"
+        why = "scores will be too good; remove duplicates, or set data.group_column"
+        warnings.warn(f"{what}: {why}", TrainfitWarning, stacklevel=3)
+
+
+def _contents(tokens: Tokens, unknown: int | None) -> Iterator[bytes]:
+    """Tokens of each sequence, unless one of them is unknown and may be any."""
+    for start, length in zip(tokens.starts.tolist(), tokens.lengths.tolist(), strict=True):
+        row = tokens.ids[start : start + length]
+        if unknown is None or unknown not in row:
+            yield row.tobytes()
 
 
 def text_datasets(
@@ -80,9 +108,7 @@ def text_datasets(
     if len(classes) < 2 and tokens.labels.dtype.kind != "f":
         if not classes:
             raise BadInput("the training data has no label at all", "name the right column")
-        raise BadInput(
-            f"the training data has one class only, {shown(classes[0])}", "give examples of another"
-        )
+        raise one_class(classes[0])
     if validation is not None and folds is not None:
         raise BadInput(
             f"cv.folds is {folds}, but there is a validation file", "leave one of them out"

@@ -71,6 +71,11 @@ def shown(name: str) -> str:
     return name if _WORD.fullmatch(name) else "(a label of several words)"
 
 
+def one_class(name: str) -> BadInput:
+    """Word the refusal of data with nothing to tell apart."""
+    return BadInput(f"all training rows have the label {shown(name)}", "give examples of another")
+
+
 def check_classes(names: Iterable[str], rows: int, place: str) -> None:
     """Raise BadInput for labels that look like texts, since class names are written to files.
 

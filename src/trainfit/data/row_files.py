@@ -25,12 +25,18 @@ _SEPARATORS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "pipe"}
 _SAMPLE = 100
 """Lines of a file that tell its separator, or the keys of its objects."""
 _MARKS = {
-    codecs.BOM_UTF32_LE: "UTF-32",
-    codecs.BOM_UTF32_BE: "UTF-32",
-    codecs.BOM_UTF16_LE: "UTF-16",
-    codecs.BOM_UTF16_BE: "UTF-16",
+    codecs.BOM_UTF32_LE: "utf-32",
+    codecs.BOM_UTF32_BE: "utf-32",
+    codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
 }
-"""Byte order marks, longest first, since one begins like another."""
+"""Encoding by byte order mark, longest first, since one begins like another."""
+_ELSEWHERE = {
+    **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "unpack it first"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as CSV"),
+}
+"""Fixes for files of other endings."""
+csv.field_size_limit(LONGEST_LINE)  # a book may be one field
 
 
 class FileKind(NamedTuple):
@@ -73,31 +79,29 @@ def _kind(path: Path, kinds: Kinds | None) -> FileKind:
         return FileKind(columnar.saved_columns, columnar.read_saved_dataset)
     kinds = KINDS if kinds is None else kinds
     if path.suffix.lower() not in kinds:
-        raise BadInput(
-            f"{path} has the ending {path.suffix or '(none)'}",
-            f"give {', '.join(kinds)} or a folder that datasets' save_to_disk wrote",
-        )
+        given = f"give {', '.join(kinds)} or a folder that datasets' save_to_disk wrote"
+        fix = _ELSEWHERE.get(path.suffix.lower(), given)
+        raise BadInput(f"{path} has the ending {path.suffix or '(none)'}", fix)
     return kinds[path.suffix.lower()]
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Read the lines of a UTF-8 file with their line ends; a byte order mark is dropped."""
+    """Read the lines of a file with their line ends; UTF-8 unless a byte order mark says more."""
     check_regular(path)
     try:
         with open_regular(path) as raw:
             start = raw.read(4)
-            for mark, name in _MARKS.items():
-                if start.startswith(mark):
-                    raise BadInput(f"{path} is {name} text", "save it as UTF-8")
+            marked = (name for mark, name in _MARKS.items() if start.startswith(mark))
             raw.seek(0)
-            file = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
+            file = io.TextIOWrapper(raw, encoding=next(marked, "utf-8-sig"), newline="")
             number = 0
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
                 _check_line(line, f"{path}: line {number}")
                 yield line
     except UnicodeDecodeError:
-        raise BadInput(f"{path} is not UTF-8 text", "save it as UTF-8") from None
+        fix = "save it as UTF-8; `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW` does so for most"
+        raise BadInput(f"{path} is not UTF-8 text", fix) from None
     except OSError as error:
         raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
 
@@ -140,6 +144,11 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
             f"{path}: row {number + 1} cannot be read ({error})",
             "quote fields as CSV does; for longer texts use JSONL or Parquet",
         ) from None
+
+
+def has_decimal_commas(path: Path) -> bool:
+    """Tell a file of a country with decimal commas: there a semicolon separates fields."""
+    return path.suffix.lower() == ".csv" and path.is_file() and find_separator(path) == ";"
 
 
 def find_separator(path: Path) -> str:
@@ -208,14 +217,23 @@ def _listed_objects(path: Path, text: str) -> Rows:
     rows = _parsed(text, str(path)) if text.strip() else []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{path} is not a list of JSON objects", "write one object per row")
-    yield from enumerate(rows, 1)
+    yield from ((number, dict(_flat(row))) for number, row in enumerate(rows, 1))
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
     row = _parsed(line, place)
     if not isinstance(row, dict):
         raise BadInput(f"{place} is not a JSON object", "write one object per line")
-    return row
+    return dict(_flat(row))
+
+
+def _flat(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the values of an object; those of an object inside it by names such as data.text."""
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{above}{name}.")
+        else:
+            yield above + name, value
 
 
 def _parsed(text: str, place: str) -> Any:

@@ -16,8 +16,15 @@ from trainfit.core.files import checksum
 from trainfit.data.columnar import is_stream
 from trainfit.data.conll_files import TAGGED
 from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
-from trainfit.data.labels import check_characters, check_classes, check_kind, read_name
-from trainfit.data.row_files import KINDS, LONGEST_LINE, Kinds, check_file, read_rows
+from trainfit.data.labels import check_characters, check_classes, check_kind, one_class, read_name
+from trainfit.data.row_files import (
+    KINDS,
+    LONGEST_LINE,
+    Kinds,
+    check_file,
+    has_decimal_commas,
+    read_rows,
+)
 
 _TELLING = 10_000
 """Rows that tell the kind of the labels."""
@@ -205,8 +212,12 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
     if columns.tagged:
         return LabelKind(target="tags")
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
-    labels = (row[columns.label] for _, row in rows)
-    return infer_kind((label for label in labels if not is_blank(label)), asked)
+    labels = [row[columns.label] for _, row in rows]
+    known = [label for label in labels if not is_blank(label)]
+    kind = infer_kind(known, asked, comma=has_decimal_commas(path))
+    if kind.target == "single" and len(labels) < _TELLING and len(set(map(str, known))) == 1:
+        raise one_class(read_name(known[0], f"{path}, column {columns.label}"))
+    return kind
 
 
 def count_tags(path: Path, columns: Columns) -> Counter[str]:
