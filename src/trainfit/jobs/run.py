@@ -16,7 +16,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
@@ -250,8 +250,9 @@ def train_job(
     resume: Path | None = None,
 ) -> Any:
     """Train, judge and export a job, in a new folder or in that of a run to resume."""
-    profile = job_plan.machine(composed)
     show = show or Show()
+    with show.busy("looking at the machine"):
+        profile = job_plan.machine(composed)
     with joined(profile.device) as (world, device):
         if not world.first:
             show = Show()
@@ -307,22 +308,30 @@ def compare_run(
     **changes: Any,
 ) -> RunResult:
     """Train a fold for its validation score alone: no checkpoint, no test, no export."""
+    changes = {"keep_checkpoints": 0, "profile_step": False, **changes}
+    show = Show(watch=lambda _title: observers)
+    with opened(prepared, plan, profile, folder, show=show, changes=changes, shared=shared) as run:
+        return run.train(fold, folder, "", resume=False)
+
+
+@contextmanager
+def opened(
+    prepared: Prepared, plan: Plan, profile: HardwareProfile, folder: Path, **others: Any
+) -> Iterator[Run]:
+    """Open a run that is planned, with the ranks joined and torch's switches set."""
     with (
         joined(profile.device) as (world, device),
         applied(job_plan.runtime_settings(prepared.config, plan)),
     ):
-        run = Run(
+        yield Run(
             prepared=prepared,
             plan=plan,
             folder=folder,
             profile=profile,
             world=world,
             device=device,
-            show=Show(watch=lambda _title: observers),
-            changes={"keep_checkpoints": 0, "profile_step": False, **changes},
-            shared=shared,
+            **others,
         )
-        return run.train(fold, folder, "", resume=False)
 
 
 # ── the plan and the folder ───────────────────────────────────────────────────────────────────

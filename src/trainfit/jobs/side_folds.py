@@ -23,14 +23,12 @@ import psutil
 
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
-from trainfit.engine.distributed import joined, stop_on_signals
-from trainfit.jobs import job_plan
+from trainfit.engine.distributed import stop_on_signals
 from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.fold_devices import other_gpus
 from trainfit.jobs.registry import job_module
-from trainfit.jobs.run import Run, Show
-from trainfit.runtime import applied
+from trainfit.jobs.run import Run, Show, opened
 
 if TYPE_CHECKING:
     from trainfit.jobs.encoder import PreparedEncoder
@@ -140,20 +138,7 @@ def main() -> None:
     prepared: PreparedEncoder = job_module(task).prepare(composed)
     check_same_data(run, prepared)
     plan, profile = Plan.load(run / "plan.json"), HardwareProfile.load(run / "hardware.json")
-    with (
-        joined(profile.device) as (world, device),
-        applied(job_plan.runtime_settings(composed.config, plan)),
-    ):
-        beside = Run(
-            prepared=prepared,
-            plan=plan,
-            folder=run,
-            profile=profile,
-            world=world,
-            device=device,
-            show=Show(),
-            beside=True,
-        )
+    with opened(prepared, plan, profile, run, show=Show(), beside=True) as beside:
         for number in map(int, folds):
             if prepared.fold(beside, number, resume=True) is None:
                 return

@@ -103,7 +103,7 @@ def scores_section(run: RunFiles) -> Section | None:
                 id="confusion",
                 title="Confusion",
                 note="rows are true, columns predicted",
-                labels=class_names(run, len(counts)),
+                labels=class_names(run.data, len(counts)),
                 counts=counts,
             )
         )
@@ -128,9 +128,9 @@ def _only_fold(run: RunFiles) -> Mapping[str, Any]:
     return found if len(run.parts) == 1 else {}
 
 
-def class_names(run: RunFiles, count: int) -> tuple[str, ...]:
+def class_names(data: Mapping[str, Any], count: int) -> tuple[str, ...]:
     """Names of the classes in the data, or their numbers."""
-    folds = run.data.get("folds") or [{}]
+    folds = data.get("folds") or [{}]
     names = folds[0].get("classes") or ()
     return tuple(map(str, names)) if len(names) == count else tuple(map(str, range(count)))
 
@@ -264,7 +264,7 @@ def _sets(found: Predictions, run: RunFiles) -> Iterator[tuple[str, int, Any, An
     """Name, colour, true labels and scores of each line."""
     if found.classes > 2:
         sizes = np.bincount(found.labels, minlength=found.classes)
-        names = class_names(run, found.classes)
+        names = class_names(run.data, found.classes)
         for color, k in enumerate(np.argsort(-sizes, kind="stable")[:_MOST_CLASSES]):
             yield names[k], color, found.labels == k, found.chances[:, k]
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console, Group, RenderableType
@@ -27,7 +28,11 @@ from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
-from trainfit.reports.score_sections import FIGURES, figures_of, four, score_rows
+from trainfit.reports.score_sections import FIGURES, class_names, figures_of, four, score_rows
+from trainfit.runs.reader import read_object
+
+_MOST_CLASSES = 8
+"""Classes whose confusion is shown on a terminal."""
 
 
 def gpt_page(result: GptResult) -> RenderableType:
@@ -246,13 +251,24 @@ def result_page(result: JobResult) -> RenderableType:
         tagged = result.problem_type == "token_classification"
         parts += ["", _labels(result.by_label, tagged=tagged)]
     if confusion := result.metrics.get("confusion"):
-        parts += ["", Text(f"Confusion, by true class: {confusion}", "dim")]
+        parts += _confusion(result.run, confusion)
     if result.events:
         kinds = sorted({event.kind for event in result.events})
         counts = [f"{sum(e.kind == kind for e in result.events)} {kind}" for kind in kinds]
         parts.append(Text(f"Events: {', '.join(counts)}", "dim"))
     parts.append(Text(f"{duration(result.seconds)} of training; run folder {result.run}"))
     return Group(*parts)
+
+
+def _confusion(run: str, counts: Sequence[Sequence[int]]) -> list[RenderableType]:
+    """Predictions by true class; the page of many classes is the report."""
+    if len(counts) > _MOST_CLASSES:
+        return []
+    names = class_names(read_object(Path(run) / "data.json"), len(counts))
+    table = terminal.table("Confusion", ("true class",), [f"as {name}" for name in names])
+    for name, row in zip(names, counts, strict=True):
+        table.add_row(name, *map(str, row))
+    return ["", table]
 
 
 def _scores(result: JobResult) -> Table:
