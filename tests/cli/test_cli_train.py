@@ -92,7 +92,7 @@ def test_the_first_lines_say_what_is_set(tmp_path: Path, capsys: Any):
     )
     positives = counts["train"]["positives"]
     names = counts["classes"]
-    said = f"Classes to train on: {names[0]} {parts[0] - positives:,}, {names[1]} {positives:,}"
+    said = f"Classes to train on: {names[0]}: {parts[0] - positives:,}, {names[1]}: {positives:,}"
     assert said in captured.err
     assert "trained, method full" in captured.err
     assert "Using AdamW optimizer" in (folder / "train.log").read_text()
@@ -309,14 +309,17 @@ def test_predict_a_text(trained: Path, capsys: Any):
 
 
 def test_predict_a_file(trained: Path, tmp_path: Path, capsys: Any):
-    (tmp_path / "new.csv").write_text("text\nalder elm\nfir fir\n")
+    (tmp_path / "new.csv").write_text("n,text\n1,alder elm\n2,\n3,fir fir\n")
     asked = ["predict", str(trained), "--file", str(tmp_path / "new.csv"), "--criterion", "A.1"]
     for name in ("out.csv", "out.json"):
         assert run([*asked, "--output", str(tmp_path / name)]) == 0
-        assert capsys.readouterr().out == f"2 rows in {tmp_path / name}\n"
+        said = capsys.readouterr()
+        assert said.out == f"2 rows in {tmp_path / name}\n"
+        assert "note: the texts are of text" in said.err
+        assert "note: skipped 1 of 3 rows without text" in said.err
     with (tmp_path / "out.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert [row["row"] for row in rows] == ["1", "2"]
+    assert [row["row"] for row in rows] == ["1", "3"]
     written = json.loads((tmp_path / "out.json").read_text())
     assert [float(row["p(evidence)"]) for row in rows] == [row["p(evidence)"] for row in written]
 

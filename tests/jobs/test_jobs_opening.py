@@ -175,7 +175,7 @@ def test_rows_split_and_classes_are_counted():
     data = DataSetup(train=700, validation=100, test=200, classes={"a": 400, "b": 300})
     assert list(data.lines()) == [
         "Data: 1,000 rows: 700 to train on, 100 for validation, 200 for the test",
-        "Classes to train on: a 400, b 300",
+        "Classes to train on: a: 400, b: 300",
     ]
     fold = replace(data, fold=2, folds=5, synthetic=True, classes={})
     assert list(fold.lines()) == [
@@ -185,4 +185,4 @@ def test_rows_split_and_classes_are_counted():
     [alone] = replace(data, test=0, classes={}).lines()
     assert alone.endswith("100 for validation, which are the test too")
     many = replace(data, classes={str(n): n for n in range(30)})
-    assert list(many.lines())[1].endswith("19 19, and 10 more classes")
+    assert list(many.lines())[1].endswith("19: 19, and 10 more classes")

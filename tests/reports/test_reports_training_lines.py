@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -125,7 +126,9 @@ def test_scores_stand_beside_the_baselines():
         assert word in page
     assert "3 oom" in page
     assert "3 min 3 s of training" in page
-    assert "Held-out test scores" in text_of(training_lines.result_page(result(1)))
+    one = text_of(training_lines.result_page(result(1)))
+    assert "Held-out test scores" in one
+    assert re.search(r"true class +as 0 +as 1\n0 +2 +0\n1 +0 +2\n", one)
 
 
 def test_json_says_the_same(capsys: pytest.CaptureFixture[str]):

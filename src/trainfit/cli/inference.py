@@ -99,7 +99,10 @@ def predict(
         _give(tagged, output, "json" if as_json else form)
         return
     given = {"text": [text]} | ({} if second is None else {"second": [second]})
-    found: dict[str, list[Any]] = given if path is None else _read(path, columns)
+    found: dict[str, list[Any]] = given
+    numbers = [1]
+    if path is not None:
+        found, numbers = _read(path, columns)
     texts = found["text"]
     if ":" in run:
         rows = _own(run, place, texts)
@@ -108,6 +111,7 @@ def predict(
             from trainfit.jobs.predict import answer
         with terminal.busy("predicting"):
             rows = answer(exports, texts, criterion, found.get("second"))
+        rows = [row | {"row": numbers[row["row"] - 1]} for row in rows]
     _give(rows, output, "json" if as_json else form)
 
 
@@ -163,16 +167,24 @@ def _item(text: str) -> Any:
         return text
 
 
-def _read(path: Path, columns: dict[str, str]) -> dict[str, list[str]]:
-    """Read the texts of a file, and the second ones of pairs."""
-    from trainfit.data.columns import choose_columns
+def _read(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], list[int]]:
+    """Read the texts of a file by role, and the numbers of their rows."""
+    from trainfit.data.columns import choose_columns, shown_name
     from trainfit.data.row_files import column_names
-    from trainfit.data.text_files import read_texts
+    from trainfit.data.text_files import read_filled
 
     names = column_names(path) if "auto" in columns.values() else list(columns.values())
     keys = {role: f"--{role}-column" for role in columns}
     chosen = choose_columns(names, columns, str(path), keys)
-    return {role: list(read_texts(path, name)) for role, name in chosen.items()}
+    rows, skipped = read_filled(path, list(chosen.values()))
+    if "auto" in columns.values():
+        named = " and ".join(map(shown_name, chosen.values()))
+        click.echo(f"trainfit: note: the texts are of {named}", err=True)
+    if skipped:
+        every = len(rows) + skipped
+        click.echo(f"trainfit: note: skipped {skipped:,} of {every:,} rows without text", err=True)
+    texts = {role: [row[at] for row in rows.values()] for at, role in enumerate(chosen)}
+    return texts, list(rows)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

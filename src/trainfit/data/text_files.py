@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -238,6 +238,19 @@ def read_texts(path: Path, column: str) -> Iterator[str]:
     """Read the texts of a file; labels are not needed."""
     for number, row in read_rows(path, [column]):
         yield _text(row[column], f"{path}: row {number}, column {column}")
+
+
+def read_filled(path: Path, columns: Sequence[str]) -> tuple[dict[int, list[str]], int]:
+    """Read the texts of each row by its number, and count the rows where one is missing."""
+    found: dict[int, list[str]] = {}
+    skipped = 0
+    for number, row in read_rows(path, list(columns)):
+        if any(is_blank(row[name]) for name in columns):
+            skipped += 1
+            continue
+        place = f"{path}: row {number}, column"
+        found[number] = [_text(row[name], f"{place} {name}") for name in columns]
+    return found, skipped
 
 
 def hash_content(path: Path) -> str:

@@ -100,7 +100,7 @@ class DataSetup(Record):
             f" {self.validation:,} for validation{test}"
         )
         if self.classes:
-            shown = [f"{name} {count:,}" for name, count in self.classes.items()][:_MOST_CLASSES]
+            shown = [f"{name}: {count:,}" for name, count in self.classes.items()][:_MOST_CLASSES]
             more = len(self.classes) - len(shown)
             rest = f", and {more:,} more classes" if more else ""
             yield f"Classes to train on: {', '.join(shown)}{rest}"
