@@ -6,13 +6,12 @@ import hashlib
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
-from threading import Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
-from hub_server import COMMIT
+from hub_server import COMMIT, served
 
 
 class _Datasets(BaseHTTPRequestHandler):
@@ -105,8 +104,5 @@ def _hash(path: Path) -> str:
 def dataset_hub(root: Path) -> Iterator[tuple[str, list[str]]]:
     """The address of a hub with the data sets below `root`, and what it was asked for."""
     asked: list[str] = []
-    kind = type("Datasets", (_Datasets,), {"root": root, "asked": asked})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        server.shutdown()
+    with served(_Datasets, root=root, asked=asked) as url:
+        yield url, asked

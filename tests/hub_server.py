@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -51,14 +52,20 @@ class _Hub(BaseHTTPRequestHandler):
 
 
 @contextmanager
+def served(kind: type[BaseHTTPRequestHandler], **attributes: Any) -> Iterator[str]:
+    """The address of a server whose handlers have these attributes."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (kind,), attributes)) as server:
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+
+
+@contextmanager
 def hub(root: Path) -> Iterator[tuple[str, list[str]]]:
     """The address of a hub with the models below `root`, and what it was asked for."""
     asked: list[str] = []
-    kind = type("Hub", (_Hub,), {"root": root, "asked": asked})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", asked
-        server.shutdown()
+    with served(_Hub, root=root, asked=asked) as url:
+        yield url, asked
 
 
 @contextmanager

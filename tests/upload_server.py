@@ -8,9 +8,10 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from threading import Thread
+from http.server import BaseHTTPRequestHandler
 from typing import Any
+
+from hub_server import served
 
 TOKEN = "hf_aSecretThatNobodyMaySee"
 ACCOUNT = {"type": "user", "name": "me", "orgs": [{"name": "ours"}]}
@@ -110,8 +111,5 @@ class _Uploads(BaseHTTPRequestHandler):
 def upload_hub() -> Iterator[tuple[str, Taken]]:
     """The address of a hub of the user `me`, and what it has taken."""
     taken = Taken()
-    kind = type("Uploads", (_Uploads,), {"taken": taken})
-    with ThreadingHTTPServer(("127.0.0.1", 0), kind) as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_address[1]}", taken
-        server.shutdown()
+    with served(_Uploads, taken=taken) as url:
+        yield url, taken

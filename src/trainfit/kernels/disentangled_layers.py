@@ -19,8 +19,8 @@ from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 
-class PackedSelfAttention(DisentangledSelfAttention):
-    """Self-attention of DeBERTa-v2 and v3 that takes packed rows too; its weights are unchanged."""
+class _TakesPacked:
+    """Self-attention that finds a way for packed rows in the place of relative positions."""
 
     def forward(
         self,
@@ -34,7 +34,7 @@ class PackedSelfAttention(DisentangledSelfAttention):
         if isinstance(relative_pos, (DisentangledAttention, PaddedDisentangled)):
             assert rel_embeddings is not None
             return relative_pos(self, hidden_states, rel_embeddings), None
-        found: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[no-untyped-call]
+        found: tuple[Tensor, Tensor | None] = super().forward(  # type: ignore[misc]
             hidden_states,
             attention_mask,
             output_attentions,
@@ -45,30 +45,12 @@ class PackedSelfAttention(DisentangledSelfAttention):
         return found
 
 
-class PackedFirstSelfAttention(modeling_deberta.DisentangledSelfAttention):
+class PackedSelfAttention(_TakesPacked, DisentangledSelfAttention):
+    """Self-attention of DeBERTa-v2 and v3 that takes packed rows too; its weights are unchanged."""
+
+
+class PackedFirstSelfAttention(_TakesPacked, modeling_deberta.DisentangledSelfAttention):
     """Self-attention of the first DeBERTa, as `PackedSelfAttention`; no kernel computes it."""
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        attention_mask: Tensor,
-        output_attentions: bool = False,
-        query_states: Tensor | None = None,
-        relative_pos: Any = None,
-        rel_embeddings: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        if isinstance(relative_pos, PaddedDisentangled):
-            assert rel_embeddings is not None
-            return relative_pos(self, hidden_states, rel_embeddings), None
-        found: tuple[Tensor, Tensor | None] = super().forward(
-            hidden_states,
-            attention_mask,
-            output_attentions,
-            query_states,
-            relative_pos,
-            rel_embeddings,
-        )
-        return found
 
 
 class PackedBiasedSelfAttention(modeling_mpnet.MPNetSelfAttention):
@@ -163,5 +145,5 @@ def take_packed_rows(model: nn.Module) -> None:
     """
     for module in model.modules():
         for kind in _PACKED:
-            if type(module) is kind.__base__:
+            if type(module) is kind.__bases__[-1]:
                 module.__class__ = kind
