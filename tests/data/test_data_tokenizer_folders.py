@@ -200,3 +200,15 @@ def test_a_tokenizer_with_its_own_way_of_pairs_keeps_it(folders: dict[str, Path]
         return encode_pairs(tokenizer, named, 400)
 
     assert join_pairs(tokenizer, POSTS, CRITERIA, pairs, 400, reversed_pairs) is None
+
+
+def test_a_template_with_an_unknown_token_is_one_line(tmp_path: Path):
+    """The library would panic at the first text, and print so itself."""
+    folder = tokenizer_folder(tmp_path / "model", "wordpiece")
+    load_tokenizer(str(folder)).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    fields["post_processor"]["pair"][-1] = {"SpecialToken": {"id": "[NEW]", "type_id": 1}}
+    path.write_text(json.dumps(fields))
+    with pytest.raises(BadInput, match=r"unknown special token '\[NEW\]'"):
+        load_tokenizer(str(folder))

@@ -12,7 +12,7 @@ from logging import ERROR
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
-from trainfit.core.errors import BadInput, reason, refusing
+from trainfit.core.errors import BadInput, brief, reason, refusing
 from trainfit.core.files import read_text
 from trainfit.core.libraries import import_generation
 from trainfit.data.corpus import END_OF_TEXT
@@ -61,6 +61,9 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
             reach(place)
     files = tokenizer_files(place)
     by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
+    if unknown := _unknown_special(Path(place) / "tokenizer.json"):
+        what = f"its template has the unknown special token {brief(unknown)}"
+        raise BadInput(f"no tokenizer in {place}: {what}", NO_TOKENIZER_FIX)
     reasons = []
     for kind in by_file if learned else ("AutoTokenizer", *by_file):
         try:
@@ -80,6 +83,20 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
             return tokenizer
     fix = NO_TOKENIZER_FIX if Path(place).is_dir() else on_hub
     raise BadInput(f"no tokenizer in {place}: {reasons[0].rstrip('.')}", fix)
+
+
+def _unknown_special(path: Path) -> str | None:
+    """Find a token that a template adds and does not know, at which the library would panic."""
+    try:
+        written = json.loads(read_text(path))["post_processor"]
+        for template in [written, *written.get("processors", ())]:
+            parts = [*template.get("single", ()), *template.get("pair", ())]
+            added = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
+            if unknown := [repr(one) for one in added if one not in template["special_tokens"]]:
+                return unknown[0]
+    except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
+        pass  # whoever loads it says more
+    return None
 
 
 def _misread(tokenizer: Tokenizer, path: Path) -> bool:

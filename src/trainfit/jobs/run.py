@@ -251,7 +251,7 @@ def train_job(
 ) -> Any:
     """Train, judge and export a job, in a new folder or in that of a run to resume."""
     show = show or Show()
-    with show.busy("looking at the machine"):
+    with show.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
     with joined(profile.device) as (world, device):
         if not world.first:

@@ -32,6 +32,9 @@ def settle_sources(composed: Composed) -> Composed:
     data, notes = _settled(config.data, folds=config.cv.folds is not None)
     if data == config.data:
         return composed
+    model = config.model
+    if isinstance(data, TokensData) and (model.freeze_encoder is True or model.method == "frozen"):
+        notes.append("the frozen encoder runs in every epoch: no output per word is kept")
     names = [field.name for field in fields(data)]
     changed = [name for name in names if getattr(data, name) != getattr(config.data, name)]
     settled: Any = replace(config, data=data)
