@@ -68,8 +68,7 @@ def predict(
     A model of words takes lists of words too, and answers for each word.
     """
     from trainfit.jobs import own_steps
-    from trainfit.jobs.predict import answer
-    from trainfit.jobs.word_answers import answer_words
+    from trainfit.jobs.predict import answer, answer_words
     from trainfit.runs.run_folder import export_facts, exports_of
 
     place = _folder(run)

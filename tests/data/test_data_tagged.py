@@ -15,11 +15,11 @@ from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.conll_files import TAGGED
 from trainfit.data.label_kinds import LabelKind
 from trainfit.data.labelled_texts import load_text_files
-from trainfit.data.split_files import find_splits
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 from trainfit.data.tokens import encode_words, tokenize_words
+from trainfit.jobs.text_sources import find_splits
 
 COLUMNS = Columns(text="tokens", label="tags", tagged=True)
 KIND = LabelKind(target="tags")

@@ -23,9 +23,8 @@ from trainfit.jobs import exports
 from trainfit.jobs.classification import ClassifierTask, in_batches
 from trainfit.jobs.model_card import code_for
 from trainfit.jobs.models.classifier import EncoderClassifier, classification_loss
-from trainfit.jobs.predict import load_export
+from trainfit.jobs.predict import answer_words, load_export
 from trainfit.jobs.targets import WordTags
-from trainfit.jobs.word_answers import answer_words
 
 NAMES = ["bert", "roberta", "distilbert", "deberta-v3", "modernbert-cls", "gpt2", "llama", "qwen3"]
 CLASSES = ["B-PER", "I-PER", "O"]

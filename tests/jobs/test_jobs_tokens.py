@@ -18,7 +18,7 @@ from job_tiny import SECRET, be_quick, words
 from trainfit.cli.main import run as run_command
 from trainfit.conf.composition import compose, options, preset
 from trainfit.core.errors import BadInput
-from trainfit.data.sentence_files import read_sentences
+from trainfit.data.conll_files import read_sentences
 from trainfit.data.synthetic import make_tagged
 from trainfit.hpo.study_settings import read_setting
 from trainfit.jobs.configuration import configure

@@ -33,7 +33,7 @@ def command(run: str, onnx: bool, hub: str | None, as_json: bool) -> None:
     """
     from trainfit.core.errors import BadInput
     from trainfit.core.libraries import ONNX, need
-    from trainfit.data.hub_upload import check_push
+    from trainfit.data.hub import check_push
     from trainfit.runs import run_folder
 
     if not onnx and hub is None:
@@ -84,7 +84,7 @@ def _only(exports: Sequence[Path]) -> Path:
 def push_run(run: Path, hub: str) -> str:
     """Upload the export of a run; return the address of the model. A failure spoils no run."""
     from trainfit.core.errors import RunFailed
-    from trainfit.data.hub_upload import push_files
+    from trainfit.data.hub import push_files
     from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
@@ -103,7 +103,7 @@ def push_run(run: Path, hub: str) -> str:
 def check_push_of(task: str, config: Any, hub: str) -> None:
     """Raise BadInput, before anything is trained, where its model could not be pushed."""
     from trainfit.core.errors import BadInput
-    from trainfit.data.hub_upload import check_push
+    from trainfit.data.hub import check_push
 
     if task == "gpt" or ":" in task:
         fix = "leave it out, and upload what you choose with `hf upload`"

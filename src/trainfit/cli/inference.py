@@ -93,7 +93,7 @@ def predict(
             raise BadInput("the model tags words", "leave --second and --criterion out")
         sentences = _sentences(path, text, text_column, facts)
         with loading():
-            from trainfit.jobs.word_answers import answer_words
+            from trainfit.jobs.predict import answer_words
         with terminal.busy("predicting"):
             tagged = answer_words(exports, sentences)
         _give(tagged, output, "json" if as_json else form)
@@ -130,7 +130,7 @@ def _sentences(
     path: Path | None, text: str | None, column: str, facts: Mapping[str, Any]
 ) -> list[list[str]]:
     """Read the words of a file, or split the text."""
-    from trainfit.data.sentence_files import read_sentences
+    from trainfit.data.conll_files import read_sentences
 
     if path is None:
         return [words] if (words := str(text).split()) else []

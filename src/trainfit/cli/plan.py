@@ -171,9 +171,11 @@ def _compare(composed: Composed, watts: float | None, price: float | None, form:
 
 
 def _draw(path: Path, plan: Plan, points: Any) -> None:
+    from trainfit.core.errors import BadInput
     from trainfit.reports.plots import memory_plot, write_plot
 
-    assert plan.memory is not None
+    if plan.memory is None:
+        raise BadInput("--plot of a plan without its memory", "leave --plot out")
     title = f"{plan.task.arguments['name']} on {plan.gpu or 'this machine'}"
     write_plot(path, memory_plot(points, plan.memory.capacity_gib, plan.batch_size, title))
 

@@ -1,14 +1,26 @@
-"""CoNLL files: a word and its tag per line, and an empty line between sentences."""
+"""Sentences of words: CoNLL files, with a word and its tag per line, and what is to be tagged."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Collection, Iterator
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from trainfit.core.errors import BadInput
 from trainfit.data.columnar import Rows
-from trainfit.data.columns import NAMES, shown_columns
-from trainfit.data.row_files import KINDS, FileKind, Kinds, read_lines
+from trainfit.data.columns import AUTO, NAMES, choose_columns, shown_columns
+from trainfit.data.labels import check_characters
+from trainfit.data.row_files import (
+    KINDS,
+    FileKind,
+    Kinds,
+    check_file,
+    column_names,
+    read_lines,
+    read_rows,
+)
 
 WORDS, TAGS = "tokens", "tags"
 """Names of the two columns; any between them are left out."""
@@ -79,3 +91,55 @@ TAGGED: Kinds = {
     **dict.fromkeys(ENDINGS, _CONLL),
 }
 """Kinds of files with a tag per word, by their ending."""
+_ALL_KINDS = {**KINDS, **TAGGED}
+_SAMPLE = 1000
+"""Lines of a .txt file that tell a CoNLL file from a text."""
+
+
+def read_sentences(path: Path, column: str, known: Collection[str]) -> list[list[str]]:
+    """Read the words of each row; a .txt file whose lines do not end with a known tag is a text.
+
+    `column` has lists of words or texts. Sentences without a word are left out.
+    """
+    ending = check_file(path, _ALL_KINDS).suffix.lower()
+    if ending == ".txt" and not path.is_dir() and not _is_tagged(path, known):
+        found = [line.split() for line in read_lines(path)]
+    elif ending in ENDINGS and not path.is_dir():
+        found = [row[WORDS] for _, row in read_rows(path, [WORDS], TAGGED)]
+    else:
+        found = list(_from_column(path, column))
+    return [words for words in found if any(word.strip() for word in words)]
+
+
+def _is_tagged(path: Path, known: Collection[str]) -> bool:
+    lines = [split_line(line) for line in islice(read_lines(path), _SAMPLE)]
+    return all(len(fields) > 1 and fields[-1].strip() in known for fields in lines if fields)
+
+
+def _from_column(path: Path, column: str) -> Iterator[list[str]]:
+    there = column_names(path, _ALL_KINDS) if column == AUTO else [column]
+    role = "tokens" if any(name.lower() in NAMES["tokens"] for name in there) else "text"
+    chosen = choose_columns(there, {role: column}, str(path), {role: "--text-column"})[role]
+    for number, row in read_rows(path, [chosen], _ALL_KINDS):
+        yield _words(row[chosen], f"{path}: row {number}, column {chosen}")
+
+
+def _words(value: Any, place: str) -> list[str]:
+    if isinstance(value, str):
+        return check_characters(value, place).split()
+    if value is not None and not isinstance(value, list):
+        raise BadInput(f"{place}: there is no text", "write a text or a list of words")
+    return read_words(value, place)
+
+
+def read_words(value: Any, place: str) -> list[str]:
+    """Read a list of words; none for nothing."""
+    if value is None or value == "":
+        return []
+    if not isinstance(value, list):
+        raise BadInput(f"{place}: the words are no list", 'write one such as ["Anna", "left"]')
+    for word in value:
+        if not isinstance(word, str):
+            raise BadInput(f"{place}: a word is no text", "write every word as a string")
+        check_characters(word, place)
+    return value

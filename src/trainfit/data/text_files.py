@@ -14,7 +14,7 @@ from typing import Any, Literal
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
 from trainfit.data.columnar import is_stream
-from trainfit.data.conll_files import TAGGED
+from trainfit.data.conll_files import TAGGED, read_words
 from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
 from trainfit.data.labels import check_characters, check_classes, check_kind, one_class, read_name
 from trainfit.data.row_files import (
@@ -192,19 +192,6 @@ def _add_words(
     for tag in tags:
         check_kind(kinds, tag, number, where)
     return True
-
-
-def read_words(value: Any, place: str) -> list[str]:
-    """Read a list of words; none for nothing."""
-    if value is None or value == "":
-        return []
-    if not isinstance(value, list):
-        raise BadInput(f"{place}: the words are no list", 'write one such as ["Anna", "left"]')
-    for word in value:
-        if not isinstance(word, str):
-            raise BadInput(f"{place}: a word is no text", "write every word as a string")
-        check_characters(word, place)
-    return value
 
 
 def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) -> LabelKind:

@@ -160,10 +160,6 @@ class PreparedJob:
             composed=self.composed, question=self.question(), profile=profile, ranks=ranks
         )
 
-    def trial_arguments(self) -> dict[str, Any]:
-        """Return what a trial's process needs beside the configuration."""
-        return {}
-
     # ── the loop's side ───────────────────────────────────────────────────────────────────────
 
     def facts(self) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import islice
 from pathlib import Path
@@ -9,11 +10,11 @@ from typing import Any
 
 from trainfit.conf import Composed, TextFilesConfig
 from trainfit.conf.schema import PairsData, TextFilesData, TokensData
+from trainfit.core.errors import BadInput, brief
 from trainfit.data.columnar import is_stream
 from trainfit.data.columns import AUTO, choose_columns, shown_name
 from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
-from trainfit.data.row_files import Kinds, column_names, read_rows
-from trainfit.data.split_files import find_splits
+from trainfit.data.row_files import KINDS, Kinds, column_names, read_rows
 from trainfit.data.text_files import Columns, is_blank
 
 _FIELDS = {"text": "text_column", "label": "label_column"}
@@ -22,6 +23,12 @@ _TAG_FIELDS = {"tokens": "words_column", "tags": "label_column"}
 """Fields of a configuration that name the column of each role."""
 _FIRST = 1000
 """Rows that tell if a split has labels."""
+_SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+"""Names of each split without their ending."""
 
 
 def settle_sources(composed: Composed) -> Composed:
@@ -32,8 +39,7 @@ def settle_sources(composed: Composed) -> Composed:
     data, notes = _settled(config.data, folds=config.cv.folds is not None)
     if data == config.data:
         return composed
-    model = config.model
-    if isinstance(data, TokensData) and (model.freeze_encoder is True or model.method == "frozen"):
+    if isinstance(data, TokensData) and config.model.freeze_encoder is True:
         notes.append("the frozen encoder runs in every epoch: no output per word is kept")
     names = [field.name for field in fields(data)]
     changed = [name for name in names if getattr(data, name) != getattr(config.data, name)]
@@ -125,3 +131,54 @@ def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
     values = (row[column] for _, row in islice(read_rows(path, [column], kinds), _FIRST))
     each = (one for value in values for one in (value if isinstance(value, list) else [value]))
     return any(not is_blank(one) for one in each)
+
+
+def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> dict[str, Path]:
+    """Find the file of each split in a folder; any other path is the training data itself.
+
+    The `chosen` split alone is the training data, whatever its name. `kinds` are the kinds of
+    files by their ending.
+    """
+    try:
+        if not path.is_dir() or (path / "state.json").is_file():
+            return _single(path, chosen)
+    except OSError:  # whoever reads it says why
+        return _single(path, chosen)
+    if chosen is not None:
+        places = list(_places(path, (chosen,), kinds))
+        if not places or Path(chosen).name != chosen:
+            raise BadInput(f"no split {brief(chosen)}", f"name one of {_listed(path)}")
+        return {"train": places[0]}
+    found = {split: list(_places(path, names, kinds)) for split, names in _SPLITS.items()}
+    for split, places in found.items():
+        if len(places) > 1:
+            both = f"{places[0].name} and {places[1].name}"
+            raise BadInput(f"{path} holds {both}", f"name one of them with data.{split}")
+    if not found["train"]:
+        if there := _listed(path):
+            raise BadInput("the data has no split train", f"name one with data.split: {there}")
+        name = "train.csv" if ".csv" in kinds else "train.conll"
+        raise BadInput(
+            f"{path} is no saved dataset and holds no {name}, train.jsonl or the like",
+            f"give a file, a folder with {name}, or one that datasets' save_to_disk wrote",
+        )
+    return {split: places[0] for split, places in found.items() if places}
+
+
+def _single(path: Path, chosen: str | None) -> dict[str, Path]:
+    if chosen is not None:
+        what = f"data.split is {brief(chosen)}, but {path} has no splits"
+        raise BadInput(what, "leave data.split out")
+    return {"train": path}
+
+
+def _listed(folder: Path) -> str:
+    """Names of the saved splits of a folder."""
+    return ", ".join(sorted(place.parent.name for place in folder.glob("*/state.json")))
+
+
+def _places(folder: Path, names: tuple[str, ...], kinds: Kinds) -> Iterator[Path]:
+    for name in names:
+        if (folder / name / "state.json").is_file():
+            yield folder / name
+        yield from (path for end in kinds if (path := folder / f"{name}{end}").is_file())
