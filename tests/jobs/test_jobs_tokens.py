@@ -205,7 +205,10 @@ def test_what_tokens_cannot_be_set_to(tmp_path: Path):
         configure("tokens", words(tmp_path, f"data.train={path}"))
     path = tmp_path / "a.jsonl"
     path.write_text(json.dumps({"tokens": ["a", "b"], "ner_tags": [0, 1]}) + "\n")
+    frozen = configure("tokens", words(tmp_path, f"data.train={path}", "model.freeze_encoder=true"))
+    assert "the frozen encoder runs in every epoch: no output per word is kept" in frozen.notes
     notes = configure("tokens", words(tmp_path, f"data.train={path}")).notes
+    assert not any("frozen" in note for note in notes)
     assert any("tags are numbers without names" in note for note in notes)
 
 
