@@ -2,11 +2,12 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
-from trainfit.hardware import as_if, detect
+from trainfit.hardware import as_if, detect, detection
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.detection import _tried, bf16_fault
 
@@ -30,6 +31,27 @@ def test_a_child_that_gives_no_answer_is_not_trusted():
 
 def test_a_program_that_cannot_start_is_no_fault():
     assert bf16_fault(("/no/such/program",)) is None
+
+
+def test_a_good_trial_is_kept_for_the_machine_and_a_fault_is_not(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
+    tried: list[str | None] = []
+    answers: list[str | None] = ["SIGILL", None]
+    monkeypatch.setattr(
+        detection, "bf16_fault", lambda: tried.append(answers[len(tried)]) or tried[-1]
+    )
+    before = detection.tried_before()
+    assert before is not None
+    assert [detection._fault_here(before) for _ in range(4)] == ["SIGILL", None, None, None]
+    assert len(tried) == 2
+    for name, value in (("ATEN_CPU_CAPABILITY", "default"), ("ONEDNN_MAX_CPU_ISA", "AVX2")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert detection.tried_before() != before
+    monkeypatch.setattr(detection, "_BOOT", tmp_path / "nowhere")
+    assert detection.tried_before() is None
 
 
 def test_a_processor_that_only_claims_bf16_is_believed_no_longer():

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
+from trainfit.core import caches
+from trainfit.core.files import cache_folder, write_whole
 from trainfit.core.records import CompileSupport, Cpu, Gpu, HardwareProfile, Note, TorchBuild
 from trainfit.hardware.access import VARIABLE, Access, access_notes, install_command, note, resolve
 from trainfit.hardware.catalogue import GpuSpec
@@ -107,6 +112,9 @@ def _state_notes(gpu: Gpu) -> Iterator[Note]:
 
 _PRODUCT = "import torch; a = torch.ones(64, 64, dtype=torch.bfloat16); a @ a"
 _SECONDS = 60
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
+_INSTRUCTIONS = ("_CPU_CAPABILITY", "_MAX_CPU_ISA")
+"""Ends of the names of variables that choose a processor's instructions."""
 
 
 @cache
@@ -127,6 +135,31 @@ def bf16_fault(
     return signal.Signals(-done.returncode).name if done.returncode < 0 else None
 
 
+def tried_before() -> Path | None:
+    """File that says that a child went through it since this machine was started, if it can say.
+
+    It is of this Python, its libraries and the variables that choose a processor's instructions.
+    """
+    try:
+        started = _BOOT.read_text()
+    except OSError:  # no Linux
+        return None
+    chosen = {name: value for name, value in os.environ.items() if name.endswith(_INSTRUCTIONS)}
+    about = json.dumps([started, sys.executable, caches.libraries(), chosen], sort_keys=True)
+    return cache_folder() / "bf16" / hashlib.sha256(about.encode()).hexdigest()[:32]
+
+
+def _fault_here(before: Path | None) -> str | None:
+    """Return `bf16_fault`, or None where the file `before` says so."""
+    if before is not None and before.is_file():
+        return None
+    fault = bf16_fault()
+    if fault is None and before is not None:
+        with suppress(OSError):
+            write_whole(before, "")
+    return fault
+
+
 ASSUMED_CORES = 8
 """Usable cores assumed beside a GPU that is not here, as in rented machines with one."""
 _ASSUMED = Cpu(name="assumed", cores=ASSUMED_CORES, host_cores=ASSUMED_CORES, assumed=True)
@@ -138,14 +171,17 @@ def detect(folder: Path | None = None) -> HardwareProfile:
     Reading a GPU's properties starts CUDA in this process, but nothing is allocated. Anything
     broken or out of reach becomes a note of the profile.
     """
+    before = tried_before()
     with ThreadPoolExecutor(1) as pool:
 
         def try_early(host: Host) -> None:
             if host.cpu.native_bf16 and not host.nvidia_devices:
-                pool.submit(bf16_fault)  # its child imports torch while this process does
+                pool.submit(_fault_here, before)  # its child imports torch while this process does
 
         profile, _ = probe_machine(folder or Path(), try_early)
-    return _tried(profile, bf16_fault) if profile.torch and not profile.gpus else profile
+    if profile.torch is None or profile.gpus:
+        return profile
+    return _tried(profile, lambda: _fault_here(before))
 
 
 def probe_machine(
