@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from trainfit.core.errors import BadInput
-from trainfit.data.label_kinds import LabelKind, infer_kind, read_label, strata_of
+from trainfit.data.labels import LabelKind, infer_kind, read_label, strata_of
 from trainfit.data.text_files import Columns, infer_labels, read_chunks
 
 JOINED = ["a|b", "a", "b|c", "a|c"] * 5

@@ -13,8 +13,8 @@ from tokenizer_folders import KINDS, WORDS, tokenizer_folder
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.conll_files import TAGGED
-from trainfit.data.label_kinds import LabelKind
 from trainfit.data.labelled_texts import load_text_files
+from trainfit.data.labels import LabelKind
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer

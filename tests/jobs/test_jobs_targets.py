@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from job_tiny import be_quick, words
 from trainfit.core.errors import BadInput
-from trainfit.data.label_kinds import LabelKind
+from trainfit.data.labels import LabelKind
 from trainfit.data.tokens import Tokens
 from trainfit.hpo.study_settings import read_setting
 from trainfit.jobs import textclass

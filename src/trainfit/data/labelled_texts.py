@@ -12,8 +12,14 @@ import numpy as np
 
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
-from trainfit.data.label_kinds import LabelKind, strata_of
-from trainfit.data.labels import balanced_weights, class_order, count_classes, one_class
+from trainfit.data.labels import (
+    LabelKind,
+    balanced_weights,
+    class_order,
+    count_classes,
+    one_class,
+    strata_of,
+)
 from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import LabelledTokens, Progress, tokenize_file
 from trainfit.data.tokens import IGNORED, Dataset, IntArray, Tokens

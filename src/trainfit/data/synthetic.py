@@ -17,7 +17,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.data.label_kinds import VALUE, Target
+from trainfit.data.labels import VALUE, Target
 from trainfit.data.redsm5 import (
     CRITERIA,
     SPECIAL_CASE,

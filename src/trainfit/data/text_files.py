@@ -15,8 +15,18 @@ from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import checksum
 from trainfit.data.columnar import is_stream
 from trainfit.data.conll_files import TAGGED, read_words
-from trainfit.data.label_kinds import Label, LabelKind, Target, infer_kind, read_label
-from trainfit.data.labels import check_characters, check_classes, check_kind, one_class, read_name
+from trainfit.data.labels import (
+    Label,
+    LabelKind,
+    Target,
+    check_characters,
+    check_classes,
+    check_kind,
+    infer_kind,
+    one_class,
+    read_label,
+    read_name,
+)
 from trainfit.data.row_files import (
     KINDS,
     LONGEST_LINE,

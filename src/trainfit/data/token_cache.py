@@ -24,8 +24,7 @@ from trainfit.core import caches
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import cache_folder, checksum
 from trainfit.data.columnar import is_stream
-from trainfit.data.label_kinds import VALUE, Label, LabelKind, Target
-from trainfit.data.labels import check_classes, class_order, shown
+from trainfit.data.labels import VALUE, Label, LabelKind, Target, check_classes, class_order, shown
 from trainfit.data.row_files import check_file
 from trainfit.data.text_files import Chunk, Columns, RowCount, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash

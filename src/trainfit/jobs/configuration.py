@@ -14,7 +14,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import may_be_on_hub
-from trainfit.data.label_kinds import LabelKind, describe
+from trainfit.data.labels import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
 from trainfit.data.text_files import check_columns, count_tags, infer_labels, read_chunks
 from trainfit.data.token_files import is_prepared, read_header
