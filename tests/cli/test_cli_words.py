@@ -47,6 +47,7 @@ def test_the_word_without_an_equals_sign_is_the_data(capsys: pytest.CaptureFixtu
 
 
 REFUSED = {
+    "train reviews.csv": "no job before 'reviews.csv'; name one first; the jobs are nli, ",
     "train textclass --batchsize 3": "did you mean --batch-size?",
     "train textclass none.csv": "no file none.csv",
     "plan textclass none.csv --gpu t4": "no file none.csv",

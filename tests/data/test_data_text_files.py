@@ -85,6 +85,20 @@ def test_a_packed_file_or_a_sheet_is_answered_with_what_to_do(tmp_path: Path, na
         column_names(tmp_path / name)
 
 
+def test_a_missing_file_is_answered_with_one_that_is_spelt_alike(tmp_path: Path):
+    put(tmp_path, "csv")
+    for name, fix in (("dta.csv", "did you mean data.csv"), ("reviews.csv", "check data.train")):
+        with pytest.raises(BadInput, match=f"no file .*{name}; {fix}"):
+            column_names(tmp_path / name)
+
+
+def test_a_file_of_pairs_is_sent_to_its_job():
+    found, auto = ["premise", "hypothesis", "label"], {"text": "auto", "label": "auto"}
+    keys = {"text": "data.text_column", "label": "data.label_column"}
+    with pytest.raises(BadInput, match="or take the job pairs"):
+        choose_columns(found, auto, "here", keys)
+
+
 def test_objects_inside_objects_have_names_with_dots(tmp_path: Path):
     rows = [{"id": n, "data": {"text": f"t{n}"}, "meta": {"by": {"label": n}}} for n in (1, 2)]
     path = put(tmp_path, "jsonl", rows)

@@ -62,10 +62,10 @@ def choose_columns(
     if len(missing) == len(left) == 1:
         chosen[missing.pop()] = left[0]
     if missing:
-        raise BadInput(
-            f"{place}: no column is recognised as {' or '.join(missing)}",
-            f"{shown_columns(found)}; write {_words(chosen, wanted, left, keys)}",
-        )
+        paired = "text" in missing and "second" not in wanted and _pair(usable, None)
+        fix = f"{shown_columns(found)}; write {_words(chosen, wanted, left, keys)}"
+        fix += ", or take the job pairs" * bool(paired)
+        raise BadInput(f"{place}: no column is recognised as {' or '.join(missing)}", fix)
     for name in chosen.values():
         if list(found).count(name) > 1:
             raise BadInput(f"{place} has the column {name} twice", "rename one of them")

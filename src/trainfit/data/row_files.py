@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import csv
+import difflib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -69,9 +70,19 @@ def check_file(path: Path, kinds: Kinds | None = None) -> Path:
             return columnar.check_saved_dataset(path)
     except OSError as error:  # a name that is too long, or no permission
         raise BadInput(f"cannot read {str(path)!r:.200} ({reason(error)})", PATHS) from None
-    check_regular(path, PATHS)
+    check_regular(path, _misspelt(path) or PATHS)
     _kind(path, kinds)
     return path
+
+
+def _misspelt(path: Path) -> str | None:
+    """Suggest the table in the same folder whose name comes near that of a missing one."""
+    with suppress(OSError, ValueError):
+        files = [] if path.exists() else islice(path.parent.iterdir(), 1000)
+        names = [one.name for one in files if one.suffix.lower() in KINDS]
+        if near := difflib.get_close_matches(path.name[:200], names, 1, 0.8):
+            return f"did you mean {near[0]}?"
+    return None
 
 
 def _kind(path: Path, kinds: Kinds | None) -> FileKind:

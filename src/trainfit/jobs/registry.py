@@ -38,6 +38,8 @@ def job_module(task: str) -> Any:
         return import_module("trainfit.jobs.own")
     if task not in BUILT_IN:
         listed = f"the jobs are {', '.join(BUILT_IN)}, or module:Class for one of yours"
+        if "." in task or "/" in task:  # a file in the place of the job
+            raise BadInput(f"no job before {brief(task)!r}", f"name one first; {listed}")
         raise BadInput(f"unknown job {brief(task)!r}", did_you_mean(task, BUILT_IN, listed))
     return import_module(BUILT_IN[task])
 
