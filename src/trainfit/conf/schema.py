@@ -1,7 +1,4 @@
-"""The keys of a configuration and what each may hold. Values are in the YAML files beside this.
-
-`auto` leaves a setting to the planner, which says why it chose what it chose.
-"""
+"""Keys of a configuration and what each may hold; `auto` leaves a setting to the planner."""
 
 from __future__ import annotations
 
@@ -12,6 +9,7 @@ from trainfit.core.codec import Length, PathName, Range
 
 Auto = Literal["auto"]
 Switch = bool | Auto
+CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Steps = Annotated[int, Range(1, 10**9)]
 """Number of anything that is counted while a run goes on."""
 MOST_SEQUENCES = 8192
@@ -62,9 +60,7 @@ class Optimization:
     optimizer: Literal["auto", "adamw_fused", "adamw"]
     compile: Switch
     """torch.compile. auto: where it pays back within the run."""
-    compile_mode: Literal[
-        "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"
-    ]
+    compile_mode: CompileMode
     cuda_graph: Switch
     """Capture whole steps as CUDA graphs. auto: where shapes are fixed and their memory fits."""
     gradient_accumulation_steps: Sequences | Auto

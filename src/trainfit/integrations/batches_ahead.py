@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any, NamedTuple
 
 import torch
 from torch.utils.data import dataloader
-from torch.utils.data._utils import pin_memory
 
 _WAITING = "_trainfit_ahead"
 _PATCHED = "_trainfit_switch"
@@ -42,6 +42,7 @@ def fetch_ahead() -> AheadSwitch:
     kind: Any = dataloader._SingleProcessDataLoaderIter
     if (found := ahead_switch()) is not None:
         return found
+    pinned: Any = import_module("torch.utils.data._utils.pin_memory").pin_memory
     switch, pool, plainly = AheadSwitch(), ThreadPoolExecutor(1, "trainfit-ahead"), kind._next_data
 
     def next_data(self: Any) -> Any:
@@ -58,7 +59,7 @@ def fetch_ahead() -> AheadSwitch:
         if on:
             vars(self)[_WAITING] = _begun(self, pool)
         if self._pin_memory:
-            data = pin_memory.pin_memory(data, self._pin_memory_device)
+            data = pinned(data, self._pin_memory_device)
         return data
 
     kind._next_data = next_data

@@ -16,12 +16,11 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from threading import Thread
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -47,7 +46,7 @@ from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
-from trainfit.runtime import applied, start_compilers
+from trainfit.runtime import applied, start_gpu
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -257,7 +256,7 @@ def train_job(
         if not world.first:
             show = Show()
         if device.type == "cuda":
-            _start(device, composed.config)
+            start_gpu(device, compilers=composed.config.optimization.compile is not False)
         with child_ahead(profile):
             with show.busy("preparing the data"), timeline.stage("data"):
                 prepared = prepare(world)
@@ -283,18 +282,6 @@ def train_job(
                     result.save(folder / "results.json", parents=False)
                     job_times.learn(folder)
             return result
-
-
-def _start(device: torch.device, config: Any) -> None:
-    """Start what takes seconds, the GPU's context and compilers, while the data is prepared."""
-
-    def context() -> None:
-        with suppress(RuntimeError):  # whatever is wrong with it, the model will say so
-            torch.cuda.synchronize(device)
-
-    Thread(target=context, daemon=True).start()
-    if getattr(getattr(config, "optimization", None), "compile", False) is not False:
-        start_compilers()
 
 
 def compare_run(

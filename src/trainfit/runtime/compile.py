@@ -6,6 +6,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from threading import Thread
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -80,17 +81,26 @@ def compile_blocks(
     return model
 
 
-def start_compilers() -> None:
-    """Start torch's processes that compile kernels, while something else is done.
+def start_gpu(device: torch.device, *, compilers: bool) -> None:
+    """Start the GPU's context and torch's compiling processes, while something else is done.
 
-    They import torch, which takes them seconds; until they have, kernels are compiled one by one in
-    this process.
+    Both take seconds. Until those processes have imported torch, kernels are compiled one by one in
+    this one.
     """
+    import torch
+
+    def context() -> None:
+        with suppress(RuntimeError):  # whatever is wrong with it, the model will say so
+            torch.cuda.synchronize(device)
+
+    Thread(target=context, daemon=True).start()
+    if not compilers:
+        return
     from torch._inductor.async_compile import AsyncCompile
 
     with suppress(Exception):  # without them it takes longer, and nothing else changes
         AsyncCompile.warm_pool()
-        AsyncCompile.use_process_pool()  # type: ignore[no-untyped-call]
+        AsyncCompile.use_process_pool()
 
 
 def compile_seconds() -> float:
