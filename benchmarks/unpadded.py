@@ -44,7 +44,7 @@ CASES = {
 ARMS = {
     "plain": (),
     "unpadded": ("unpadded", "fused"),
-    "graphs": ("unpadded", "graphs", "ahead", "fused"),
+    "graphs": ("unpadded", "graphs", "ahead", "nowait", "fused"),
     "plain-compiled": (),
     "unpadded-compiled": ("unpadded", "fused"),
 }

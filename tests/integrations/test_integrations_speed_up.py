@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,8 +20,8 @@ from unpadded_tiny import batch, config, counting_packed
 
 import trainfit
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speeding import apply_speedups
-from trainfit.integrations.speedups import chosen
+from trainfit.integrations.speeding import _check_there, apply_speedups
+from trainfit.integrations.speedups import NOWAIT, chosen
 
 
 def classifier(name: str = "bert") -> Any:
@@ -107,9 +109,53 @@ def test_what_cannot_be_done_is_said(capsys: pytest.CaptureFixture[str]) -> None
         trainfit.speed_up(nn.Linear(2, 2), only=["pad"])
 
 
+@pytest.mark.parametrize("off", [False, True])
+def test_losses_that_are_not_finite_count_as_trainer_counts_them(off: bool) -> None:
+    losses = [2.0, 4.0, math.nan, 3.0, math.inf, 5.0]
+
+    class Loop:
+        """The lines of transformers' Trainer that sum up the losses."""
+
+        def __init__(self) -> None:
+            self.args = SimpleNamespace(logging_nan_inf_filter=True, device=torch.device("cuda"))
+            self.state = SimpleNamespace(global_step=0)
+            self._globalstep_last_logged, self._tr_loss = 0, torch.tensor(0.0)
+            self.callbacks: list[Any] = []
+            self.add_callback = self.callbacks.append
+            self.checked = 0
+
+        def training_step(self) -> torch.Tensor:
+            return torch.tensor(losses[self.state.global_step])
+
+        def train(self) -> float:
+            for _ in losses:
+                loss = self.training_step()
+                self.checked += self.args.logging_nan_inf_filter
+                if self.args.logging_nan_inf_filter and (torch.isnan(loss) or torch.isinf(loss)):
+                    steps = 1 + self.state.global_step - self._globalstep_last_logged
+                    self._tr_loss += self._tr_loss / steps
+                else:
+                    self._tr_loss += loss
+                self.state.global_step += 1
+                for one in self.callbacks:
+                    one.on_step_end()
+                assert self.args.logging_nan_inf_filter
+            return float(self._tr_loss)
+
+    loop, done = Loop(), list[str]()
+    _check_there(loop, done)
+    assert done == ["no wait for each loss"]
+    NOWAIT.off = off
+    try:
+        assert loop.train() == Loop().train()
+    finally:
+        NOWAIT.off = False
+    assert loop.checked == (len(losses) if off else 0)
+
+
 def test_changes_can_be_chosen() -> None:
-    assert chosen(None) == ["unpadded", "graphs", "ahead", "fused"]
-    assert chosen(None, ["unpadded"]) == ["graphs", "ahead", "fused"]
+    assert chosen(None) == ["unpadded", "graphs", "ahead", "nowait", "fused"]
+    assert chosen(None, ["unpadded"]) == ["graphs", "ahead", "nowait", "fused"]
     assert chosen(["tf32"]) == ["tf32"]
     with trainfit.applied(trainfit_settings()):
         before = torch.backends.cuda.matmul.allow_tf32

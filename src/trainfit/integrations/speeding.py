@@ -12,14 +12,14 @@ from functools import wraps
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.batches_ahead import fetch_ahead
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
-from trainfit.integrations.speedups import GRAPHS, SpeedUp, chosen
+from trainfit.integrations.speedups import GRAPHS, NOWAIT, SpeedUp, chosen
 from trainfit.integrations.unpadding import facts_in, unpadded
 from trainfit.runtime import apply
 
@@ -39,7 +39,8 @@ def speed_up(
 
     Returns the same trainer and prints one line of what was done and what was not. `only` and
     `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `ahead` (batches of
-    a loader without workers, on a GPU), `fused` (AdamW) and `tf32`, which must be named in `only`.
+    a loader without workers), `nowait` (Trainer's check of each loss, done on the GPU), `fused`
+    (AdamW) and `tf32`, which must be named in `only`.
     """
     found = apply_speedups(trainer, chosen(only, without))
     if not quiet:
@@ -64,6 +65,8 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     if "ahead" in names and torch.cuda.is_available():  # a CPU has no time to fetch meanwhile
         fetch_ahead()
         done.append("batches fetched ahead")
+    if "nowait" in names and not isinstance(trainer, nn.Module):
+        _check_there(trainer, done)
     if "fused" in names and not isinstance(trainer, nn.Module):
         _fuse(trainer, done, left)
     if "tf32" in names:
@@ -101,6 +104,38 @@ def _unpad(
             return changed(build(*args, **kwargs))
 
         trainer.model_init = built
+
+
+def _check_there(trainer: Any, done: list[str]) -> None:
+    """Filter losses that are not finite on the GPU, where Trainer would wait for each of them."""
+    arguments: Any = getattr(trainer, "args", None)
+    method: Any = getattr(trainer, "training_step", None)
+    filters = getattr(arguments, "logging_nan_inf_filter", False)
+    filters = filters and arguments.device.type == "cuda"
+    if not filters or method is None or not hasattr(trainer, "add_callback"):
+        return
+    from transformers import TrainerCallback
+
+    class Restore(TrainerCallback):
+        def on_step_end(self, *_: Any, **_rest: Any) -> None:
+            arguments.logging_nan_inf_filter = True
+
+        on_substep_end = on_step_end
+
+    @wraps(method)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        loss, total = method(*args, **kwargs), getattr(trainer, "_tr_loss", None)
+        off = total is None or not isinstance(loss, Tensor) or NOWAIT.off
+        arguments.logging_nan_inf_filter = off
+        if off or total is None:
+            return loss
+        # Trainer's own rule: such a loss counts as the mean of those since the last log.
+        since = 1 + trainer.state.global_step - trainer._globalstep_last_logged
+        return torch.where(torch.isfinite(loss), loss, total / since)
+
+    trainer.training_step = step
+    trainer.add_callback(Restore())
+    done.append("no wait for each loss")
 
 
 def _fuse(trainer: Any, done: list[str], left: list[str]) -> None:

@@ -8,8 +8,22 @@ from dataclasses import dataclass
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
 
-SPEEDUPS = {"unpadded": True, "graphs": True, "ahead": True, "fused": True, "tf32": False}
+SPEEDUPS = {
+    **{"unpadded": True, "graphs": True, "ahead": True, "nowait": True, "fused": True},
+    "tf32": False,
+}
 """Changes by name, and if they are made unasked; TF32 rounds differently."""
+
+
+@dataclass
+class Switch:
+    """Turns a change off while a script's own steps are timed."""
+
+    off: bool = False
+
+
+NOWAIT = Switch()
+"""Switch of the check of losses on the GPU."""
 
 GRAPHS = "CUDA graphs"
 """Change in the words of the closing line."""

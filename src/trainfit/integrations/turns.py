@@ -13,6 +13,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 
 from trainfit.integrations.batches_ahead import ahead_switch
+from trainfit.integrations.speedups import NOWAIT
 from trainfit.integrations.unpadded_calls import Unpadding
 
 PADDED, UNPADDED, GRAPHS = range(3)
@@ -20,11 +21,14 @@ PADDED, UNPADDED, GRAPHS = range(3)
 WARM_UP = 10
 """Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
 _BLOCK = 5
-"""Steps of a turn; the first is not counted, as its memory is of the other kind."""
+"""Steps of a turn; the first is not counted, as its memory is of the other kind.
+
+The others are timed together: a wait for the GPU after each would hide what runs beside it.
+"""
 _TURNS = 4
 """Turns of each way."""
-_FEWEST = 4
-"""Timed steps that a way needs."""
+_FEWEST = 2
+"""Timed turns that a way needs."""
 _DRAWS = 200
 
 
@@ -42,7 +46,7 @@ class Turns:
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self.facts: list[Unpadding] = []
         self.seconds: dict[int, list[float]] = {way: [] for way in (PADDED, UNPADDED, GRAPHS)}
-        """Seconds of steps, by their way."""
+        """Seconds of a step in each turn, by their way."""
         self.gain: Gain | None = None
         """Gain of all changes over the script's own steps."""
         self.alone: Gain | None = None
@@ -73,18 +77,19 @@ class Turns:
         done = self._step - WARM_UP * (self._ways - 1)
         if done < 0 or self.gain is not None:
             return
-        now = self._clock()
         turn, place = divmod(done - 1, _BLOCK)
         graphs = [one.graphs for one in self.facts if one.graphs is not None]
         other = sum(one.eager + one.captured for one in graphs)
-        replayed = self._way(turn) != GRAPHS or other == self._other
-        if done > 0 and place > 0 and replayed:
-            self.seconds[self._way(turn)].append(now - self._last)
+        if place == 0:
+            self._last, self._other = self._clock(), other
+        elif done > 0 and place == _BLOCK - 1:
+            now, way = self._clock(), self._way(turn)
+            if way != GRAPHS or other == self._other:
+                self.seconds[way].append((now - self._last) / place)
         if done == self._ways * _TURNS * _BLOCK:
             self._end()
-            return
-        self._switch(self._way(done // _BLOCK))
-        self._last, self._other = now, other
+        elif done % _BLOCK == 0:
+            self._switch(self._way(done // _BLOCK))
 
     def _way(self, turn: int) -> int:
         """Way of a turn: there and back again, so that none is always the later one."""
@@ -92,6 +97,7 @@ class Turns:
         return min(place, 2 * self._ways - 1 - place)
 
     def _switch(self, way: int) -> None:
+        NOWAIT.off = way == PADDED
         if (ahead := ahead_switch()) is not None:
             ahead.off = way == PADDED
         for one in self.facts:
@@ -121,7 +127,7 @@ def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:
 
     drawn = [again(before) / again(after) for _ in range(_DRAWS)]
     times = median(before) / median(after)
-    return Gain(times, stdev(drawn), len(before) + len(after))
+    return Gain(times, stdev(drawn), (len(before) + len(after)) * (_BLOCK - 1))
 
 
 def _synchronised() -> float:
