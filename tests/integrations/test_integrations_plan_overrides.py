@@ -30,6 +30,7 @@ PLANNED = {
     "optimization.optimizer": "adamw_fused",
     "optimization.compile": True,
     "optimization.cuda_graph": False,
+    "optimization.sharding": "none",
     "optimization.compile_mode": "max-autotune-no-cudagraphs",
     "optimization.gradient_accumulation_steps": 2,
 }

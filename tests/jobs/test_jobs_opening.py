@@ -67,7 +67,7 @@ def parts(
         optimizer=optimizer,
         rates=(2e-5,),
         indivisible=None,
-        loader=SimpleNamespace(workers=lambda: loader),
+        loader=SimpleNamespace(workers=lambda: loader, on_device=False),
         sharded=False,
         task=SimpleNamespace(steps=lambda _epoch: [tuple(range(8))]),
     )

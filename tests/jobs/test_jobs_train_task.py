@@ -105,7 +105,7 @@ def test_an_evaluation_computes_little_in_few_shapes(
 ):
     sizes = np.random.default_rng(0).lognormal(5, 0.7, 900).clip(2, 512).astype(int)
     made = synthetic_tokens(sizes.tolist(), 90)
-    found = list(batches(made, 16, 0, torch.device(device)))
+    found = [(chosen, make()) for chosen, make in batches(made, 16, 0, torch.device(device))]
     assert sorted(n for chosen, _ in found for n in chosen) == list(range(900))
     seen = [batch["input_ids"].shape for _, batch in found]
     assert len(set(seen)) <= shapes

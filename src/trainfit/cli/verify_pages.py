@@ -55,19 +55,20 @@ def of_run(folder: Path) -> Verified:
 def of_command(command: str, seen: Observed) -> Verified:
     """Receipt of an observed command."""
     assert seen.receipt is not None
-    assert seen.evidence is not None
-    rate = seen.steps_per_second
+    rate, evidence = seen.steps_per_second, seen.evidence
     figures = {"steps_per_second": seen.steps_per_second, "memory_gib": seen.peak_memory_gib}
     return Verified(
         receipt=Receipt(run=command, items=seen.receipt.items),
-        evidence=seen.evidence,
+        evidence=evidence,
         figures={name: value for name, value in figures.items() if value is not None},
-        what_if=what_if(
-            seen.evidence,
+        what_if=()
+        if evidence is None
+        else what_if(
+            evidence,
             step_seconds=1 / rate if rate else None,
             framework=seen.framework,
             memory_share=seen.memory_share,
-            rates=remembered_rates(seen.evidence.device_name),
+            rates=remembered_rates(evidence.device_name),
         ),
     )
 
