@@ -15,10 +15,18 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, is_hypothesis_test, settings
+
+collect_ignore = (
+    []
+    if find_spec("datasets")
+    else [f"data/test_data_{name}.py" for name in ("hub", "hub_server", "tagged")]
+)
+"""Tests of an extra, which a machine with a GPU may lack."""
 
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""

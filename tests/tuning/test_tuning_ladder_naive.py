@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +97,7 @@ def test_the_baseline_is_naive_on_a_gpu(job: tuple[Plan, TaskSpec], tmp_path: Pa
         prefetch_factor=2,
     )
     spec = replace(job[1], arguments=job[1].arguments | {"device": "cuda"})
+    gc.collect()  # with loader processes of earlier tests
     seen = looked_at((best, spec), row_of((best, spec)), tmp_path)
     assert (seen.device, seen.products.dtype, seen.products.tf32_kernels) == ("cuda", "fp32", 0)
     assert seen.switches.tf32 is False

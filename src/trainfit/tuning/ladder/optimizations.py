@@ -48,6 +48,7 @@ def rungs_for(
         rung("loader workers", best.num_workers, plan=planned("num_workers", "prefetch_factor")),
         rung("pinned memory", best.pin_memory, plan={"pin_memory": True}),
         rung("persistent workers", best.persistent_workers, plan={"persistent_workers": True}),
+        rung("data on the GPU", best.data_on_gpu, plan={"data_on_gpu": True}),
         rung("cuDNN benchmark", gpu, runtime={"cudnn_benchmark": True}),
         rung(
             "attention with packing" if best.packed and not fused else "attention kernel",
@@ -64,6 +65,7 @@ def rungs_for(
             naive={"shuffled": False, "eager": False},
         ),
         rung("torch.compile", not missing, plan={"compile": True, "compile_mode": mode}),
+        rung("captured steps", best.cuda_graph, plan={"cuda_graph": True}),
         *_trades(rung, best, profile),
         rung("Liger kernels", no_liger is None, naive={"liger": True}),
         rung("channels-last", False),
