@@ -1,9 +1,10 @@
-"""Table of the speed of each head, from the records of heads.py; empty where there is none."""
+"""Tables of the speed of heads and of own scripts, from records; empty where there is none."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import Any
 
 from result_files import RESULTS, table
@@ -56,4 +57,31 @@ def _range(rates: Sequence[float]) -> str:
     return " to ".join(ends)
 
 
-TABLES: dict[str, Callable[[], str]] = {"heads": head_speeds}
+_SCRIPTS = {
+    "bert": "Trainer, BERT-base",
+    "modernbert": "Trainer, ModernBERT-base",
+    "deberta": "Trainer, DeBERTa-v3-base",
+    "bert-512": "Trainer, BERT-base, texts of 120 tokens padded to 512",
+    "cross-encoder": "CrossEncoder under Accelerate, BERT-base",
+}
+
+
+def script_speeds() -> str:
+    """Samples per second of plain scripts and of the same with changes, in alternating runs."""
+    paths = sorted(RESULTS.glob("*-own-script-*.json"))
+    found = [one for path in paths for one in json.loads(path.read_text())["records"]]
+    rows = []
+    for case, title in _SCRIPTS.items():
+        rates: dict[str, list[float]] = {}
+        for row in (row for one in found for row in one["rows"] if row["case"] == case):
+            if "samples_per_second" in row:
+                rates.setdefault(row["arm"], []).append(row["samples_per_second"])
+        plain, alone, graphs = (rates.get(arm, []) for arm in ("plain", "unpadded", "graphs"))
+        if plain and alone and graphs:
+            gains = (f"{median(one) / median(plain):.2f}×" for one in (alone, graphs))
+            rows.append((title, _range(plain), _range(alone), _range(graphs), *gains))
+    heads = ("script", "alone", "without padding", "all changes", "gain without padding", "by all")
+    return table(heads, rows) if rows else ""
+
+
+TABLES: dict[str, Callable[[], str]] = {"heads": head_speeds, "own-script": script_speeds}

@@ -11,6 +11,7 @@ one is captured. A step that cannot be captured runs eagerly, with the same resu
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
@@ -124,8 +125,7 @@ class CapturedSteps:
         if not self._graphs:  # torch takes no graph into a pool whose last one was freed
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        # Thread-local: a checkpoint may be copied in another thread meanwhile.
-        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+        with capturing(graph, self._pool):
             numbers = work(fixed, weight)
         return _Graph(graph, fixed, weight, numbers)
 
@@ -158,6 +158,27 @@ class CapturedSteps:
     def held(self) -> bool:
         """True where graphs hold memory."""
         return bool(self._graphs)
+
+
+@contextmanager
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what a block does on the GPU.
+
+    No garbage is collected meanwhile: freeing an event or another graph would break the capture,
+    and one that broke off would leave its own stream the current one. Thread-local, since batches
+    and checkpoints may be copied in other threads.
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.current_stream()),
+            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+        ):
+            yield
+    finally:
+        if collects:
+            gc.enable()
 
 
 def shapes(batches: Sequence[Batch]) -> Hashable:

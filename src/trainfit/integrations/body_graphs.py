@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.errors import reason
+from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.integrations.body_state import BodyState, body_state
 from trainfit.integrations.captured_passes import (
@@ -246,12 +247,7 @@ def _fitting(lane: _Lane, call: BodyCall) -> BodyGraph | None:
 
 def _record(pool: Any, work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    # A capture that fails would leave its own stream the current one. Thread-local: batches may
-    # be copied to the GPU in another thread meanwhile.
-    with (
-        torch.cuda.stream(torch.cuda.current_stream()),
-        torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
-    ):
+    with capturing(graph, pool):
         work()
     replay: Callable[[], None] = graph.replay
     return replay
