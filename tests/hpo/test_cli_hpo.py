@@ -202,7 +202,7 @@ def until(tmp: Path, count: int, command: subprocess.Popen[str], seconds: float 
 @pytest.mark.soak
 @pytest.mark.parametrize("by", [signal.SIGKILL, signal.SIGINT])
 def test_a_command_that_was_killed_goes_on_at_once(by: signal.Signals, tmp_path: Path):
-    words = words_of(tmp_path, "hpo.trials=2", "cv.folds=2", "hpo.grace=600", "hpo.pruner=none")
+    words = words_of(tmp_path, "hpo.trials=4", "cv.folds=2", "hpo.grace=600", "hpo.pruner=none")
     first = start(*words, pause=0.3)
     until(tmp_path, 1, first)
     first.send_signal(by)
