@@ -92,8 +92,11 @@ class OnOneDevice(TorchFunctionMode):
             return func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
+        args = tuple(map(self._exchanged, args))
+        if func is torch.device and args and args[0] is self._device:  # perhaps with an index
+            return self._device
         kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
-        return func(*map(self._exchanged, args), **kwargs)
+        return func(*args, **kwargs)
 
     def _exchanged(self, value: Any) -> Any:
         named = isinstance(value, str) and value.partition(":")[0] == "cuda"
