@@ -28,6 +28,7 @@ Share = Annotated[float, Range(0, 1)]
 Rate = Annotated[float, Range(0, 10)]
 """Learning rate or weight decay."""
 Amount = Annotated[float, Range(0, 10**6)]
+Gibibytes = Annotated[float, Range(0.1, 10**4)]
 HeldOut = Annotated[float, Range(0.01, 0.5)]
 Place = Annotated[str, PathName()]
 Name = Annotated[str, Length(1, 500)]
@@ -51,6 +52,8 @@ class DeviceConfig:
     """CPU threads of this process. A small model on a busy machine is fastest with one."""
     expandable_segments: bool | None
     """The allocator's segments grow: fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF says."""
+    memory_gib: Gibibytes | None = None
+    """Most memory of the GPU that plan and run may use, beside CUDA's own; null: all that is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,6 +145,8 @@ class RuntimeSettings(Record):
     attention: Literal["flash", "efficient", "math"] | None = None
     """The attention kernel to prefer; the others stay as fallbacks."""
     expandable_segments: bool | None = None
+    memory_gib: float | None = None
+    """Most memory of the GPU that the process may reserve."""
     empty_cache: bool | None = None
     seed: int | None = None
 

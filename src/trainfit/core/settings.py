@@ -314,6 +314,12 @@ SETTINGS = (
         chosen_by="user",
         receipt="expandable_segments",
     ),
+    Setting(
+        name="memory_gib",
+        key="device.memory_gib",
+        field="runtime.memory_gib",
+        chosen_by="user",
+    ),
     Setting(name="seed", key="seed", field="runtime.seed", chosen_by="user", learns=True),
     Setting(
         name="max_length",

@@ -141,6 +141,11 @@ def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
         profile = replace(profile, gpus=())
     elif not profile.gpus and device.use_cuda is True:
         raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
+    elif not profile.gpus and device.memory_gib is not None:
+        raise BadInput(
+            f"device.memory_gib={device.memory_gib:g} bounds a GPU, and there is none here",
+            f"leave it out, or name a GPU: `trainfit plan {composed.task} --gpu 4090 --memory 8`",
+        )
     elif not profile.gpus and composed.hardware not in _ANYWHERE:
         raise BadInput(
             f"hardware={composed.hardware}, but there is no GPU here",

@@ -155,13 +155,12 @@ def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Tar
     if gpu is None:
         free = _steady(profile.memory_available_gib) if memory_gib is None else memory_gib
         return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
-    if memory_gib is None:
-        others = gpu.state.memory_used_by_others_gib or 0.0
-        memory_gib = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
+    others = gpu.state.memory_used_by_others_gib or 0.0
+    free = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
     return Target(
         sm_count=gpu.sm_count or 1,
         compute_capability=gpu.compute_capability,
-        capacity=int(memory_gib * GIB),
+        capacity=int((free if memory_gib is None else min(free, memory_gib)) * GIB),
     )
 
 

@@ -62,6 +62,8 @@ class Question(Record):
     """True for next-token prediction on blocks of one length, without packing or padding."""
     indivisible: bool = False
     """A step cannot be cut: its loss does not add up over micro-batches."""
+    savers: tuple[str, ...] = ()
+    """Settings that the planner may change where the job does not fit otherwise."""
     watts: float | None = None
     price_per_hour: float | None = None
     data: str | None = None
