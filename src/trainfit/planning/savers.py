@@ -15,6 +15,7 @@ from typing import Literal, TypeAlias
 
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason
 from trainfit.core.records import HardwareProfile, Scalar
+from trainfit.core.settings import BY_NAME
 from trainfit.planning.question import Pin, Question
 
 _HOST_SHARE = 0.8
@@ -205,6 +206,11 @@ def _part(memory: MemoryEstimate, saver: Saver) -> float:
 def _pinned(question: Question, taken: Combination) -> Question:
     pins = {s.setting: Pin(value=s.value, origin=s.price) for s in taken}
     return replace(question, pins=question.pins | pins)
+
+
+def count_savers(plan: Plan) -> int:
+    """Number of savers that a plan has, whoever chose them."""
+    return sum(BY_NAME[saver.setting].of(plan) == saver.value for saver in SAVERS)
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────
