@@ -30,6 +30,7 @@ from trainfit.kernels import supported
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
+from trainfit.planning.savers import saver_settings
 
 _BATCHES = {"nli": 16, "textclass": 32, "pairs": 32, "tokens": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
@@ -203,6 +204,7 @@ def question(
         uncapturable=None,
         gathers=not causal,
         causal=causal,
+        savers=saver_settings(adapters=not causal),
         watts=watts,
         price_per_hour=price_per_hour,
     )

@@ -238,7 +238,9 @@ def _planned(
     if exact and fits and best.taken.fits is None:
         best = timed(fitter.exact(best, held, speed))
         fits = bool(best.taken.fits)
-    advice = () if fits or not advise else what_would_fit(question, fixed.arguments, best, held, exact)
+    advice = (
+        () if fits or not advise else what_would_fit(question, fixed.arguments, best, held, exact)
+    )
     how = {"compile": compiled, "cuda_graph": graph}
     made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, how)
     return replace(made, advice=advice)

@@ -102,6 +102,14 @@ SAVERS = (
     ),
 )
 """Savers in the order in which they are tried."""
+
+
+def saver_settings(*, adapters: bool) -> tuple[str, ...]:
+    """Settings of the savers; `adapters`: weights that are not trained may be rounded."""
+    names = (saver.setting for saver in SAVERS if adapters or not saver.adapters_only)
+    return tuple(dict.fromkeys(names))
+
+
 Combination: TypeAlias = tuple[Saver, ...]
 
 
@@ -119,7 +127,9 @@ class Attempt:
         return float("inf") if time is None or time.step_seconds is None else time.step_seconds
 
 
-def cheapest(question: Question, profile: HardwareProfile, plan: Callable[[Question], Plan]) -> Plan:
+def cheapest(
+    question: Question, profile: HardwareProfile, plan: Callable[[Question], Plan]
+) -> Plan:
     """Plan without savers, or else with those that cost the least.
 
     Of combinations that change learning alike and have as many savers, the fastest is taken.
@@ -143,9 +153,7 @@ def cheapest(question: Question, profile: HardwareProfile, plan: Callable[[Quest
     return base if chosen is None else _explained(chosen, base, tried)
 
 
-def able(
-    question: Question, profile: HardwareProfile, memory: MemoryEstimate
-) -> tuple[Saver, ...]:
+def able(question: Question, profile: HardwareProfile, memory: MemoryEstimate) -> tuple[Saver, ...]:
     """Savers that the job, the machine and the user leave open."""
     host = float("inf") if profile.simulated else _HOST_SHARE * profile.memory_available_gib
     return tuple(
