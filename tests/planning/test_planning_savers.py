@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from plan_example import MEMORY, PLAN, TIME
 
+from plan_example import MEMORY, PLAN, TIME
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, Workload
 from trainfit.core.settings import BY_NAME, with_values
 from trainfit.hardware import as_if

@@ -53,7 +53,7 @@ class DeviceConfig:
     expandable_segments: bool | None
     """The allocator's segments grow: fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF says."""
     memory_gib: Gibibytes | None = None
-    """Most memory of the GPU that plan and run may use, beside CUDA's own; null: all that is free."""
+    """Most memory of the GPU that plan and run may use, beside CUDA's own; null: what is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

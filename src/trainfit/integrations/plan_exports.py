@@ -19,6 +19,7 @@ from trainfit.conf import Composed, Config, keys
 from trainfit.conf.composition import as_word, flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
+from trainfit.integrations.saver_notes import saver_notes
 from trainfit.jobs.job import Job
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.registry import is_own, load
@@ -280,44 +281,11 @@ def _unsaid(plan: Plan, composed: Composed) -> list[str]:
         notes.append(f"planned for {load.method}: give the trainer a model wrapped by peft")
     if plan.weights_dtype != "float32":
         notes.append(f"weights that are not trained are planned in {plan.weights_dtype}: cast them")
-    notes += _of_savers(plan)
+    notes += saver_notes(plan)
     if plan.packed:
         notes.append("planned with packed rows; batches here are padded, and slower for it")
     if plan.runtime.expandable_segments:
         notes.append("export PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts")
-    return notes
-
-
-_QUANTIZED = {
-    "nf4": 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16',
-    "int8": "load_in_8bit=True",
-}
-
-
-def _of_savers(plan: Plan) -> list[str]:
-    """Notes on what saves memory and is no argument of a trainer."""
-    notes = []
-    if plan.quantization != "none":
-        options = _QUANTIZED[plan.quantization]
-        notes.append(
-            f"planned with weights in {plan.quantization}: load the model with "
-            f"quantization_config=BitsAndBytesConfig({options})"
-        )
-    if plan.offload_activations:
-        notes.append(
-            "planned with activations in the host's memory: run the forward pass under "
-            "torch.autograd.graph.save_on_cpu(pin_memory=True)"
-        )
-    if plan.offload_optimizer:
-        notes.append(
-            "planned with the optimizer's states in the host's memory: DeepSpeed's "
-            "offload_optimizer does so"
-        )
-    if plan.runtime.memory_gib is not None:
-        notes.append(
-            f"planned for {plan.runtime.memory_gib:g} GiB: limit torch with "
-            "torch.cuda.set_per_process_memory_fraction"
-        )
     return notes
 
 
