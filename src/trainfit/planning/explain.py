@@ -57,6 +57,7 @@ def choices_for(
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
         "optimizer": decide.optimizer(question),
+        "offload_optimizer": decide.offload(question, profile.gpu),
         "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
         **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(
