@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from trainfit.core.codec import Length, PathName, Range
+from trainfit.core.plan_records import OptimizerName
 
 Auto = Literal["auto"]
 Switch = bool | Auto
@@ -60,7 +61,8 @@ class DeviceConfig:
 class Optimization:
     """How a step is computed, not what it computes."""
 
-    optimizer: Literal["auto", "adamw_fused", "adamw"]
+    optimizer: Auto | OptimizerName
+    """auto: adamw_fused. All others but adamw keep less beside the weights."""
     compile: Switch
     """torch.compile. auto: where it pays back within the run."""
     compile_mode: CompileMode
@@ -74,6 +76,8 @@ class Optimization:
     """Share the model among ranks (hybrid: of a machine). auto: where it does not fit one GPU."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which ranks sum gradients: bf16 halves what they send."""
+    offload_optimizer: Switch = "auto"
+    """Keep AdamW's moments in the host's memory: less on the GPU, and slower steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,9 +151,7 @@ class EncoderModel:
     """Train the head alone. auto: where nothing else fits the memory; not where method is set."""
     use_gradient_checkpointing: Switch | Literal["selective"]
     """Recompute activations in the backward pass: less memory, about a third slower.
-
-    selective: those of every second block.
-    """
+    selective: those of every second block."""
     use_flash_attention: bool
     """Prefer the flash kernel; others stay as fallbacks."""
     pooling: Literal["auto", "mean", "first", "last", "max", "attention_kv", "attention_query"]

@@ -15,6 +15,8 @@ Sharding = Literal["none", "fsdp", "hybrid"]
 ReduceDtype = Literal["fp32", "bf16"]
 Precision = Literal["bf16", "fp16", "fp32"]
 Quantization = Literal["none", "nf4", "int8"]
+OptimizerName = Literal["adamw_fused", "adamw", "adamw_bf16", "adamw_8bit", "adafactor", "muon"]
+"""Optimizers of the jobs that trainfit has; jobs of one's own may return any."""
 
 
 def shown(value: Scalar) -> str:
@@ -241,7 +243,9 @@ class Plan(Record):
     """Capture whole steps as CUDA graphs."""
     liger: bool = False
     """Use Liger's kernels for norms and gated feed-forwards."""
-    optimizer: Literal["adamw_fused", "adamw"]
+    optimizer: OptimizerName
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in the host's memory, and bring them to the GPU for each update."""
     data_on_gpu: bool = False
     """Keep the tokens on the GPU and gather steps there; loader processes are then not started."""
     num_workers: int

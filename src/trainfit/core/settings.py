@@ -212,12 +212,31 @@ SETTINGS = (
         key="optimization.optimizer",
         aliases=("training.optimizer_type", "training.fused_adamw", "fused_adamw", "optim"),
         flags={"fused_adamw": {True: "adamw_fused", False: "adamw"}},
-        spellings={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw"},
+        spellings={
+            "adamw_torch_fused": "adamw_fused",
+            "adamw_torch": "adamw",
+            "adamw_bnb_8bit": "adamw_8bit",
+            "adamw_torch_8bit": "adamw_8bit",
+        },
         field="optimizer",
         chosen_by="tune",
         tries=("adamw_fused", "adamw"),
         hf="optim",
-        in_hf={"adamw_fused": "adamw_torch_fused", "adamw": "adamw_torch"},
+        # transformers has neither bf16 moments nor Muon; a note of the export says so.
+        in_hf={
+            "adamw_fused": "adamw_torch_fused",
+            "adamw": "adamw_torch",
+            "adamw_bf16": "adamw_torch_fused",
+            "adamw_8bit": "adamw_bnb_8bit",
+            "muon": "adamw_torch_fused",
+        },
+        receipt="optimizer",
+    ),
+    Setting(
+        name="offload_optimizer",
+        key="optimization.offload_optimizer",
+        field="offload_optimizer",
+        receipt="offload_optimizer",
     ),
     Setting(
         name="data_on_gpu",

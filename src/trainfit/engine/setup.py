@@ -26,15 +26,14 @@ from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
     adopt,
     build_optimizer,
-    is_plain_adamw,
     keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
-    trained_parameters,
 )
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
+from trainfit.engine.updates import host_moments, is_adamw, trained_parameters
 from trainfit.kernels.quantized_linear import count_weights
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import event_log, timeline
@@ -119,15 +118,16 @@ def build_parts(
         _fits(lambda: model.to(device), "the model")
         spread_weights(world, model)
 
+    _check_offloaded(settings, sharded, own=make_optimizer is not None)
+
     def build() -> torch.optim.Optimizer:
         if make_optimizer is None:
             return build_optimizer(model, settings.optimizer)
         return adopt(model, make_optimizer(model))
 
     optimizer = _fits(build, "the optimizer's state")
-    if sharded and not is_plain_adamw(optimizer):
-        kind = type(optimizer).__name__
-        raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    if sharded:
+        _check_sharded(optimizer)
     saved_state.task_state(task)  # raises where it holds what a checkpoint cannot keep
     if sharded and saved_state.has_state(task):
         raise BadInput("the task has a state_dict, which FSDP does not save", "do not shard")
@@ -159,6 +159,24 @@ def build_parts(
     )
 
 
+def _check_offloaded(settings: LoopSettings, sharded: bool, *, own: bool) -> None:
+    """Raise BadInput where the moments are asked to be in the host's memory, and cannot be."""
+    if settings.optimizer.offload and (sharded or own):
+        why = "with FSDP" if sharded else "of an optimizer of the job's own"
+        what = f"moments {why} cannot be kept in the host's memory"
+        raise BadInput(what, "set optimization.offload_optimizer=false")
+
+
+def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raise BadInput for an optimizer whose state is not sharded like its weights."""
+    kind = type(optimizer).__name__
+    if not is_adamw(optimizer):
+        raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    if optimizer.param_groups[0].get("moments") == "8bit":
+        what = "FSDP does not shard 8-bit moments"
+        raise BadInput(what, "use adamw_bf16 or adamw_fused, or do not shard")
+
+
 def _captured_steps(
     task: TrainTask,
     settings: LoopSettings,
@@ -168,7 +186,8 @@ def _captured_steps(
 ) -> CapturedSteps:
     """Prepare to capture whole steps, unless something in them may wait for the device."""
     alone = device.type == "cuda" and world.size == 1 and settings.cuda_graph
-    fused = is_plain_adamw(optimizer) and optimizer.param_groups[0]["fused"]
+    fused = is_adamw(optimizer) and optimizer.param_groups[0]["fused"]
+    fused = fused and host_moments(optimizer) is None
     if not (alone and fused and getattr(task, "capturable", False)) or settings.graphs:
         return CapturedSteps()
     keep_rates_on_device(optimizer)

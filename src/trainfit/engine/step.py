@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from trainfit.core.plan_records import Precision
 from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import retried, write_once
-from trainfit.engine.optimizer import trained_parameters, update_once
+from trainfit.engine.updates import trained_parameters, update_once
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE = 2.0**16

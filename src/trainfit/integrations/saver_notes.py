@@ -24,11 +24,6 @@ def saver_notes(plan: Plan) -> list[str]:
             "planned with activations in the host's memory: run the forward pass under "
             "torch.autograd.graph.save_on_cpu(pin_memory=True)"
         )
-    if plan.offload_optimizer:
-        notes.append(
-            "planned with the optimizer's states in the host's memory: DeepSpeed's "
-            "offload_optimizer does so"
-        )
     if plan.runtime.memory_gib is not None:
         notes.append(
             f"planned for {plan.runtime.memory_gib:g} GiB: limit torch with "

@@ -34,6 +34,7 @@ def own_step(
     precision: Precision,
     micro_batches: int = 1,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     device: str = "cpu",
     compile: bool = False,
     **_planned: Any,
@@ -49,7 +50,10 @@ def own_step(
     def make_step(model: nn.Module) -> Callable[[], object]:
         own: Any = made.optimizer(model)
         if own is None:
-            own = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+            settings = OptimizerSettings(
+                kind=optimizer, learning_rate=1e-5, offload=offload_optimizer
+            )
+            own = build_optimizer(model, settings)
         if compile and device != "cpu":
             compile_model(model)
         batches = [shape.make(rows, width)] * micro_batches

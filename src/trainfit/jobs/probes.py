@@ -40,6 +40,7 @@ def encoder_step(
     micro_batches: int,
     precision: Precision,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
@@ -50,8 +51,10 @@ def encoder_step(
     changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
     model = build_classifier(ClassifierSettings(overrides=changed, **settings))
 
+    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, loss, optimizer, precision, device)
+        step = _make_step(built, loss, made, precision, device)
         if compile and device == "cpu":
             simulate(repeated_blocks(built), CARRIERS)
         elif compile:
@@ -73,6 +76,7 @@ def gpt_step(
     precision: Precision,
     checkpointing: Any,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
@@ -97,8 +101,10 @@ def gpt_step(
         **changed,
     )
 
+    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, lambda gpt, batch: gpt(**batch), optimizer, precision, device)
+        step = _make_step(built, lambda gpt, batch: gpt(**batch), made, precision, device)
         if compile and device == "cpu":
             simulate([built])
         elif compile:
@@ -113,12 +119,12 @@ def gpt_step(
 def _make_step(
     model: nn.Module,
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
-    optimizer: Any,
+    settings: OptimizerSettings,
     precision: Precision,
     device: str,
 ) -> Callable[[list[dict[str, Any]], float], object]:
     """Return the engine's step as a function of micro-batches and their weight."""
-    made = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+    made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
     return lambda batches, weight: plain_step(
         model,

@@ -181,7 +181,6 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     trained = {"full": weights, "frozen": head}.get(method, adapters + head)
     stored = 4 if arguments.get("dtype", "float32") == "float32" else 2
     casts = 2 * weights if half and stored == 4 else 0
-    fused = arguments.get("optimizer", "adamw_fused") == "adamw_fused"
     block = block_bytes(sizes, half=half, method=method)
     # Besides the blocks: embeddings, the head, and the gradients of a block under way.
     passing = 2 * block + _attention_bytes(sizes, load, half)
@@ -205,7 +204,7 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
         "weights": wide,
         "adapters": 4 * adapters,
         "gradients": 4 * trained * (1 if load.ranks == 1 else 2),
-        "optimizer": 8 * trained + (0 if fused else 8 * trained),
+        "optimizer": _state(arguments, trained, method),
         "activations": activations,
         "workspace": workspace,
     }
@@ -219,6 +218,24 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
         family=sizes.family,
         bound=True,
     )
+
+
+_STATE = {"adamw_fused": 8, "adamw_bf16": 4, "adamw_8bit": 3}
+"""Bytes per trained weight of the optimizers that take no memory in an update."""
+_OTHER_STATE = 16
+"""The same for all others, with the copies and temporaries of an update."""
+_SLOTS = 4 * 4 * 8 * 2**20
+"""Bytes on the GPU for moments that are in the host's memory."""
+
+
+def _state(arguments: dict[str, Any], trained: float, method: str) -> float:
+    """Bound the optimizer's state and what its update takes."""
+    kind = arguments.get("optimizer", "adamw_fused")
+    each = _STATE.get(kind, _OTHER_STATE)
+    if kind == "adamw_8bit" and method != "full":
+        each = 8  # small matrices keep float32 moments
+    total = each * trained
+    return min(total, _SLOTS) if arguments.get("offload_optimizer") else total
 
 
 def _adapters(sizes: ModelSizes, arguments: dict[str, Any]) -> int:

@@ -72,6 +72,10 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         "precision": precise.value,
         "optimizer": decide.optimizer(question).value,
     }
+    if question.pinned("quantization"):
+        arguments["quantization"] = question.pinned("quantization")
+    if decide.offload(question, gpu).value:
+        arguments["offload_optimizer"] = True
     if packed.value:
         arguments["attention"] = "varlen"
         if arguments.get("attention_dropout") is None:  # by default, packed rows have none

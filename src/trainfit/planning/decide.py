@@ -6,11 +6,14 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trainfit.core.errors import BadInput
 from trainfit.core.libraries import has
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
+from trainfit.hardware.catalogue import find
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
+from trainfit.planning.estimator.step_time import host_link
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, at_home, lacks, workers
 
 VARLEN_SINCE = 8.0
@@ -73,10 +76,13 @@ def threads(question: Question, profile: HardwareProfile, ranks: int = 1) -> Cho
 
 
 def quantization(question: Question, profile: HardwareProfile) -> Choice | None:
-    """Return the format of frozen matrices, with what widens them; None where they stay wide."""
+    """Return the format of frozen matrices, with what widens them; None where none are frozen."""
     choice = pinned(question, "quantization")
-    if choice is None or choice.value == "none":
+    if choice is None or question.workload.method == "full":
         return None
+    if choice.value == "none":
+        open_ = question.pins["quantization"].origin == "default"
+        return replace(choice, why="frozen weights are used as they are") if open_ else choice
     why = f"{choice.why}: a frozen matrix is widened for each product with it"
     here = bool(profile.gpus) and not profile.simulated
     if choice.value == "nf4" and here and not has("bitsandbytes"):
@@ -145,12 +151,45 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
 
 
 def optimizer(question: Question) -> Choice:
-    """Choose the implementation of AdamW."""
-    return pinned(question, "optimizer") or Choice(
+    """Choose the optimizer, or the implementation of AdamW."""
+    asked = pinned(question, "optimizer")
+    if asked is not None:
+        return replace(asked, why="; ".join(filter(None, [asked.why, _KEPT.get(asked.value)])))
+    return Choice(
         value="adamw_fused",
         why="one kernel for all weights, and no temporaries",
         alternatives=("adamw: the same numbers, a kernel per weight",),
     )
+
+
+_KEPT = {
+    "adamw_bf16": "4 bytes of moments per weight instead of 8",
+    "adamw_8bit": "2 bytes of moments per weight instead of 8",
+    "adafactor": "sums of rows and columns instead of moments",
+    "muon": "4 bytes of momentum per weight of a matrix instead of 8",
+}
+"""State of optimizers that keep less than AdamW."""
+OFFLOADED = ("adamw_fused", "adamw_bf16")
+"""Optimizers whose moments can be in the host's memory."""
+_CAPTURED = ("adamw_fused", "adamw_bf16", "adamw_8bit")
+"""Optimizers that never wait for the GPU."""
+
+
+def offload(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose whether AdamW's moments are in the host's memory."""
+    asked = pinned(question, "offload_optimizer")
+    if asked is None or not asked.value:
+        return asked or Choice(value=False, why="the moments stay on the GPU, beside the weights")
+    kind = optimizer(question).value
+    if kind not in OFFLOADED:
+        raise BadInput(
+            f"optimization.offload_optimizer is for {' and '.join(OFFLOADED)}, not {kind}",
+            "use one of these, or set it to false",
+        )
+    if gpu is None or gpu.vendor != "nvidia":
+        return Choice(value=False, why="needs an NVIDIA GPU; it was asked for")
+    _, link = host_link(None if gpu.slug is None else find(gpu.slug))
+    return replace(asked, why=f"{asked.why}; the moments cross {link} twice in each step")
 
 
 def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
@@ -285,8 +324,10 @@ def _no_capture(
         return question.uncapturable
     if ranks > 1:
         return "ranks agree on each step before it is finished"
-    if optimizer(question).value != "adamw_fused":
-        return "only the fused AdamW never waits for the GPU"
+    if optimizer(question).value not in _CAPTURED:
+        return "only the fused kernels of AdamW never wait for the GPU"
+    if offload(question, gpu).value:
+        return "the optimizer's moments come from the host in each step"
     if checkpointing != "none":
         return "recomputation reads the random state, which a graph cannot"
     if question.pinned("compile") is True and question.pinned("compile_mode") in _GRAPH_MODES:

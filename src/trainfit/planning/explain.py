@@ -59,28 +59,13 @@ def choices_for(
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
         "optimizer": decide.optimizer(question),
-        **_saving(question),
+        "offload_optimizer": decide.offload(question, profile.gpu),
         "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
         **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
-
-
-def _saving(question: Question) -> dict[str, Choice]:
-    """Choices that save memory: those that are asked for, and whether weights are rounded."""
-    asked = {
-        name: choice
-        for name in question.savers
-        if name != "optimizer"
-        and (choice := decide.pinned(question, name)) is not None
-        and question.pins[name].origin != "default"
-    }
-    if "quantization" in question.savers and question.workload.method != "full":
-        whole = Choice(value="none", why="the weights are used as they are")
-        return {"quantization": whole} | asked
-    return asked
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

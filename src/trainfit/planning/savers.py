@@ -13,9 +13,10 @@ from itertools import combinations, product
 from math import isfinite
 from typing import Literal, TypeAlias
 
-from trainfit.core.plan_records import MemoryEstimate, Plan, Reason
+from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, shown
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import BY_NAME
+from trainfit.planning.decide import OFFLOADED, optimizer
 from trainfit.planning.question import Pin, Question
 
 _HOST_SHARE = 0.8
@@ -46,7 +47,7 @@ class Saver:
     @property
     def word(self) -> str:
         """The setting as a word of a command."""
-        return f"{self.setting}={str(self.value).lower()}"
+        return f"{self.setting}={shown(self.value)}"
 
 
 SAVERS = (
@@ -169,6 +170,8 @@ def _is_open(question: Question, saver: Saver) -> bool:
     pin = question.pins.get(saver.setting)
     if pin is not None and pin.origin != "default":
         return False
+    if saver.setting == "offload_optimizer" and optimizer(question).value not in OFFLOADED:
+        return False
     frozen = question.workload.method != "full"
     return saver.setting in question.savers and (frozen or not saver.adapters_only)
 
@@ -272,7 +275,7 @@ def savings(question: Question, setting: str, memory: MemoryEstimate) -> tuple[s
     if memory.bound:
         return ()
     return tuple(
-        f"{saver.value}: would save about {saved:.1f} GiB; {saver.price}"
+        f"{shown(saver.value)}: would save about {saved:.1f} GiB; {saver.price}"
         for saver in SAVERS
         if saver.setting == setting
         and _is_open(question, saver)

@@ -16,6 +16,10 @@ _GATHERED = 2
 """Layers whose weights a rank holds whole at a time."""
 
 
+_SHARDED = ("adamw_fused", "adamw", "adamw_bf16")
+"""Optimizers whose state is sharded like the weights."""
+
+
 def shards_of(sharding: str, ranks: int, machines: int) -> int:
     """Number of ranks that share one copy of the model."""
     return {"none": 1, "fsdp": ranks, "hybrid": ranks // machines}[sharding]
@@ -44,6 +48,14 @@ def sharded(
         kind, why = "fsdp", "the model with its optimizer does not fit one GPU"
     else:
         kind, why = str(pin.value), pin.why
+    if plan.optimizer not in _SHARDED or plan.offload_optimizer:
+        if pin is None:
+            return plan
+        asked_for = "offload_optimizer" if plan.offload_optimizer else plan.optimizer
+        raise BadInput(
+            f"sharding is {kind}, which does not go with {asked_for}",
+            f"use {', '.join(_SHARDED)} on the GPU, or optimization.sharding=none",
+        )
     if kind == "hybrid" and plan.ranks % machines:
         raise BadInput(
             f"sharding is hybrid, and {plan.ranks} ranks are not divided evenly by machines",

@@ -103,7 +103,8 @@ def _run(request: Request) -> Answer:
             step()
     kept = [*model.parameters(), *model.buffers()]
     weights = sum(_storages(kept).values())
-    found = _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
+    state = _state_bytes(optimizers, kept, recorder)
+    found = _answer(request, recorder, weights, state, repeated or set())
     adapters = _adapter_bytes(model)
     return replace(
         found,
@@ -184,11 +185,17 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
         torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
 
 
-def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
+def _state_bytes(
+    optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor], recorder: Recorder
+) -> int:
     """Bytes of optimizers' state and of their copies of weights in another precision."""
     weights = _storages(kept)
-    held = ((dict(each.state), each.param_groups) for each in optimizers)
-    state = _storages(t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor))
+    held = (
+        (dict(each.state), each.param_groups, getattr(each, "moment_slots", []))
+        for each in optimizers
+    )
+    found = [t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor)]
+    state = _storages(t for t in found if not recorder.is_elsewhere(t))
     return sum(nbytes for key, nbytes in state.items() if key not in weights)
 
 

@@ -31,6 +31,8 @@ _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm}) | QUANTIZED
 _BY_VALUE = _INDEXING | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
 """Operations whose result may depend on values."""
+_HOST = "trainfit::host_zeros"
+"""Makes a tensor in the host's memory."""
 Entry = tuple[int, int | tuple[int, ...]]
 """(name, bytes) or (name, bytes on each device) for an allocation, (name, -1) for its end."""
 
@@ -77,6 +79,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         """Name and storage by the address of the storage."""
         self._heard: list[Work] | None = None
+        self._elsewhere: dict[int, torch.UntypedStorage] = {}
+        """Storages in the host's memory."""
         self._names = 0
         self._compiled = False
 
@@ -119,6 +123,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._follow(tensor)
 
+    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Tell a tensor in the host's memory."""
+        return tensor.untyped_storage()._cdata in self._elsewhere
+
     def watch_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Count the gradients among the live bytes from now on."""
         for parameter in parameters:
@@ -142,7 +150,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
             return args[0].fake_device if fake else func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            call = None if func._overloadpacket in _BY_VALUE else describe(func, args, kwargs)
+            odd = func._overloadpacket in _BY_VALUE or func.name() == _HOST
+            call = None if odd else describe(func, args, kwargs)
             if call is None:
                 return self._run(func, args, kwargs)[0]
             known = self._seen[torch._C._current_graph_task_id() != -1]
@@ -184,6 +193,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
         else:
             out = func(*args, **kwargs)
+        if func.name() == _HOST:
+            self._elsewhere[out.untyped_storage()._cdata] = out.untyped_storage()
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
         attach(out, values if known else None)
@@ -225,7 +236,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if key in self._live or key in self._elsewhere:
             return
         self._names += 1
         name, size = self._names, storage.nbytes()

@@ -9,6 +9,7 @@ was not measured, so none is given.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +26,9 @@ from trainfit.hardware.catalogue import GpuSpec
 class Work(Record):
     """Least work of one kernel: operations and bytes."""
 
-    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call"]
-    """A call is no kernel but the entry into compiled code, which takes CPU time."""
+    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call", "link"]
+    """A call is no kernel but the entry into compiled code, which takes CPU time. A link's work is
+    a copy from the host."""
     flops: int
     skipped: int
     """Floating-point operations that the kernel leaves out because they are masked."""
@@ -154,6 +156,24 @@ class Rates:
     forward_launch: float = 1.0
     backward_launch: float = 1.0
     """Time of a launch relative to the calibration's host."""
+    link: float = 24e9
+    """Bytes per second from the host, in one direction."""
+
+
+_PCIE_LANE = {"3.0": 0.75e9, "4.0": 1.5e9, "5.0": 3.0e9}
+"""Bytes per second that a lane carries in large copies, three quarters of its raw rate."""
+
+
+def host_link(gpu: GpuSpec | None) -> tuple[float, str]:
+    """Bytes per second between the host and a GPU, and the link's name.
+
+    Where the catalogue does not say, as for GPUs with NVLink, PCIe 4.0 x16 is assumed.
+    """
+    found = None if gpu is None else re.search(r"PCIe (\d\.0) x(\d+)", gpu.link)
+    if found is None or found[1] not in _PCIE_LANE:
+        return 16 * _PCIE_LANE["4.0"], "PCIe 4.0 x16 (assumed, 24 GB/s)"
+    rate = _PCIE_LANE[found[1]] * int(found[2])
+    return rate, f"{found[0]} ({rate / 1e9:.0f} GB/s)"
 
 
 def rates(
@@ -185,6 +205,7 @@ def rates(
         bandwidth=gpu.bandwidth_gbs * 1e9 * share("copy"),
         forward_launch=share("launch_forward"),
         backward_launch=share("launch_backward"),
+        link=host_link(gpu)[0],
     )
 
 
@@ -195,7 +216,8 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
     for item in done:
         work = item.work
         peak = rates.half if work.half and rates.half is not None else rates.full
-        kernel = item.times * _kernel_seconds(work, peak, rates.bandwidth, fitted)
+        bandwidth = rates.link / fitted.copy if work.kind == "link" else rates.bandwidth
+        kernel = item.times * _kernel_seconds(work, peak, bandwidth, fitted)
         launch = item.times * _launch_seconds(work, rates, fitted)
         spent = Seconds(0, 0, kernel, launch) if work.update else Seconds(kernel, launch)
         total = total.plus(spent)

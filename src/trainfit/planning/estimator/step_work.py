@@ -117,10 +117,12 @@ _SLOW = _packets("""
 """)
 """Reductions over long strides and scattered reads: well below the bandwidth of a plain copy."""
 
-_UPDATES = ("_foreach_", "_fused_")
+_UPDATES = ("_foreach_", "_fused_", "adamw_", "host_")
 """Operations of the optimizer's update."""
 
 
+_FETCH, _STORE = "trainfit::host_fetch_", "trainfit::host_store_"
+"""Copies from and to the host; those to it overlap with the others, since a link has two ways."""
 QUANTIZED = frozenset(
     {torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward}
 )
@@ -159,7 +161,7 @@ def _quantized_works(
 
 def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     packet = func._overloadpacket
-    if func.is_view or packet in _FREE:
+    if func.is_view or packet in _FREE or func.name() == _STORE:
         return None
     inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)] or _written(func, args)
@@ -171,7 +173,9 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         flops=flops,
         skipped=skipped,
         again=again,
-        nbytes=sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
+        nbytes=tensor_bytes(outputs[0])
+        if func.name() == _FETCH
+        else sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
         half=outputs[0].dtype in (torch.bfloat16, torch.float16),
         aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
         backward=torch._C._current_graph_task_id() != -1,
@@ -181,6 +185,8 @@ def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
 
 def _kind(func: Any, flops: int) -> Any:
     packet = func._overloadpacket
+    if func.name() == _FETCH:
+        return "link"
     if packet in _PRODUCTS:
         return "product"
     if flops:

@@ -84,6 +84,7 @@ def naive_plan(best: Plan) -> Plan:
         compile_mode="default",
         cuda_graph=False,
         optimizer="adamw",
+        offload_optimizer=False,
         data_on_gpu=False,
         num_workers=0,
         pin_memory=False,
