@@ -149,7 +149,7 @@ def test_rows_that_a_kernel_takes_are_the_packed_ones(
         taken.append(layout.max_seqlen)
         return masked_attention(layout, window, causal=causal)
 
-    monkeypatch.setattr(unpadded_rows, "kernel_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(unpadded_rows, "packed_kernel", lambda *_, **__: ("varlen", ""))
     monkeypatch.setattr(unpadded_rows.varlen, "varlen_attention", attention)
     for head, side in (("classes", "right"), ("body", "both")):
         check_same(

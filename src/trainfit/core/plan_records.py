@@ -228,7 +228,8 @@ class Plan(Record):
     packed: bool
     """Rows of sequences end to end; else padded batches of similar length."""
     attention: str
-    """The attention path: varlen, disentangled, softcapped, sdpa, or the model's own."""
+    """The attention path: varlen, varlen_efficient, disentangled, softcapped, sdpa, or own for the
+    model's own."""
     batch_size: int
     micro_batch_tokens: int
     """Maximum tokens of a micro-batch, filler and padding included: it sets the memory."""

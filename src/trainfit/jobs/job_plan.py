@@ -199,6 +199,7 @@ def question(
         unpackable=facts.unpackable,
         own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
+        window=facts.window,
         not_recomputed=facts.not_recomputed,
         no_liger=facts.no_liger,
         uncapturable=None,

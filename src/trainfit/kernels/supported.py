@@ -20,6 +20,16 @@ NOT_RECOMPUTED = ("albert", "mpnet")
 """Encoders whose blocks transformers cannot compute again in the backward pass."""
 TERMS = ("c2p", "p2c")
 """Score terms beside the content: the query's and the key's product with their distance."""
+FLASH_SINCE = (8, 0)
+"""Least compute capability of torch's flash kernel for packed rows, which needs half precision."""
+EFFICIENT_SINCE = (5, 0)
+"""Least compute capability of torch's memory-efficient kernel, in float16 and float32."""
+BF16_SINCE = (8, 0)
+"""Least compute capability of either kernel in bfloat16."""
+TRITON_SINCE = (7, 5)
+"""Least compute capability with matrix units that Triton uses; in bfloat16 `BF16_SINCE`."""
+LARGEST_HEAD = 256
+"""Largest size of a head that the kernels for packed rows take."""
 _HEADS = (16, 32, 64, 128)
 CAPPED_HEADS = (*_HEADS, 256)
 """Sizes of a head that the kernels for soft-capped logits take."""

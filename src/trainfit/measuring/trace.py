@@ -244,8 +244,8 @@ class AttentionSeen(Record):
     """Attention kernels of the step."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and two of
-    trainfit's own, disentangled and softcapped."""
+    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, flex; on packed rows varlen,
+    varlen_efficient, and two of trainfit's own, disentangled and softcapped."""
     masked: bool = False
     """True if scaled_dot_product_attention was given a mask."""
     dtype: str | None = None

@@ -160,8 +160,8 @@ def _attention_fix(requested: str) -> str:
     return {
         "sdpa": "build the model with attn_implementation='sdpa'",
         "varlen": "packed rows in half precision on compute capability 8.0 or newer",
-        "disentangled": "packed rows on a GPU with Triton",
-        "softcapped": "packed rows on a GPU with Triton",
+        "varlen_efficient": "packed rows on an NVIDIA GPU",
+        **dict.fromkeys(_OWN, "packed rows on a GPU with Triton"),
     }.get(requested, f"build the model with attn_implementation={requested!r}")
 
 

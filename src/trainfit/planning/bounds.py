@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.hardware.model_shapes import ModelSizes
+from trainfit.packing import PackedCut
 from trainfit.planning import decide
 from trainfit.planning.cuts import FixedSettings
 from trainfit.planning.estimator.depths import Taken
@@ -96,6 +97,7 @@ def bounded(
         evaluated=decide.eval_batch(question, rows).value * longest,
         ranks=ranks,
         captured=gpu,
+        sequences=cutting.cut.slots if isinstance(cutting.cut, PackedCut) else 0,
     )
     method = question.workload.method
     taken = bound(sizes, fixed.arguments, method, load)
@@ -170,6 +172,8 @@ class Load:
     ranks: int = 1
     captured: bool = True
     """Steps may be captured, with the activations in a pool of their own."""
+    sequences: int = 0
+    """Slots for sequences in a packed row; 0 for padded rows."""
 
 
 def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load) -> Taken:
@@ -186,6 +190,7 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     passing = 2 * block + _attention_bytes(sizes, load, half)
     saved = 0.0 if method == "frozen" else sizes.layers * (block + _scores(sizes, load))
     activations = load.tokens * (saved + passing) + _loss(sizes, arguments, load)
+    activations += _per_sequence(sizes, load)
     if load.captured and method != "frozen":
         activations *= 2
     activations += load.evaluated * passing
@@ -249,6 +254,18 @@ def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
     if load.attention != "disentangled":
         return 8.0 * load.longest if load.attention in ("sdpa", "own") else 0.0
     return 2 * sizes.heads * 2 * load.longest * (2 if half else 4) * 2
+
+
+def _per_sequence(sizes: ModelSizes, load: Load) -> float:
+    """Bytes that the memory-efficient kernel takes for each sequence as if it were the longest.
+
+    Every block saves a number per row; a backward pass under way sums three gradients in fp32.
+    """
+    if load.attention != "varlen_efficient":
+        return 0.0
+    sequences = load.sequences + load.tokens // load.longest + 1  # the last ones cover the filler
+    rows = sequences * sizes.heads * (load.longest + 128)
+    return 4.0 * rows * (sizes.layers + 3 * (sizes.attention // sizes.heads + 128))
 
 
 def _scores(sizes: ModelSizes, load: Load) -> float:

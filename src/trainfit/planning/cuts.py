@@ -63,7 +63,7 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     packed = decide.packing(question, gpu, precise.value)
     effective = decide.effective_batch(question, ranks)
     cap = decide.cap_tokens(question, effective.value, ranks)
-    attention = decide.attention_path(question, packed.value, gpu)
+    attention = decide.attention_path(question, packed.value, gpu, precise.value)
     cuttings = _cuttings(question, packed.value, effective.value, cap, ranks)
     coarser: tuple[Cutting, ...] = ()
     if gpu is not None and gpu.slug is not None and not packed.value and not _cut_by_hand(question):
@@ -77,7 +77,8 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     if decide.offload(question, gpu).value:
         arguments["offload_optimizer"] = True
     if packed.value:
-        arguments["attention"] = "varlen"
+        efficient = attention.value == "varlen_efficient"
+        arguments["attention"] = "varlen_efficient" if efficient else "varlen"
         if arguments.get("attention_dropout") is None:  # by default, packed rows have none
             arguments["attention_dropout"] = 0.0
     if question.workload.method != "full":

@@ -11,16 +11,16 @@ from trainfit.core.libraries import has
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import find
+from trainfit.kernels.supported import EFFICIENT_SINCE, FLASH_SINCE, TRITON_SINCE
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
 from trainfit.planning.estimator.step_time import host_link
 from trainfit.planning.question import MAX_WORKERS, Choice, Question, at_home, lacks, workers
 
-VARLEN_SINCE = 8.0
-"""Least compute capability with variable-length attention in torch."""
 _HALF = ("bf16", "fp16")
 _PACKED = {
     "varlen": "the flash kernel on packed rows: no mask in memory",
+    "varlen_efficient": "torch's memory-efficient kernel on packed rows: no mask in memory",
     "softcapped": "trainfit's kernel for soft-capped logits on packed rows: no scores in memory",
     "disentangled": "DeBERTa's three terms in one kernel on packed rows: no scores in memory",
 }
@@ -127,19 +127,68 @@ def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
 def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str | None:
     if gpu is None:
         return "the CPU has no variable-length attention"
-    if gpu.vendor != "nvidia" or float(gpu.compute_capability) < VARLEN_SINCE:
-        return f"{gpu.name} has no variable-length attention (it needs NVIDIA's 8.0 or newer)"
-    if precise not in _HALF:
-        return f"variable-length attention needs half precision, not {precise}"
+    if gpu.vendor != "nvidia":
+        return f"{gpu.name} has no variable-length attention (it needs NVIDIA's kernels)"
     if question.pinned("flash") is False:
         return "model.use_flash_attention is false"
-    return question.unpackable
+    if question.unpackable is not None:
+        return question.unpackable
+    if question.packed_attention in _TRITON:
+        return _no_triton(gpu, precise)
+    no_flash = _no_flash(gpu, precise)
+    return None if no_flash is None else _no_efficient(question, gpu, no_flash)
 
 
-def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
+_TRITON = ("softcapped", "disentangled")
+"""Kernels for packed rows that are trainfit's own."""
+
+
+def _no_triton(gpu: Gpu, precise: Precision) -> str | None:
+    """Reason why trainfit's own kernel for packed rows does not run; None: it does."""
+    if precise not in _HALF:
+        return f"its kernel for packed rows needs half precision, not {precise}"
+    if _capability(gpu) < TRITON_SINCE:
+        least = ".".join(map(str, TRITON_SINCE))
+        return f"its kernel for packed rows needs compute capability {least}, and {_own(gpu)}"
+    return None
+
+
+def _no_flash(gpu: Gpu, precise: Precision) -> str | None:
+    """Reason why the flash kernel for packed rows does not run; None: it does."""
+    if _capability(gpu) < FLASH_SINCE:
+        least = ".".join(map(str, FLASH_SINCE))
+        return f"the flash kernel needs compute capability {least}, and {_own(gpu)}"
+    return None if precise in _HALF else f"the flash kernel needs half precision, not {precise}"
+
+
+def _no_efficient(question: Question, gpu: Gpu, no_flash: str) -> str | None:
+    """Reason why the memory-efficient kernel cannot stand in for the flash one; None: it can."""
+    if _capability(gpu) < EFFICIENT_SINCE:
+        return f"{no_flash}, too old for packed rows"
+    window = question.window
+    if window is not None and window < question.workload.max_length:
+        return (
+            f"{no_flash}, and the memory-efficient one has no sliding window of {window} tokens "
+            "to both sides"
+        )
+    return None
+
+
+def _own(gpu: Gpu) -> str:
+    return f"{gpu.name} has {gpu.compute_capability}"
+
+
+def _capability(gpu: Gpu) -> tuple[int, int]:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def attention_path(
+    question: Question, packed: bool, gpu: Gpu | None, precise: Precision = "bf16"
+) -> Choice:
     """Choose the attention path by name."""
     if packed:
-        return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
+        return _packed_path(question, gpu, precise)
     if question.own_attention:
         return Choice(value="own", why=question.unpackable or "the model's own code on padded rows")
     where = (
@@ -148,6 +197,18 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
         else "flash where nothing is padded, else efficient"
     )
     return Choice(value="sdpa", why=where)
+
+
+def _packed_path(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
+    """Name the kernel for packed rows; torch's memory-efficient one stands in for flash."""
+    kernel = question.packed_attention
+    no_flash = None if gpu is None or kernel != "varlen" else _no_flash(gpu, precise)
+    if no_flash is None:
+        return Choice(value=kernel, why=_PACKED[kernel])
+    kernel = "varlen_efficient"
+    return Choice(
+        value=kernel, why=f"{_PACKED[kernel]}; {no_flash}", alternatives=("sdpa on padded rows",)
+    )
 
 
 def optimizer(question: Question) -> Choice:

@@ -50,6 +50,9 @@ class Question(Record):
     """The model's own code attends to padded rows, where the memory margin is wider."""
     packed_attention: str = "varlen"
     """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
+    window: int | None = None
+    """Tokens that layers with a sliding window see to either side, at least; None: all layers see
+    every token."""
     not_recomputed: str | None = None
     """Reason why the blocks cannot be computed again in the backward pass; None: they can."""
     no_liger: str | None = "Liger is for transformers' models"

@@ -14,7 +14,7 @@ Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["full", "frozen", "lora", "dora"]
 Pooling = Literal["auto", "none", "mean", "first", "last", "max", "attention_kv", "attention_query"]
-Attention = Literal["auto", "varlen", "masked"]
+Attention = Literal["auto", "varlen", "varlen_efficient", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
 _AS_CONFIGURED = (
@@ -58,7 +58,8 @@ class ClassifierSettings:
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
     attention: Attention = "auto"
-    """auto: variable-length kernels for packed rows where available, else a mask."""
+    """auto: variable-length kernels for packed rows where available, else a mask. varlen: such a
+    kernel or an error; varlen_efficient: torch's memory-efficient one."""
     attention_dropout: Probability | None = None
     """None: the value of the model's config."""
     feed_forward_dropout: Probability | None = None

@@ -92,11 +92,10 @@ class OnOneDevice(TorchFunctionMode):
             return func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
-        args = tuple(map(self._exchanged, args))
-        if func is torch.device and args and args[0] is self._device:  # perhaps with an index
-            return self._device
+        if func is torch.device:  # it takes no device in the place of a name
+            return self._exchanged(func(*args, **(kwargs or {})))
         kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
-        return func(*args, **kwargs)
+        return func(*map(self._exchanged, args), **kwargs)
 
     def _exchanged(self, value: Any) -> Any:
         named = isinstance(value, str) and value.partition(":")[0] == "cuda"

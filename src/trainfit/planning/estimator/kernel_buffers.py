@@ -10,7 +10,7 @@ import torch
 import torch.nn.attention.varlen  # makes the operation known
 
 from trainfit.core.libraries import has
-from trainfit.kernels import disentangled, quantized
+from trainfit.kernels import disentangled, efficient_packed, quantized  # noqa: F401 - known by it
 
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
@@ -20,6 +20,8 @@ _SUMS = 4 << 20
 """Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
+_EFFICIENT = torch.ops.trainfit.efficient_attention
+_EFFICIENT_BACKWARD = torch.ops.trainfit.efficient_attention_backward
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
 _QUANTIZED = (torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward)
@@ -55,6 +57,10 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         return _attention_backward(args[1])
     if func._overloadpacket in _VARLEN_BACKWARD:
         return _varlen_backward(query=args[1], key=args[2], starts=args[6])
+    if func._overloadpacket is _EFFICIENT:
+        return _efficient_forward(args[0])
+    if func._overloadpacket is _EFFICIENT_BACKWARD:
+        return _efficient_backward(query=args[1], starts=args[4], longest=args[9], device=device)
     if func._overloadpacket is _DISENTANGLED:
         return _distance_products(query=args[0], positions=args[3])
     if func._overloadpacket is _DISENTANGLED_BACKWARD:
@@ -118,6 +124,33 @@ def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tenso
     grouped = key.shape[1] != heads
     expanded = 2 * key.shape[0] * heads * head * key.element_size() if grouped else 0
     return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
+
+
+def _efficient_forward(query: torch.Tensor) -> int:
+    """Bytes of the result in fp32, which heads above 128 in half precision are summed in."""
+    return 4 * query.numel() if query.dtype in _HALF and query.shape[-1] > 128 else 0
+
+
+def _efficient_backward(
+    query: torch.Tensor, starts: torch.Tensor, longest: int, device: Device
+) -> int:
+    """Bytes of the memory-efficient backward pass on a packed row.
+
+    The query's gradient is summed in fp32 tiles with a lock each, for every sequence as if it were
+    the longest; so are those of keys and values where a head is too large for the registers. Beside
+    them is a number per row, and in fp32 the product that it is the sum of.
+    """
+    tokens, heads, head = query.shape
+    half = query.dtype in _HALF
+    large = half and device.compute_capability >= "8" and 64 < head <= 128
+    tile = 128 if large else 64
+    rows, columns = _multiple(longest, tile), _multiple(head, tile)
+    tiles = rows // tile * (columns // tile)
+    sums = tiles * (16 + 4 * tile * tile)
+    if half and head > tile:
+        sums += 2 * 4 * rows * columns
+    product = 0 if half else 4 * query.numel()
+    return (starts.shape[0] - 1) * heads * sums + 4 * tokens * heads + product
 
 
 def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:

@@ -109,6 +109,8 @@ _PRODUCTS_OF = {
 """Matrix products per tile of scores, of kernels with other numbers than the usual ones."""
 _PACKED = _packets("_flash_attention_forward _flash_attention_backward")
 """Attention on packed rows with dropout."""
+_EFFICIENT = "efficient_attention"
+"""Operation on packed rows by torch's memory-efficient kernel, as fast as that on padded ones."""
 _BACKWARD = 5
 """Products of attention's backward pass: two for each forward product, and the scores again."""
 _SLOW = _packets("""
@@ -190,7 +192,8 @@ def _kind(func: Any, flops: int) -> Any:
     if packet in _PRODUCTS:
         return "product"
     if flops:
-        return "own_attention" if func.namespace == "trainfit" else "attention"
+        own = func.namespace == "trainfit" and not func.__name__.startswith(_EFFICIENT)
+        return "own_attention" if own else "attention"
     return "slow" if packet in _SLOW else "copy"
 
 
@@ -225,6 +228,8 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
+    if given.get("causal"):
+        pairs /= 2
     name = func.__name__.removesuffix(".default")
     forward = _PRODUCTS_OF.get(name.removesuffix("_backward"), 2)
     if "backward" not in name:
