@@ -272,6 +272,8 @@ def _no_capture(
         return question.uncapturable
     if ranks > 1:
         return "ranks agree on each step before it is finished"
+    if question.pinned("sharding") not in (None, "none"):
+        return "sharded weights are gathered in every layer"
     if optimizer(question).value != "adamw_fused":
         return "only the fused AdamW never waits for the GPU"
     if checkpointing != "none":
