@@ -146,6 +146,8 @@ def test_one_rank_that_is_asked_to_shards_its_model(
     assert list(listed(run)[0].glob("shard-*"))
     same(one, run)
     assert not torch.distributed.is_initialized()
+    seen = json.loads((run / "evidence.json").read_text())["gathered"]
+    assert seen == 4  # three blocks, and the rest
 
 
 @pytest.mark.soak
