@@ -28,41 +28,29 @@ def shards_of(sharding: str, ranks: int, machines: int) -> int:
 def sharded(
     question: Question, plan: Plan, machines: int, replan: Callable[[int], Plan] | None
 ) -> Plan:
-    """Shard a plan of several ranks, as the question pins it or where it does not fit.
+    """Shard a plan, as the question pins it or where several ranks can share what does not fit.
 
     `replan` plans with so many bytes more; None where memory is plenty, and is left as it is.
     """
     pin = pinned(question, "sharding")
-    if plan.ranks == 1 or (pin is not None and pin.value == "none"):
+    if pin is not None and pin.value == "none":
         return plan
-    if plan.quantization != "none":
-        if pin is None:
-            return plan
-        raise BadInput(
-            f"sharding is {pin.value}, and quantized weights are not shared among ranks",
-            "set optimization.sharding=none, or model.quantization=none",
-        )
+    obstacle = _obstacle(plan)
     if pin is None:
-        if plan.fits or plan.memory is None or plan.device != "cuda" or replan is None:
+        if not _is_short(plan) or obstacle is not None or replan is None:
             return plan
         kind, why = "fsdp", "the model with its optimizer does not fit one GPU"
     else:
         kind, why = str(pin.value), pin.why
-    if plan.optimizer not in _SHARDED or plan.offload_optimizer:
-        if pin is None:
-            return plan
-        asked_for = "offload_optimizer" if plan.offload_optimizer else plan.optimizer
-        raise BadInput(
-            f"sharding is {kind}, which does not go with {asked_for}",
-            f"use {', '.join(_SHARDED)} on the GPU, or optimization.sharding=none",
-        )
+        if obstacle is not None:
+            raise BadInput(f"sharding is {kind}, {obstacle[0]}", obstacle[1])
     if kind == "hybrid" and plan.ranks % machines:
         raise BadInput(
             f"sharding is hybrid, and {plan.ranks} ranks are not divided evenly by machines",
             "start as many ranks on each machine, or use optimization.sharding=fsdp",
         )
     shards = shards_of(kind, plan.ranks, machines)
-    reason = Reason(setting="sharding", value=kind, why=f"{why}; {shards} ranks share it")
+    reason = Reason(setting="sharding", value=kind, why=f"{why}; {_sharers(shards)}")
     asked = replace(plan, sharding=cast(Sharding, kind), reasons=(*plan.reasons, reason))
     if plan.memory is None or replan is None:
         return asked
@@ -80,12 +68,33 @@ def sharded(
     )
 
 
+def _is_short(plan: Plan) -> bool:
+    """Tell a plan of several GPUs of which one does not hold the model."""
+    return plan.ranks > 1 and not plan.fits and plan.memory is not None and plan.device == "cuda"
+
+
+def _obstacle(plan: Plan) -> tuple[str, str] | None:
+    """Setting of a plan that does not go with sharding, and the fix."""
+    if plan.quantization != "none":
+        fix = "set optimization.sharding=none, or model.quantization=none"
+        return "and quantized weights are not shared among ranks", fix
+    if plan.optimizer in _SHARDED and not plan.offload_optimizer:
+        return None
+    asked = "offload_optimizer" if plan.offload_optimizer else plan.optimizer
+    fix = f"use {', '.join(_SHARDED)} on the GPU, or optimization.sharding=none"
+    return f"which does not go with {asked}", fix
+
+
+def _sharers(shards: int) -> str:
+    return f"{shards} ranks share it" if shards > 1 else "one rank shares it with nobody"
+
+
 def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
-    """Bytes that sharding over `ranks` saves on each of them."""
+    """Bytes that sharding over `ranks` saves on each of them; below 0 where copies take more."""
     weights = memory.weights_gib + memory.adapters_gib
     kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
     gathered = weights * min(1.0, _GATHERED / max(1, layers))
-    return max(0, int((kept_away - gathered) * GIB))
+    return int((kept_away - gathered) * GIB)
 
 
 def _spread(memory: MemoryEstimate, less: float, shards: int) -> MemoryEstimate:

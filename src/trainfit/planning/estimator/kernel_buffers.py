@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,27 +50,8 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
     """Bytes that the kernel of an operation allocates while it runs."""
     if func is aten.sum.dim_IntList:
         return _column_sums(args[0], args[1], device)
-    if func._overloadpacket is aten.convolution:
-        return _convolution(args[0], args[1], args[3], args[8])
-    if func._overloadpacket is aten.convolution_backward:
-        return _convolution(args[1], args[2], args[4], args[9]) + _SUMS
-    if func._overloadpacket is _FLASH_BACKWARD:
-        return _attention_backward(args[1])
-    if func._overloadpacket in _VARLEN_BACKWARD:
-        return _varlen_backward(query=args[1], key=args[2], starts=args[6])
-    if func._overloadpacket is _EFFICIENT:
-        return _efficient_forward(args[0])
-    if func._overloadpacket is _EFFICIENT_BACKWARD:
-        return _efficient_backward(query=args[1], starts=args[4], longest=args[9], device=device)
-    if func._overloadpacket is _DISENTANGLED:
-        return _distance_products(query=args[0], positions=args[3])
-    if func._overloadpacket is _DISENTANGLED_BACKWARD:
-        # Two gradients of positions are summed from parts, beside the products.
-        products = _distance_products(query=args[1], positions=args[4])
-        return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
-    if func._overloadpacket in _QUANTIZED:
-        return _widened(args[-1], args[0].element_size())
-    return 0
+    found = _BUFFERS.get(func._overloadpacket)
+    return 0 if found is None else found(args, device)
 
 
 def _widened(shape: list[int], itemsize: int) -> int:
@@ -181,3 +163,35 @@ def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int
 
 def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
+
+
+def _disentangled_backward(args: tuple[Any, ...]) -> int:
+    """Bytes of the products, and of the parts that two gradients of positions are summed from."""
+    products = _distance_products(query=args[1], positions=args[4])
+    return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
+
+
+def _varlen(args: tuple[Any, ...], _device: Device) -> int:
+    return _varlen_backward(query=args[1], key=args[2], starts=args[6])
+
+
+def _quantized(args: tuple[Any, ...], _device: Device) -> int:
+    return _widened(args[-1], args[0].element_size())
+
+
+_BUFFERS: dict[Any, Callable[[tuple[Any, ...], Device], int]] = {
+    aten.convolution: lambda args, _: _convolution(args[0], args[1], args[3], args[8]),
+    aten.convolution_backward: lambda args, _: (
+        _convolution(args[1], args[2], args[4], args[9]) + _SUMS
+    ),
+    _FLASH_BACKWARD: lambda args, _: _attention_backward(args[1]),
+    **dict.fromkeys(_VARLEN_BACKWARD, _varlen),
+    _EFFICIENT: lambda args, _: _efficient_forward(args[0]),
+    _EFFICIENT_BACKWARD: lambda args, device: _efficient_backward(
+        query=args[1], starts=args[4], longest=args[9], device=device
+    ),
+    _DISENTANGLED: lambda args, _: _distance_products(query=args[0], positions=args[3]),
+    _DISENTANGLED_BACKWARD: lambda args, _: _disentangled_backward(args),
+    **dict.fromkeys(_QUANTIZED, _quantized),
+}
+"""Bytes of the kernels of operations, by their arguments."""
