@@ -57,6 +57,8 @@ def test_what_a_plain_step_does_is_seen():
         "mixed_precision": "off",
         "tf32": "not_applicable",
         "fused_optimizer": "active",
+        "optimizer": "active",
+        "offload_optimizer": "not_applicable",
         "attention": "not_applicable",
         "attention_dropout": "not_applicable",
         "flash_attention": "not_applicable",
