@@ -58,6 +58,8 @@ def test_what_a_plain_step_does_is_seen():
         "tf32": "not_applicable",
         "quantization": "not_applicable",
         "fused_optimizer": "active",
+        "optimizer": "active",
+        "offload_optimizer": "not_applicable",
         "attention": "not_applicable",
         "attention_dropout": "not_applicable",
         "flash_attention": "not_applicable",

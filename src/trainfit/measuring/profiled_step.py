@@ -52,6 +52,7 @@ def looking(
     given: Sequence[Any],
     sequences: int | None = None,
     *,
+    optimizer: Any = None,
     begins: Callable[[], None] = lambda: None,
     ends: Callable[[], None] = lambda: None,
 ) -> Iterator[Look]:
@@ -81,7 +82,8 @@ def looking(
     try:
         trace = profiling.end()
         seen = gather(trace, step=step, given=given, seconds=worked, sequences=sequences)
-        look.evidence = replace(seen, seconds=time.perf_counter() - began - worked)
+        spent = time.perf_counter() - began - worked
+        look.evidence = replace(seen, seconds=spent, moments=moments_of(optimizer))
     except _UNREADABLE as error:  # a torch with other events must not end a run
         look.obstacle = f"{type(error).__name__}: {error}"
 
@@ -133,6 +135,7 @@ def gather(
         switches=switches(),
         updates=_sums((kind, count) for _, kind, count in updates),
         optimizers={name: kind for name, kind, _ in updates},
+        fetched=trace.calls("trainfit::host_fetch_"),
         recomputed=_recomputed(trace),
         zeroed=_zeroed(trace),
         clipped=_clipped(trace),
@@ -169,15 +172,39 @@ def _updates(trace: Trace) -> list[tuple[str, str, int]]:
     return sorted(found, key=lambda update: order.index(update[1])) or _unmarked_updates(trace)
 
 
-_UNMARKED = (("fused", "aten::_fused_adamw_"), ("single", "aten::addcdiv"))
+_UNMARKED = (
+    ("AdamW", "fused", "aten::_fused_adamw_"),
+    ("SmallAdamW", "own", "trainfit::adamw_"),
+    ("AdamW", "single", "aten::addcdiv"),
+)
 
 
 def _unmarked_updates(trace: Trace) -> list[tuple[str, str, int]]:
     """Updates of trainfit's loop, which runs AdamW's operators without calling its step."""
-    for kind, start in _UNMARKED:
+    for name, kind, start in _UNMARKED:
         if count := sum(op.name.startswith(start) for op in trace.operators):
-            return [("AdamW", kind, count)]
+            return [(name, kind, count)]
     return []
+
+
+def moments_of(optimizer: Any) -> dict[str, int]:
+    """Bytes of an optimizer's state by dtype and place; counts of steps are left out."""
+    import torch
+
+    total: Counter[str] = Counter()
+    for part in getattr(optimizer, "optimizers", (optimizer,)):
+        for state in getattr(part, "state", {}).values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    total[f"{str(value.dtype).removeprefix('torch.')} on {_place(value)}"] += (
+                        value.nbytes
+                    )
+    return dict(total)
+
+
+def _place(tensor: Any) -> str:
+    """Name of the memory that a tensor is in."""
+    return "the host" if cuda_in_use() and tensor.device.type == "cpu" else str(tensor.device.type)
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -357,6 +357,10 @@ class Evidence(Record):
     """Calls that updated weights, by kind: fused, foreach, single, compiled, own (kernels)."""
     optimizers: dict[str, str] = field(default_factory=dict)
     """Kind of update by optimizer; of two alike, the slower kind."""
+    moments: dict[str, int] = field(default_factory=dict)
+    """Bytes of the optimizer's state by dtype and place, such as `bfloat16 on cuda`."""
+    fetched: int = 0
+    """Copies of moments from the host's memory."""
     recomputed: int = 0
     """Operators of the forward pass that ran inside the backward pass."""
     zeroed: bool | None = None

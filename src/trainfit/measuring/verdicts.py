@@ -9,16 +9,12 @@ from __future__ import annotations
 from trainfit.core.records import ReceiptItem, Scalar
 from trainfit.measuring.judgement import Judgement, ReceiptRule
 from trainfit.measuring.trace import AttentionSeen, Evidence
+from trainfit.measuring.update_verdicts import fused_optimizer, offload, optimizer
 
 _HALF = ("bf16", "fp16")
 _OFF = (None, False, "off", "none", "fp32", 0)
 _FP32_SHARE = 0.01
 """Least share of fp32 products for exact kernels to count as evidence against TF32."""
-_FUSED = ("fused", "compiled", "own")
-_HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
-"""Optimizers of torch with a fused kernel."""
-
-
 ON_GPU = "data on the GPU"  # requested in place of loader processes
 
 
@@ -108,24 +104,6 @@ def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
         observed = bool(switch)
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
     fix = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
-    return Judgement(observed, evidence, fix)
-
-
-def fused_optimizer(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the operators that updated the weights."""
-    if not seen.updates:
-        return "no optimizer step was seen"
-    calls = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
-    names = ", ".join(f"{name} ({kind})" for name, kind in seen.optimizers.items())
-    evidence = f"calls that updated the weights: {calls}" + (f", by {names}" if names else "")
-    able = [kind for name, kind in seen.optimizers.items() if name in _HAVE_FUSED]
-    observed = all(kind in _FUSED for kind in able or seen.updates)
-    if not observed:
-        evidence += "; the fused kernel was not called"
-    fix = (
-        "build AdamW with fused=True; it takes floating-point weights of one device, "
-        "so look for a fallback that was taken silently"
-    )
     return Judgement(observed, evidence, fix)
 
 
@@ -378,6 +356,8 @@ VERDICTS = {
     "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
     "quantization": ReceiptRule("Quantized Weights", quantization),
     "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
+    "optimizer": ReceiptRule("Optimizer", optimizer),
+    "offload_optimizer": ReceiptRule("Moments on the Host", offload, "there is no GPU to free"),
     "attention": ReceiptRule("Attention Path", attention),
     "attention_dropout": ReceiptRule("Attention Dropout", attention_dropout),
     "flash_attention": ReceiptRule("Flash Attention", flash_attention, "its kernel is for GPUs"),
