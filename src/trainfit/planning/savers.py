@@ -13,7 +13,7 @@ from itertools import combinations, product
 from math import isfinite
 from typing import Literal, TypeAlias
 
-from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, shown
+from trainfit.core.plan_records import MemoryEstimate, Plan, shown
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import BY_NAME
 from trainfit.planning.decide import OFFLOADED, optimizer
@@ -21,6 +21,8 @@ from trainfit.planning.question import Pin, Question
 
 _HOST_SHARE = 0.8
 """Share of the host's free memory that may be used for what the GPU has no room for."""
+WORTH_TRYING = 0.03
+"""Share of the capacity from which on a part of the memory is worth making smaller."""
 WORTH_SAYING = 0.05
 """Share of the capacity from which on a saving is named beside a setting."""
 
@@ -103,6 +105,7 @@ SAVERS = (
     ),
 )
 """Savers in the order in which they are tried."""
+SAVERS = tuple(s for s in SAVERS if s.setting in BY_NAME)  # HACK
 
 
 def saver_settings(*, adapters: bool) -> tuple[str, ...]:
@@ -140,18 +143,33 @@ def cheapest(
         return base
     tried: list[Attempt] = []
     chosen: Attempt | None = None
-    for group in groups(able(question, profile, base.memory), base.memory):
+    open_ = able(question, profile, base.memory)
+
+    def attempt(taken: Combination) -> Attempt:
+        return Attempt(taken=taken, plan=plan(_pinned(question, taken)))
+
+    for group in groups(open_, base.memory):
         learns = any(saver.learns for saver in group[0])
         if chosen is not None and not learns:
             continue
-        made = [Attempt(taken=one, plan=plan(_pinned(question, one))) for one in group]
+        made = [attempt(one) for one in group]
         tried += made
         if chosen is None:
             fitting = (one for one in made if one.plan.fits)
             chosen = min(fitting, key=lambda one: one.seconds, default=None)
         if chosen is not None and learns:  # perhaps tried for its time alone
             break
-    return base if chosen is None else _explained(chosen, base, tried)
+    if chosen is None:
+        return base
+    tried += [attempt((saver,)) for saver in _next_values(chosen, open_)]
+    return _explained(chosen, base, tried)
+
+
+def _next_values(chosen: Attempt, savers: Sequence[Saver]) -> list[Saver]:
+    """Values of the weights' setting that save more: their time is worth knowing."""
+    names = {saver.setting for saver in chosen.taken if saver.part == "weights"}
+    values = [saver for saver in savers if saver.setting in names]
+    return [saver for saver in values if all(saver.share > one.share for one in chosen.taken)]
 
 
 def able(question: Question, profile: HardwareProfile, memory: MemoryEstimate) -> tuple[Saver, ...]:
@@ -161,7 +179,7 @@ def able(question: Question, profile: HardwareProfile, memory: MemoryEstimate) -
         saver
         for saver in SAVERS
         if _is_open(question, saver)
-        and _part(memory, saver) >= 0.01 * memory.capacity_gib
+        and _part(memory, saver) >= WORTH_TRYING * memory.capacity_gib
         and (not saver.on_host or _part(memory, saver) <= host)
     )
 
@@ -230,23 +248,17 @@ def count_savers(plan: Plan) -> int:
 def _explained(chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> Plan:
     """Say for each saver that was taken what it saves, and how the others did."""
     taken = {saver.setting: saver for saver in chosen.taken}
-    others = [_compared(one, chosen) for one in tried if one is not chosen]
-    assert base.memory is not None
-    without = f"without: needs {base.memory.peak_allocated_gib:.1f} GiB"
-    return replace(
-        chosen.plan,
-        reasons=tuple(
-            reason
-            if reason.setting not in taken
-            else Reason(
-                setting=reason.setting,
-                value=reason.value,
-                why=_why(taken[reason.setting], chosen.plan, base),
-                alternatives=(without, *others),
-            )
-            for reason in chosen.plan.reasons
-        ),
+    reasons = tuple(
+        replace(
+            reason,
+            why=_why(taken[reason.setting], chosen.plan, base),
+            alternatives=_others(taken[reason.setting], chosen, base, tried),
+        )
+        if reason.setting in taken
+        else reason
+        for reason in chosen.plan.reasons
     )
+    return replace(chosen.plan, reasons=reasons)
 
 
 def _why(saver: Saver, made: Plan, base: Plan) -> str:
@@ -258,16 +270,35 @@ def _why(saver: Saver, made: Plan, base: Plan) -> str:
     return f"does not fit otherwise{figure}; {saver.price}"
 
 
-def _compared(other: Attempt, chosen: Attempt) -> str:
+def _others(saver: Saver, chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> tuple[str, ...]:
+    """Say what the setting's former value needs, how others did, and what untried ones save."""
+    memory = base.memory
+    assert memory is not None
+    former = shown(BY_NAME[saver.setting].of(base))
+    rivals = [one for one in tried if one is not chosen]
+    seen = {other for one in tried for other in one.taken}
+    return (
+        f"{former}: needs {memory.peak_allocated_gib:.1f} GiB",
+        *(_compared(one, chosen, saver.setting) for one in rivals),
+        *(
+            f"{shown(other.value)}: would save about {_part(memory, other) * other.share:.1f} GiB"
+            for other in SAVERS
+            if other.setting == saver.setting and other not in seen
+        ),
+    )
+
+
+def _compared(other: Attempt, chosen: Attempt, setting: str) -> str:
     memory = other.plan.memory
     assert memory is not None
-    words = " ".join(saver.word for saver in other.taken)
+    alone = len(other.taken) == 1 and other.taken[0].setting == setting
+    words = " ".join(shown(s.value) if alone else s.word for s in other.taken)
     if not other.plan.fits:
         return f"{words}: needs {memory.peak_allocated_gib:.1f} GiB"
     known = isfinite(other.seconds) and isfinite(chosen.seconds)
     change = f"{other.seconds / chosen.seconds - 1:+.0%} time" if known else "fits too"
     prices = [saver.price for saver in other.taken if saver.learns]
-    return "; ".join([f"{words}: {memory.peak_allocated_gib:.1f} GiB, {change}", *prices])
+    return ", ".join([f"{words}: {memory.peak_allocated_gib:.1f} GiB", change, *prices])
 
 
 def savings(question: Question, setting: str, memory: MemoryEstimate) -> tuple[str, ...]:
