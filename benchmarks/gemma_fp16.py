@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import platform
 import sys
 import time
@@ -94,6 +95,11 @@ def watch(model: EncoderClassifier, seen: dict[str, list[float]]) -> None:
             module.register_forward_pre_hook(lambda _m, given: note("down_inputs", given[0]))
 
 
+def finite(number: float) -> float | None:
+    """Return a number that JSON knows, rounded; None for another."""
+    return float(f"{number:.6g}") if math.isfinite(number) else None
+
+
 def run(given: argparse.Namespace, arm: str, device: str) -> dict[str, Any]:
     """Run an arm: one watched step, then timed ones."""
     precision = ARMS[arm]
@@ -133,9 +139,7 @@ def run(given: argparse.Namespace, arm: str, device: str) -> dict[str, Any]:
         "loss": found,
         "not_finite": int(sum(seen["not_finite"][: 2 * blocks])),
         "gradients_not_finite": int((~gradient.isfinite()).sum()),
-        "largest": {
-            key: [float(f"{value:.4g}") for value in values] for key, values in first.items()
-        },
+        "largest": {key: [finite(value) for value in values] for key, values in first.items()},
         "median_seconds": round(median(seconds), 5),
         "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 3) if device == "cuda" else 0,
         "gradient": gradient,
@@ -166,9 +170,10 @@ def main() -> None:
         row = run(given, arm, device)
         gradient = row.pop("gradient")
         sure = gradient if sure is None else sure
-        row["gradient_error"] = float(torch.linalg.norm(gradient - sure) / torch.linalg.norm(sure))
-        row["loss_difference"] = row["loss"] - (rows[0]["loss"] if rows else row["loss"])
-        rows.append(row)
+        error = float(torch.linalg.norm(gradient - sure) / torch.linalg.norm(sure))
+        first = rows[0]["loss"] if rows else row["loss"]
+        row |= {"gradient_error": finite(error), "loss_difference": finite(row["loss"] - first)}
+        rows.append(row | {"loss": finite(row["loss"])})
         print(json.dumps({k: v for k, v in row.items() if k != "largest"}), flush=True)
         given.out.write_text(json.dumps(record, indent=1) + "\n")
 
