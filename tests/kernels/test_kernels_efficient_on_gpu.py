@@ -15,6 +15,7 @@ from trainfit.kernels.efficient_packed import efficient_attention, efficient_att
 from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.varlen import varlen_attention
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
+from trainfit.runtime import compile_blocks
 
 pytestmark = pytest.mark.gpu
 LENGTHS = (50, 200, 1, 130, 77, 160)
@@ -87,23 +88,76 @@ def test_a_model_in_it_is_as_near_to_float64_as_on_padded_rows(
     assert quick <= 2 * plain + 1e-5
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_nothing_waits_for_the_gpu(dropout: float) -> None:
+def inputs() -> tuple[list[Tensor], dict[str, Any]]:
     batch = packed(LENGTHS, filler=44, device="cuda")
     shape = (1, 4, batch["input_ids"].shape[1], 64)
-    part = torch.randn(shape, device="cuda", requires_grad=True)
-    call: dict[str, Any] = {"scaling": None, "dropout": dropout, "windowed": False, "softcap": None}
+    torch.manual_seed(0)
+    return [torch.randn(shape, device="cuda", requires_grad=True) for _ in range(3)], batch
+
+
+def attended(parts: list[Tensor], batch: dict[str, Any]) -> Tensor:
+    with torch.autocast("cuda", torch.float16):
+        made = attention.choose(
+            lay_out(**batch), None, path="varlen_efficient", dtype=torch.float32, head=64
+        )
+        return made(
+            torch.nn.Module(), *parts, scaling=None, dropout=0.0, windowed=False, softcap=None
+        )
+
+
+def test_nothing_waits_for_the_gpu() -> None:
+    parts, batch = inputs()
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        with torch.autocast("cuda", torch.float16):
-            made = attention.choose(
-                lay_out(**batch), None, path="varlen_efficient", dtype=torch.float32, head=64
-            )
-            made(torch.nn.Module(), part, part, part, **call).sum().backward()
+        attended(parts, batch).sum().backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert part.grad is not None
+    assert parts[0].grad is not None
+
+
+def test_a_graph_replays_it_with_other_numbers_and_lengths() -> None:
+    parts, batch = inputs()
+
+    def step() -> tuple[Tensor, ...]:
+        out = attended(parts, batch)
+        return out, *torch.autograd.grad(out.float().square().sum(), parts)
+
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        for part in parts:
+            part.mul_(-0.5)
+        batch["cu_seqlens"].copy_(torch.tensor([0, 9, 9, 200, 390, 400, 618], dtype=torch.int32))
+    graph.replay()
+    for found, sure in zip(captured, step(), strict=True):
+        torch.testing.assert_close(found, sure, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_compiled_blocks_compute_the_same(checkpointing: str) -> None:
+    batch = packed(LENGTHS, filler=44, device="cuda")
+
+    def found(compiled: bool) -> Tensor:
+        settings: Any = {"attention": "varlen_efficient", "checkpointing": checkpointing}
+        model = tiny("bert-base", **settings).cuda()
+        if compiled:
+            compile_blocks(model)
+        with torch.autocast("cuda", torch.float16):
+            logits, gradients = logits_and_gradients(model, batch)
+        return torch.cat([logits.flatten(), *(g.flatten() for g in gradients.values())])
+
+    try:
+        assert relative_error(found(True), found(False)) < 0.01
+    finally:
+        torch.compiler.reset()
 
 
 @pytest.mark.parametrize("dtype", list(ERRORS))
@@ -119,7 +173,7 @@ def test_its_memory_is_what_the_estimator_counts(
     )
     properties = torch.cuda.get_device_properties("cuda")
     device = Device(properties.multi_processor_count, f"{properties.major}.{properties.minor}")
-    numbers = (longest, 0.1, 0, False, 0.0)
+    numbers = (longest, 0.1, 0, False)
     forward = (query, key, value, starts, *numbers)
     taken, kept = measured(lambda: efficient_attention(*forward))
     counted = temporary_bytes(torch.ops.trainfit.efficient_attention.default, forward, device)

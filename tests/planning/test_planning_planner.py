@@ -281,6 +281,8 @@ def test_a_precision_that_the_device_lacks_falls_back_with_a_reason(
         ("t4", "fp16", {}, "varlen_efficient", "needs compute capability 8.0, and Tesla T4 has"),
         ("v100", "fp16", {}, "varlen_efficient", "memory-efficient kernel on packed rows"),
         ("t4", "fp16", {"window": 100}, "varlen_efficient", "memory-efficient kernel"),
+        ("t4", "fp16", {"arguments": {"attention_dropout": 0.1}}, "sdpa", "attention dropout 0.1"),
+        ("a100", "bf16", {"arguments": {"attention_dropout": 0.1}}, "varlen", "the flash kernel"),
         ("t4", "fp16", {"window": 99}, "sdpa", "no sliding window of 99 tokens to both sides"),
         ("t4", "fp16", {"packed_attention": "softcapped"}, "softcapped", "soft-capped logits"),
         ("t4", "fp16", {"packed_attention": "disentangled"}, "disentangled", "three terms"),

@@ -200,6 +200,7 @@ def question(
         own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
         window=facts.window,
+        fp16_overflows=facts.fp16_overflows,
         not_recomputed=facts.not_recomputed,
         no_liger=facts.no_liger,
         uncapturable=None,

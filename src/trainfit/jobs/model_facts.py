@@ -23,6 +23,7 @@ from trainfit.kernels.supported import (
     CAPPED_HEADS,
     LARGEST_HEAD,
     NOT_RECOMPUTED,
+    OVERFLOWS_FP16,
     OWN_ATTENTION,
     model_obstacle,
 )
@@ -42,6 +43,8 @@ class ModelFacts:
     packed_attention: str
     window: int | None
     """Tokens that windowed layers see to either side, at least; None: all see every token."""
+    fp16_overflows: bool
+    """Hidden states leave the range of float16."""
     not_recomputed: str | None
     no_liger: str | None
     vocabulary: int
@@ -70,6 +73,7 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         own_attention=kind in OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
         window=_window(fields),
+        fp16_overflows=kind in OVERFLOWS_FP16,
         not_recomputed=f"transformers cannot compute the blocks of {name} again"
         if kind in NOT_RECOMPUTED
         else None,

@@ -18,6 +18,8 @@ OWN_ATTENTION = ("deberta", MODEL_TYPE, "mpnet")
 """Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
 NOT_RECOMPUTED = ("albert", "mpnet")
 """Encoders whose blocks transformers cannot compute again in the backward pass."""
+OVERFLOWS_FP16 = ("gemma2", "gemma3_text")
+"""Models whose hidden states leave the range of float16."""
 TERMS = ("c2p", "p2c")
 """Score terms beside the content: the query's and the key's product with their distance."""
 FLASH_SINCE = (8, 0)

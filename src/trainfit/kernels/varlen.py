@@ -162,10 +162,9 @@ class VarlenAttention:
         if self.kernel == "varlen_efficient":
             # A window that reaches both ways is only given where every sequence is within it.
             window = reach + 1 if self.causal else 0
-            numbers = (self.longest, scaling, window, self.causal, dropout)
-            return efficient_packed.attend_efficiently(
-                queries, keys, values, self.starts, *numbers
-            )[None]
+            rows = (queries, keys, values, self.starts, self.longest)
+            attended = efficient_packed.attend_efficiently(*rows, scaling, window, self.causal)
+            return attended[None]
         if dropout:
             # varlen_attn without its fixed dropout of 0: torch keeps the generator's state on the
             # device for the backward pass, also in a CUDA graph.
@@ -252,6 +251,7 @@ def kernel_for(rows: PackedRows) -> tuple[PackedKernel | None, str]:
         capability=rows.capability,
         dtype=rows.dtype,
         head=rows.head,
+        dropout=rows.dropout,
         window=rows.window,
         longest=rows.longest,
         causal=rows.causal,

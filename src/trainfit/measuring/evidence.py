@@ -303,12 +303,11 @@ _DROPOUT = {
     "aten::_scaled_dot_product_cudnn_attention": 5,
     "aten::_scaled_dot_product_attention_math": 4,
     "aten::_scaled_dot_product_flash_attention_for_cpu": 3,
-    "trainfit::efficient_attention": 8,
     "trainfit::disentangled_attention": 8,
     "trainfit::softcapped_attention": 9,
     _FLASH: 7,
 }
-"""Position of the dropout among the inputs; torch's kernel for packed rows has none."""
+"""Position of the dropout among the inputs; torch's kernels for packed rows have none."""
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 
 

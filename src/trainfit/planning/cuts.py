@@ -52,8 +52,7 @@ class FixedSettings:
     @property
     def key(self) -> tuple[Any, ...]:
         """Key of the step: GPUs with the same key run the same."""
-        wide = self.precision.value == "fp32"  # bf16 and fp16 have the same size
-        return wide, self.packed.value, self.attention.value
+        return self.precision.value, self.packed.value, self.attention.value
 
 
 def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> FixedSettings:

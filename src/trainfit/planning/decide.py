@@ -37,6 +37,14 @@ def pinned(question: Question, name: str) -> Choice | None:
 
 def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> Choice:
     """Choose the dtype of matrix products."""
+    choice = _precision(question, profile, ranks)
+    if choice.value == "fp16" and question.fp16_overflows:
+        kept = "hidden states, which leave fp16's range in this model, stay in fp32"
+        return replace(choice, why=f"{choice.why}; {kept}")
+    return choice
+
+
+def _precision(question: Question, profile: HardwareProfile, ranks: int) -> Choice:
     gpu = profile.gpu
     choice = pinned(question, "precision")
     if choice is not None:
@@ -44,7 +52,7 @@ def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> C
         if reason is None:
             return choice
         others = {name: pin for name, pin in question.pins.items() if name != "precision"}
-        free = precision(replace(question, pins=others), profile, ranks)
+        free = _precision(replace(question, pins=others), profile, ranks)
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
         return Choice(value=free.value, why=why)
     if gpu is None:
@@ -165,6 +173,8 @@ def _no_efficient(question: Question, gpu: Gpu, no_flash: str) -> str | None:
     """Reason why the memory-efficient kernel cannot stand in for the flash one; None: it can."""
     if _capability(gpu) < EFFICIENT_SINCE:
         return f"{no_flash}, too old for packed rows"
+    if dropout := question.arguments.get("attention_dropout"):
+        return f"{no_flash}, and the memory-efficient one has no attention dropout {dropout} there"
     window = question.window
     if window is not None and window < question.workload.max_length:
         return (

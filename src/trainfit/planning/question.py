@@ -53,6 +53,8 @@ class Question(Record):
     window: int | None = None
     """Tokens that layers with a sliding window see to either side, at least; None: all layers see
     every token."""
+    fp16_overflows: bool = False
+    """Hidden states leave the range of fp16, so that sums stay in fp32 there."""
     not_recomputed: str | None = None
     """Reason why the blocks cannot be computed again in the backward pass; None: they can."""
     no_liger: str | None = "Liger is for transformers' models"

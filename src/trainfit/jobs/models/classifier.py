@@ -19,6 +19,7 @@ from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_path, traits_of
 from trainfit.jobs.models.building import build_anywhere
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
+from trainfit.jobs.models.float16_range import keep_in_range
 from trainfit.jobs.models.own_heads import OwnHead, fill_head, find_head
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.layout import Layout, lay_out
@@ -209,6 +210,7 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
     train_by(encoder, settings)
     if settings.liger:
         use_liger(encoder)
+    keep_in_range(encoder)
     return EncoderClassifier(encoder, settings, head)
 
 

@@ -21,6 +21,8 @@ _SUMS = 4 << 20
 """Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
+_MUCH_SHARED = ("8.0", "9.0", "10.0")
+"""Compute capabilities whose shared memory holds the largest tiles."""
 _EFFICIENT = torch.ops.trainfit.efficient_attention
 _EFFICIENT_BACKWARD = torch.ops.trainfit.efficient_attention_backward
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
@@ -120,20 +122,20 @@ def _efficient_backward(
     """Bytes of the memory-efficient backward pass on a packed row.
 
     The query's gradient is summed in fp32 tiles with a lock each, for every sequence as if it were
-    the longest; so are those of keys and values where a head is too large for the registers. Beside
-    them is a number per row, and in fp32 the product that it is the sum of.
+    the longest; so are parts of those of keys and values where the registers do not hold them.
+    Beside them is a number per row, in fp32 the sum of a product that is made before.
     """
     tokens, heads, head = query.shape
-    half = query.dtype in _HALF
-    large = half and device.compute_capability >= "8" and 64 < head <= 128
-    tile = 128 if large else 64
-    rows, columns = _multiple(longest, tile), _multiple(head, tile)
-    tiles = rows // tile * (columns // tile)
-    sums = tiles * (16 + 4 * tile * tile)
-    if half and head > tile:
-        sums += 2 * 4 * rows * columns
+    half, pairs = query.dtype in _HALF, (starts.shape[0] - 1) * heads
+    large = half and head <= 128 and device.compute_capability in _MUCH_SHARED
+    height, width = (64, 64) if head <= 64 else (128 if large else 64, 128)
+    tiles = math.ceil(longest / height) * math.ceil(head / width)
+    sums = tiles * (16 + 4 * height * width)
+    if half and head > height:
+        splits = max(1, min(math.ceil(longest / 64), 200 // pairs))
+        sums += 2 * 4 * splits * 64 * _multiple(head, 64)
     product = 0 if half else 4 * query.numel()
-    return (starts.shape[0] - 1) * heads * sums + 4 * tokens * heads + product
+    return max(pairs * sums + 4 * tokens * heads, product)
 
 
 def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
@@ -189,7 +191,7 @@ _BUFFERS: dict[Any, Callable[[tuple[Any, ...], Device], int]] = {
     **dict.fromkeys(_VARLEN_BACKWARD, _varlen),
     _EFFICIENT: lambda args, _: _efficient_forward(args[0]),
     _EFFICIENT_BACKWARD: lambda args, device: _efficient_backward(
-        query=args[1], starts=args[4], longest=args[9], device=device
+        query=args[1], starts=args[4], longest=args[7], device=device
     ),
     _DISENTANGLED: lambda args, _: _distance_products(query=args[0], positions=args[3]),
     _DISENTANGLED_BACKWARD: lambda args, _: _disentangled_backward(args),
