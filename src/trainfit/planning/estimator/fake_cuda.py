@@ -92,6 +92,8 @@ class OnOneDevice(TorchFunctionMode):
             return func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device and args and self._exchanged(args[0]) is self._device:
+            return self._device
         kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
         return func(*map(self._exchanged, args), **kwargs)
 
