@@ -27,7 +27,7 @@ KINDS = ("adamw_fused", "adamw_bf16", "adamw_8bit", "adafactor", "muon")
 def asked(**arguments: Any) -> Request:
     task = TaskSpec(
         factory="trainfit.jobs.probes:gpt_step",
-        arguments=GPT | {"checkpointing": False} | arguments,
+        arguments=GPT | {"checkpointing": "none"} | arguments,
     )
     return Request(task=task, targets=(TARGET,))
 
