@@ -162,7 +162,10 @@ class _Queues:
         self._on_gpu = device.type == "cuda"
         self._device = device
         if self._on_gpu:
-            self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
+            self._in, self._out = (
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
             self._loaded, self._updated, self._stored = (
                 [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
                 for _ in range(3)
