@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -25,6 +26,8 @@ BUCKET = 8 * 2**20
 """Elements of a bucket: 32 MiB of each moment in float32, a millisecond on PCIe."""
 _ALIGNED = 64
 """Weights begin at multiples of this, as kernels that read 16 bytes at a time like it."""
+_FEWEST = 8
+"""Buckets that few moments are cut into, so that the slots take less than the moments would."""
 NAMES = ("exp_avg", "exp_avg_sq")
 
 
@@ -57,6 +60,8 @@ class HostMoments:
         first = groups[0]["params"][0]
         self.device: torch.device = first.device
         self.places: dict[Tensor, int] = {}
+        weights = sum(p.numel() for group in groups for p in group["params"])
+        self.bucket = min(BUCKET, _aligned(-(-weights // _FEWEST)))
         self.buckets = list(self._cut(groups))
         total = max((b.first + b.length for group in self.buckets for b in group), default=0)
         self.flat = {name: host_zeros(first, total, dtype) for name in NAMES}
@@ -77,11 +82,11 @@ class HostMoments:
                 start = 0
                 while start < parameter.numel():
                     last = buckets[-1]
-                    length = min(parameter.numel() - start, BUCKET - last.length)
+                    length = min(parameter.numel() - start, self.bucket - last.length)
                     last.parts.append(_Part(parameter, number, start, length, last.length))
-                    last.length += -(-length // _ALIGNED) * _ALIGNED
+                    last.length += _aligned(length)
                     start, place = start + length, last.first + last.length
-                    if last.length >= BUCKET:
+                    if last.length >= self.bucket:
                         buckets.append(_Bucket(place, 0, []))
                 number += 1
             yield [bucket for bucket in buckets if bucket.parts]
@@ -95,20 +100,29 @@ class HostMoments:
         """Have `work` update the weights of a group that have a gradient, bucket by bucket."""
         self._queues.begin()
         for turn, bucket in enumerate(self.buckets[group]):
-            slot = self.slots[turn % 2]
-            range_ = slice(bucket.first, bucket.first + bucket.length)
-            with self._queues.coming(turn % 2):
-                for name, flat in self.flat.items():
-                    _repeat(host_fetch_, slot[name][: bucket.length], flat[range_])
-            self._queues.came(turn % 2)
+            at = turn % 2
+            slot = self.slots[at]
+            with self._queues.coming(at):
+                retried(partial(self._copy, bucket, slot, fetch=True))
+            self._queues.came(at)
             parts = [part for part in bucket.parts if part.parameter.grad is not None]
             if parts:
-                work([_piece(part, slot) for part in parts], [part.parameter for part in parts])
-            with self._queues.going(turn % 2):
-                for name, flat in self.flat.items():
-                    _repeat(host_store_, flat[range_], slot[name][: bucket.length])
-            self._queues.gone(turn % 2)
+                pieces = retried(partial(_pieces, parts, slot))
+                work(pieces, [part.parameter for part in parts])
+            with self._queues.going(at):
+                retried(partial(self._copy, bucket, slot, fetch=False))
+            self._queues.gone(at)
         self._queues.end()
+
+    def _copy(self, bucket: _Bucket, slot: dict[str, Tensor], *, fetch: bool) -> None:
+        """Copy a bucket into a slot, or back."""
+        for name, flat in self.flat.items():
+            there = flat[bucket.first : bucket.first + bucket.length]
+            here = slot[name][: bucket.length]
+            if fetch:
+                host_fetch_(here, there)
+            else:
+                host_store_(there, here)
 
     def settle(self) -> None:
         """Wait until the moments of the last update are in the host's memory."""
@@ -116,8 +130,12 @@ class HostMoments:
             torch.cuda.current_stream(self.device).synchronize()
 
 
-def _repeat(copy: Callable[[Tensor, Tensor], None], into: Tensor, source: Tensor) -> None:
-    retried(lambda: copy(into, source))
+def _aligned(elements: int) -> int:
+    return -(-elements // _ALIGNED) * _ALIGNED
+
+
+def _pieces(parts: list[_Part], slot: dict[str, Tensor]) -> list[Piece]:
+    return [_piece(part, slot) for part in parts]
 
 
 def _piece(part: _Part, slot: dict[str, Tensor]) -> Piece:
@@ -126,7 +144,7 @@ def _piece(part: _Part, slot: dict[str, Tensor]) -> Piece:
     weight, gradient = part.parameter, cast(Tensor, part.parameter.grad)
     return Piece(
         _flat(weight)[own],
-        _flat(retried(lambda: laid_out(gradient, weight)))[own],
+        _flat(laid_out(gradient, weight))[own],
         {name: moments[range_] for name, moments in slot.items()},
         part.number,
         part.start,
@@ -144,7 +162,10 @@ class _Queues:
         self._on_gpu = device.type == "cuda"
         self._device = device
         if self._on_gpu:
-            self._in, self._out = (torch.cuda.Stream(device) for _ in range(2))
+            self._in, self._out = (
+                torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+                for _ in range(2)
+            )
             self._loaded, self._updated, self._stored = (
                 [torch.cuda.Event(), torch.cuda.Event()]  # type: ignore[no-untyped-call]
                 for _ in range(3)

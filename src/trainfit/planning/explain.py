@@ -59,13 +59,19 @@ def choices_for(
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
         "optimizer": decide.optimizer(question),
-        "offload_optimizer": decide.offload(question, profile.gpu),
+        **_offload(question, profile.gpu),
         "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
         **decide.loader(question, profile),
         "eval_batch_size": decide.eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
+
+
+def _offload(question: Question, gpu: Gpu | None) -> dict[str, Choice]:
+    """Explain where the moments are, where somebody asked."""
+    asked = question.pinned("offload_optimizer") is not None
+    return {"offload_optimizer": decide.offload(question, gpu)} if asked else {}
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

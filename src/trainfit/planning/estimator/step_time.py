@@ -216,8 +216,7 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
     for item in done:
         work = item.work
         peak = rates.half if work.half and rates.half is not None else rates.full
-        bandwidth = rates.link / fitted.copy if work.kind == "link" else rates.bandwidth
-        kernel = item.times * _kernel_seconds(work, peak, bandwidth, fitted)
+        kernel = item.times * _kernel_seconds(work, peak, rates, fitted)
         launch = item.times * _launch_seconds(work, rates, fitted)
         spent = Seconds(0, 0, kernel, launch) if work.update else Seconds(kernel, launch)
         total = total.plus(spent)
@@ -234,15 +233,17 @@ def _launch_seconds(work: Work, rates: Rates, fitted: Calibration) -> float:
     return fitted.forward_launch_seconds * rates.forward_launch
 
 
-def _kernel_seconds(work: Work, peak: float, bandwidth: float, fitted: Calibration) -> float:
+def _kernel_seconds(work: Work, peak: float, rates: Rates, fitted: Calibration) -> float:
     if work.kind == "call":
         return 0.0
+    if work.kind == "link":
+        return work.nbytes / rates.link
     flops = work.flops - work.skipped
     arithmetic = flops / (peak * _share_of_peak(work, flops, fitted)) if flops else 0.0
     share = fitted.slow if work.kind == "slow" else fitted.copy
     if work.nbytes < fitted.cache_bytes:
         share *= fitted.cached
-    return max(arithmetic, work.nbytes / (bandwidth * share)) + fitted.kernel_seconds
+    return max(arithmetic, work.nbytes / (rates.bandwidth * share)) + fitted.kernel_seconds
 
 
 def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:
