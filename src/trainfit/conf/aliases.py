@@ -7,10 +7,17 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.core.errors import BadInput, brief
-from trainfit.core.settings import COMBINED, SETTINGS
+from trainfit.core.settings import SETTINGS
 
 ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
 """Other spellings of keys, in lower case, with the key that each means."""
+COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "model.method": {
+        "qlora": {"model.method": "lora", "model.quantization": "nf4"},
+        "qdora": {"model.method": "dora", "model.quantization": "nf4"},
+    },
+}
+"""Values of a key that stand for values of several keys."""
 
 _FLAGS: Mapping[str, Mapping[bool, str]] = {
     alias: values for row in SETTINGS for alias, values in (row.flags or {}).items()

@@ -238,11 +238,7 @@ SETTINGS = (
         field="offload_optimizer",
         receipt="offload_optimizer",
     ),
-    Setting(
-        name="data_on_gpu",
-        key="training.data_on_gpu",
-        field="data_on_gpu",
-    ),
+    Setting(name="data_on_gpu", key="training.data_on_gpu", field="data_on_gpu"),
     Setting(
         name="num_workers",
         key="training.num_workers",
@@ -347,10 +343,7 @@ SETTINGS = (
         receipt="expandable_segments",
     ),
     Setting(
-        name="memory_gib",
-        key="device.memory_gib",
-        field="runtime.memory_gib",
-        chosen_by="user",
+        name="memory_gib", key="device.memory_gib", field="runtime.memory_gib", chosen_by="user"
     ),
     Setting(name="seed", key="seed", field="runtime.seed", chosen_by="user", learns=True),
     Setting(
@@ -378,14 +371,6 @@ SETTINGS = (
         learns=True,
     ),
 )
-
-COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "model.method": {
-        "qlora": {"model.method": "lora", "model.quantization": "nf4"},
-        "qdora": {"model.method": "dora", "model.quantization": "nf4"},
-    },
-}
-"""Values of a key that stand for values of several keys."""
 
 BY_NAME: Mapping[str, Setting] = {row.name: row for row in SETTINGS}
 

@@ -9,7 +9,7 @@ from typing import Any
 from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
-from trainfit.planning import decide
+from trainfit.planning import decide, loading_choices
 from trainfit.planning.cuts import FixedSettings, Selection
 from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
@@ -60,9 +60,9 @@ def choices_for(
         **how,
         "optimizer": decide.optimizer(question),
         **_offload(question, profile.gpu),
-        "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
-        **decide.loader(question, profile),
-        "eval_batch_size": decide.eval_batch(
+        "data_on_gpu": loading_choices.data_on_gpu(question, profile.gpu),
+        **loading_choices.loader(question, profile),
+        "eval_batch_size": loading_choices.eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }

@@ -43,6 +43,8 @@ class Saver:
     """It changes what is learned; False: it costs time alone."""
     adapters_only: bool = False
     """It is for weights that are not trained."""
+    beside: str = ""
+    """Setting beside which it is named where it was not asked for."""
     on_host: bool = False
     """The host's memory holds what it saves."""
 
@@ -67,6 +69,7 @@ SAVERS = (
         part="optimizer",
         share=1.0,
         price="the states are kept in the host's memory",
+        beside="optimizer",
         on_host=True,
     ),
     Saver(
@@ -251,7 +254,7 @@ def _explained(chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> Plan:
     reasons = tuple(
         replace(
             reason,
-            why=_why(taken[reason.setting], chosen.plan, base),
+            why=_why(taken[reason.setting], chosen.plan, base, reason.why),
             alternatives=_others(taken[reason.setting], chosen, base, tried),
         )
         if reason.setting in taken
@@ -261,13 +264,13 @@ def _explained(chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> Plan:
     return replace(chosen.plan, reasons=reasons)
 
 
-def _why(saver: Saver, made: Plan, base: Plan) -> str:
+def _why(saver: Saver, made: Plan, base: Plan, cost: str) -> str:
     assert made.memory is not None
     assert base.memory is not None
     saved = _part(base.memory, saver) - _part(made.memory, saver)
     # A plan that fits may have larger micro-batches, with more activations.
     figure = f": saves {saved:.1f} GiB" if saved >= 0.05 else ""
-    return f"does not fit otherwise{figure}; {saver.price}"
+    return f"does not fit otherwise{figure}; {cost}"
 
 
 def _others(saver: Saver, chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> tuple[str, ...]:
@@ -306,9 +309,10 @@ def savings(question: Question, setting: str, memory: MemoryEstimate) -> tuple[s
     if memory.bound:
         return ()
     return tuple(
-        f"{shown(saver.value)}: would save about {saved:.1f} GiB; {saver.price}"
+        f"{shown(saver.value) if saver.setting == setting else saver.word}: "
+        f"would save about {saved:.1f} GiB; {saver.price}"
         for saver in SAVERS
-        if saver.setting == setting
+        if setting in (saver.setting, saver.beside)
         and _is_open(question, saver)
         and (saved := _part(memory, saver) * saver.share) >= WORTH_SAYING * memory.capacity_gib
     )
