@@ -31,6 +31,7 @@ PLANNED = {
     "optimization.compile": True,
     "optimization.cuda_graph": False,
     "optimization.sharding": "none",
+    "optimization.offload_optimizer": False,
     "optimization.compile_mode": "max-autotune-no-cudagraphs",
     "optimization.gradient_accumulation_steps": 2,
 }
