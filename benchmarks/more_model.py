@@ -39,17 +39,21 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 
 GIB = 2**30
-CUDA = torch.cuda.is_available()
+CUDA = torch.cuda.device_count() > 0
+"""Found by NVML: is_available() would start CUDA, and no forked process could use it any more."""
 STEPS, SHORT = 20, 4
 MOST_UNFIT = 10
 LONG = ("data.max_length=512", "training.effective_batch_size=16", "model.weights=random")
 CASES: dict[str, tuple[list[str], float]] = {
-    "7b qlora": (["nli", "model.name=mistral-7b", "model.method=lora"], 10),
-    "gemma-4b qdora": (["nli", "model.name=gemma-3-4b-it", "model.method=dora"], 8),
+    "7b lora": (["nli", "model.name=mistral-7b", "model.method=lora"], 10),
+    "7b qlora": (["nli", "model.name=mistral-7b", "model.method=qlora"], 10),
+    "gemma-4b dora": (["nli", "model.name=gemma-3-4b-it", "model.method=dora"], 8),
+    "gemma-4b qdora": (["nli", "model.name=gemma-3-4b-it", "model.method=qdora"], 8),
     "gemma-1b full": (["nli", "model.name=gemma-3-1b-it", "model.method=full"], 12),
     "deberta-large full": (["nli", "model.name=deberta-v3-large", "model.method=full"], 8),
 }
-"""Words and GiB; every sequence has 512 tokens, 16 of them make a step."""
+"""Words and GiB; every sequence has 512 tokens, 16 of them make a step. With nf4 asked for there is
+room to recompute less; without, the planner rounds weights only where nothing else fits."""
 SMALL, LARGE = (
     ("bert-base", "modernbert-base", "deberta-v3-base", "gemma-3-270m"),
     (
@@ -340,6 +344,10 @@ def main() -> None:
         curves(asked, record, keep)
 
 
+def hardware() -> dict[str, str]:
+    return {"name": torch.cuda.get_device_name() if CUDA else platform.processor() or "CPU"}
+
+
 def opened() -> dict[str, Any]:
     """Begin a record."""
     import transformers
@@ -347,7 +355,7 @@ def opened() -> dict[str, Any]:
     return {
         "commands": [],
         "date": time.strftime("%Y-%m-%d"),
-        "hardware": torch.cuda.get_device_name() if CUDA else platform.processor() or "CPU",
+        "hardware": alone(hardware)["name"],
         "versions": {
             "torch": torch.__version__,
             "transformers": transformers.__version__,

@@ -1,7 +1,8 @@
 """Loss over 300 steps of a task that can be learned: rounded moments and rounded weights.
 
 Three seeds of AdamW's float32 moments beside three of each kind of rounded ones, and LoRA on
-weights as they are beside LoRA on rounded ones: the same sequences, rates and first weights.
+weights as they are beside LoRA on rounded ones, on the same sequences at the same rates. Rounded
+weights are drawn block by block, and so are others than those that are not.
 """
 
 from __future__ import annotations

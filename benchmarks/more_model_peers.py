@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from contenders import Sequences, Setting, trainer_round
 from more_model import CUDA, GIB, equal_tokens, guarded, run_case
 from record_jobs import alone
 
@@ -70,6 +69,8 @@ def summarise(row: dict[str, Any]) -> None:
 
 def trainer(case: dict[str, Any], batch: int, again: bool, tiny: bool) -> dict[str, Any]:
     """Run steps of 16 sequences under Trainer."""
+    from contenders import Sequences, Setting, trainer_round  # they start CUDA
+
     arguments = case["plan"]["task"]["arguments"]
     length = case["plan"]["workload"]["max_length"]
     if CUDA:
