@@ -136,6 +136,7 @@ def gather(
         gradients=trace.calls("torch::autograd::AccumulateGrad"),
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
+        offloaded_bytes=sum(k.copied for k in trace.kernels if k.name.startswith(_OUT)),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
         parts=parts,
         launches=launches,
@@ -143,6 +144,7 @@ def gather(
     )
 
 
+_OUT = "Memcpy DtoH (Device -> Pinned"
 _KINDS = {"fused": "aten::_fused_", "foreach": "aten::_foreach_", "compiled": "Torch-Compiled"}
 """How an optimizer updates, by its operators; the first that is found decides."""
 

@@ -356,6 +356,8 @@ class Evidence(Record):
     convolutions: int = 0
     liger: int = 0
     """Launches of Liger's kernels."""
+    offloaded_bytes: int = 0
+    """Bytes copied from the GPU to pinned host memory."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the longest kernels."""
     parts: dict[str, float] = field(default_factory=dict)

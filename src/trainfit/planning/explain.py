@@ -56,6 +56,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
+        **({"offload_activations": fixed.offloaded} if _asked(question) else {}),
         "optimizer": decide.optimizer(question),
         "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
         **decide.loader(question, profile),
@@ -63,6 +64,11 @@ def choices_for(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
+
+
+def _asked(question: Question) -> bool:
+    """Tell if a plan has to say where activations wait."""
+    return question.pinned("offload_activations") is not None
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

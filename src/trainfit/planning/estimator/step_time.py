@@ -9,6 +9,7 @@ was not measured, so none is given.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +26,9 @@ from trainfit.hardware.catalogue import GpuSpec
 class Work(Record):
     """Least work of one kernel: operations and bytes."""
 
-    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call"]
-    """A call is no kernel but the entry into compiled code, which takes CPU time."""
+    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call", "transfer"]
+    """A call is no kernel but the entry into compiled code, which takes CPU time. A transfer is a
+    copy between GPU and host beside the kernels."""
     flops: int
     skipped: int
     """Floating-point operations that the kernel leaves out because they are masked."""
@@ -114,6 +116,8 @@ class Seconds:
     launches: float = 0.0
     update_kernels: float = 0.0
     update_launches: float = 0.0
+    transfers: float = 0.0
+    """Copies between GPU and host, which run beside the kernels."""
 
     def plus(self, other: Seconds, share: float = 1.0) -> Seconds:
         """Add a share of the other."""
@@ -122,6 +126,7 @@ class Seconds:
             self.launches + share * other.launches,
             self.update_kernels + share * other.update_kernels,
             self.update_launches + share * other.update_launches,
+            self.transfers + share * other.transfers,
         )
 
     def step(self, computed: float = 1.0, started: float = 1.0, *, captured: bool = False) -> float:
@@ -134,7 +139,7 @@ class Seconds:
         if captured:
             return kernels + REPLAY_SECONDS
         launches = started * self.launches + self.update_launches
-        return smooth_maximum(kernels, launches)
+        return max(smooth_maximum(kernels, launches), computed * self.transfers)
 
 
 def smooth_maximum(kernels: float, launches: float) -> float:
@@ -151,6 +156,8 @@ class Rates:
     """Peaks of matrix products in half precision and in fp32 or TF32, in operations per second."""
     bandwidth: float
     """Memory bandwidth in bytes per second."""
+    host: float = 0.8 * 15.75e9
+    """Bandwidth between GPU and host in bytes per second."""
     forward_launch: float = 1.0
     backward_launch: float = 1.0
     """Time of a launch relative to the calibration's host."""
@@ -183,9 +190,22 @@ def rates(
         half=None if half is None else half * 1e12 * share(half_name),
         full=full * 1e12 * share(full_name),
         bandwidth=gpu.bandwidth_gbs * 1e9 * share("copy"),
+        host=host_bandwidth(gpu),
         forward_launch=share("launch_forward"),
         backward_launch=share("launch_backward"),
     )
+
+
+def host_bandwidth(gpu: GpuSpec) -> float:
+    """Bytes per second between GPU and host: 80% of its PCIe link, or of its generation's."""
+    found = re.search(r"PCIe (\d)\.0 x(\d+)", gpu.link)
+    newest = {"7": 3, "8": 4}.get(gpu.compute_capability.split(".")[0], 5)
+    generation, lanes = (int(found[1]), int(found[2])) if found else (newest, 16)
+    return 0.8e9 * _PCIE_LANE * 2 ** (generation - 3) * lanes
+
+
+_PCIE_LANE = 0.985
+"""GB per second and lane of PCIe 3.0; each generation doubles it."""
 
 
 def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = None) -> Seconds:
@@ -194,6 +214,10 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
     total = Seconds()
     for item in done:
         work = item.work
+        if work.kind == "transfer":
+            spent = Seconds(transfers=item.times * work.nbytes / rates.host)
+            total = total.plus(spent)
+            continue
         peak = rates.half if work.half and rates.half is not None else rates.full
         kernel = item.times * _kernel_seconds(work, peak, rates.bandwidth, fitted)
         launch = item.times * _launch_seconds(work, rates, fitted)
