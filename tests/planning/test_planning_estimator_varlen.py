@@ -166,3 +166,35 @@ def test_the_memory_efficient_kernel_saves_a_number_per_row(
     flash, masked, _, efficient = estimates["paths"]
     assert efficient.peak_allocated_gib == pytest.approx(flash.peak_allocated_gib, rel=0.05)
     assert efficient.peak_allocated_gib < masked.peak_allocated_gib
+
+
+@pytest.fixture(scope="module")
+def waiting() -> list[MemoryEstimate]:
+    """Steps of BERT with 4 blocks: activations on the GPU and on the host, eager and compiled."""
+    arguments = {
+        "name": "bert-base",
+        "overrides": {"num_hidden_layers": 4},
+        "rows": 32,
+        "width": 256,
+        "slots": None,
+        "lengths": None,
+        "micro_batches": 1,
+        "precision": "bf16",
+        "attention": "masked",
+    }
+    ways = [{}, {"offload_activations": True}, {"compile": True}]
+    ways.append({"compile": True, "offload_activations": True})
+    specs = [
+        TaskSpec(factory="trainfit.jobs.probes:encoder_step", arguments=arguments | way)
+        for way in ways
+    ]
+    return estimate_all(specs, find("h200"))
+
+
+def test_activations_on_the_host_take_no_memory_of_the_gpu(waiting: list[MemoryEstimate]) -> None:
+    """But what is on its way at a time, at most 256 MiB, and tensors below a MiB."""
+    eager, less, compiled, least = (one.peak_allocated_gib for one in waiting)
+    blocks = 4 * 32 * 256 * 768 * 2 * 10 / 2**30  # ten tensors of a block's width in bf16, at least
+    assert eager - less > blocks - 0.5
+    assert less < 0.75 * eager
+    assert least < 0.85 * compiled

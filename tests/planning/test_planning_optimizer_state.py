@@ -114,7 +114,7 @@ def test_the_link_takes_the_time_of_its_bytes(answers: dict[str, Answer]) -> Non
     [
         ("t4", 12e9, "PCIe 3.0 x16 (12 GB/s)"),
         ("h100-pcie-80gb", 48e9, "PCIe 5.0 x16 (48 GB/s)"),
-        ("h200", 24e9, "PCIe 4.0 x16 (assumed, 24 GB/s)"),
+        ("h200", 48e9, "PCIe 5.0 x16 (assumed, 48 GB/s)"),
     ],
 )
 def test_the_link_to_the_host_is_the_catalogues_or_assumed(

@@ -72,6 +72,8 @@ class Optimization:
     """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
+    offload_activations: Switch = "auto"
+    """Activations wait for the backward pass in host memory: less of the GPU's, and slower."""
     sharding: Literal["auto", "none", "fsdp", "hybrid"] = "auto"
     """Share the model among ranks (hybrid: of a machine). auto: where it does not fit one GPU."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

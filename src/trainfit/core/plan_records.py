@@ -242,6 +242,8 @@ class Plan(Record):
     compile_mode: str
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs."""
+    offload_activations: bool = False
+    """Activations wait for the backward pass in host memory."""
     liger: bool = False
     """Use Liger's kernels for norms and gated feed-forwards."""
     optimizer: OptimizerName

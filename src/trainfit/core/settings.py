@@ -178,6 +178,13 @@ SETTINGS = (
         gpu_only=True,
     ),
     Setting(
+        name="offload_activations",
+        key="optimization.offload_activations",
+        aliases=("offload_activations", "activation_offloading"),
+        field="offload_activations",
+        receipt="offload_activations",
+    ),
+    Setting(
         name="liger",
         key="optimization.liger",
         field="liger",

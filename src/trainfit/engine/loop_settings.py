@@ -129,6 +129,8 @@ class LoopSettings(Record):
     """Take a run's first step eagerly, and compile in the second: the first loss comes sooner."""
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
+    offload_activations: bool = False
+    """Activations wait for the backward pass in host memory."""
     sharding: Sharding = "none"
     reduce_dtype: ReduceDtype = "fp32"
     """Dtype in which ranks sum gradients."""
@@ -232,6 +234,7 @@ def loop_settings(
         compile_scope=compile_scope,
         eager_first=plan.compile and device.startswith("cuda") and _has_plenty(plan),
         cuda_graph=plan.cuda_graph,
+        offload_activations=plan.offload_activations,
         sharding=plan.sharding,
         reduce_dtype=plan.reduce_dtype,
         eval_steps=training.eval_steps,

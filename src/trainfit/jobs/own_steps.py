@@ -21,6 +21,7 @@ from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
 from trainfit.jobs.own import prepare
+from trainfit.planning.estimator.fake_transfers import saved_on_host
 from trainfit.runtime import compile_model
 
 
@@ -37,6 +38,7 @@ def own_step(
     offload_optimizer: bool = False,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
     **_planned: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
     """Build a job's model and its optimizer step for the planner."""
@@ -68,6 +70,7 @@ def own_step(
             precision=precision,
             max_grad_norm=1.0,
             scale=scale,
+            saved=saved_on_host(device) if offload_activations else None,
         )
 
     return made.model(), make_step

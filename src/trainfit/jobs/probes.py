@@ -21,8 +21,10 @@ from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
+from trainfit.kernels.saved_on_host import SavedOnHost
 from trainfit.kernels.varlen import VarlenAttention
 from trainfit.planning.estimator.compiled_steps import simulate
+from trainfit.planning.estimator.fake_transfers import saved_on_host
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
@@ -44,6 +46,7 @@ def encoder_step(
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Probe:
@@ -54,7 +57,8 @@ def encoder_step(
     made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, loss, made, precision, device)
+        saved = saved_on_host(device) if offload_activations else None
+        step = _make_step(built, loss, made, precision, device, saved)
         if compile and device == "cpu":
             simulate(repeated_blocks(built), CARRIERS)
         elif compile:
@@ -80,6 +84,7 @@ def gpt_step(
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
     loss_chunk: int | None = None,
     half_stream: bool | Literal["auto"] = False,
     slots: None = None,
@@ -104,7 +109,8 @@ def gpt_step(
     made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, lambda gpt, batch: gpt(**batch), made, precision, device)
+        saved = saved_on_host(device) if offload_activations else None
+        step = _make_step(built, _blocks_loss, made, precision, device, saved)
         if compile and device == "cpu":
             simulate([built])
         elif compile:
@@ -116,12 +122,18 @@ def gpt_step(
     return model, make_step
 
 
+def _blocks_loss(gpt: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    summed: Tensor = gpt(**batch)
+    return summed
+
+
 def _make_step(
     model: nn.Module,
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     settings: OptimizerSettings,
     precision: Precision,
     device: str,
+    saved: type[SavedOnHost] | None = None,
 ) -> Callable[[list[dict[str, Any]], float], object]:
     """Return the engine's step as a function of micro-batches and their weight."""
     made = build_optimizer(model, settings)
@@ -136,6 +148,7 @@ def _make_step(
         precision=precision,
         max_grad_norm=1.0,
         scale=scale,
+        saved=saved,
     )
 
 

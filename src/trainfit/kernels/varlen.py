@@ -163,8 +163,7 @@ class VarlenAttention:
             # A window that reaches both ways is only given where every sequence is within it.
             window = reach + 1 if self.causal else 0
             rows = (queries, keys, values, self.starts, self.longest)
-            attended = efficient_packed.attend_efficiently(*rows, scaling, window, self.causal)
-            return attended[None]
+            return efficient_packed.attend_efficiently(*rows, scaling, window, self.causal)[None]
         if dropout:
             # varlen_attn without its fixed dropout of 0: torch keeps the generator's state on the
             # device for the backward pass, also in a CUDA graph.

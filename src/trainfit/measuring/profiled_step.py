@@ -143,6 +143,7 @@ def gather(
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
         gathered=sum(op.name.startswith(_GATHERED) for op in trace.operators),
+        offloaded_bytes=sum(k.copied for k in trace.kernels if k.name.startswith(_OUT)),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
         parts=parts,
         launches=launches,
@@ -150,6 +151,7 @@ def gather(
     )
 
 
+_OUT = "Memcpy DtoH (Device -> Pinned"
 _KINDS = {"fused": "aten::_fused_", "foreach": "aten::_foreach_", "compiled": "Torch-Compiled"}
 """How an optimizer updates, by its operators; the first that is found decides."""
 

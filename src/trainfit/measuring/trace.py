@@ -374,6 +374,8 @@ class Evidence(Record):
     """Launches of Liger's kernels."""
     gathered: int = 0
     """Parts of a sharded model that FSDP2 made whole in the forward pass."""
+    offloaded_bytes: int = 0
+    """Bytes copied from the GPU to pinned host memory."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the longest kernels."""
     parts: dict[str, float] = field(default_factory=dict)

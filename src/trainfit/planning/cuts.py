@@ -43,6 +43,7 @@ class FixedSettings:
     attention: Choice
     effective: Choice
     checkpointing: Choice | None
+    offloaded: Choice
     cuttings: tuple[Cutting, ...]
     """Cuts, the largest micro-batches first."""
     plain: int
@@ -80,6 +81,9 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         arguments["attention"] = "varlen_efficient" if efficient else "varlen"
         if arguments.get("attention_dropout") is None:  # by default, packed rows have none
             arguments["attention_dropout"] = 0.0
+    offloaded = decide.offloaded(question, gpu)
+    if offloaded.value:
+        arguments["offload_activations"] = True
     if question.workload.method != "full":
         arguments["dtype"] = _DTYPES[precise.value]
     return FixedSettings(
@@ -90,6 +94,7 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         attention=attention,
         effective=effective,
         checkpointing=decide.pinned(question, "gradient_checkpointing"),
+        offloaded=offloaded,
         cuttings=(*coarser, *cuttings),
         plain=len(coarser),
         arguments=arguments,

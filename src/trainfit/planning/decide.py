@@ -293,6 +293,18 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
     return tokens if most is None else min(tokens, check_whole("micro_batch_tokens", most))
 
 
+def offloaded(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose where activations wait for the backward pass."""
+    asked = pinned(question, "offload_activations")
+    if asked is None or not asked.value:
+        return asked or Choice(value=False, why="activations stay on the GPU, where they are quick")
+    if gpu is None:
+        return Choice(value=False, why="there is no GPU to take them from; it was asked for")
+    if question.workload.method == "frozen":
+        return Choice(value=False, why="a frozen encoder saves none; it was asked for")
+    return asked
+
+
 def captured(
     question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
 ) -> Choice:
@@ -319,6 +331,8 @@ def _no_capture(
         return "CUDA graphs are for NVIDIA's GPUs"
     if question.uncapturable is not None:
         return question.uncapturable
+    if offloaded(question, gpu).value:
+        return "activations go to the host and back, which a graph cannot"
     if ranks > 1:
         return "ranks agree on each step before it is finished"
     if question.pinned("sharding") not in (None, "none"):

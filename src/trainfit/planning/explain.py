@@ -58,6 +58,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
+        **({"offload_activations": fixed.offloaded} if _asked(question) else {}),
         "optimizer": decide.optimizer(question),
         **_offload(question, profile.gpu),
         "data_on_gpu": loading_choices.data_on_gpu(question, profile.gpu),
@@ -72,6 +73,11 @@ def _offload(question: Question, gpu: Gpu | None) -> dict[str, Choice]:
     """Explain where the moments are, where somebody asked."""
     asked = question.pinned("offload_optimizer") is not None
     return {"offload_optimizer": decide.offload(question, gpu)} if asked else {}
+
+
+def _asked(question: Question) -> bool:
+    """Tell if a plan has to say where activations wait."""
+    return question.pinned("offload_activations") is not None
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

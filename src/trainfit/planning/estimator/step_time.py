@@ -26,9 +26,11 @@ from trainfit.hardware.catalogue import GpuSpec
 class Work(Record):
     """Least work of one kernel: operations and bytes."""
 
-    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call", "link"]
+    kind: Literal[
+        "product", "attention", "own_attention", "slow", "copy", "call", "link", "transfer"
+    ]
     """A call is no kernel but the entry into compiled code, which takes CPU time. A link's work is
-    a copy from the host."""
+    a copy from the host that an update waits for, a transfer one beside the kernels."""
     flops: int
     skipped: int
     """Floating-point operations that the kernel leaves out because they are masked."""
@@ -116,6 +118,8 @@ class Seconds:
     launches: float = 0.0
     update_kernels: float = 0.0
     update_launches: float = 0.0
+    transfers: float = 0.0
+    """Copies between GPU and host, which run beside the kernels."""
 
     def plus(self, other: Seconds, share: float = 1.0) -> Seconds:
         """Add a share of the other."""
@@ -124,6 +128,7 @@ class Seconds:
             self.launches + share * other.launches,
             self.update_kernels + share * other.update_kernels,
             self.update_launches + share * other.update_launches,
+            self.transfers + share * other.transfers,
         )
 
     def step(self, computed: float = 1.0, started: float = 1.0, *, captured: bool = False) -> float:
@@ -136,7 +141,7 @@ class Seconds:
         if captured:
             return kernels + REPLAY_SECONDS
         launches = started * self.launches + self.update_launches
-        return smooth_maximum(kernels, launches)
+        return max(smooth_maximum(kernels, launches), computed * self.transfers)
 
 
 def smooth_maximum(kernels: float, launches: float) -> float:
@@ -157,23 +162,26 @@ class Rates:
     backward_launch: float = 1.0
     """Time of a launch relative to the calibration's host."""
     link: float = 24e9
-    """Bytes per second from the host, in one direction."""
+    """Bytes per second between GPU and host, in one direction."""
 
 
-_PCIE_LANE = {"3.0": 0.75e9, "4.0": 1.5e9, "5.0": 3.0e9}
-"""Bytes per second that a lane carries in large copies, three quarters of its raw rate."""
+_PCIE_LANE = 0.75e9
+"""Bytes per second that a lane of PCIe 3.0 carries in large copies, three quarters of its raw rate;
+each generation doubles it."""
 
 
 def host_link(gpu: GpuSpec | None) -> tuple[float, str]:
     """Bytes per second between the host and a GPU, and the link's name.
 
-    Where the catalogue does not say, as for GPUs with NVLink, PCIe 4.0 x16 is assumed.
+    Where the catalogue does not say, as for GPUs with NVLink, x16 of their time's PCIe is assumed.
     """
-    found = None if gpu is None else re.search(r"PCIe (\d\.0) x(\d+)", gpu.link)
-    if found is None or found[1] not in _PCIE_LANE:
-        return 16 * _PCIE_LANE["4.0"], "PCIe 4.0 x16 (assumed, 24 GB/s)"
-    rate = _PCIE_LANE[found[1]] * int(found[2])
-    return rate, f"{found[0]} ({rate / 1e9:.0f} GB/s)"
+    found = None if gpu is None else re.search(r"PCIe (\d)\.0 x(\d+)", gpu.link)
+    major = "8" if gpu is None else gpu.compute_capability.partition(".")[0]
+    usual = {"7": 3, "8": 4}.get(major, 5)
+    generation, lanes = (usual, 16) if found is None else (int(found[1]), int(found[2]))
+    rate = _PCIE_LANE * 2 ** (generation - 3) * lanes
+    assumed = "assumed, " if found is None else ""
+    return rate, f"PCIe {generation}.0 x{lanes} ({assumed}{rate / 1e9:.0f} GB/s)"
 
 
 def rates(
@@ -215,6 +223,10 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
     total = Seconds()
     for item in done:
         work = item.work
+        if work.kind == "transfer":
+            spent = Seconds(transfers=item.times * work.nbytes / rates.link)
+            total = total.plus(spent)
+            continue
         peak = rates.half if work.half and rates.half is not None else rates.full
         kernel = item.times * _kernel_seconds(work, peak, rates, fitted)
         launch = item.times * _launch_seconds(work, rates, fitted)
