@@ -260,3 +260,22 @@ def test_a_checkpoint_without_every_part_does_not_count(
     good, faults = latest_good(run)
     assert good == before
     assert "shard-00002" in faults[0]
+
+
+def test_small_moments_are_sharded_like_their_weights(
+    tmp_path: Path, children: ForkServerContext
+) -> None:
+    """A run of two ranks that breaks off goes on with the same bits, as shards of bfloat16."""
+    single = {"dropout": 0.0, "sequences": 33}
+    small = FSDP | {"optimizer": {"kind": "adamw_bf16"}}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert on_ranks(children, 2, train_deep, whole, single, WHOLE | small) == [0, 0]
+    assert on_ranks(children, 2, train_deep, broken, single, HALF | small) == [0, 0]
+    assert on_ranks(children, 2, train_deep, broken, single, WHOLE | small, True) == [0, 0]
+    expected, found = contents(whole), contents(broken)
+    assert any(tensor.dtype == torch.bfloat16 for tensor in expected.values())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    train_deep(0, tmp_path / "one", single, WHOLE | {"optimizer": {"kind": "adamw_bf16"}})
+    for name, tensor in contents(tmp_path / "one").items():
+        torch.testing.assert_close(expected[name], tensor, rtol=0.1, atol=2e-3)

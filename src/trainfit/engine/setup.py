@@ -333,7 +333,7 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         precision=settings.precision,
         loss_scaling=parts.scale is not None,
         attention=attention or _sdpa(parts),
-        optimizer=type(parts.optimizer).__name__,
+        optimizer=_name_of(parts.optimizer),
         fused=all(group.get("fused") for group in groups),
         learning_rate=parts.rates[0],
         weight_decay=float(groups[0].get("weight_decay", 0.0)),
@@ -350,6 +350,15 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         indivisible=parts.indivisible,
         compiled=any(module._compiled_call_impl is not None for module in parts.model.modules()),
     )
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an optimizer, with the dtype and place of moments that are not the usual ones."""
+    moments = optimizer.param_groups[0].get("moments")
+    notes = [f"{moments} moments"] if moments else []
+    notes += ["moments on the host"] if host_moments(optimizer) is not None else []
+    name = "AdamW" if moments else type(optimizer).__name__
+    return f"{name} ({', '.join(notes)})" if notes else name
 
 
 def _tf32() -> tuple[str, ...]:

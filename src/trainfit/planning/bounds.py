@@ -233,6 +233,12 @@ _SLOTS = 4 * 4 * 8 * 2**20
 """Bytes on the GPU for moments that are in the host's memory."""
 
 
+def fetched_bytes(arguments: dict[str, Any]) -> int:
+    """Bytes per trained weight that an update fetches from the host."""
+    kind = arguments.get("optimizer", "adamw_fused")
+    return _STATE[kind] if arguments.get("offload_optimizer") else 0
+
+
 def _state(arguments: dict[str, Any], trained: float, method: str) -> float:
     """Bound the optimizer's state and what its update takes."""
     kind = arguments.get("optimizer", "adamw_fused")

@@ -22,7 +22,7 @@ from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.packing import Cut, PackedCut, PaddedCut
 from trainfit.planning import decide
-from trainfit.planning.bounds import bounded
+from trainfit.planning.bounds import bounded, fetched_bytes
 from trainfit.planning.cpu_choice import choose
 from trainfit.planning.cuts import (
     FixedSettings,
@@ -291,7 +291,7 @@ def _timed_bound(
     best = bounded(question, fixed, cutting, target, ranks)
     if best is None or sizes is None:
         return None
-    ways = ways_of(sizes, method, cutting, speed.rates)
+    ways = ways_of(sizes, method, cutting, speed.rates, fetched_bytes(fixed.arguments))
     steps = steps_of_job(question, fixed.effective.value)
     way, compiled = execution(question, profile, ways, steps, captured=bool(graph.value))
     seconds = None if way is None else way.seconds
