@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.core.errors import BadInput, brief
-from trainfit.core.settings import SETTINGS
+from trainfit.core.settings import COMBINED, SETTINGS
 
 ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
 """Other spellings of keys, in lower case, with the key that each means."""
@@ -60,6 +60,17 @@ def canonical_value(written: str, key: str, value: Any) -> Any:
 
 def _last_part(written: str) -> str:
     return written.lower().split(".")[-1]
+
+
+def parts_of(item: Assignment) -> list[Assignment]:
+    """Assignments that one stands for: itself, or one for each of several keys."""
+    parts = COMBINED.get(item.key, {}).get(str(item.value).lower())
+    if parts is None:
+        return [item]
+    return [
+        replace(item, written=item.written if key == item.key else item.word, key=key, value=value)
+        for key, value in parts.items()
+    ]
 
 
 def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], list[BadInput]]:

@@ -138,6 +138,8 @@ class EncoderModel:
     weights: Literal["auto", "random", "pretrained"]
     """auto: pretrained, but random for synthetic data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """Codes of 4 or 8 bits for the matrices of the blocks, where the encoder is not trained."""
     freeze_encoder: Switch
     """Train the head alone. auto: where nothing else fits the memory; not where method is set."""
     use_gradient_checkpointing: Switch | Literal["selective"]

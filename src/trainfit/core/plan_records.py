@@ -14,6 +14,7 @@ Sharding = Literal["none", "fsdp", "hybrid"]
 """A rank holds the model (none), a share of it (fsdp), or a share of its machine's (hybrid)."""
 ReduceDtype = Literal["fp32", "bf16"]
 Precision = Literal["bf16", "fp16", "fp32"]
+Quantization = Literal["none", "nf4", "int8"]
 
 
 def shown(value: Scalar) -> str:
@@ -217,6 +218,8 @@ class Plan(Record):
     precision: Precision
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of frozen weights; trained weights are kept in float32."""
+    quantization: Quantization = "none"
+    """Format of the frozen matrices of the blocks; none: as `weights_dtype`."""
     runtime: RuntimeSettings
     packed: bool
     """Rows of sequences end to end; else padded batches of similar length."""

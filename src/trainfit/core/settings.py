@@ -113,6 +113,19 @@ SETTINGS = (
         receipt="tf32",
     ),
     Setting(name="weights_dtype", field="weights_dtype", pinned=False),
+    Setting(
+        name="quantization",
+        key="model.quantization",
+        aliases=("load_in_4bit", "load_in_8bit", "model.load_in_4bit", "model.load_in_8bit"),
+        flags={
+            "load_in_4bit": {True: "nf4", False: "none"},
+            "load_in_8bit": {True: "int8", False: "none"},
+        },
+        spellings={"false": "none", "4bit": "nf4", "8bit": "int8"},
+        field="quantization",
+        learns=True,
+        receipt="quantization",
+    ),
     Setting(name="packed", field="packed", pinned=False, chosen_by="tune", receipt="packing"),
     Setting(
         name="attention", field="attention", pinned=False, chosen_by="tune", receipt="attention"
@@ -340,6 +353,14 @@ SETTINGS = (
         learns=True,
     ),
 )
+
+COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "model.method": {
+        "qlora": {"model.method": "lora", "model.quantization": "nf4"},
+        "qdora": {"model.method": "dora", "model.quantization": "nf4"},
+    },
+}
+"""Values of a key that stand for values of several keys."""
 
 BY_NAME: Mapping[str, Setting] = {row.name: row for row in SETTINGS}
 

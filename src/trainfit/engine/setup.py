@@ -35,6 +35,7 @@ from trainfit.engine.optimizer import (
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
+from trainfit.kernels.quantized_linear import count_weights
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import event_log, timeline
 from trainfit.runs.opening import AttentionPath, RunSetup
@@ -318,7 +319,7 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         learning_rate=parts.rates[0],
         weight_decay=float(groups[0].get("weight_decay", 0.0)),
         trained_weights=sum(p.numel() for group in groups for p in group["params"]),
-        weights=sum(p.numel() for p in parts.model.parameters()),
+        weights=count_weights(parts.model),
         data_on_gpu=parts.loader.on_device,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,

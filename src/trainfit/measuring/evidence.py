@@ -17,6 +17,7 @@ from trainfit.measuring.trace import (
     CompilerSeen,
     Operator,
     ProductsSeen,
+    QuantizedSeen,
     SwitchesSeen,
     Trace,
     cuda_in_use,
@@ -223,6 +224,19 @@ def products_of(trace: Trace) -> ProductsSeen:
         exact_kernels=sum(
             k.launches for k in kernels if _EXACT.search(k.name) and not _TF32.search(k.name)
         ),
+    )
+
+
+_CODES = {"unsigned char": "nf4", "signed char": "int8"}
+_QUANTIZED = ("trainfit::quantized_linear", "trainfit::quantized_linear_backward")
+
+
+def quantized_of(trace: Trace) -> QuantizedSeen:
+    """Count the products with codes by the dtype of the codes, and the bytes of these."""
+    calls = [op for op in trace.operators if op.name in _QUANTIZED and len(op.dtypes) > 1]
+    return QuantizedSeen(
+        products=dict(Counter(_CODES.get(op.dtypes[1], op.dtypes[1]) for op in calls)),
+        nbytes=sum(math.prod(op.shapes[1]) for op in calls),
     )
 
 

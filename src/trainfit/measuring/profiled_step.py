@@ -16,6 +16,7 @@ from trainfit.measuring.evidence import (
     compiler_of,
     is_forward_attention,
     products_of,
+    quantized_of,
     switches,
     work_of,
 )
@@ -125,6 +126,7 @@ def gather(
         device_name=torch.cuda.get_device_name() if cuda else "",
         torch=torch.__version__,
         products=products_of(trace),
+        quantized=quantized_of(trace),
         attention=attention_of(trace),
         compiler=compiler_of(trace),
         batches=seen if sequences is None else replace(seen, sequences=sequences),

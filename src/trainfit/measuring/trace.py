@@ -19,6 +19,7 @@ from trainfit.runtime.environment import quiet_profiler
 _BACKWARD = "autograd::engine::evaluate_function"
 _DETAILED = re.compile(
     r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem|aten::convolution"
+    r"|quantized_linear"
 )
 """Operators whose inputs are read; reading those of every operator would take a second."""
 _ATTENTION = re.compile(r"attention|attn")
@@ -328,6 +329,16 @@ class SwitchesSeen(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedSeen(Record):
+    """Products with weights in 4 or 8 bits."""
+
+    products: dict[str, int] = field(default_factory=dict)
+    """Number of products by format: nf4 or int8."""
+    nbytes: int = 0
+    """Bytes of the codes of all products; a weight counts in each of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence(Record):
     """Evidence of one step."""
 
@@ -337,6 +348,7 @@ class Evidence(Record):
     device_name: str = ""
     torch: str = ""
     products: ProductsSeen = ProductsSeen()
+    quantized: QuantizedSeen = QuantizedSeen()
     attention: AttentionSeen = AttentionSeen()
     compiler: CompilerSeen = CompilerSeen()
     batches: BatchesSeen = BatchesSeen()

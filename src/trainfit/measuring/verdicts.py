@@ -6,11 +6,8 @@ returns a judgement, or the reason why the optimization cannot apply to the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from trainfit.core.records import ReceiptItem, Scalar
+from trainfit.measuring.judgement import Judgement, ReceiptRule
 from trainfit.measuring.trace import AttentionSeen, Evidence
 
 _HALF = ("bf16", "fp16")
@@ -23,28 +20,6 @@ _HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
 
 
 ON_GPU = "data on the GPU"  # requested in place of loader processes
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Observed value of a setting, with its evidence and the fix where it is not as requested."""
-
-    observed: Scalar
-    evidence: str
-    fix: str = ""
-    right: bool | None = None
-    """False if the observation is not as requested; None: compare the values."""
-    on: bool | None = None
-    """True if the optimization is on; None: the observed value says so."""
-
-
-class ReceiptRule(NamedTuple):
-    """An item of the receipt."""
-
-    title: str
-    judge: Callable[[Scalar, Evidence], Judgement | str]
-    elsewhere: str = ""
-    """Reason why it does not apply without a GPU."""
 
 
 def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
@@ -102,6 +77,20 @@ def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
         "no tensor was cast: autocast was off in the forward pass",
         "run forward and loss under torch.autocast, with the type of the device in use",
     )
+
+
+def quantization(requested: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the dtype of the codes that products of the step were made with."""
+    found = seen.quantized
+    if not found.products and not seen.attention.calls and not seen.attention.softmaxes:
+        return "no block of a model ran in the step; a frozen encoder runs before it"
+    if not found.products:
+        fix = "build the model with model.quantization, and see that nothing replaced its layers"
+        return Judgement("none", "no product of the step was made with codes", fix)
+    counts = ", ".join(f"{count} with {kind}" for kind, count in found.products.items())
+    evidence = f"matrix products by the codes of their weights: {counts}; {found.nbytes:,} bytes"
+    observed = max(found.products, key=lambda kind: found.products[kind])
+    return Judgement(observed, evidence, f"set model.quantization={requested} when it is built")
 
 
 def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -387,6 +376,7 @@ def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
 VERDICTS = {
     "mixed_precision": ReceiptRule("Mixed Precision", mixed_precision),
     "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
+    "quantization": ReceiptRule("Quantized Weights", quantization),
     "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
     "attention": ReceiptRule("Attention Path", attention),
     "attention_dropout": ReceiptRule("Attention Dropout", attention_dropout),

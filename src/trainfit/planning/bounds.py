@@ -28,6 +28,8 @@ _WORKSPACE = 0.5 * 2**30
 """Workspaces of cuBLAS and kernels, and the allocator's rounding."""
 _LOSS_BYTES = 10
 """Bytes per logit: half-precision logits, float32 ones and their gradient."""
+_STORED = {"nf4": 0.53, "int8": 1.1}
+"""Bytes of a quantized weight, with its share of the scales."""
 _SLACK = 1.02
 """Steps of other seeds and epochs are longer by so much."""
 
@@ -190,13 +192,22 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     activations += load.evaluated * passing
     if method == "full":  # the embedding's dense gradient, twice while it is summed up
         activations += 2 * 4 * sizes.vocabulary * sizes.hidden
+    wide = stored * weights + casts
+    workspace = _WORKSPACE
+    kind = arguments.get("quantization", "none")
+    if kind != "none":
+        # Biases and norms stay wide, and so does the matrix in use, which may be two in one.
+        codes = sizes.layers * block_weights(sizes)
+        wide -= int(codes * (wide / weights - _STORED[kind]))
+        largest = sizes.hidden * max(2 * sizes.inner, sizes.attention + 2 * sizes.keys)
+        workspace += 2 * 4 * largest
     parts = {
-        "weights": stored * weights + casts,
+        "weights": wide,
         "adapters": 4 * adapters,
         "gradients": 4 * trained * (1 if load.ranks == 1 else 2),
         "optimizer": 8 * trained + (0 if fused else 8 * trained),
         "activations": activations,
-        "workspace": _WORKSPACE,
+        "workspace": workspace,
     }
     total = sum(parts.values())
     return Taken(

@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trainfit.core.libraries import has
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.packing.steps import check_whole
@@ -69,6 +70,18 @@ def threads(question: Question, profile: HardwareProfile, ranks: int = 1) -> Cho
     if choice is not None or profile.gpus:
         return choice
     return cpu_choice.choose(question, profile, ranks).threads
+
+
+def quantization(question: Question, profile: HardwareProfile) -> Choice | None:
+    """Return the format of frozen matrices, with what widens them; None where they stay wide."""
+    choice = pinned(question, "quantization")
+    if choice is None or choice.value == "none":
+        return None
+    why = f"{choice.why}: a frozen matrix is widened for each product with it"
+    here = bool(profile.gpus) and not profile.simulated
+    if choice.value == "nf4" and here and not has("bitsandbytes"):
+        why += ", by torch's operations, since bitsandbytes is not installed"
+    return replace(choice, why=why, alternatives=("none: as it is in memory",))
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:

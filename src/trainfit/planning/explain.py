@@ -39,8 +39,10 @@ def choices_for(
     fill = best.cutting.tokens / best.cutting.computed
     most = question.pinned("micro_batch_tokens")
     limit = "" if most is None else f"at most {most:,} as pinned, "
+    quantized = decide.quantization(question, profile)
     return {
         "precision": fixed.precision,
+        **({} if quantized is None else {"quantization": quantized}),
         **({} if fixed.threads is None else {"num_threads": fixed.threads}),
         "tf32": fixed.tf32,
         "packed": fixed.packed,

@@ -31,6 +31,13 @@ def sharded(
     pin = pinned(question, "sharding")
     if pin is not None and pin.value == "none":
         return plan
+    if plan.quantization != "none":
+        if pin is None:
+            return plan
+        raise BadInput(
+            f"sharding is {pin.value}, and quantized weights are not shared among ranks",
+            "set optimization.sharding=none, or model.quantization=none",
+        )
     if pin is None:
         if (
             plan.ranks == 1

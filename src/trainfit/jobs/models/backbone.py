@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Quantization
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.building import build_anywhere, unscript
 from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
@@ -73,6 +74,7 @@ def build_encoder(
     attention_dropout: float | None = None,
     feed_forward_dropout: float | None = None,
     dtype: WeightsDtype = "float32",
+    quantization: Quantization = "none",
     published: bool = False,
 ) -> PreTrainedModel:
     """Build a bidirectional encoder without a head or a pooler.
@@ -84,7 +86,8 @@ def build_encoder(
     text_config = config.get_text_config()
     _set_dropout(text_config, _ATTENTION_DROPOUT, attention_dropout)
     configured = _set_dropout(text_config, _FEED_FORWARD_DROPOUT, feed_forward_dropout)
-    model = build_anywhere(partial(sources.create, config, place, getattr(torch, dtype)))
+    build = partial(sources.create, config, place, getattr(torch, dtype), quantization)
+    model = build_anywhere(build)
     if feed_forward_dropout and not configured:
         _drop_outputs(_feed_forwards(model), feed_forward_dropout)
     _take_attention(model, published=published)

@@ -200,6 +200,7 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
         attention_dropout=settings.attention_dropout,
         feed_forward_dropout=settings.feed_forward_dropout,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         published=head is not None,
     )
     if head is not None:

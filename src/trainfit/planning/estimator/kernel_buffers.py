@@ -9,7 +9,8 @@ from typing import Any
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 
-from trainfit.kernels import disentangled
+from trainfit.core.libraries import has
+from trainfit.kernels import disentangled, quantized
 
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
@@ -21,6 +22,7 @@ _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
+_QUANTIZED = (torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,18 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
         # Two gradients of positions are summed from parts, beside the products.
         products = _distance_products(query=args[1], positions=args[4])
         return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
+    if func._overloadpacket in _QUANTIZED:
+        return _widened(args[-1], args[0].element_size())
     return 0
+
+
+def _widened(shape: list[int], itemsize: int) -> int:
+    """Bytes of a quantized weight in the dtype of its product.
+
+    Without bitsandbytes a slice of it is looked up by indices of four bytes, in fp32.
+    """
+    slices = 0 if has("bitsandbytes") else 12 * min(quantized.SLICE, math.prod(shape) // 2)
+    return quantized.widened_bytes(shape, itemsize) + slices
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from trainfit.kernels import quantized
 from trainfit.planning.estimator.quick_fakes import VALUES
 from trainfit.planning.estimator.step_time import Work
 
@@ -119,8 +121,43 @@ _UPDATES = ("_foreach_", "_fused_")
 """Operations of the optimizer's update."""
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
-    """Work of one operation, or None where no kernel runs."""
+QUANTIZED = frozenset(
+    {torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward}
+)
+"""Products with a weight that is widened before them."""
+
+
+def works_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Work, ...]:
+    """Work of the kernels of one operation; empty where none runs."""
+    if func._overloadpacket in QUANTIZED:
+        return _quantized_works(args[0], args[1:-1], args[-1], out)
+    work = _work_of(func, args, kwargs, out)
+    return () if work is None else (work,)
+
+
+def _quantized_works(
+    x: torch.Tensor, packed: Any, shape: list[int], out: torch.Tensor
+) -> tuple[Work, Work]:
+    """Work of widening a weight, and of the product with it."""
+    wide = quantized.widened_bytes(shape, out.element_size())
+    rows = x.numel() // x.shape[-1]
+    read = sum(tensor_bytes(each) for each in packed if each is not None)
+    backward = torch._C._current_graph_task_id() != -1
+    half = out.dtype in (torch.bfloat16, torch.float16)
+    product = Work(
+        kind="product",
+        flops=2 * rows * shape[0] * shape[1],
+        skipped=0,
+        nbytes=tensor_bytes(x) + wide + tensor_bytes(out),
+        half=half,
+        aligned=all(size % 8 == 0 for size in (rows, *shape)),
+        backward=backward,
+        update=False,
+    )
+    return replace(product, kind="copy", flops=0, nbytes=read + wide), product
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     packet = func._overloadpacket
     if func.is_view or packet in _FREE:
         return None
