@@ -107,6 +107,7 @@ def test_packed_rows_have_attention_dropout_on_request(
         workload=SimpleNamespace(method="full"),
         gradient_checkpointing="none",
         weights_dtype="float32",
+        quantization="none",
         liger=False,
     )
     model: Any = SimpleNamespace(attention_dropout=asked)

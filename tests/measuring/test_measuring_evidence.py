@@ -56,6 +56,7 @@ def test_what_a_plain_step_does_is_seen():
     assert {name: item.status for name, item in found.items()} == {
         "mixed_precision": "off",
         "tf32": "not_applicable",
+        "quantization": "not_applicable",
         "fused_optimizer": "active",
         "attention": "not_applicable",
         "attention_dropout": "not_applicable",

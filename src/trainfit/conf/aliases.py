@@ -21,6 +21,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Other names of a key's values, in lower case."""
 _HALVES = ("bf16", "fp16")
+_CODES, _CODE_FLAGS = ("nf4", "int8"), ("load_in_4bit", "load_in_8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,13 +92,15 @@ def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], li
 
 
 def _weighed(items: list[Assignment]) -> list[Assignment]:
-    """Assignments that count: mixed precision may be set by up to three switches together.
+    """Assignments that count: several switches may set mixed precision or quantization together.
 
     enable_amp turns it on and amp_dtype names the dtype; fp16=false leaves bf16 open, and so on.
     """
     named = {_last_part(item.written): item for item in items}
     if {"enable_amp", "amp_dtype"} <= named.keys() and named["enable_amp"].value == "off":
         items = [item for item in items if _last_part(item.written) != "amp_dtype"]
+    if any(item.value in _CODES for item in items):  # load_in_8bit=false leaves 4 bits open
+        items = [i for i in items if i.value in _CODES or i.written not in _CODE_FLAGS]
     halves = [item.value for item in items if item.value in _HALVES]
     return [item for item in items if not any(_leaves_to(item, half) for half in halves)]
 

@@ -116,7 +116,7 @@ SETTINGS = (
     Setting(
         name="quantization",
         key="model.quantization",
-        aliases=("load_in_4bit", "load_in_8bit", "model.load_in_4bit", "model.load_in_8bit"),
+        aliases=("load_in_4bit", "load_in_8bit"),
         flags={
             "load_in_4bit": {True: "nf4", False: "none"},
             "load_in_8bit": {True: "int8", False: "none"},
