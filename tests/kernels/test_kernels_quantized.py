@@ -250,22 +250,25 @@ def test_compiled_and_captured_products_are_the_eager_ones(kind: Any, how: str) 
     module = layer(kind, dtype=torch.bfloat16).cuda()
     x = torch.randn(16, 192, device="cuda", dtype=torch.bfloat16).requires_grad_()
 
-    def run() -> tuple[Tensor, Tensor]:
-        y = functional.gelu(module(x))
+    def forward(x: Tensor) -> Tensor:
+        return functional.gelu(module(x))
+
+    def run(call: Callable[[Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        y = call(x)
         return y.detach(), torch.autograd.grad(y.float().sum(), x)[0]
 
-    wanted = run()
+    wanted = run(forward)
     if how == "compiled":
-        found = torch.compile(run)()
+        found = run(torch.compile(forward))
     else:
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            run()
+            run(forward)
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            found = run()
+            found = run(forward)
         graph.replay()
         torch.cuda.synchronize()
     for ours, theirs in zip(found, wanted, strict=True):

@@ -74,11 +74,11 @@ class ClassifierSettings:
     lora_dropout: Probability = 0.05
 
     def __post_init__(self) -> None:
-        """Raise BadInput for codes of 4 or 8 bits that would have to be trained."""
+        """Raise BadInput for weights in 4 or 8 bits that would have to be trained."""
         if self.quantization != "none" and self.method == "full":
             raise BadInput(
-                f"model.quantization is {self.quantization}, and model.method=full trains the "
-                "weights, which such codes cannot hold",
+                f"quantization is {self.quantization}, and method=full trains the weights, which "
+                "so few bits cannot hold",
                 "set model.method to lora or dora, or model.freeze_encoder=true",
             )
 

@@ -233,11 +233,11 @@ def _answer(
 
 
 def _hide(factory: str) -> None:
-    """Hide libraries that transformers imports where they are installed, for losses of images.
+    """Hide libraries that transformers and peft import where they are installed, and do not use.
 
-    A step of the user's own may need them.
+    bitsandbytes names a CUDA device while it is imported. A step of the user's own may need them.
     """
-    for name in ("scipy", "sklearn"):
+    for name in ("scipy", "sklearn", "bitsandbytes"):
         if factory.startswith(_PROBES):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
         elif sys.modules.get(name, sys) is None:

@@ -22,6 +22,7 @@ _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
+_BITSANDBYTES = has("bitsandbytes")  # before it is hidden
 _QUANTIZED = (torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward)
 
 
@@ -71,7 +72,7 @@ def _widened(shape: list[int], itemsize: int) -> int:
 
     Without bitsandbytes a slice of it is looked up by indices of four bytes, in fp32.
     """
-    slices = 0 if has("bitsandbytes") else 12 * min(quantized.SLICE, math.prod(shape) // 2)
+    slices = 0 if _BITSANDBYTES else 12 * min(quantized.SLICE, math.prod(shape) // 2)
     return quantized.widened_bytes(shape, itemsize) + slices
 
 
