@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo
 from engine_toy import final_bits
 from jobs_tiny import CONFIGS, NO_DROPOUT, OTHERS, TINY, rows, tiny
 from safetensors.torch import load_file
@@ -40,6 +41,7 @@ from trainfit.kernels.quantized import packed_bytes
 from trainfit.kernels.quantized_linear import QuantizedLinear, widened_state
 from trainfit.measuring.flops import count_flops
 from trainfit.planning.estimator.estimate import estimate
+from trainfit.runtime import compile_blocks
 
 LABELS = torch.tensor([0, 2, 1, 1])
 FAMILIES = ("bert-base", "gemma-3-1b-it", "qwen2.5-0.5b", "modernbert-base", "deberta-v3-base")
@@ -134,6 +136,22 @@ def test_autocast_computes_as_plain_layers_in_half_precision_do(precision: torch
     with torch.autocast("cpu", precision):
         found, wanted = model(**batch), plain(**batch)
     torch.testing.assert_close(found, wanted, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_compiled_blocks_learn_the_same_without_a_break(method: str) -> None:
+    model = tiny("qwen2.5-0.5b", method=method, quantization="nf4", lora_dropout=0.0)
+    batch = rows().padded
+    wanted = gradients(model, batch)
+    model.zero_grad()
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    compile_blocks(model, backend="aot_eager")
+    found = gradients(model, batch)
+    assert not torch._dynamo.utils.counters["graph_break"]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-4, atol=1e-5)
 
 
 def test_weights_that_are_trained_are_not_quantized() -> None:
@@ -505,7 +523,5 @@ def test_eager_and_compiled_steps_have_the_same_loss(method: str) -> None:
         return float(found)
 
     eager = loss()
-    from trainfit.runtime import compile_blocks
-
     compile_blocks(model)
     assert loss() == pytest.approx(eager, rel=2e-2)

@@ -102,16 +102,21 @@ FAMILIES = {
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("method", ["full", "dora"])
+@pytest.mark.parametrize("method", ["full", "dora", "nf4", "int8"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_every_family_is_bounded_by_what_a_simulation_takes(
     tmp_path: Path, family: str, method: str
 ) -> None:
     config = FAMILIES[family] | {"model_type": family}
     (tmp_path / "config.json").write_text(json.dumps(config))
+    how = {"method": "lora" if family == "gpt2" and method == "dora" else method}
+    if method in ("nf4", "int8"):
+        how = {"method": "dora", "quantization": method, "dtype": "bfloat16"}
+        if family == "gpt2":
+            pytest.skip("its layers are not quantized")
     arguments: dict[str, Any] = {
         "name": str(tmp_path),
-        "method": "lora" if family == "gpt2" and method == "dora" else method,
+        **how,
         "weights": "random",
         "precision": "bf16",
         "attention": "varlen",

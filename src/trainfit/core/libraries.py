@@ -93,7 +93,7 @@ def import_bitsandbytes() -> Any:
         logger.setLevel(level)
         del sys.modules["kernels"]
         if before is not ...:
-            sys.modules["kernels"] = before  # type: ignore[assignment]
+            sys.modules["kernels"] = before
 
 
 def _roc_curve(*args: Any, **options: Any) -> Any:

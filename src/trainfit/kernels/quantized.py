@@ -83,7 +83,9 @@ def quantize(weight: Tensor, kind: Quantization) -> Packed:
         largest = weight.abs().amax(1).float()
         factors = 127 / largest.clamp(min=127 * _LEAST)
         return Packed((weight * factors[:, None]).round_().to(torch.int8), largest, None)
-    flat = functional.pad(weight.detach().flatten(), (0, -weight.numel() % BLOCK))
+    flat = weight.flatten()
+    if missing := -flat.numel() % BLOCK:
+        flat = functional.pad(flat, (0, missing))
     if bitsandbytes_here(weight.device):
         codes, largest = torch.ops.bitsandbytes.quantize_4bit(flat, BLOCK, "nf4", torch.uint8)
         codes = codes.flatten()

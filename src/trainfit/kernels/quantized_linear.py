@@ -49,7 +49,8 @@ class QuantizedLinear(nn.Linear):
     @property
     def weight(self) -> Tensor:  # type: ignore[override]
         """The weight in the dtype that it was quantized from."""
-        return dequantized(self.codes, self.scales, self.coarse, self.shape, self.dtype)
+        wide: Tensor = dequantized(self.codes, self.scales, self.coarse, self.shape, self.dtype)
+        return wide
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply in the dtype of autocast, else of the input."""
@@ -61,7 +62,8 @@ class QuantizedLinear(nn.Linear):
 
     def _product(self, x: Tensor, bias: Tensor | None) -> Tensor:
         x = x.to(computed_in(x.device.type, x.dtype))
-        return quantized_linear(x, self.codes, self.scales, self.coarse, bias, self.shape)
+        y: Tensor = quantized_linear(x, self.codes, self.scales, self.coarse, bias, self.shape)
+        return y
 
     def extra_repr(self) -> str:
         """Describe the layer as torch does, and the format of its weight."""

@@ -30,7 +30,6 @@ class CompilableDora(DoraLinearLayer):
 
         The norm is a constant in the backward pass (section 4.3 of the paper).
         """
-        quantized = isinstance(base_layer, QuantizedLinear)
         weight: Any = base_layer.weight
         weight = (weight.T if self.fan_in_fan_out else weight).to(x.dtype)
         with torch.no_grad():
@@ -39,8 +38,11 @@ class CompilableDora(DoraLinearLayer):
         scale = (self.weight / norm).view(1, -1)
         bias: Any = getattr(base_layer, "bias", None)
         if base_result is None:
-            # The wide weight of a quantized layer must not be kept for the backward pass.
-            base_result = base_layer.without_bias(x) if quantized else functional.linear(x, weight)
+            base_result = (
+                base_layer.without_bias(x)  # `weight` would be kept for the backward pass
+                if isinstance(base_layer, QuantizedLinear)
+                else functional.linear(x, weight)
+            )
         elif bias is not None:
             base_result = base_result - bias
         adapted: Tensor = lora_B(lora_A(x))

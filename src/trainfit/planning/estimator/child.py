@@ -145,6 +145,8 @@ def _family(model: torch.nn.Module) -> str:
     modules = list(model.modules())
     if any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules):
         return ""
+    if not all(weight.is_floating_point() for weight in model.parameters()):
+        return ""  # no step with quantized weights was recorded
     types = [getattr(getattr(module, "config", None), "model_type", None) for module in modules]
     own = [type(m).__name__ for m in modules if type(m).__module__.startswith("trainfit.")]
     return next((str(name) for name in [*types, *own] if name), "")
