@@ -284,6 +284,21 @@ def test_a_gpu_never_holds_the_whole_model_in_half_precision() -> None:
     assert peak < 1.02 * stored + 2 * layer
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_gpu_quantizes_what_the_host_then_keeps(tmp_path: Path, method: str) -> None:
+    BertModel(BertConfig(**TINY_BERT | {"num_hidden_layers": 2})).save_pretrained(tmp_path)
+    chosen: Any = NO_DROPOUT | {"name": str(tmp_path), "weights": "pretrained", "classes": 3}
+    settings = ClassifierSettings(**chosen, method=method, quantization="nf4")
+    model = on_device("cuda", lambda: build_classifier(settings))()
+    assert not any(module.codes.is_cuda for module in quantized(model))
+    here = build_classifier(settings)
+    same = [a.codes == b.codes for a, b in zip(quantized(model), quantized(here), strict=True)]
+    assert torch.cat(same).float().mean() > 0.999
+    batch = {name: tensor.cuda() for name, tensor in rows().padded.items()}
+    model.cuda()(**batch).sum().backward()
+
+
 # ── whole jobs ────────────────────────────────────────────────────────────────────────────────
 
 
