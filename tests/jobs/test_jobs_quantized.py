@@ -29,6 +29,8 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.data import learn_tokenizer
 from trainfit.engine.observers import Observer
+from trainfit.hardware import as_if
+from trainfit.hardware.catalogue import find
 from trainfit.jobs import job_plan, textclass
 from trainfit.jobs.configuration import configure, configured_by
 from trainfit.jobs.models import sources
@@ -174,6 +176,19 @@ def test_bad_combinations_are_one_line(words_: list[str], fix: str, capsys: Any)
     said = capsys.readouterr().err.strip()
     assert fix in said
     assert len(said.splitlines()) == 1
+
+
+def test_quantized_weights_are_not_shared_among_ranks() -> None:
+    asked = "model.name=modernbert-tiny", "model.method=qlora"
+    here: Any = {"ranks": 2, "here": True}
+
+    def made(*more: str) -> Plan:
+        composed = compose("textclass", [*asked, *more])
+        return job_plan.answer(composed, job_plan.question(composed), as_if(find("h200")), **here)
+
+    assert made().sharding == "none"
+    with pytest.raises(BadInput, match="quantized weights are not shared among ranks"):
+        made("optimization.sharding=fsdp")
 
 
 # ── memory while a model is built ─────────────────────────────────────────────────────────────

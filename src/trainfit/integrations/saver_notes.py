@@ -19,7 +19,7 @@ def saver_notes(plan: Plan) -> list[str]:
             f"planned with weights in {plan.quantization}: load the model with "
             f"quantization_config=BitsAndBytesConfig({options})"
         )
-    if getattr(plan, "offload_activations", False):
+    if plan.offload_activations:
         notes.append(
             "planned with activations in the host's memory: run the forward pass under "
             "torch.autograd.graph.save_on_cpu(pin_memory=True)"

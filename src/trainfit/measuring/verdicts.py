@@ -81,13 +81,10 @@ def quantization(requested: Scalar, seen: Evidence) -> Judgement | str:
     found = seen.quantized
     if not found.products and not seen.attention.calls and not seen.attention.softmaxes:
         return "no block of a model ran in the step; a frozen encoder runs before it"
-    if not found.products:
-        fix = "build the model with model.quantization, and see that nothing replaced its layers"
-        return Judgement("none", "no product of the step was made with codes", fix)
-    counts = ", ".join(f"{count} with {kind}" for kind, count in found.products.items())
+    counts = ", ".join(f"{count} with {kind}" for kind, count in found.products.items()) or "none"
     evidence = f"matrix products by the codes of their weights: {counts}; {found.nbytes:,} bytes"
-    observed = max(found.products, key=lambda kind: found.products[kind])
-    return Judgement(observed, evidence, f"set model.quantization={requested} when it is built")
+    observed = max(found.products, key=lambda kind: found.products[kind], default="none")
+    return Judgement(observed, evidence, f"build the model with model.quantization={requested}")
 
 
 def tf32(_: Scalar, seen: Evidence) -> Judgement | str:

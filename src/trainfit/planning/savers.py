@@ -108,7 +108,6 @@ SAVERS = (
     ),
 )
 """Savers in the order in which they are tried."""
-SAVERS = tuple(s for s in SAVERS if s.setting in BY_NAME)  # HACK
 
 
 def saver_settings(*, adapters: bool) -> tuple[str, ...]:
