@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.core.errors import BadInput, brief
-from trainfit.core.settings import COMBINED, SETTINGS
+from trainfit.core.settings import SETTINGS
 
 ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
 """Other spellings of keys, in lower case, with the key that each means."""

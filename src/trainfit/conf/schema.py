@@ -5,34 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainfit.core.codec import Length, PathName, Range
+from trainfit.conf.value_types import (
+    Amount,
+    Auto,
+    CompileMode,
+    Gibibytes,
+    HeldOut,
+    Layers,
+    Name,
+    Place,
+    Rate,
+    Seed,
+    Sequences,
+    Share,
+    Small,
+    Steps,
+    Switch,
+    Tokens,
+    Vocabulary,
+    Width,
+    Workers,
+)
+from trainfit.core.codec import Range
 from trainfit.core.plan_records import OptimizerName
-
-Auto = Literal["auto"]
-Switch = bool | Auto
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Steps = Annotated[int, Range(1, 10**9)]
-"""Number of anything that is counted while a run goes on."""
-MOST_SEQUENCES = 8192
-Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
-"""Sequences in a step; the search for the best cut takes time by their square."""
-Tokens = Annotated[int, Range(1, 2**20)]
-"""Tokens in a sequence."""
-Workers = Annotated[int, Range(0, 1024)]
-Small = Annotated[int, Range(1, 1024)]
-"""Number of processes, threads or files."""
-Layers = Annotated[int, Range(1, 512)]
-Width = Annotated[int, Range(1, 65_536)]
-Vocabulary = Annotated[int, Range(1, 2**24)]
-Seed = Annotated[int, Range(0, 2**32 - 1)]
-Share = Annotated[float, Range(0, 1)]
-Rate = Annotated[float, Range(0, 10)]
-"""Learning rate or weight decay."""
-Amount = Annotated[float, Range(0, 10**6)]
-Gibibytes = Annotated[float, Range(0.1, 10**4)]
-HeldOut = Annotated[float, Range(0.01, 0.5)]
-Place = Annotated[str, PathName()]
-Name = Annotated[str, Length(1, 500)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -199,9 +194,7 @@ class GptModel:
     use_flash_attention: bool
     loss_chunk: Steps | Auto | None
     """Tokens whose loss and gradients are computed at a time; null: all logits at once.
-
-    auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks.
-    """
+    auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks."""
     half_stream: Switch
     """Pass half precision from block to block; auto: with bf16."""
 

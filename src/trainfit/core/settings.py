@@ -379,14 +379,6 @@ SETTINGS = (
     ),
 )
 
-COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
-    "model.method": {
-        "qlora": {"model.method": "lora", "model.quantization": "nf4"},
-        "qdora": {"model.method": "dora", "model.quantization": "nf4"},
-    },
-}
-"""Values of a key that stand for values of several keys."""
-
 BY_NAME: Mapping[str, Setting] = {row.name: row for row in SETTINGS}
 
 

@@ -281,16 +281,9 @@ def _unsaid(plan: Plan, composed: Composed) -> list[str]:
         notes.append("planned with a frozen encoder: set requires_grad=False on it")
     elif load.method != "full":
         notes.append(f"planned for {load.method}: give the trainer a model wrapped by peft")
-    if plan.quantization != "none":
-        bits = "load_in_4bit, nf4" if plan.quantization == "nf4" else "load_in_8bit"
-        notes.append(
-            f"planned on {plan.quantization} weights: give it a BitsAndBytesConfig ({bits})"
-        )
     if plan.weights_dtype != "float32":
         notes.append(f"weights that are not trained are planned in {plan.weights_dtype}: cast them")
     notes += saver_notes(plan)
-    if plan.optimizer in ("adamw_bf16", "muon"):
-        notes.append(f"{plan.optimizer} is trainfit's own: AdamW in its place keeps more state")
     if plan.packed:
         notes.append("planned with packed rows; batches here are padded, and slower for it")
     if plan.runtime.expandable_segments:

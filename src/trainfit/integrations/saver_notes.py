@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from trainfit.core.plan_records import Plan
 
-_QUANTIZED = {
-    "nf4": 'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16',
-    "int8": "load_in_8bit=True",
-}
-
 
 def saver_notes(plan: Plan) -> list[str]:
     """Notes on what saves memory and is no argument of a trainer."""
     notes = []
     if plan.quantization != "none":
-        options = _QUANTIZED[plan.quantization]
+        bits = "load_in_4bit, nf4" if plan.quantization == "nf4" else "load_in_8bit"
         notes.append(
-            f"planned with weights in {plan.quantization}: load the model with "
-            f"quantization_config=BitsAndBytesConfig({options})"
+            f"planned on {plan.quantization} weights: give it a BitsAndBytesConfig ({bits})"
         )
+    if plan.optimizer in ("adamw_bf16", "muon"):
+        notes.append(f"{plan.optimizer} is trainfit's own: AdamW in its place keeps more state")
     if plan.offload_activations:
         notes.append(
             "planned with activations in the host's memory: run the forward pass under "

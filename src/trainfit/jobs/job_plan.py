@@ -12,7 +12,8 @@ from typing import Any
 
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
-from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
+from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
+from trainfit.conf.value_types import MOST_SEQUENCES
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
