@@ -56,7 +56,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
-        **({"offload_activations": fixed.offloaded} if _asked(question) else {}),
+        **_memory_savers(question, fixed),
         "optimizer": decide.optimizer(question),
         "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
         **decide.loader(question, profile),
@@ -66,9 +66,10 @@ def choices_for(
     }
 
 
-def _asked(question: Question) -> bool:
-    """Tell if a plan has to say where activations wait."""
-    return question.pinned("offload_activations") is not None
+def _memory_savers(question: Question, fixed: FixedSettings) -> dict[str, Choice]:
+    """Choices that trade time for memory, where somebody asked for them."""
+    choices = {"activation_budget": fixed.budget, "offload_activations": fixed.offloaded}
+    return {name: made for name, made in choices.items() if question.pinned(name) is not None}
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:
