@@ -244,7 +244,7 @@ def _keeping(budget: float) -> AbstractContextManager[None]:
 
     from trainfit.kernels.random_results import LEAST_BUDGET, keep_random
 
-    class KeepRandom(CustomGraphPass):
+    class KeepRandom(CustomGraphPass):  # type: ignore[misc]
         def __call__(self, graph: torch.fx.Graph) -> None:
             keep_random(graph)
 

@@ -201,7 +201,7 @@ def host_bandwidth(gpu: GpuSpec) -> float:
     found = re.search(r"PCIe (\d)\.0 x(\d+)", gpu.link)
     newest = {"7": 3, "8": 4}.get(gpu.compute_capability.split(".")[0], 5)
     generation, lanes = (int(found[1]), int(found[2])) if found else (newest, 16)
-    return 0.8e9 * _PCIE_LANE * 2 ** (generation - 3) * lanes
+    return float(0.8e9 * _PCIE_LANE * 2 ** (generation - 3) * lanes)
 
 
 _PCIE_LANE = 0.985
