@@ -69,6 +69,7 @@ def test_what_a_plain_step_does_is_seen():
         "liger": "not_applicable",
         "sharding": "not_applicable",
         "gradient_checkpointing": "off",
+        "offload_activations": "not_applicable",
         "packing": "not_applicable",
         "effective_batch": "not_applicable",
         "gradient_accumulation": "not_applicable",

@@ -212,3 +212,13 @@ def test_transfers_run_beside_the_kernels():
     assert (
         step_time.seconds([Done(work=moved, times=1), Done(work=busy, times=1)], found).step() > 1
     )
+
+
+def test_a_budget_is_taken_as_asked():
+    question = job_plan.question(compose("nli", ["model.name=bert-base"]), [100] * 64)
+    profile = as_if(find("t4"))
+    assert decide.activation_budget(question).value == 1.0
+    pinned = replace(question, pins={"activation_budget": Pin(value=0, origin="override")})
+    assert decide.activation_budget(pinned).value == 0.0
+    assert planner.fixed_settings(pinned, profile, 1).arguments["activation_budget"] == 0.0
+    assert "activation_budget" not in planner.fixed_settings(question, profile, 1).arguments

@@ -69,6 +69,8 @@ class Optimization:
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
     offload_activations: Switch = "auto"
     """Activations wait for the backward pass in host memory: less of the GPU's, and slower."""
+    activation_budget: Share | Auto = "auto"
+    """Share of a compiled block's activations to keep; the rest is computed again. auto: all."""
     sharding: Literal["auto", "none", "fsdp", "hybrid"] = "auto"
     """Share the model among ranks (hybrid: of a machine). auto: where it does not fit one GPU."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"

@@ -242,6 +242,8 @@ class Plan(Record):
     compile_mode: str
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs."""
+    activation_budget: float = 1.0
+    """Share of a compiled block's activations that is kept; the rest is computed again."""
     offload_activations: bool = False
     """Activations wait for the backward pass in host memory."""
     liger: bool = False

@@ -178,9 +178,13 @@ SETTINGS = (
         gpu_only=True,
     ),
     Setting(
+        name="activation_budget",
+        key="optimization.activation_budget",
+        field="activation_budget",
+    ),
+    Setting(
         name="offload_activations",
         key="optimization.offload_activations",
-        aliases=("offload_activations", "activation_offloading"),
         field="offload_activations",
         receipt="offload_activations",
     ),

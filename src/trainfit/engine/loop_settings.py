@@ -125,6 +125,8 @@ class LoopSettings(Record):
     compile_mode: str = "default"
     compile_scope: Literal["blocks", "model"] = "blocks"
     """Compile repeated blocks (takes seconds) or the whole model with its loss (takes a minute)."""
+    activation_budget: Share = 1.0
+    """Share of a compiled block's activations that is kept; the rest is computed again."""
     eager_first: bool = False
     """Take a run's first step eagerly, and compile in the second: the first loss comes sooner."""
     cuda_graph: bool = False
@@ -232,6 +234,7 @@ def loop_settings(
         compile=plan.compile,
         compile_mode=plan.compile_mode,
         compile_scope=compile_scope,
+        activation_budget=plan.activation_budget,
         eager_first=plan.compile and device.startswith("cuda") and _has_plenty(plan),
         cuda_graph=plan.cuda_graph,
         offload_activations=plan.offload_activations,

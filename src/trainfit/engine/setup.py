@@ -135,7 +135,9 @@ def build_parts(
         padded = isinstance(settings.cuts[0], PaddedCut)
         of_any_size = True if padded and len(set(task.lengths())) > 1 else None
         compile_ = compile_model if whole else compile_blocks
-        compile_(model, settings.compile_mode, dynamic=of_any_size)
+        compile_(
+            model, settings.compile_mode, dynamic=of_any_size, budget=settings.activation_budget
+        )
     return Parts(
         task=task,
         settings=settings,

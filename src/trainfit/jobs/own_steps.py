@@ -39,6 +39,7 @@ def own_step(
     device: str = "cpu",
     compile: bool = False,
     offload_activations: bool = False,
+    activation_budget: float = 1.0,
     **_planned: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
     """Build a job's model and its optimizer step for the planner."""
@@ -57,7 +58,7 @@ def own_step(
             )
             own = build_optimizer(model, settings)
         if compile and device != "cpu":
-            compile_model(model)
+            compile_model(model, budget=activation_budget)
         batches = [shape.make(rows, width)] * micro_batches
         scale = loss_scale(precision, device)
         return lambda: plain_step(

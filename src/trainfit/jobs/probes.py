@@ -47,6 +47,7 @@ def encoder_step(
     device: str = "cpu",
     compile: bool = False,
     offload_activations: bool = False,
+    activation_budget: float = 1.0,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Probe:
@@ -60,9 +61,9 @@ def encoder_step(
         saved = saved_on_host(device) if offload_activations else None
         step = _make_step(built, loss, made, precision, device, saved)
         if compile and device == "cpu":
-            simulate(repeated_blocks(built), CARRIERS)
+            simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
-            compile_blocks(built)
+            compile_blocks(built, budget=activation_budget)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
         if settings.get("words"):
             batch["labels"] = torch.zeros_like(batch["input_ids"])
@@ -85,6 +86,7 @@ def gpt_step(
     device: str = "cpu",
     compile: bool = False,
     offload_activations: bool = False,
+    activation_budget: float = 1.0,
     loss_chunk: int | None = None,
     half_stream: bool | Literal["auto"] = False,
     slots: None = None,
@@ -112,9 +114,9 @@ def gpt_step(
         saved = saved_on_host(device) if offload_activations else None
         step = _make_step(built, _blocks_loss, made, precision, device, saved)
         if compile and device == "cpu":
-            simulate([built])
+            simulate([built], budget=activation_budget)
         elif compile:
-            compile_model(built)
+            compile_model(built, budget=activation_budget)
         ids = torch.full((rows, width), 5)
         batch = {"input_ids": ids, "targets": ids}
         return lambda: step([batch] * micro_batches, float(rows * width))

@@ -55,7 +55,8 @@ class SavedOnHost:
 
     def __init__(self) -> None:
         self._copies: list[HostCopy] = []
-        self._known: dict[int, tuple[StorageWeakRef, int, HostCopy]] = {}
+        self._known: dict[int, tuple[Any, int, HostCopy]] = {}
+        """Weak reference, version and copy by the place of a storage."""
         self._leaving: deque[tuple[Any, Any, int]] = deque()
         self._leaving_bytes = 0
 
@@ -73,7 +74,7 @@ class SavedOnHost:
 
     def copy_out(self, storage: torch.UntypedStorage, device: torch.device) -> tuple[Any, Any]:
         """Start a copy to the host; returns it and the event of its end."""
-        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+        source = torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
         host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=True)
         side = _side_stream(device)
         side.wait_stream(torch.cuda.current_stream(device))
@@ -102,7 +103,8 @@ class SavedOnHost:
             return tensor
         copy = self._copied(storage, tensor)
         copy.uses += 1
-        return SavedView(copy, tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        offset = int(tensor.storage_offset())
+        return SavedView(copy, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def _copied(self, storage: torch.UntypedStorage, tensor: Tensor) -> HostCopy:
         """Return the copy of a storage, made now unless it was before and is unchanged."""
@@ -113,7 +115,8 @@ class SavedOnHost:
         host, event = self.copy_out(storage, tensor.device)
         copy = HostCopy(len(self._copies), storage.nbytes(), tensor.device, host)
         self._copies.append(copy)
-        self._known[key] = StorageWeakRef(storage), version, copy
+        reference: Any = StorageWeakRef
+        self._known[key] = reference(storage), version, copy
         self._leaving.append((event, storage, copy.nbytes))
         self._leaving_bytes += copy.nbytes
         self._wait_until(ON_THE_WAY)
@@ -135,7 +138,10 @@ class SavedOnHost:
         saved.copy.uses -= 1
         if saved.copy.uses <= 0:
             saved.copy.back = None
-        return found.view(saved.dtype).as_strided(saved.shape, saved.stride, saved.offset)
+        restored: Tensor = found.view(saved.dtype).as_strided(
+            saved.shape, saved.stride, saved.offset
+        )
+        return restored
 
     def _fetch(self, copy: HostCopy) -> None:
         """Start the copy of a storage, and of those that are asked for after it."""
@@ -154,7 +160,8 @@ _STREAMS: dict[torch.device, Any] = {}
 def _side_stream(device: torch.device) -> Any:
     """The stream for copies, one for each GPU."""
     if device not in _STREAMS:
-        _STREAMS[device] = torch.cuda.Stream(device)
+        stream: Any = torch.cuda.Stream
+        _STREAMS[device] = stream(device)
     return _STREAMS[device]
 
 

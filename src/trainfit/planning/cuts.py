@@ -44,6 +44,8 @@ class FixedSettings:
     effective: Choice
     checkpointing: Choice | None
     offloaded: Choice
+    budget: Choice
+    """Share of the activations that compiled blocks keep."""
     cuttings: tuple[Cutting, ...]
     """Cuts, the largest micro-batches first."""
     plain: int
@@ -84,6 +86,9 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     offloaded = decide.offloaded(question, gpu)
     if offloaded.value:
         arguments["offload_activations"] = True
+    budget = decide.activation_budget(question)
+    if budget.value < 1:
+        arguments["activation_budget"] = budget.value
     if question.workload.method != "full":
         arguments["dtype"] = _DTYPES[precise.value]
     return FixedSettings(
@@ -95,6 +100,7 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         effective=effective,
         checkpointing=decide.pinned(question, "gradient_checkpointing"),
         offloaded=offloaded,
+        budget=budget,
         cuttings=(*coarser, *cuttings),
         plain=len(coarser),
         arguments=arguments,

@@ -305,6 +305,14 @@ def offloaded(question: Question, gpu: Gpu | None) -> Choice:
     return asked
 
 
+def activation_budget(question: Question) -> Choice:
+    """Choose the share of activations that compiled blocks keep."""
+    asked = pinned(question, "activation_budget")
+    if asked is None:
+        return Choice(value=1.0, why="compiled blocks keep what torch's partitioner saves")
+    return replace(asked, value=float(asked.value), why=f"{asked.why}; it acts on compiled blocks")
+
+
 def captured(
     question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
 ) -> Choice:

@@ -58,7 +58,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
-        **({"offload_activations": fixed.offloaded} if _asked(question) else {}),
+        **_memory_savers(question, fixed),
         "optimizer": decide.optimizer(question),
         **_offload(question, profile.gpu),
         "data_on_gpu": loading_choices.data_on_gpu(question, profile.gpu),
@@ -75,9 +75,10 @@ def _offload(question: Question, gpu: Gpu | None) -> dict[str, Choice]:
     return {"offload_optimizer": decide.offload(question, gpu)} if asked else {}
 
 
-def _asked(question: Question) -> bool:
-    """Tell if a plan has to say where activations wait."""
-    return question.pinned("offload_activations") is not None
+def _memory_savers(question: Question, fixed: FixedSettings) -> dict[str, Choice]:
+    """Choices that trade time for memory, where somebody asked for them."""
+    choices = {"activation_budget": fixed.budget, "offload_activations": fixed.offloaded}
+    return {name: made for name, made in choices.items() if question.pinned(name) is not None}
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:
