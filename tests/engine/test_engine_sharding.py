@@ -130,6 +130,26 @@ def test_a_run_of_two_ranks_ends_as_that_of_one(
     assert "2 ranks" in (tmp_path / "two" / "train.log").read_text()
 
 
+def test_one_rank_that_is_asked_to_shards_its_model(
+    tmp_path: Path, one: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nobody shares it: what is gathered is its own, and the run ends as one without shards."""
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+    gathered, wait = [], FSDPParamGroup.wait_for_unshard
+    monkeypatch.setattr(
+        FSDPParamGroup, "wait_for_unshard", lambda group: (gathered.append(1), wait(group))[1]
+    )
+    run = tmp_path / "run"
+    train_deep(0, run, DOUBLE, WHOLE | FSDP)
+    assert len(gathered) >= 2 * 15  # in each step, before both passes
+    assert list(listed(run)[0].glob("shard-*"))
+    same(one, run)
+    assert not torch.distributed.is_initialized()
+    seen = json.loads((run / "evidence.json").read_text())["gathered"]
+    assert seen == 4  # three blocks, and the rest
+
+
 @pytest.mark.soak
 def test_two_machines_of_two_ranks_with_a_copy_each_end_as_one_rank(
     tmp_path: Path, children: ForkServerContext

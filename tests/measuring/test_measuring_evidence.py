@@ -65,6 +65,7 @@ def test_what_a_plain_step_does_is_seen():
         "compile": "off",
         "cuda_graphs": "not_applicable",
         "liger": "not_applicable",
+        "sharding": "not_applicable",
         "gradient_checkpointing": "off",
         "packing": "not_applicable",
         "effective_batch": "not_applicable",

@@ -173,7 +173,7 @@ SETTINGS = (
         hf="use_liger_kernel",
         receipt="liger",
     ),
-    Setting(name="sharding", key="optimization.sharding", field="sharding"),
+    Setting(name="sharding", key="optimization.sharding", field="sharding", receipt="sharding"),
     Setting(
         name="reduce_dtype",
         key="optimization.reduce_dtype",

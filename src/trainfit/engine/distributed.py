@@ -79,11 +79,12 @@ def find_world() -> World:
 
 
 @contextmanager
-def joined(device: str) -> Iterator[tuple[World, torch.device]]:
+def joined(device: str, *, shards: bool = False) -> Iterator[tuple[World, torch.device]]:
     """Join the process group for a block; yields the rank and its device.
 
-    A nested block changes nothing. Code that trains several times, such as cross-validation, opens
-    one block around all runs, since ranks that leave one by one cannot join again safely.
+    A single rank has a group only where it `shards` its model. A nested block changes nothing.
+    Code that trains several times, such as cross-validation, opens one block around all runs,
+    since ranks that leave one by one cannot join again safely.
     """
     world = find_world()
     place = torch.device(device)
@@ -91,7 +92,7 @@ def joined(device: str) -> Iterator[tuple[World, torch.device]]:
         own = place.index or 0 if world.size == 1 else world.local_rank
         place = torch.device("cuda", own)
         torch.cuda.set_device(place)
-    if world.size == 1 or dist.is_initialized():
+    if (world.size == 1 and not shards) or dist.is_initialized():
         yield world, place
         return
     backends = "cpu:gloo,cuda:nccl" if place.type == "cuda" else "gloo"
@@ -119,6 +120,8 @@ def _meeting_place(world: World) -> Store:
     comes back counts its restarts from 0 again. So the first rank publishes a word per round, each
     rank answers with a word of its own, and a round counts for those that the first rank has heard.
     """
+    if world.size == 1:
+        return dist.HashStore()
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     store.set_timeout(_MEET)
     own = secrets.token_hex(8)

@@ -72,7 +72,9 @@ def train(
     share its memory and code by `shared`, with the same result.
     """
     with ExitStack() as stack:
-        world, device = stack.enter_context(joined(settings.device))
+        world, device = stack.enter_context(
+            joined(settings.device, shards=settings.sharding != "none")
+        )
         stack.enter_context(writing(run, world))
         request = stack.enter_context(stop_on_signals())
         stack.enter_context(applied(RuntimeSettings(seed=settings.seed)))

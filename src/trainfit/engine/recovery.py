@@ -122,6 +122,11 @@ class Parts:
     captured: CapturedSteps = field(default_factory=CapturedSteps)
     """Whole steps as CUDA graphs, where they are captured."""
 
+    @property
+    def whole(self) -> bool:
+        """True where this rank is the only one, with whole weights."""
+        return self.world.size == 1 and not self.sharded
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:

@@ -335,7 +335,7 @@ class Session:
     def keep_best(self) -> None:
         """Copy the weights, which are the best so far, to host memory if it has room."""
         self.shared.best = None
-        if self.parts.world.size == 1:
+        if self.parts.whole:
             best = checkpoint.Contents(saved_state.model_tensors(self.parts.model), {}, {})
             copied = checkpoint.on_host(best, self.shared.best_host)
             self.shared.best = None if copied is None else copied.model
@@ -349,7 +349,7 @@ class Session:
     @property
     def writes_alongside(self) -> bool:
         """True where checkpoints are written while the GPU works: on one rank only."""
-        return self.parts.device.type == "cuda" and self.parts.world.size == 1
+        return self.parts.device.type == "cuda" and self.parts.whole
 
     def _contents(self, random_states: list[str]) -> checkpoint.Contents:
         parts, scale = self.parts, self.parts.scale

@@ -106,8 +106,7 @@ def build_parts(
     if device.type == "cuda":
         with device:
             _fits(take_workspaces, "cuBLAS's workspace")
-    alone = world.size == 1
-    sharded = settings.sharding != "none" and not alone
+    sharded = settings.sharding != "none"
     reduce = torch.bfloat16 if settings.reduce_dtype == "bf16" else None
     if sharded:
         spread_weights(world, model)  # on the CPU: the model may be too large for a GPU
@@ -150,7 +149,7 @@ def build_parts(
         device=device,
         sharded=sharded,
         gradients=None
-        if alone or sharded
+        if world.size == 1 or sharded
         else GradientBuckets(trained_parameters(optimizer), reduce),
         rates=tuple(float(group["lr"]) for group in optimizer.param_groups),
         indivisible=indivisible,
@@ -184,10 +183,11 @@ def _captured_steps(
     device: torch.device,
 ) -> CapturedSteps:
     """Prepare to capture whole steps, unless something in them may wait for the device."""
-    alone = device.type == "cuda" and world.size == 1 and settings.cuda_graph
+    alone = world.size == 1 and settings.sharding == "none"
+    asked = device.type == "cuda" and alone and settings.cuda_graph
     fused = is_adamw(optimizer) and optimizer.param_groups[0]["fused"]
     fused = fused and host_moments(optimizer) is None
-    if not (alone and fused and getattr(task, "capturable", False)) or settings.graphs:
+    if not (asked and fused and getattr(task, "capturable", False)) or settings.graphs:
         return CapturedSteps()
     keep_rates_on_device(optimizer)
     return CapturedSteps(device, obstacle=None)

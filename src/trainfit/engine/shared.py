@@ -75,7 +75,7 @@ def take_over(
 
 
 def _suits(before: Parts, settings: LoopSettings, model: nn.Module) -> bool:
-    alone = before.world.size == 1 and not before.sharded and before.indivisible is None
+    alone = before.whole and before.indivisible is None
     same = _of_parts(before.settings) == _of_parts(settings)
     return (
         alone

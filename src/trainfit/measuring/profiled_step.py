@@ -103,6 +103,7 @@ _GRADIENT = 2.3
 """Most products of a backward pass, relative to the forward pass: two, and some small ones."""
 _SHOWN = 12
 _LIGER = re.compile(r"_(rms_norm|geglu_tanh|swiglu)_(forward|backward)_kernel")
+_GATHERED = "FSDP::pre_forward"
 
 
 def gather(
@@ -139,6 +140,7 @@ def gather(
         gradients=trace.calls("torch::autograd::AccumulateGrad"),
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
+        gathered=sum(op.name.startswith(_GATHERED) for op in trace.operators),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
         parts=parts,
         launches=launches,

@@ -360,6 +360,8 @@ class Evidence(Record):
     convolutions: int = 0
     liger: int = 0
     """Launches of Liger's kernels."""
+    gathered: int = 0
+    """Parts of a sharded model that FSDP2 made whole in the forward pass."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the longest kernels."""
     parts: dict[str, float] = field(default_factory=dict)

@@ -207,6 +207,16 @@ def cuda_graphs(_: Scalar, seen: Evidence) -> Judgement | str:
     return Judgement(launches > 0, f"{launches} launches in the step", fix)
 
 
+def sharding(requested: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the parts of the model that were made whole for their computation."""
+    if not seen.gathered and requested in _OFF:
+        return "each rank holds the whole model"
+    evidence = f"FSDP2 made {seen.gathered} parts of the model whole in the forward pass"
+    right = (seen.gathered > 0) == (requested not in _OFF)
+    observed = "none" if not seen.gathered else requested if right else "fsdp"
+    return Judgement(observed, evidence, "optimization.sharding, in a run of torchrun", right)
+
+
 def checkpointing(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by what of the forward pass ran again in the backward pass."""
     again = seen.recomputed
@@ -339,6 +349,7 @@ VERDICTS = {
     "compile": ReceiptRule("torch.compile", compiled),
     "cuda_graphs": ReceiptRule("CUDA Graphs", cuda_graphs, "they belong to GPUs"),
     "liger": ReceiptRule("Liger Kernels", liger, "its kernels are for GPUs"),
+    "sharding": ReceiptRule("Sharded Weights (FSDP2)", sharding),
     "gradient_checkpointing": ReceiptRule("Gradient Checkpointing", checkpointing),
     "packing": ReceiptRule("Sequence Packing", packing),
     "effective_batch": ReceiptRule("Effective Batch Size", effective_batch),

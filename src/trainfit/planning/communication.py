@@ -139,14 +139,15 @@ def _row(
     between = sent_between(model, shards, ranks)
     seconds = _link_seconds(way, inside, between, gpu, ranks // machines, network)
     step = _step_seconds(many, way, seconds)
-    held = memory.peak_reserved_gib - room_gained(memory, question.layers, shards) / GIB
+    spared = 0.0 if way == "none" else room_gained(memory, question.layers, shards) / GIB
+    held = memory.peak_reserved_gib - spared
     first = alone.time.step_seconds if alone.time else None
     return ClusterRow(
         sharding=way,
         network_gbits=network,
         memory_gib=held,
         fits=held <= memory.capacity_gib,
-        largest_billions=_largest(question, alone, memory, shards),
+        largest_billions=_largest(alone, memory, spared),
         sent_gib=(inside + between) / GIB,
         link_seconds=seconds,
         step_seconds=step,
@@ -183,11 +184,10 @@ def _step_seconds(many: Plan, way: Sharding, seconds: float | None) -> float | N
     return computed + max(0.0, seconds - hiding)
 
 
-def _largest(question: Question, alone: Plan, memory: MemoryEstimate, shards: int) -> float | None:
+def _largest(alone: Plan, memory: MemoryEstimate, spared: float) -> float | None:
     """Scale the model until it fills the GPU: weights, gradients and state grow, nothing else."""
     kept = memory.weights_gib + memory.adapters_gib + memory.optimizer_gib + memory.gradients_gib
     other = memory.peak_reserved_gib - kept
-    spared = room_gained(memory, question.layers, shards) / GIB
     width = 4 if alone.weights_dtype == "float32" else 2
     billions = (memory.weights_gib * GIB / width + memory.adapters_gib * GIB / 4) / 1e9
     room = memory.capacity_gib - other

@@ -308,6 +308,8 @@ def _no_capture(
         return question.uncapturable
     if ranks > 1:
         return "ranks agree on each step before it is finished"
+    if question.pinned("sharding") not in (None, "none"):
+        return "sharded weights are gathered in every layer"
     if optimizer(question).value not in _CAPTURED:
         return "only the fused kernels of AdamW never wait for the GPU"
     if offload(question, gpu).value:

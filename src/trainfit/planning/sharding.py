@@ -28,15 +28,21 @@ def shards_of(sharding: str, ranks: int, machines: int) -> int:
 def sharded(
     question: Question, plan: Plan, machines: int, replan: Callable[[int], Plan] | None
 ) -> Plan:
-    """Shard a plan of several ranks, as the question pins it or where it does not fit.
+    """Shard a plan, as the question pins it or where several ranks can share what does not fit.
 
     `replan` plans with so many bytes more; None where memory is plenty, and is left as it is.
     """
     pin = pinned(question, "sharding")
-    if plan.ranks == 1 or (pin is not None and pin.value == "none"):
+    if pin is not None and pin.value == "none":
         return plan
     if pin is None:
-        if plan.fits or plan.memory is None or plan.device != "cuda" or replan is None:
+        if (
+            plan.ranks == 1
+            or plan.fits
+            or plan.memory is None
+            or plan.device != "cuda"
+            or replan is None
+        ):
             return plan
         kind, why = "fsdp", "the model with its optimizer does not fit one GPU"
     else:
@@ -55,7 +61,7 @@ def sharded(
             "start as many ranks on each machine, or use optimization.sharding=fsdp",
         )
     shards = shards_of(kind, plan.ranks, machines)
-    reason = Reason(setting="sharding", value=kind, why=f"{why}; {shards} ranks share it")
+    reason = Reason(setting="sharding", value=kind, why=f"{why}; {_sharers(shards)}")
     asked = replace(plan, sharding=cast(Sharding, kind), reasons=(*plan.reasons, reason))
     if plan.memory is None or replan is None:
         return asked
@@ -73,12 +79,16 @@ def sharded(
     )
 
 
+def _sharers(shards: int) -> str:
+    return f"{shards} ranks share it" if shards > 1 else "one rank shares it with nobody"
+
+
 def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:
-    """Bytes that sharding over `ranks` saves on each of them."""
+    """Bytes that sharding over `ranks` saves on each of them; below 0 where copies take more."""
     weights = memory.weights_gib + memory.adapters_gib
     kept_away = (weights + memory.optimizer_gib) * (1 - 1 / ranks)
     gathered = weights * min(1.0, _GATHERED / max(1, layers))
-    return max(0, int((kept_away - gathered) * GIB))
+    return int((kept_away - gathered) * GIB)
 
 
 def _spread(memory: MemoryEstimate, less: float, shards: int) -> MemoryEstimate:
