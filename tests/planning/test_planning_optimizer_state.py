@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from plan_example import make_plan
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import TaskSpec, Workload
 from trainfit.engine.host_moments import BUCKET
@@ -18,6 +20,7 @@ from trainfit.planning.bounds import Load, bound
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
 from trainfit.planning.estimator.step_time import host_link, rates, seconds
 from trainfit.planning.question import Pin, Question
+from trainfit.planning.sharding import sharded
 
 GPT = {"name": "gpt-mini", "rows": 2, "width": 64, "micro_batches": 1, "precision": "bf16"}
 TARGET = Target(sm_count=132, compute_capability="9.0", capacity=64 * 2**30)
@@ -161,3 +164,15 @@ def test_offloading_needs_a_gpu_and_an_adamw_that_can() -> None:
     assert "asked for" in elsewhere.why
     with pytest.raises(BadInput, match="not adamw_8bit"):
         decide.offload(question(offload_optimizer=True, optimizer="adamw_8bit"), gpu)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"optimizer": "adamw_8bit"}, {"optimizer": "muon"}, {"offload_optimizer": True}]
+)
+def test_what_is_not_sharded_is_refused_in_one_line(changes: dict[str, Any]) -> None:
+    plan = replace(make_plan(), ranks=2, **changes)
+    with pytest.raises(BadInput, match="sharding is fsdp, which does not go with") as refused:
+        sharded(question(sharding="fsdp"), plan, 1, None)
+    assert "\n" not in str(refused.value)
+    short = replace(plan, fits=False)
+    assert sharded(question(), short, 1, lambda _: short) == short
