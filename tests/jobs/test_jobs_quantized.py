@@ -296,7 +296,7 @@ def test_a_gpu_never_holds_the_whole_model_in_half_precision() -> None:
     layer = 2 * (2 * 1024 * 1024 + 3 * 1024 * 4096)
     assert all(p.is_cuda for p in model.parameters())
     assert stored < 0.4 * 24 * layer
-    assert peak < 1.02 * stored + 2 * layer
+    assert peak < 1.02 * stored + 3 * layer  # of 24, and what finding codes takes
 
 
 @pytest.mark.gpu

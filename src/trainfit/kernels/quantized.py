@@ -83,9 +83,7 @@ def quantize(weight: Tensor, kind: Quantization) -> Packed:
         largest = weight.abs().amax(1).float()
         factors = 127 / largest.clamp(min=127 * _LEAST)
         return Packed((weight * factors[:, None]).round_().to(torch.int8), largest, None)
-    flat = weight.flatten()
-    if missing := -flat.numel() % BLOCK:
-        flat = functional.pad(flat, (0, missing))
+    flat = _filled(weight.flatten(), BLOCK)
     if bitsandbytes_here(weight.device):
         codes, largest = torch.ops.bitsandbytes.quantize_4bit(flat, BLOCK, "nf4", torch.uint8)
         codes = codes.flatten()
@@ -99,12 +97,18 @@ def quantize(weight: Tensor, kind: Quantization) -> Packed:
 
 def _nearest(values: Tensor, block: int, levels: Tensor) -> tuple[Tensor, Tensor]:
     """Number the level that is nearest to each value, as a share of its block's largest."""
-    rows = functional.pad(values, (0, -values.numel() % block)).view(-1, block)
+    rows = _filled(values, block).view(-1, block)
     largest = rows.abs().amax(1)
     shares = (rows * (1 / largest.clamp(min=_LEAST))[:, None]).clamp_(-1, 1)
     middles = (levels[:-1] + levels[1:]) / 2
     nearest = torch.bucketize(shares, middles, out_int32=True).to(torch.uint8)
     return nearest.flatten()[: values.numel()], largest
+
+
+def _filled(values: Tensor, block: int) -> Tensor:
+    """Fill the last block with zeros."""
+    missing = -values.numel() % block
+    return functional.pad(values, (0, missing)) if missing else values
 
 
 @cache
