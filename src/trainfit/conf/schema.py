@@ -242,9 +242,7 @@ class TextFilesData:
     """Column of the labels. auto: by its name, such as label, sentiment or category."""
     target: Literal["auto", "single", "multi", "regression"] = "auto"
     """One class per text, several labels, or a number. auto: as the labels look; a note tells.
-
-    Several labels are lists, or stand in one field with |, ; or a comma between them.
-    """
+    Several labels are lists, or stand in one field with |, ; or a comma between them."""
     group_column: Name | None
     """Rows of one group, such as an author, stay on one side of a split; null: no groups."""
     scale: Literal["small", "full"]

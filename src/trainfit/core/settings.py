@@ -39,11 +39,8 @@ class Setting:
     pinned: bool = True
     """A question may pin it before planning."""
     chosen_by: ChosenBy = "planner"
-    """The last to choose its value.
-
-    user: the plan copies it. planner: where the user leaves it open. tune: measured by tune.
-    tuned: it follows from a setting that tune measures.
-    """
+    """The last to choose its value. user: the plan copies it. planner: where the user leaves it
+    open. tune: measured by tune. tuned: it follows from a setting that tune measures."""
     tries: tuple[Scalar, ...] = ()
     """Values that tune tries, where they are the same on every machine."""
     gpu_only: bool = False
@@ -178,9 +175,7 @@ SETTINGS = (
         gpu_only=True,
     ),
     Setting(
-        name="activation_budget",
-        key="optimization.activation_budget",
-        field="activation_budget",
+        name="activation_budget", key="optimization.activation_budget", field="activation_budget"
     ),
     Setting(
         name="offload_activations",
