@@ -280,7 +280,7 @@ def _others(saver: Saver, chosen: Attempt, base: Plan, tried: Sequence[Attempt])
     rivals = [one for one in tried if one is not chosen]
     seen = {other for one in tried for other in one.taken}
     return (
-        f"{former}: needs {memory.peak_allocated_gib:.1f} GiB",
+        f"{former}: needs {_need(memory):.1f} GiB",
         *(_compared(one, chosen, saver.setting) for one in rivals),
         *(
             f"{shown(other.value)}: would save about {_part(memory, other) * other.share:.1f} GiB"
@@ -290,13 +290,19 @@ def _others(saver: Saver, chosen: Attempt, base: Plan, tried: Sequence[Attempt])
     )
 
 
+def _need(memory: MemoryEstimate) -> float:
+    """Memory that is missing: what is allocated, or reserved where gaps between segments decide."""
+    allocated = memory.peak_allocated_gib
+    return allocated if allocated > memory.capacity_gib else memory.peak_reserved_gib
+
+
 def _compared(other: Attempt, chosen: Attempt, setting: str) -> str:
     memory = other.plan.memory
     assert memory is not None
     alone = len(other.taken) == 1 and other.taken[0].setting == setting
     words = " ".join(shown(s.value) if alone else s.word for s in other.taken)
     if not other.plan.fits:
-        return f"{words}: needs {memory.peak_allocated_gib:.1f} GiB"
+        return f"{words}: needs {_need(memory):.1f} GiB"
     known = isfinite(other.seconds) and isfinite(chosen.seconds)
     change = f"{other.seconds / chosen.seconds - 1:+.0%} time" if known else "fits too"
     prices = [saver.price for saver in other.taken if saver.learns]
