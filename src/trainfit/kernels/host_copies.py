@@ -6,6 +6,7 @@ They are operators, so that a profile shows them and the estimator tells them fr
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,12 +16,9 @@ from trainfit.core.errors import OutOfMemory
 
 
 @torch.library.custom_op("trainfit::host_zeros", mutates_args=())
-def host_zeros(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Make a flat tensor in pinned memory, for the device of `like`; pageable without a GPU."""
-    made = torch.zeros(size, dtype=dtype, device="cpu")
-    if like.is_cuda and size:
-        _pin(made)
-    return made
+def host_zeros(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    """Make a flat tensor in the host's memory; `like` is one on the device."""
+    return torch.zeros(size, dtype=dtype, device="cpu")
 
 
 @host_zeros.register_fake
@@ -28,16 +26,25 @@ def _(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(size, dtype=dtype, device="cpu")
 
 
-def _pin(tensor: Tensor) -> None:
-    """Pin memory where it is: torch's own pinned memory is rounded up to a power of two."""
+def pin(tensors: Sequence[Tensor], owner: object) -> None:
+    """Pin memory where it is, until `owner` is gone.
+
+    torch's own pinned memory is rounded up to a power of two, which may double it.
+    """
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
-        raise OutOfMemory(
-            f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
-            "set optimization.offload_optimizer=false, or raise the limit of locked memory",
-        )
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    for tensor in tensors:
+        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            raise OutOfMemory(
+                f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
+                "set optimization.offload_optimizer=false, or raise the limit of locked memory",
+            )
+        # It holds the tensor: memory must not be freed before it is released.
+        weakref.finalize(owner, _release, tensor).atexit = False
+
+
+def _release(tensor: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 @torch.library.custom_op("trainfit::host_fetch_", mutates_args={"into"})
