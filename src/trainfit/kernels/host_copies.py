@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -31,12 +32,17 @@ def pin(tensors: Sequence[Tensor], owner: object) -> None:
 
     torch's own pinned memory is rounded up to a power of two, which may double it.
     """
+    fix = "set optimization.offload_optimizer=false, or optimization.optimizer=adamw_bf16"
+    needed, free = sum(t.nbytes for t in tensors), psutil.virtual_memory().available
+    if needed > free:
+        sizes = f"{needed / 2**30:.1f} GiB of moments, and {free / 2**30:.1f} GiB are free"
+        raise OutOfMemory(f"the host's memory is too small for {sizes}", fix)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for tensor in tensors:
         if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
             raise OutOfMemory(
                 f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
-                "set optimization.offload_optimizer=false, or raise the limit of locked memory",
+                f"{fix}; or raise the limit of locked memory",
             )
         # It holds the tensor: memory must not be freed before it is released.
         weakref.finalize(owner, _release, tensor).atexit = False
