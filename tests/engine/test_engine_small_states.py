@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from engine_faults import Faults, plant
 from engine_toy import Crash, CrashAt, ToyTask, final_bits, settings
 from torch import Tensor, nn
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, OutOfMemory
 from trainfit.engine import setup, small_states
 from trainfit.engine.checkpoint import latest_good, read_tensors
 from trainfit.engine.loop import train
@@ -21,6 +22,7 @@ from trainfit.engine.optimizer import adopt, build_optimizer
 from trainfit.engine.shared import Shared
 from trainfit.engine.small_states import SmallAdamW
 from trainfit.engine.updates import host_moments, update_once
+from trainfit.kernels import host_copies
 
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "adamw_bf16"},
@@ -235,3 +237,10 @@ def test_adafactor_steps_by_the_learning_rate() -> None:
     update_once(made, torch.tensor(True))
     moved = (model.weight.detach() - before).square().mean().sqrt()
     assert 0.5e-3 < moved < 1.5e-3
+
+
+def test_moments_that_the_host_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = SimpleNamespace(available=100)
+    monkeypatch.setattr(host_copies.psutil, "virtual_memory", lambda: free)
+    with pytest.raises(OutOfMemory, match="too small for 0.0 GiB of moments"):
+        host_copies.pin([torch.zeros(30)], object())

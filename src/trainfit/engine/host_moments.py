@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.small_states import Piece
-from trainfit.kernels.host_copies import host_fetch_, host_store_, host_zeros
+from trainfit.kernels.host_copies import host_fetch_, host_store_, host_zeros, pin
 from trainfit.kernels.small_adamw import laid_out
 
 BUCKET = 8 * 2**20
@@ -57,7 +57,7 @@ class HostMoments:
 
     def __init__(self, groups: list[dict[str, Any]], dtype: torch.dtype) -> None:
         """Make moments of zeros, and the slots on the weights' device."""
-        first = groups[0]["params"][0]
+        first = groups[0]["params"][0].detach()
         self.device: torch.device = first.device
         self.places: dict[Tensor, int] = {}
         weights = sum(p.numel() for group in groups for p in group["params"])
@@ -65,6 +65,8 @@ class HostMoments:
         self.buckets = list(self._cut(groups))
         total = max((b.first + b.length for group in self.buckets for b in group), default=0)
         self.flat = {name: host_zeros(first, total, dtype) for name in NAMES}
+        if first.is_cuda:
+            pin(list(self.flat.values()), self)
         most = max((b.length for group in self.buckets for b in group), default=0)
         self.slots: list[dict[str, Tensor]] = [
             {name: torch.empty(most, dtype=dtype, device=self.device) for name in NAMES}

@@ -6,8 +6,10 @@ They are operators, so that a profile shows them and the estimator tells them fr
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -15,12 +17,9 @@ from trainfit.core.errors import OutOfMemory
 
 
 @torch.library.custom_op("trainfit::host_zeros", mutates_args=())
-def host_zeros(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Make a flat tensor in pinned memory, for the device of `like`; pageable without a GPU."""
-    made = torch.zeros(size, dtype=dtype, device="cpu")
-    if like.is_cuda and size:
-        _pin(made)
-    return made
+def host_zeros(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    """Make a flat tensor in the host's memory; `like` is one on the device."""
+    return torch.zeros(size, dtype=dtype, device="cpu")
 
 
 @host_zeros.register_fake
@@ -28,16 +27,30 @@ def _(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(size, dtype=dtype, device="cpu")
 
 
-def _pin(tensor: Tensor) -> None:
-    """Pin memory where it is: torch's own pinned memory is rounded up to a power of two."""
+def pin(tensors: Sequence[Tensor], owner: object) -> None:
+    """Pin memory where it is, until `owner` is gone.
+
+    torch's own pinned memory is rounded up to a power of two, which may double it.
+    """
+    fix = "set optimization.offload_optimizer=false, or optimization.optimizer=adamw_bf16"
+    needed, free = sum(t.nbytes for t in tensors), psutil.virtual_memory().available
+    if needed > free:
+        sizes = f"{needed / 2**30:.1f} GiB of moments, and {free / 2**30:.1f} GiB are free"
+        raise OutOfMemory(f"the host's memory is too small for {sizes}", fix)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    address = tensor.data_ptr()
-    if int(runtime.cudaHostRegister(address, tensor.nbytes, 0)):
-        raise OutOfMemory(
-            f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
-            "set optimization.offload_optimizer=false, or raise the limit of locked memory",
-        )
-    weakref.finalize(tensor.untyped_storage(), runtime.cudaHostUnregister, address)
+    for tensor in tensors:
+        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            raise OutOfMemory(
+                f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
+                f"{fix}; or raise the limit of locked memory",
+            )
+        # It holds the tensor: memory must not be freed before it is released.
+        weakref.finalize(owner, _release, tensor).atexit = False
+
+
+def _release(tensor: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(tensor.data_ptr())
 
 
 @torch.library.custom_op("trainfit::host_fetch_", mutates_args={"into"})
