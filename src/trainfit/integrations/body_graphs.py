@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -22,6 +23,7 @@ from torch import Tensor, nn
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState, body_state
 from trainfit.integrations.captured_passes import (
     SLACK,
@@ -74,6 +76,8 @@ class BodyGraphs:
     """Stands in for CUDA's graphs where there is no GPU."""
     off: bool = False
     """True while all batches are to run eagerly."""
+    blocks: BodyBlocks | None = None
+    """Compiled blocks of the passes; None: they are captured as they are."""
     obstacle: str | None = None
     """Reason why nothing is captured from here on."""
     replayed: int = 0
@@ -97,10 +101,21 @@ class BodyGraphs:
 
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
-        return BodyGraphs, (self.record, self.off)
+        return BodyGraphs, (self.record, self.off, copy(self.blocks))
 
-    def run(self, body: Any, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) -> Any:
-        """Run a body on a packed row by its graph; None: it is to run eagerly."""
+    def run(
+        self,
+        body: Any,
+        batch: UnpaddedRows,
+        inputs: dict[str, Any],
+        run: Run,
+        *,
+        settled: bool = True,
+    ) -> Any:
+        """Run a body on a packed row by its graph; None: it is to run eagerly.
+
+        Its blocks are compiled only once it is `settled` how they attend.
+        """
         here = self.record is not None or batch.starts.is_cuda
         if self.off or not here or not body.training or not torch.is_grad_enabled():
             return None
@@ -109,6 +124,7 @@ class BodyGraphs:
         if isinstance(call, str):
             self._say(call)
         else:
+            call.blocks = self.blocks if settled and self.blocks and self.blocks.on else None
             output = self._take(body, call)
         self.eager += output is None
         return output

@@ -11,11 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
-Run = Callable[[UnpaddedRows, dict[str, Any]], Any]
-"""Runs a body on a packed row."""
+Run = Callable[[UnpaddedRows, dict[str, Any], BodyBlocks | None], Any]
+"""Runs a body on a packed row, with its blocks compiled where they are given."""
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _UNREAD = ("num_items_in_batch",)
@@ -34,6 +35,8 @@ class BodyCall:
     tensors: dict[str, Tensor]
     others: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
+    blocks: BodyBlocks | None = None
+    """Blocks to run compiled; None: as they are."""
     bound: int = 0
 
     @property
@@ -44,7 +47,8 @@ class BodyCall:
     def case(self) -> tuple[Any, ...]:
         """Facts besides the sizes that a graph holds for."""
         kinds = tuple((name, value.dtype) for name, value in sorted(self.tensors.items()))
-        return self.batch.rows, kinds, tuple(sorted(self.others.items())), self.autocast
+        others = tuple(sorted(self.others.items()))
+        return self.batch.rows, kinds, others, self.autocast, self.blocks is not None
 
     def rows(self, tokens: int, starts: Tensor) -> UnpaddedRows:
         """Rows with filler up to a number of tokens."""
@@ -70,7 +74,7 @@ class BodyCall:
         enabled, dtype = self.autocast
         device = rows.starts.device.type
         with torch.autocast(device, dtype, enabled, cache_enabled=False):
-            return self.run(rows, tensors | self.others)
+            return self.run(rows, tensors | self.others, self.blocks)
 
     def warm_up(self) -> Any:
         """Run eagerly, filled as the graph will be."""
@@ -155,6 +159,9 @@ class BodyReplay:
 
     def _eagerly(self, gradient: Tensor) -> list[Tensor | None]:
         """Run both passes again: a graph's memory serves one backward pass, with no other order."""
+        if self.call.blocks is not None and torch.is_grad_enabled():
+            self.call.blocks.stop("gradients of gradients are taken, which compiled code has not")
+            self.call.blocks = None
         now = self.generator.get_state()
         self.generator.set_state(self.random)
         rows = self.call.rows(self.graph.tokens, self.call.batch.starts)
