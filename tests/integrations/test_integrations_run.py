@@ -85,7 +85,7 @@ def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_hooks, "_reports", [])
-    monkeypatch.setattr(script_hooks, "_begin_turns", lambda _: None)
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda *_: None)
     monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded,fused")
 

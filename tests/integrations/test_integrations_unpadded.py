@@ -265,7 +265,7 @@ def test_lengths_come_from_the_host_where_a_loader_sent_the_batch(
     host_batches.keep_host_batches()
     host_batches.keep_host_batches()
     here = batch("bert")
-    there = data_loader.send_to_device(BatchEncoding(dict(here)), "cuda")
+    there = data_loader.send_to_device(BatchEncoding(dict(here)), "meta")
     found = host_batches.host_copies(there, ("attention_mask", "labels"))
     assert found is not None
     assert list(found) == ["attention_mask"]

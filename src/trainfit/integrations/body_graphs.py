@@ -176,6 +176,12 @@ class BodyGraphs:
         self._clear()
         self._say(why)
 
+    def keep(self, *, compiled: bool) -> None:
+        """Free the graphs of the other kind, which are not replayed from here on."""
+        for lane in self._lanes:
+            kept = [graph for graph in lane.graphs if (graph.call.blocks is not None) is compiled]
+            lane.graphs = kept or lane.graphs  # torch takes none into a pool whose last was freed
+
     def _clear(self) -> None:
         self._lanes.clear()
         self._seen.clear()
