@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.runtime import compile_blocks
+from trainfit.runtime import compile_blocks, repeated_blocks
 
 _LOG = logging.getLogger("trainfit")
 
@@ -41,9 +41,7 @@ class BodyBlocks:
     def inside(self, body: nn.Module) -> Iterator[None]:
         """Run the blocks of a body compiled inside of a `with`."""
         if not self._calls:
-            compile_blocks(body, dynamic=True, backend=self.backend, failed=self.stop)
-            made = {block: block._compiled_call_impl for block in body.modules()}
-            self._calls = {block: call for block, call in made.items() if call is not None}
+            self._calls = self._compiled(body)
         for block, call in self._calls.items():
             block._compiled_call_impl = call
         try:
@@ -51,6 +49,15 @@ class BodyBlocks:
         finally:
             for block in self._calls:
                 block._compiled_call_impl = None
+
+    def _compiled(self, body: nn.Module) -> dict[nn.Module, Any]:
+        """Prepare the calls; torch compiles at the first one."""
+        blocks = repeated_blocks(body)
+        if not blocks:
+            self.stop("it has no repeated blocks")
+            return {}
+        compile_blocks(body, dynamic=True, backend=self.backend, failed=self.stop)
+        return {block: block._compiled_call_impl for block in blocks}
 
     def stop(self, why: str) -> None:
         """Compile nothing from here on; say why."""

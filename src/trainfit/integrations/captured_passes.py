@@ -70,11 +70,18 @@ class BodyCall:
         return {name: functional.pad(value, (0, extra)) for name, value in self.tensors.items()}
 
     def passed(self, rows: UnpaddedRows, tensors: dict[str, Tensor]) -> Any:
-        """Run the body with nothing in or from the cache of casts, which outlives a capture."""
+        """Run the body with a cache of casts of its own: each weight is cast once in a pass.
+
+        The script's may outlive a capture, and may hold casts from before the last update.
+        """
         enabled, dtype = self.autocast
         device = rows.starts.device.type
-        with torch.autocast(device, dtype, enabled, cache_enabled=False):
-            return self.run(rows, tensors | self.others, self.blocks)
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(device, dtype, enabled):
+                return self.run(rows, tensors | self.others, self.blocks)
+        finally:
+            torch.clear_autocast_cache()
 
     def warm_up(self) -> Any:
         """Run eagerly, filled as the graph will be."""
