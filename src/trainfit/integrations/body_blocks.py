@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import nn
 
-from trainfit.runtime import compile_blocks, repeated_blocks
+from trainfit.runtime import compile_blocks, forget_if_full, repeated_blocks
 
 _LOG = logging.getLogger("trainfit")
 
@@ -56,6 +56,7 @@ class BodyBlocks:
         if not blocks:
             self.stop("it has no repeated blocks")
             return {}
+        forget_if_full()
         compile_blocks(body, dynamic=True, backend=self.backend, failed=self.stop)
         return {block: block._compiled_call_impl for block in blocks}
 
