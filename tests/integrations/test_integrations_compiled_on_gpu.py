@@ -17,8 +17,10 @@ from transformers import AutoModelForSequenceClassification, Trainer, TrainingAr
 from unpadded_tiny import batch, config, gradients
 
 import trainfit
+from trainfit.integrations import host_batches
 from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.speedups import AROUND
 from trainfit.integrations.unpadding import facts_in
 
 SIZES = {"hidden_size": 64, "initializer_range": 0.1}
@@ -189,3 +191,26 @@ def test_other_threads_may_use_the_gpu_during_a_capture() -> None:
         thread.join()
     assert graphs.obstacle is None
     assert graphs.replayed >= 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("off", [False, True])
+def test_batches_are_sent_without_a_wait(off: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from accelerate import data_loader
+
+    monkeypatch.setattr(data_loader, "send_to_device", data_loader.send_to_device)
+    monkeypatch.setattr(AROUND, "off", off)
+    host_batches.keep_host_batches()
+    here = batch("bert")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        there = data_loader.send_to_device(dict(here), torch.device("cuda"))
+        assert not off
+    except RuntimeError:
+        assert off  # the script's own way waits
+        return
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert here["input_ids"].is_cpu
+    assert torch.equal(there["input_ids"].cpu(), here["input_ids"])
+    assert host_batches.host_copies(there, ("attention_mask",)) is not None

@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
@@ -36,6 +36,7 @@ from trainfit.integrations.captured_passes import (
     generator_of,
     sort_call,
 )
+from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -96,7 +97,7 @@ class BodyGraphs:
     _longest: int = 0
     _full: bool = False
     """True if there is no memory for further graphs."""
-    _targets: list[Tensor] = field(default_factory=list)
+    _targets: GradientMemory | None = None
     """Gradients as the last replay wrote them, one set for all graphs."""
 
     def __reduce__(self) -> Any:
@@ -185,7 +186,7 @@ class BodyGraphs:
     def _clear(self) -> None:
         self._lanes.clear()
         self._seen.clear()
-        self._targets = []
+        self._targets = None
 
     def _same(self, state: BodyState) -> bool:
         """Forget all graphs if weights, or what else a pass reads, are not those captured."""
@@ -226,8 +227,8 @@ class BodyGraphs:
             else:
                 self.stop(why)
             return None
-        if not self._targets:
-            self._targets = [torch.empty_like(weight) for weight in state.weights]
+        if self._targets is None:
+            self._targets = GradientMemory(state.weights)
         if not lane.graphs and self.record is None:
             lane.pool = torch.cuda.graph_pool_handle()
         record = self.record or partial(_record, lane.pool)

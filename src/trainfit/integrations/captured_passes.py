@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState
+from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 Run = Callable[[UnpaddedRows, dict[str, Any], BodyBlocks | None], Any]
@@ -96,7 +97,7 @@ class BodyGraph:
 
     call: BodyCall
     state: BodyState
-    targets: list[Tensor]
+    targets: GradientMemory
 
     def __post_init__(self) -> None:
         self.case, self.tokens, self.longest = self.call.case, self.call.size, self.call.bound
@@ -123,7 +124,9 @@ class BodyGraph:
         self.hidden = self.hidden.detach()
         self._leaves = []
         self.used = [one is not None for one in found]
-        pairs = [pair for pair in zip(self.targets, found, strict=True) if pair[1] is not None]
+        pairs = [
+            pair for pair in zip(self.targets.parts, found, strict=True) if pair[1] is not None
+        ]
         torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
 
 
@@ -150,19 +153,14 @@ class BodyReplay:
         return self.graph.hidden[:, : self.call.batch.tokens].detach().clone()
 
     def gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the weights, in memory of their own."""
+        """Return the gradients of the weights."""
         if self.done or torch.is_grad_enabled():
             return self._eagerly(gradient)
         self.done = True
         graph, tokens = self.graph, self.call.batch.tokens
         graph.gradient[:, :tokens].copy_(gradient)
         graph.gradient[:, tokens:].zero_()
-        graph.backward()
-        taken = [one for one, used in zip(graph.targets, graph.used, strict=True) if used]
-        fresh = [torch.empty_like(one) for one in taken]
-        torch._foreach_copy_(fresh, taken)
-        made = iter(fresh)
-        return [next(made) if used else None for used in graph.used]
+        return graph.targets.run(graph.backward, graph.used, self.weights)
 
     def _eagerly(self, gradient: Tensor) -> list[Tensor | None]:
         """Run both passes again: a graph's memory serves one backward pass, with no other order."""
