@@ -188,6 +188,41 @@ def test_accumulation_clipping_and_adapters() -> None:
     assert graphs.blocks.obstacle is None
 
 
+def test_compiling_leaves_the_script_s_own_passes_and_random_numbers() -> None:
+    """The first batch of each size may have two backward passes, which compiled code has not."""
+    plain, model, graphs = twins(dropout=0.2)
+    [facts] = facts_in(plain)
+    facts.graphs = BodyGraphs(run_again)  # fills batches up, and so draws as many numbers
+    for at in range(len(LENGTHS)):
+        found = []
+        for one in (plain, model):
+            one.zero_grad()
+            torch.manual_seed(at)
+            loss = one(**inputs(at=at)).loss
+            loss.backward(retain_graph=True)
+            loss.backward()
+            found.append(loss.detach())
+        torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
+        check_grads(model, plain)
+    assert graphs.blocks.obstacle is None
+    assert graphs.replayed == 0
+
+
+def test_a_capture_that_fails_with_compiled_blocks_leaves_plain_ones() -> None:
+    eager, model, graphs = twins()
+
+    def record(work: Any) -> Any:
+        if work.__self__.call.blocks is not None:
+            raise RuntimeError("a kernel waits")
+        return run_again(work)
+
+    graphs.record = record
+    check_same(eager, model)
+    assert graphs.obstacle is None
+    assert "a kernel waits" in (graphs.blocks.obstacle or "")
+    assert graphs.replayed >= 4
+
+
 def test_gradients_of_gradients_go_without_it() -> None:
     eager, model, graphs = twins()
     weights = [one.bert.encoder.layer[0].output.dense.weight for one in (eager, model)]

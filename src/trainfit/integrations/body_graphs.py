@@ -13,7 +13,7 @@ import logging
 import weakref
 from collections.abc import Callable
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -152,7 +152,9 @@ class BodyGraphs:
             if key not in self._seen:
                 self._seen.add(key)
                 self.eager += 1
-                return call.warm_up()
+                if call.blocks is not None:
+                    self._rehearse(call, call.blocks, state)
+                return replace(call, blocks=None).warm_up()
             graph = self._captured(lane, call, state)
         return None if graph is None else self._replay(lane, graph, call, state)
 
@@ -202,6 +204,14 @@ class BodyGraphs:
             self.stop("its weights or settings change again and again")
         return self.obstacle is None
 
+    def _rehearse(self, call: BodyCall, blocks: BodyBlocks, state: BodyState) -> None:
+        """Compile and try what will be captured; a failure leaves graphs of plain blocks."""
+        try:
+            call.rehearse(state)
+        except Exception as error:  # noqa: BLE001 whatever it was, steps without it go on
+            blocks.stop(_why(error))
+            give_back_memory()
+
     # ── capture and replay ────────────────────────────────────────────────────────────────────
 
     def _captured(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
@@ -211,8 +221,7 @@ class BodyGraphs:
         try:
             return self._capture(lane, call, state)
         except Exception as error:  # noqa: BLE001 whatever it was, eager steps go on
-            memory = is_out_of_memory(error)
-            self.stop("memory ran out while capturing" if memory else reason(error))
+            (self if call.blocks is None else call.blocks).stop(_why(error))
             if before is not None:  # a capture that broke off leaves the generator in it
                 generator.graphsafe_set_state(before)
         give_back_memory()
@@ -266,6 +275,10 @@ def _fitting(lane: _Lane, call: BodyCall) -> BodyGraph | None:
         and call.batch.longest <= graph.longest
     ]
     return min(fitting, key=lambda graph: graph.tokens, default=None)
+
+
+def _why(error: Exception) -> str:
+    return "memory ran out while capturing" if is_out_of_memory(error) else reason(error)
 
 
 def _record(pool: Any, work: Callable[[], None]) -> Callable[[], None]:

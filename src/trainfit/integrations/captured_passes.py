@@ -84,6 +84,21 @@ class BodyCall:
         finally:
             torch.clear_autocast_cache()
 
+    def rehearse(self, state: BodyState) -> None:
+        """Run both passes with compiled blocks, as they will be captured, for nothing but that.
+
+        The script's own passes never meet compiled code, which allows no second backward pass.
+        """
+        generator = generator_of(self.batch.starts.device)
+        before = generator.get_state()
+        with _aliases(state) as leaves:
+            rows = self.rows(self.size, self.batch.starts)
+            hidden = self.passed(rows, self.filled(self.size)).last_hidden_state
+            if leaves:
+                nothing = torch.zeros_like(hidden)
+                torch.autograd.grad(hidden, leaves, nothing, allow_unused=True)
+        generator.set_state(before)
+
     def warm_up(self) -> Any:
         """Run eagerly, filled as the graph will be."""
         output = self.passed(self.rows(self.size, self.batch.starts), self.filled(self.size))

@@ -78,7 +78,7 @@ def _flat(weights: Sequence[nn.Parameter]) -> Tensor | None:
 def _parts(flat: Tensor | None, weights: Sequence[nn.Parameter]) -> list[Tensor]:
     if flat is None:
         return [torch.empty_like(weight, requires_grad=False) for weight in weights]
-    rooms = flat.split([_room(weight) for weight in weights])
+    rooms = torch.split(flat, [_room(weight) for weight in weights])
     return [
         room[: weight.numel()].view(weight.shape)
         for room, weight in zip(rooms, weights, strict=True)
