@@ -147,7 +147,8 @@ class BodyGraphs:
         graph = _fitting(lane, call)
         if graph is None:
             key = (call.case, call.size, call.bound)
-            if self._full or len(lane.graphs) >= _MOST:
+            alike = [one for one in lane.graphs if one.call.blocks is call.blocks]
+            if self._full or len(alike) >= _MOST:
                 return None
             if key not in self._seen:
                 self._seen.add(key)
