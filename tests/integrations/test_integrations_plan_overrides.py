@@ -32,6 +32,8 @@ PLANNED = {
     "optimization.cuda_graph": False,
     "optimization.sharding": "none",
     "optimization.offload_optimizer": False,
+    "optimization.offload_activations": False,
+    "optimization.activation_budget": 1.0,
     "optimization.compile_mode": "max-autotune-no-cudagraphs",
     "optimization.gradient_accumulation_steps": 2,
 }
