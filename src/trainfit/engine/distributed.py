@@ -22,6 +22,7 @@ from types import FrameType
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch._C._distributed_c10d import HashStore
 from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
@@ -121,7 +122,7 @@ def _meeting_place(world: World) -> Store:
     rank answers with a word of its own, and a round counts for those that the first rank has heard.
     """
     if world.size == 1:
-        return dist.HashStore()
+        return HashStore()
     store, _, _ = next(iter(rendezvous("env://", world.rank, world.size)))
     store.set_timeout(_MEET)
     own = secrets.token_hex(8)
