@@ -279,3 +279,20 @@ def test_small_moments_are_sharded_like_their_weights(
     train_deep(0, tmp_path / "one", single, WHOLE | {"optimizer": {"kind": "adamw_bf16"}})
     for name, tensor in contents(tmp_path / "one").items():
         torch.testing.assert_close(expected[name], tensor, rtol=0.1, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"kind": "adamw_8bit"}, {"kind": "adamw_bf16", "offload": True}, {"kind": "muon"}],
+    ids=lambda options: options["kind"],
+)
+def test_two_ranks_with_a_copy_each_end_near_one(
+    tmp_path: Path, children: ForkServerContext, optimizer: dict[str, Any]
+) -> None:
+    single = {"dropout": 0.0, "sequences": 33}
+    options = HALF | {"optimizer": optimizer}
+    assert on_ranks(children, 2, train_deep, tmp_path / "two", single, options) == [0, 0]
+    train_deep(0, tmp_path / "one", single, options)
+    one, two = (checkpoint.read(latest_good(tmp_path / n)[0]).model for n in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0.02, atol=2e-3)
