@@ -283,3 +283,20 @@ def test_gemma_in_fp16_beside_other_precisions(tmp_path: Path, method: str):
     assert rows["fp16"]["not_finite"] == rows["fp16"]["gradients_not_finite"] == 0
     assert rows["fp16"]["gradient_error"] < rows["bf16"]["gradient_error"]
     assert rows["fp16_plain"]["not_finite"] > 0
+
+
+@pytest.mark.soak
+def test_plans_under_caps_are_made_and_run(tmp_path: Path):
+    plans, out = tmp_path / "plans.json", tmp_path / "more.json"
+    cases = ["--case", "gemma-1b full", "7b qlora"]
+    run("more_model.py", tmp_path, "--predict", plans, "--tiny", *cases)
+    made = json.loads(plans.read_text())["plans"]
+    assert [one["fits"] for one in made] == [True, True]
+    assert made[1]["savers"]["quantization"] == "nf4"
+    run("more_model.py", tmp_path, "--run", plans, "--output", out, "--tiny", "--steps", "4")
+    run("more_model.py", tmp_path, "--losses", "--output", out, "--tiny")
+    record = json.loads(out.read_text())
+    assert not [row["error"] for row in record["results"] if "error" in row]
+    assert all(row["samples_per_second"] > 0 for row in record["results"])
+    assert len(record["losses"]) == 3 * 6
+    assert len(record["commands"]) == 2

@@ -192,6 +192,21 @@ def test_trainer_trains_by_a_plan_for_the_cpu(tmp_path: Path, precision: str):
     assert Trainer(model=Model(), args=args, train_dataset=rows).train().global_step == 1
 
 
+def test_savers_that_no_argument_says_are_notes(training_arguments):
+    plan = make_plan(
+        quantization="nf4",
+        offload_activations=True,
+        optimizer="adamw_8bit",
+        runtime__memory_gib=8.0,
+    )
+    made = hf(plan, compose("nli", ["model.method=lora"]))
+    assert training_arguments(made.text).optim == "adamw_bnb_8bit"
+    notes = "\n".join(made.notes)
+    for word in ("BitsAndBytesConfig", "save_on_cpu", "set_per_process_memory_fraction"):
+        assert word in notes
+        assert word not in made.text
+
+
 def test_notes_tell_what_the_arguments_cannot():
     plan = make_plan(ranks=2, packed=True, gradient_checkpointing="selective", fits=False)
     notes = "\n".join(hf(plan, compose("nli")).notes)
