@@ -15,7 +15,7 @@ from trainfit.conf import SCHEMAS, keys
 from trainfit.conf.search_space_files import Dimension, compose_study, studies
 from trainfit.core.errors import BadInput
 from trainfit.hpo.search_space import applies, as_words, defaults, fit_space, suggest
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 
 CONF = Path(trainfit.conf.__file__).parent
 BATCH = "training.effective_batch_size"

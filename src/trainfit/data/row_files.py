@@ -16,8 +16,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular, open_regular
 from trainfit.data import columnar
-from trainfit.data.columnar import Rows
-from trainfit.data.columns import shown_columns
+from trainfit.data.columnar import Rows, shown_columns
 
 LONGEST_LINE = 64 << 20
 """Most characters of a line or a text; no book has as many."""
