@@ -1,4 +1,4 @@
-"""A plan in a terminal: verdict, settings with reasons, memory and time; and ways to use many GPUs."""
+"""A plan in a terminal: verdict, settings with reasons, memory, time; and ways to use many GPUs."""
 
 from __future__ import annotations
 
