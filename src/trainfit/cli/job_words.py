@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import wraps
 from typing import Any, NamedTuple
@@ -219,7 +220,8 @@ def _values(task: str, key: str) -> list[str]:
 
     if key in GROUPS:
         return list(options(task, key))
-    return [_shown(value) for value in _words(key_type(task, key))]
+    fixed = _words(key_type(task, key))
+    return [value if isinstance(value, str) else json.dumps(value) for value in fixed]
 
 
 def _words(kind: Any) -> list[Any]:
@@ -235,8 +237,3 @@ def _words(kind: Any) -> list[Any]:
     if get_origin(kind) is Annotated:
         return []
     return [word for inner in get_args(kind) for word in _words(inner)]
-
-
-def _shown(value: Any) -> str:
-    words = {True: "true", False: "false", None: "null"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)

@@ -13,6 +13,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import IO, Any, Generic, Literal, TypeVar
 
+from trainfit.core.files import read_own_yaml
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware.detection import probe_machine
 from trainfit.hardware.host import GIB
@@ -92,11 +93,7 @@ class Check(Generic[F]):
 @cache
 def tables() -> Mapping[str, Any]:
     """The contents of signs.yaml."""
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
-    text = Path(__file__).with_name("signs.yaml").read_text(encoding="utf-8")
-    found: Mapping[str, Any] = yaml.load(text, loader)
+    found: Mapping[str, Any] = read_own_yaml(Path(__file__).with_name("signs.yaml"))
     return found
 
 
