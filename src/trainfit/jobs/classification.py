@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.plan_records import Plan
-from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded, device_tokens
+from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded
+from trainfit.data.device_tokens import device_tokens
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
 from trainfit.engine.divided import collect, own_batches
 from trainfit.engine.recovery import Parts
