@@ -66,22 +66,43 @@ _SCRIPTS = {
 }
 
 
+_ARMS = {
+    "plain": "alone",
+    "unpadded": "without padding",
+    "graphs": "graphs too",
+    "compiled": "compiled too",
+}
+
+
 def script_speeds() -> str:
-    """Samples per second of plain scripts and of the same with changes, in alternating runs."""
+    """Samples per second of plain scripts and of the same with changes, in alternating runs.
+
+    Records that have all arms replace earlier ones, whose changes were fewer.
+    """
     paths = sorted(RESULTS.glob("*-own-script-*.json"))
     found = [one for path in paths for one in json.loads(path.read_text())["records"]]
     rows = []
     for case, title in _SCRIPTS.items():
-        rates: dict[str, list[float]] = {}
-        for row in (row for one in found for row in one["rows"] if row["case"] == case):
-            if "samples_per_second" in row:
-                rates.setdefault(row["arm"], []).append(row["samples_per_second"])
-        plain, alone, graphs = (rates.get(arm, []) for arm in ("plain", "unpadded", "graphs"))
-        if plain and alone and graphs:
-            gains = (f"{median(one) / median(plain):.2f}×" for one in (alone, graphs))
-            rows.append((title, _range(plain), _range(alone), _range(graphs), *gains))
-    heads = ("script", "alone", "without padding", "all changes", "gain without padding", "by all")
+        rates = [_rates(one["rows"], case) for one in found]
+        last = [one for one in rates if "compiled" in one] or rates
+        own = {arm: [rate for one in last for rate in one.get(arm, [])] for arm in _ARMS}
+        if own["plain"] and own["unpadded"] and own["graphs"]:
+            plain = median(own["plain"])
+            later = (one for arm, one in own.items() if arm != "plain")
+            gains = (f"{median(one) / plain:.2f}×" if one else "–" for one in later)
+            rows.append((title, *map(_range, own.values()), *gains))
+    changes = tuple(_ARMS.values())
+    heads = ("script", *changes, f"gain {changes[1]}", *(f"gain, {one}" for one in changes[2:]))
     return table(heads, rows) if rows else ""
+
+
+def _rates(rows: Iterable[Mapping[str, Any]], case: str) -> dict[str, list[float]]:
+    """Samples per second of one case in a record, by arm."""
+    rates: dict[str, list[float]] = {}
+    for row in rows:
+        if row["case"] == case and "samples_per_second" in row:
+            rates.setdefault(row["arm"], []).append(row["samples_per_second"])
+    return rates
 
 
 TABLES: dict[str, Callable[[], str]] = {"heads": head_speeds, "own-script": script_speeds}

@@ -3,16 +3,18 @@
 Models have the real shapes and random weights, batches of 32, bf16. Lengths are ReDSM5's, and each
 batch is padded to its longest text; `bert-512` pads texts of 120 tokens on average to 512;
 `cross-encoder` is a loop over a CrossEncoder of sentence-transformers under Accelerate. Each run is
-a fresh model and trainer: steps per second come from the steps after the warm-up, in which the
-graphs are captured. Arms alternate; `exact` compares the losses of all arms with those of the plain
-script, in float32 with dropout off.
+a fresh model and trainer: steps per second come from the steps after the warm-up, in which blocks
+are compiled and graphs captured. Arms alternate and add one change each: unpadding alone, graphs
+(with batches fetched and sent ahead), compiled blocks in the graphs. After the rounds of the cases
+of --exact, the losses of all arms are compared with those of the plain script, in float32 with
+dropout off; that is compiled anew, which takes as long as the rounds.
 
-python benchmarks/unpadded.py --out FILE [--cases bert modernbert deberta bert-512 cross-encoder]
-    [--arms plain unpadded graphs] [--rounds 2] [--seconds 250] [--tiny]
+python benchmarks/unpadded.py --out FILE [--only bert bert-512 cross-encoder modernbert deberta]
+    [--arms plain unpadded graphs compiled] [--exact bert] [--rounds 2] [--seconds 300] [--tiny]
 
---arms also knows plain-compiled and unpadded-compiled. Cases run in a child process, and in a new
-one after a case that failed or ran out of its share of --seconds. Each result is a line, and FILE
-is written after each. --tiny shows on a CPU that all works.
+--arms also knows plain-compiled and unpadded-compiled, which torch compiles. Cases run in a child
+process, and in a new one after a case that failed or ran out of its share of --seconds. Each result
+is a line, and FILE is written after each. --tiny shows on a CPU that all works.
 """
 
 from __future__ import annotations
@@ -36,19 +38,23 @@ from typing import Any
 
 CASES = {
     "bert": ("bert-base", "longest"),
-    "modernbert": ("modernbert-base", "longest"),
-    "deberta": ("deberta-v3-base", "longest"),
     "bert-512": ("bert-base", "512"),
     "cross-encoder": ("bert-base", "longest"),
+    "modernbert": ("modernbert-base", "longest"),
+    "deberta": ("deberta-v3-base", "longest"),
 }
+"""Model and padding of each script; those of one model share its compiled code."""
 ARMS = {
     "plain": (),
     "unpadded": ("unpadded", "fused"),
     "graphs": ("unpadded", "graphs", "ahead", "nowait", "fused"),
+    "compiled": ("unpadded", "graphs", "compile", "ahead", "nowait", "fused"),
     "plain-compiled": (),
     "unpadded-compiled": ("unpadded", "fused"),
 }
 """Changes of each arm."""
+LADDER = ("plain", "unpadded", "graphs", "compiled")
+"""Arms of which each adds a change to the one before."""
 LONGEST = 512
 EXACT_STEPS = 8
 ROW = "row: "
@@ -73,18 +79,20 @@ TINY_MODERN = {
 def asked() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=str(__doc__).split("\n")[0])
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--cases", nargs="+", choices=tuple(CASES), default=list(CASES))
-    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(ARMS)[:3])
+    parser.add_argument("--only", nargs="+", choices=tuple(CASES), default=list(CASES))
+    parser.add_argument("--arms", nargs="+", choices=tuple(ARMS), default=list(LADDER))
+    parser.add_argument("--exact", nargs="*", choices=tuple(CASES), default=["bert"])
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--warm-up", type=int, default=40)
     parser.add_argument("--batch", type=int, default=32)
-    parser.add_argument("--seconds", type=float, default=250.0)
+    parser.add_argument("--seconds", type=float, default=300.0)
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.tiny:
         given.steps, given.warm_up, given.batch, given.rounds = 4, 3, 4, 1
+        given.exact = list(CASES)
     if not given.child and given.out is None:
         parser.error("--out is required")
     return given
@@ -93,7 +101,7 @@ def asked() -> argparse.Namespace:
 def main() -> None:
     given = asked()
     if given.child:
-        for case in given.cases:
+        for case in given.only:
             run_case(case, given)
         return
     record: dict[str, Any] = {
@@ -102,7 +110,7 @@ def main() -> None:
         "rows": [],
     }
     ends = time.monotonic() + given.seconds
-    left = list(given.cases)
+    left = list(given.only)
     while left:
         left = run_child(left, given, record, ends)
     record["summary"] = summary(record["rows"])
@@ -115,15 +123,16 @@ def run_child(
     cases: list[str], given: argparse.Namespace, record: dict[str, Any], ends: float
 ) -> list[str]:
     """Run cases in a child until it ends, or a case takes too long; return those left."""
-    words = [word for word in sys.argv[1:] if word not in given.cases and word != "--cases"]
-    command = [sys.executable, __file__, *words, "--child", "--cases", *cases]
+    words = [word for word in sys.argv[1:] if word not in (*CASES, "--only", "--exact")]
+    command = [sys.executable, __file__, *words, "--child", "--only", *cases]
+    command += ["--exact", *given.exact]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
     lines: queue.Queue[str | None] = queue.Queue()
     threading.Thread(target=_read, args=(child, lines), daemon=True).start()
     waiting = list(cases)
     while waiting:
         share = max(20.0, (ends - time.monotonic()) / len(waiting))
-        limit = time.monotonic() + share * (1.0 if len(waiting) == 1 else 1.5)
+        limit = time.monotonic() + share * (1.0 if len(waiting) == 1 else 2.0)
         error = _follow(waiting[0], lines, limit, given.out, record)
         case = waiting.pop(0)
         if error is not None:
@@ -178,7 +187,7 @@ def save(out: Path, record: dict[str, Any]) -> None:
 
 
 def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """For each case and arm: its speed beside plain, and how losses differ."""
+    """For each case and arm: its speed beside plain and the arm before, and how losses differ."""
     lines = []
     timed = [row for row in rows if "steps_per_second" in row]
     for case, arm in dict.fromkeys((row["case"], row["arm"]) for row in timed):
@@ -187,6 +196,10 @@ def summary(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
         line: dict[str, Any] = {"case": case, "arm": arm, "steps_per_second": speed}
         if plain is not None and speed is not None:
             line["times"] = round(speed / plain, 3)
+        before = LADDER[max(0, LADDER.index(arm) - 1)] if arm in LADDER else "plain"
+        last = _speed(timed, case, before)
+        if last is not None and speed is not None and before != arm:
+            line["adds"] = round(speed / last, 3)
         for row in rows:
             if (row["case"], row.get("arm")) == (case, arm) and "largest_difference" in row:
                 line["largest_difference"] = row["largest_difference"]
@@ -210,7 +223,11 @@ def run_case(case: str, given: argparse.Namespace) -> None:
     """Run all arms of a case, in turns, and compare their losses once."""
     import torch
 
+    from trainfit.runtime import forget_compiled
+
     tell({"device": device(), "versions": versions()})
+    if _BUILT and CASES[next(iter(_BUILT))[0]][0] != CASES[case][0]:
+        forget_compiled()  # torch compiles a function a few times only
     runs = [(round_, arm) for round_ in range(given.rounds) for arm in given.arms]
     for round_, arm in runs:
         told = {"case": case, "arm": arm, "round": round_}
@@ -222,11 +239,11 @@ def run_case(case: str, given: argparse.Namespace) -> None:
                 os._exit(1)  # nothing on this GPU works in this process from here
         else:
             tell(told | found)
-        if round_ == 0 and arm == given.arms[-1]:
-            compare(case, given)
         gc.collect()  # graphs and their model hold each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
+    if case in given.exact:
+        compare(case, given)
     tell({"ended": case})
 
 
@@ -373,15 +390,14 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
     import torch
     from transformers import set_seed
 
-    from trainfit.integrations.batches_ahead import ahead_switch
+    from trainfit.integrations.speedups import AROUND
     from trainfit.integrations.unpadding import facts_in
 
     set_seed(0)
     steps = EXACT_STEPS if exact else given.steps
     brief = arm in ("plain", "unpadded")  # they capture and compile nothing
     warm_up = min(10, given.warm_up) if brief else given.warm_up
-    if (ahead := ahead_switch()) is not None:  # of an earlier arm in this process
-        ahead.off = "ahead" not in ARMS[arm]
+    AROUND.off = "ahead" not in ARMS[arm]  # an earlier arm in this process has set it up
     clock = Clock(0 if exact else warm_up, steps)
     if torch.cuda.is_available():
         torch.cuda.reset_peak_memory_stats()
@@ -398,6 +414,8 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
                 "captured": facts.graphs.captured,
                 "obstacle": facts.graphs.obstacle,
             }
+            if facts.graphs.blocks is not None:
+                found["uncompiled"] = facts.graphs.blocks.obstacle
     if exact:
         return found | {"losses": losses}
     found |= clock.figures(given.batch)
@@ -457,7 +475,7 @@ def train_classifier(
                 max_steps=clock.last,
                 learning_rate=2e-5,
                 bf16=cuda and not exact,
-                torch_compile=arm.endswith("compiled"),
+                torch_compile=arm.endswith("-compiled"),
                 logging_steps=1 if exact else 10_000,
                 save_strategy="no",
                 report_to=[],
@@ -490,7 +508,7 @@ def train_cross_encoder(
     import trainfit
 
     model = built((case, exact), lambda: cross_encoder(case, given, exact=exact))
-    if arm.endswith("compiled"):
+    if arm.endswith("-compiled"):
         model.compile()
     cuda = torch.cuda.is_available()
     words = config_of(case, tiny=given.tiny, dropout=True).vocab_size - 5
@@ -503,19 +521,23 @@ def train_cross_encoder(
     rows = [(text(10), text(max(1, size - 13)), at % 2) for at, size in enumerate(sizes)]
     AcceleratorState._reset_state(reset_partial_state=True)  # that of the last training
     accelerator = Accelerator(mixed_precision="bf16" if cuda and not exact else "no")
-    loader = torch.utils.data.DataLoader(rows, batch_size=given.batch, collate_fn=list)
+
+    def collate(items: list[tuple[str, str, int]]) -> dict[str, Any]:
+        queries, texts, labels = zip(*items, strict=True)
+        return {"queries": queries, "texts": texts, "labels": torch.tensor(labels)}
+
+    loader = torch.utils.data.DataLoader(rows, batch_size=given.batch, collate_fn=collate)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, fused=cuda)
     if ARMS[arm]:
         trainfit.speed_up(model, only=ARMS[arm], quiet=True)
-    model, optimizer = accelerator.prepare(model, optimizer)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
     model.train()
     clock.model = model
     loss_of = BinaryCrossEntropyLoss(model)
     losses = []
     for batch in loader:
-        queries, texts, labels = zip(*batch, strict=True)
         with accelerator.autocast():
-            loss = loss_of([queries, texts], torch.tensor(labels, device=accelerator.device))
+            loss = loss_of([batch["queries"], batch["texts"]], batch["labels"])
         accelerator.backward(loss)
         accelerator.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

@@ -36,10 +36,10 @@ def test_a_plain_script_with_and_without_padding(tmp_path: Path):
     if importlib.util.find_spec("sentence_transformers"):
         cases.append("cross-encoder")
     out = tmp_path / "unpadded.json"
-    run("unpadded.py", tmp_path, "--tiny", "--out", out, "--cases", *cases)
+    run("unpadded.py", tmp_path, "--tiny", "--out", out, "--only", *cases)
     [record] = json.loads(out.read_text())["records"]
     assert not [row["error"] for row in record["rows"] if "error" in row]
-    assert len(record["summary"]) == 3 * len(cases)
+    assert len(record["summary"]) == 4 * len(cases)
     for line in record["summary"]:
         assert line["times"] > 0
         assert line.get("largest_difference", 0.0) < 1e-4

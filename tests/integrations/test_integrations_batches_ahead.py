@@ -11,16 +11,18 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
-from trainfit.integrations.batches_ahead import AheadSwitch, fetch_ahead
+from trainfit.integrations.batches_ahead import BatchesAhead, fetch_ahead
+from trainfit.integrations.speedups import AROUND
 
 
 @pytest.fixture
-def switch() -> Iterator[AheadSwitch]:
+def ahead() -> Iterator[BatchesAhead]:
     kind: Any = dataloader._SingleProcessDataLoaderIter
     before = kind._next_data
     yield fetch_ahead()
     kind._next_data = before
-    del kind._trainfit_switch
+    AROUND.off = False
+    del kind._trainfit_fetched
 
 
 class Numbers(Dataset[int]):
@@ -40,28 +42,28 @@ def batches(data: Any, **options: Any) -> list[list[int]]:
     return [batch.tolist() for batch in DataLoader(data, 5, **(shuffled | options))]
 
 
-def test_epochs_are_those_of_the_loader_alone(switch: AheadSwitch) -> None:
-    switch.off = True
+def test_epochs_are_those_of_the_loader_alone(ahead: BatchesAhead) -> None:
+    AROUND.off = True
     plain = batches(Numbers())
-    assert switch.fetched == 0
-    switch.off = False
+    assert ahead.fetched == 0
+    AROUND.off = False
     data = Numbers()
     assert batches(data) == plain
-    assert switch.fetched == 4  # all but the first
+    assert ahead.fetched == 4  # all but the first
     assert any("trainfit-ahead" in name for name in data.threads)
-    assert fetch_ahead() is switch
+    assert fetch_ahead() is ahead
 
 
-def test_it_can_be_switched_in_the_middle_of_an_epoch(switch: AheadSwitch) -> None:
+def test_it_can_be_switched_in_the_middle_of_an_epoch(ahead: BatchesAhead) -> None:
     loader = DataLoader(Numbers(), 2)
     found = []
     for number, batch in enumerate(loader):
         found += batch.tolist()
-        switch.off = number % 3 == 0
+        AROUND.off = number % 3 == 0
     assert found == list(range(23))
 
 
-def test_an_iterator_that_ended_stays_ended(switch: AheadSwitch) -> None:
+def test_an_iterator_that_ended_stays_ended(ahead: BatchesAhead) -> None:
     ended = iter(DataLoader(Numbers(), 23))
     next(ended)
     for _ in range(3):
@@ -69,7 +71,7 @@ def test_an_iterator_that_ended_stays_ended(switch: AheadSwitch) -> None:
             next(ended)
 
 
-def test_errors_come_from_the_script_s_own_thread(switch: AheadSwitch) -> None:
+def test_errors_come_from_the_script_s_own_thread(ahead: BatchesAhead) -> None:
     class Broken(Numbers):
         def __getitem__(self, at: int) -> int:
             if at == 7:
@@ -82,7 +84,7 @@ def test_errors_come_from_the_script_s_own_thread(switch: AheadSwitch) -> None:
         next(loader)
 
 
-def test_what_is_bound_to_a_thread_is_fetched_in_it(switch: AheadSwitch) -> None:
+def test_what_is_bound_to_a_thread_is_fetched_in_it(ahead: BatchesAhead) -> None:
     table = sqlite3.connect(":memory:")
 
     class Rows(Numbers):
@@ -91,10 +93,10 @@ def test_what_is_bound_to_a_thread_is_fetched_in_it(switch: AheadSwitch) -> None
             return int(value)
 
     assert [n for batch in DataLoader(Rows(), 4) for n in batch.tolist()] == list(range(23))
-    assert switch.failed
+    assert ahead.failed
 
 
-def test_streams_and_default_devices_are_left_alone(switch: AheadSwitch) -> None:
+def test_streams_and_default_devices_are_left_alone(ahead: BatchesAhead) -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Iterator[int]:
             return iter(range(6))
@@ -103,4 +105,4 @@ def test_streams_and_default_devices_are_left_alone(switch: AheadSwitch) -> None
     begun = iter(DataLoader(Numbers(), 8))
     with torch.device("meta"):
         assert next(begun).device.type == "meta"
-    assert switch.fetched == 0
+    assert ahead.fetched == 0

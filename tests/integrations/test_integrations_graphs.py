@@ -24,6 +24,7 @@ from unpadded_tiny import HEADS, batch, config, gradients
 
 import trainfit
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.integrations.unpadding import facts_in
 
 FIRST, LAST, WIDE = (5, 11, 1, 8), (9, 2, 7, 10), (30, 40, 20, 33)
@@ -133,6 +134,58 @@ def test_a_gradient_that_is_kept_is_not_overwritten() -> None:
         kept.append((weight.grad, weight.grad.clone()))
     for gradient, was in kept:
         assert torch.equal(gradient, was)
+
+
+def memory(graphs: BodyGraphs) -> GradientMemory:
+    assert graphs._targets is not None
+    return graphs._targets
+
+
+def lent(model: Any, graphs: BodyGraphs) -> int:
+    """Count the weights whose gradient is in the memory of the graphs."""
+    here = {part.data_ptr() for part in memory(graphs).parts}
+    return sum(one.data_ptr() in here for one in gradients(model).values())
+
+
+def test_gradients_are_not_copied_while_nobody_else_holds_them() -> None:
+    eager, model, graphs = twins()
+    for seed in range(6):
+        for one in (eager, model):
+            one.zero_grad()
+            step(one, inputs(seed=seed))
+        check_grads(model, eager)
+        if graphs.replayed:
+            assert lent(model, graphs) == len(memory(graphs).parts) - 2  # the pooler's are eager
+    for one in (eager, model):  # accumulated from here on
+        step(one, inputs(seed=7))
+    check_grads(model, eager)
+    assert lent(model, graphs) == 0
+    for one in (eager, model):
+        one.zero_grad()
+        step(one, inputs(seed=8))
+    assert lent(model, graphs) == 0
+
+
+def test_a_part_of_a_gradient_that_is_kept_is_not_overwritten() -> None:
+    """A view has another address, and its gradient's name is not known."""
+    _, model, _ = twins()
+    kept = []
+    for seed in range(5):
+        model.zero_grad()
+        step(model, inputs(seed=seed))
+        part = model.bert.encoder.layer[0].output.dense.weight.grad[3:].T
+        kept.append((part, part.clone()))
+    for part, was in kept:
+        assert torch.equal(part, was)
+
+
+def test_weights_of_several_kinds_have_memory_each() -> None:
+    _, model, _ = twins()
+    model.bert.encoder.layer[1].double()
+    parts = GradientMemory(list(model.bert.encoder.parameters())).parts
+    assert {part.dtype for part in parts} == {torch.float32, torch.float64}
+    shapes = [one.shape for one in model.bert.encoder.parameters()]
+    assert [part.shape for part in parts] == shapes
 
 
 def test_hidden_states_that_are_kept_are_not_overwritten() -> None:

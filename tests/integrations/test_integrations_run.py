@@ -17,9 +17,10 @@ from unpadded_tiny import batch, config, counting_packed
 import trainfit
 from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.speedups import SpeedUp
-from trainfit.integrations.turns import Turns
+from trainfit.integrations.speedups import SpeedUp, Switch
+from trainfit.integrations.turns import GRAPHS, Turns
 from trainfit.integrations.unpadding import facts_in
 
 SCRIPT = """
@@ -85,7 +86,7 @@ def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) 
 @pytest.fixture
 def hooked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(script_hooks, "_reports", [])
-    monkeypatch.setattr(script_hooks, "_begin_turns", lambda _: None)
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda *_: None)
     monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
     monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded,fused")
 
@@ -220,6 +221,107 @@ def test_graphs_are_timed_apart(with_graphs: float, added: float) -> None:
     line = SpeedUp(times=turns.gain.times, alone=3.0, added=added).line()
     assert f"3.00 times by unpadding alone, {added:.2f} by graphs on top" in line
     assert line.endswith("times as fast as your script alone (±0.00), same losses")
+
+
+class Loop4:
+    """A training whose steps take the time of the way that they go."""
+
+    def __init__(self, compiled: float, left: int | None, step: float = 10.0) -> None:
+        self.model = trainfit.unpadded(classifier()).train()
+        [self.facts] = facts_in(self.model)
+        self.graphs = self.facts.graphs = BodyGraphs(run_again, blocks=BodyBlocks("eager"))
+        self.blocks = self.graphs.blocks
+        self.now, self.times = 0.0, {"padded": 3.0 * step, "plain": 2 * step, "graphs": step}
+        self.times["compiled"] = compiled * step
+        self.ways: list[str] = []
+        self.turns = Turns(clock=lambda: self.now, switch=Switch())
+        self.turns.facts.append(self.facts)
+        self.turns._switch(GRAPHS)
+        self.turns.left = lambda: left
+
+    def run(self, steps: int) -> None:
+        for _ in range(steps):
+            before = self.graphs.replayed
+            with counting_packed() as packed:
+                self.model(**batch("bert")).logits.sum().backward()
+            replayed = self.graphs.replayed > before
+            way = "graphs" if replayed else "plain" if packed else "padded"
+            if replayed and self.blocks is not None and self.blocks.on:
+                way = "compiled"
+            self.ways.append(way)
+            self.now += self.times[way]
+            self.turns.stepped()
+
+
+@pytest.mark.parametrize(("compiled", "stays"), [(0.5, True), (2.0, False)])
+def test_compiled_blocks_are_timed_last_and_the_faster_way_stays(
+    compiled: float, stays: bool
+) -> None:
+    loop = Loop4(compiled, left=1000)
+    loop.run(150)
+    first = loop.ways.index("compiled")
+    assert first >= 20 + 60  # after the turns of the other ways
+    assert loop.turns.compiled is not None
+    assert loop.turns.compiled.times == pytest.approx(1 / compiled)
+    assert loop.turns.gain is not None
+    assert loop.turns.gain.times == pytest.approx(6.0 if stays else 3.0)
+    assert loop.ways[-1] == ("compiled" if stays else "graphs")
+    line = SpeedUp(times=2.0, alone=1.1, added=1.5, compiled=1 / compiled).line()
+    assert f"1.50 by graphs on top, {1 / compiled:.2f} by compiling on top" in line
+    assert ("left out later" in line) is not stays
+
+
+def test_a_training_that_is_too_short_is_not_compiled() -> None:
+    loop = Loop4(0.5, left=5)
+    loop.run(150)
+    assert "compiled" not in loop.ways
+    assert loop.turns.uncompiled == "the 50 s that were left are too short for it"
+
+
+def test_a_training_of_unknown_length_is_compiled_once_it_was_long() -> None:
+    loop = Loop4(0.5, left=None, step=1.0)
+    loop.run(270)
+    # By then it has lasted 200 s at 1 s to a step, and may be expected to last them again.
+    assert loop.ways.index("compiled") == pytest.approx(201, abs=2)
+    assert loop.ways[-1] == "compiled"
+
+
+def test_a_compiler_that_fails_is_told_with_the_reason() -> None:
+    loop = Loop4(0.5, left=1000)
+    assert loop.blocks is not None
+    loop.run(90)
+    loop.blocks.stop("no such kernel")
+    loop.run(60)
+    assert loop.turns.uncompiled == "no such kernel"
+    assert loop.turns.compiled is None
+    assert loop.ways[-1] == "graphs"
+
+
+@pytest.mark.usefixtures("hooked")
+def test_the_closing_line_says_why_blocks_were_not_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop = Loop4(0.5, left=5)
+    loop.run(90)
+    monkeypatch.setattr(script_hooks, "_turns", loop.turns)
+    done = ("Bert", "CUDA graphs", "compiled blocks")
+    script_hooks._reports[:] = [(loop.model, SpeedUp(done=done))]
+    script_hooks._report(tmp_path / "report.json")
+    line = SpeedUp.load(tmp_path / "report.json").line()
+    assert "Bert, CUDA graphs; " in line
+    assert "not compiled blocks (the 50 s that were left are too short for it)" in line
+
+
+def test_steps_that_are_left_are_known_of_trainers() -> None:
+    state = SimpleNamespace(max_steps=30, global_step=12)
+    assert script_hooks.steps_left(SimpleNamespace(state=state)) == 18
+    state.max_steps = -1
+    assert script_hooks.steps_left(SimpleNamespace(state=state)) is None
+    lightning = SimpleNamespace(estimated_stepping_batches=50, global_step=8)
+    assert script_hooks.steps_left(lightning) == 42
+    lightning.estimated_stepping_batches = float("inf")
+    assert script_hooks.steps_left(lightning) is None
+    assert script_hooks.steps_left(object()) is None
 
 
 def test_a_training_that_is_too_short_is_not_measured() -> None:

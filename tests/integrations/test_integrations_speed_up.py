@@ -21,7 +21,7 @@ from unpadded_tiny import batch, config, counting_packed
 import trainfit
 from trainfit.core.errors import BadInput
 from trainfit.integrations.speeding import _check_there, apply_speedups
-from trainfit.integrations.speedups import NOWAIT, chosen
+from trainfit.integrations.speedups import AROUND, chosen
 
 
 def classifier(name: str = "bert") -> Any:
@@ -145,17 +145,17 @@ def test_losses_that_are_not_finite_count_as_trainer_counts_them(off: bool) -> N
     loop, done = Loop(), list[str]()
     _check_there(loop, done)
     assert done == ["no wait for each loss"]
-    NOWAIT.off = off
+    AROUND.off = off
     try:
         assert loop.train() == Loop().train()
     finally:
-        NOWAIT.off = False
+        AROUND.off = False
     assert loop.checked == (len(losses) if off else 0)
 
 
 def test_changes_can_be_chosen() -> None:
-    assert chosen(None) == ["unpadded", "graphs", "ahead", "nowait", "fused"]
-    assert chosen(None, ["unpadded"]) == ["graphs", "ahead", "nowait", "fused"]
+    assert chosen(None) == ["unpadded", "graphs", "compile", "ahead", "nowait", "fused"]
+    assert chosen(None, ["unpadded"]) == ["graphs", "compile", "ahead", "nowait", "fused"]
     assert chosen(["tf32"]) == ["tf32"]
     with trainfit.applied(trainfit_settings()):
         before = torch.backends.cuda.matmul.allow_tf32

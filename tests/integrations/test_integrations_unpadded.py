@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from functools import cache
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -265,7 +267,7 @@ def test_lengths_come_from_the_host_where_a_loader_sent_the_batch(
     host_batches.keep_host_batches()
     host_batches.keep_host_batches()
     here = batch("bert")
-    there = data_loader.send_to_device(BatchEncoding(dict(here)), "cuda")
+    there = data_loader.send_to_device(BatchEncoding(dict(here)), "meta")
     found = host_batches.host_copies(there, ("attention_mask", "labels"))
     assert found is not None
     assert list(found) == ["attention_mask"]
@@ -273,6 +275,29 @@ def test_lengths_come_from_the_host_where_a_loader_sent_the_batch(
     there["attention_mask"][0, 0] = 0
     assert host_batches.host_copies(there, ("attention_mask",)) is None
     assert host_batches.host_copies(here, ("attention_mask",)) is None
+
+
+def test_batches_that_sentence_transformers_sends_keep_their_copies_too(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from trainfit.integrations import host_batches
+
+    def batch_to_device(rows: Any, _device: str) -> Any:
+        rows.update({name: one.clone().as_subclass(Sent) for name, one in rows.items()})
+        return rows
+
+    # A loss has imported it by its name, so that no other module is the place to replace it.
+    loss = ModuleType("sentence_transformers.losses")
+    loss.batch_to_device = batch_to_device  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "sentence_transformers.losses", loss)
+    host_batches.keep_host_batches()
+    here = batch("bert")
+    rows = dict(here)
+    there = loss.batch_to_device(rows, "cpu")
+    assert there is rows  # in place, as theirs
+    found = host_batches.host_copies(there, ("attention_mask",))
+    assert found is not None
+    assert found["attention_mask"] is here["attention_mask"]
 
 
 def test_rows_found_on_the_host_are_those_found_on_the_device(

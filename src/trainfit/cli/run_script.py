@@ -19,9 +19,9 @@ def run(
     """Run a training script of your own faster, with the same losses.
 
     trainfit run -- python train.py …: trainers of transformers, sentence-transformers, Lightning
-    and Accelerate compute nothing on padding (unpadded), replay passes as CUDA graphs (graphs) and
-    take AdamW's fused kernel (fused). TF32 (tf32) rounds differently and must be named with --only.
-    The exit code is the script's.
+    and Accelerate compute nothing on padding (unpadded), replay passes as CUDA graphs (graphs) of
+    compiled blocks (compile) and take AdamW's fused kernel (fused). TF32 (tf32) rounds differently
+    and must be named with --only. The exit code is the script's.
     """
     from trainfit.core.errors import BadInput
     from trainfit.integrations.script_hooks import run_sped_up

@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import dataloader
 
+from trainfit.integrations.speedups import AROUND
+
 _WAITING = "_trainfit_ahead"
-_PATCHED = "_trainfit_switch"
+_PATCHED = "_trainfit_fetched"
 
 
 class _Batch(NamedTuple):
@@ -27,27 +29,28 @@ class _Batch(NamedTuple):
 
 
 @dataclass(eq=False)
-class AheadSwitch:
-    """Turns the fetching ahead off and on."""
+class BatchesAhead:
+    """Record of the batches that were fetched ahead."""
 
-    off: bool = False
     failed: bool = False
     """A batch could not be fetched in the thread; later ones are not tried there."""
     fetched: int = 0
     """Batches that were fetched in the thread."""
 
 
-def fetch_ahead() -> AheadSwitch:
-    """Have torch's loaders of this process fetch a batch ahead; return their switch."""
+def fetch_ahead() -> BatchesAhead:
+    """Have torch's loaders of this process fetch a batch ahead, while `AROUND` is on."""
     kind: Any = dataloader._SingleProcessDataLoaderIter
-    if (found := ahead_switch()) is not None:
+    found: BatchesAhead | None = getattr(kind, _PATCHED, None)
+    if found is not None:
         return found
     pinned: Any = import_module("torch.utils.data._utils.pin_memory").pin_memory
-    switch, pool, plainly = AheadSwitch(), ThreadPoolExecutor(1, "trainfit-ahead"), kind._next_data
+    # One thread: collators may draw random numbers, and tokenizers are not shared among threads.
+    ahead, pool, plainly = BatchesAhead(), ThreadPoolExecutor(1, "trainfit-ahead"), kind._next_data
 
     def next_data(self: Any) -> Any:
         waiting: _Batch | None = vars(self).pop(_WAITING, None)
-        on = not (switch.off or switch.failed) and _can_be_ahead(self)
+        on = not (AROUND.off or ahead.failed) and _can_be_ahead(self)
         if waiting is None and not on:
             return plainly(self)
         if waiting is None:
@@ -55,7 +58,7 @@ def fetch_ahead() -> AheadSwitch:
         if waiting.indices is None:
             vars(self)[_WAITING] = waiting
             raise StopIteration
-        data = _fetched(self, waiting, switch)
+        data = _fetched(self, waiting, ahead)
         if on:
             vars(self)[_WAITING] = _begun(self, pool)
         if self._pin_memory:
@@ -63,15 +66,8 @@ def fetch_ahead() -> AheadSwitch:
         return data
 
     kind._next_data = next_data
-    setattr(kind, _PATCHED, switch)
-    return switch
-
-
-def ahead_switch() -> AheadSwitch | None:
-    """Return the switch of this process; None where nothing is fetched ahead."""
-    kind: Any = dataloader._SingleProcessDataLoaderIter
-    found: AheadSwitch | None = getattr(kind, _PATCHED, None)
-    return found
+    setattr(kind, _PATCHED, ahead)
+    return ahead
 
 
 def _can_be_ahead(loader: Any) -> bool:
@@ -88,13 +84,13 @@ def _begun(loader: Any, pool: ThreadPoolExecutor) -> _Batch:
     return _Batch(indices, pool.submit(loader._dataset_fetcher.fetch, indices))
 
 
-def _fetched(loader: Any, waiting: _Batch, switch: AheadSwitch) -> Any:
+def _fetched(loader: Any, waiting: _Batch, ahead: BatchesAhead) -> Any:
     if waiting.data is not None:
         try:
             data = waiting.data.result()
         except Exception:  # noqa: BLE001 what is bound to the script's thread works there
-            switch.failed = True
+            ahead.failed = True
         else:
-            switch.fetched += 1
+            ahead.fetched += 1
             return data
     return loader._dataset_fetcher.fetch(waiting.indices)

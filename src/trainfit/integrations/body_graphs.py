@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState, body_state
 from trainfit.integrations.captured_passes import (
     SLACK,
@@ -34,6 +36,7 @@ from trainfit.integrations.captured_passes import (
     generator_of,
     sort_call,
 )
+from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -74,6 +77,8 @@ class BodyGraphs:
     """Stands in for CUDA's graphs where there is no GPU."""
     off: bool = False
     """True while all batches are to run eagerly."""
+    blocks: BodyBlocks | None = None
+    """Compiled blocks of the passes; None: they are captured as they are."""
     obstacle: str | None = None
     """Reason why nothing is captured from here on."""
     replayed: int = 0
@@ -92,15 +97,26 @@ class BodyGraphs:
     _longest: int = 0
     _full: bool = False
     """True if there is no memory for further graphs."""
-    _targets: list[Tensor] = field(default_factory=list)
+    _targets: GradientMemory | None = None
     """Gradients as the last replay wrote them, one set for all graphs."""
 
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
-        return BodyGraphs, (self.record, self.off)
+        return BodyGraphs, (self.record, self.off, copy(self.blocks))
 
-    def run(self, body: Any, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) -> Any:
-        """Run a body on a packed row by its graph; None: it is to run eagerly."""
+    def run(
+        self,
+        body: Any,
+        batch: UnpaddedRows,
+        inputs: dict[str, Any],
+        run: Run,
+        *,
+        settled: bool = True,
+    ) -> Any:
+        """Run a body on a packed row by its graph; None: it is to run eagerly.
+
+        Its blocks are compiled only once it is `settled` how they attend.
+        """
         here = self.record is not None or batch.starts.is_cuda
         if self.off or not here or not body.training or not torch.is_grad_enabled():
             return None
@@ -109,6 +125,7 @@ class BodyGraphs:
         if isinstance(call, str):
             self._say(call)
         else:
+            call.blocks = self.blocks if settled and self.blocks and self.blocks.on else None
             output = self._take(body, call)
         self.eager += output is None
         return output
@@ -130,12 +147,15 @@ class BodyGraphs:
         graph = _fitting(lane, call)
         if graph is None:
             key = (call.case, call.size, call.bound)
-            if self._full or len(lane.graphs) >= _MOST:
+            alike = [one for one in lane.graphs if one.call.blocks is call.blocks]
+            if self._full or len(alike) >= _MOST:
                 return None
             if key not in self._seen:
                 self._seen.add(key)
                 self.eager += 1
-                return call.warm_up()
+                if call.blocks is not None:
+                    self._rehearse(call, call.blocks, state)
+                return replace(call, blocks=None).warm_up()
             graph = self._captured(lane, call, state)
         return None if graph is None else self._replay(lane, graph, call, state)
 
@@ -160,10 +180,16 @@ class BodyGraphs:
         self._clear()
         self._say(why)
 
+    def keep(self, *, compiled: bool) -> None:
+        """Free the graphs of the other kind, which are not replayed from here on."""
+        for lane in self._lanes:
+            kept = [graph for graph in lane.graphs if (graph.call.blocks is not None) is compiled]
+            lane.graphs = kept or lane.graphs  # torch takes none into a pool whose last was freed
+
     def _clear(self) -> None:
         self._lanes.clear()
         self._seen.clear()
-        self._targets = []
+        self._targets = None
 
     def _same(self, state: BodyState) -> bool:
         """Forget all graphs if weights, or what else a pass reads, are not those captured."""
@@ -179,6 +205,14 @@ class BodyGraphs:
             self.stop("its weights or settings change again and again")
         return self.obstacle is None
 
+    def _rehearse(self, call: BodyCall, blocks: BodyBlocks, state: BodyState) -> None:
+        """Compile and try what will be captured; a failure leaves graphs of plain blocks."""
+        try:
+            call.rehearse(state)
+        except Exception as error:  # noqa: BLE001 whatever it was, steps without it go on
+            blocks.stop(_why(error))
+            give_back_memory()
+
     # ── capture and replay ────────────────────────────────────────────────────────────────────
 
     def _captured(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
@@ -188,8 +222,7 @@ class BodyGraphs:
         try:
             return self._capture(lane, call, state)
         except Exception as error:  # noqa: BLE001 whatever it was, eager steps go on
-            memory = is_out_of_memory(error)
-            self.stop("memory ran out while capturing" if memory else reason(error))
+            (self if call.blocks is None else call.blocks).stop(_why(error))
             if before is not None:  # a capture that broke off leaves the generator in it
                 generator.graphsafe_set_state(before)
         give_back_memory()
@@ -204,8 +237,8 @@ class BodyGraphs:
             else:
                 self.stop(why)
             return None
-        if not self._targets:
-            self._targets = [torch.empty_like(weight) for weight in state.weights]
+        if self._targets is None:
+            self._targets = GradientMemory(state.weights)
         if not lane.graphs and self.record is None:
             lane.pool = torch.cuda.graph_pool_handle()
         record = self.record or partial(_record, lane.pool)
@@ -243,6 +276,10 @@ def _fitting(lane: _Lane, call: BodyCall) -> BodyGraph | None:
         and call.batch.longest <= graph.longest
     ]
     return min(fitting, key=lambda graph: graph.tokens, default=None)
+
+
+def _why(error: Exception) -> str:
+    return "memory ran out while capturing" if is_out_of_memory(error) else reason(error)
 
 
 def _record(pool: Any, work: Callable[[], None]) -> Callable[[], None]:

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState
+from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
-Run = Callable[[UnpaddedRows, dict[str, Any]], Any]
-"""Runs a body on a packed row."""
+Run = Callable[[UnpaddedRows, dict[str, Any], BodyBlocks | None], Any]
+"""Runs a body on a packed row, with its blocks compiled where they are given."""
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _UNREAD = ("num_items_in_batch",)
@@ -34,6 +36,8 @@ class BodyCall:
     tensors: dict[str, Tensor]
     others: dict[str, Any]
     autocast: tuple[bool, torch.dtype]
+    blocks: BodyBlocks | None = None
+    """Blocks to run compiled; None: as they are."""
     bound: int = 0
 
     @property
@@ -44,7 +48,8 @@ class BodyCall:
     def case(self) -> tuple[Any, ...]:
         """Facts besides the sizes that a graph holds for."""
         kinds = tuple((name, value.dtype) for name, value in sorted(self.tensors.items()))
-        return self.batch.rows, kinds, tuple(sorted(self.others.items())), self.autocast
+        others = tuple(sorted(self.others.items()))
+        return self.batch.rows, kinds, others, self.autocast, self.blocks is not None
 
     def rows(self, tokens: int, starts: Tensor) -> UnpaddedRows:
         """Rows with filler up to a number of tokens."""
@@ -66,11 +71,33 @@ class BodyCall:
         return {name: functional.pad(value, (0, extra)) for name, value in self.tensors.items()}
 
     def passed(self, rows: UnpaddedRows, tensors: dict[str, Tensor]) -> Any:
-        """Run the body with nothing in or from the cache of casts, which outlives a capture."""
+        """Run the body with a cache of casts of its own: each weight is cast once in a pass.
+
+        The script's may outlive a capture, and may hold casts from before the last update.
+        """
         enabled, dtype = self.autocast
         device = rows.starts.device.type
-        with torch.autocast(device, dtype, enabled, cache_enabled=False):
-            return self.run(rows, tensors | self.others)
+        torch.clear_autocast_cache()
+        try:
+            with torch.autocast(device, dtype, enabled):
+                return self.run(rows, tensors | self.others, self.blocks)
+        finally:
+            torch.clear_autocast_cache()
+
+    def rehearse(self, state: BodyState) -> None:
+        """Run both passes with compiled blocks, as they will be captured, for nothing but that.
+
+        The script's own passes never meet compiled code, which allows no second backward pass.
+        """
+        generator = generator_of(self.batch.starts.device)
+        before = generator.get_state()
+        with _aliases(state) as leaves:
+            rows = self.rows(self.size, self.batch.starts)
+            hidden = self.passed(rows, self.filled(self.size)).last_hidden_state
+            if leaves:
+                nothing = torch.zeros_like(hidden)
+                torch.autograd.grad(hidden, leaves, nothing, allow_unused=True)
+        generator.set_state(before)
 
     def warm_up(self) -> Any:
         """Run eagerly, filled as the graph will be."""
@@ -85,7 +112,7 @@ class BodyGraph:
 
     call: BodyCall
     state: BodyState
-    targets: list[Tensor]
+    targets: GradientMemory
 
     def __post_init__(self) -> None:
         self.case, self.tokens, self.longest = self.call.case, self.call.size, self.call.bound
@@ -112,7 +139,9 @@ class BodyGraph:
         self.hidden = self.hidden.detach()
         self._leaves = []
         self.used = [one is not None for one in found]
-        pairs = [pair for pair in zip(self.targets, found, strict=True) if pair[1] is not None]
+        pairs = [
+            pair for pair in zip(self.targets.parts, found, strict=True) if pair[1] is not None
+        ]
         torch._foreach_copy_([one for one, _ in pairs], [one for _, one in pairs])
 
 
@@ -139,22 +168,20 @@ class BodyReplay:
         return self.graph.hidden[:, : self.call.batch.tokens].detach().clone()
 
     def gradients(self, gradient: Tensor) -> list[Tensor | None]:
-        """Return the gradients of the weights, in memory of their own."""
+        """Return the gradients of the weights."""
         if self.done or torch.is_grad_enabled():
             return self._eagerly(gradient)
         self.done = True
         graph, tokens = self.graph, self.call.batch.tokens
         graph.gradient[:, :tokens].copy_(gradient)
         graph.gradient[:, tokens:].zero_()
-        graph.backward()
-        taken = [one for one, used in zip(graph.targets, graph.used, strict=True) if used]
-        fresh = [torch.empty_like(one) for one in taken]
-        torch._foreach_copy_(fresh, taken)
-        made = iter(fresh)
-        return [next(made) if used else None for used in graph.used]
+        return graph.targets.run(graph.backward, graph.used, self.weights)
 
     def _eagerly(self, gradient: Tensor) -> list[Tensor | None]:
         """Run both passes again: a graph's memory serves one backward pass, with no other order."""
+        if self.call.blocks is not None and torch.is_grad_enabled():
+            self.call.blocks.stop("gradients of gradients are taken, which compiled code has not")
+            self.call.blocks = None
         now = self.generator.get_state()
         self.generator.set_state(self.random)
         rows = self.call.rows(self.graph.tokens, self.call.batch.starts)

@@ -1,41 +1,72 @@
-"""Batches of Accelerate's loaders, which Trainer has too: the host's copy stays with the GPU's.
+"""Batches on their way to the GPU: sent without a wait, with the host's copy left beside them.
 
 The lengths of a batch are needed on the host. Read from the GPU, they are there once it has done
-all its work, and it then waits for the host in turn.
+all its work, and it then waits for the host in turn; so it does after a copy that is waited for.
+Loaders of Accelerate, which Trainer has too, and sentence-transformers send batches.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import sys
+from collections.abc import Iterable, Mapping, MutableMapping
+from copy import copy
 from functools import wraps
-from importlib import import_module
 from typing import Any
 
+import torch
 from torch import Tensor
+
+from trainfit.integrations.speedups import AROUND
 
 _COPY = "_trainfit_host_copy"
 _NAMES = ("attention_mask", "input_ids", "labels")
+_SENDERS = {"accelerate": "send_to_device", "sentence_transformers": "batch_to_device"}
+"""Function of each library that sends a batch and takes the device second."""
+_SMALL = 2**24
+"""Bytes of a tensor up to which it is copied into pinned memory, whatever holds it."""
 
 
 def keep_host_batches() -> None:
-    """Have Accelerate's loaders leave the host's copies with the batches that they send."""
-    data_loader: Any = import_module("accelerate.data_loader")
-    send = data_loader.send_to_device
-    if hasattr(send, _COPY):
-        return
+    """Have the libraries that are imported send batches without a wait, and keep their copies."""
+    for place, module in list(sys.modules.items()):
+        # Accelerate has other uses of it than its loaders.
+        ours = place == "accelerate.data_loader" or place.startswith("sentence_transformers.")
+        name = _SENDERS.get(place.partition(".")[0], "")
+        send = getattr(module, "__dict__", {}).get(name) if ours else None
+        if send is not None and not hasattr(send, _COPY):
+            setattr(module, name, _keeping(send, in_place=name == "batch_to_device"))
 
+
+def _keeping(send: Any, *, in_place: bool) -> Any:
     @wraps(send)
-    def sent(batch: Any, *args: Any, **kwargs: Any) -> Any:
-        # Before it is sent: a BatchEncoding is changed in place.
+    def sent(batch: Any, device: Any, *args: Any, **kwargs: Any) -> Any:
+        # Before it is sent: some batches are changed in place.
         here = {n: batch.get(n) for n in _NAMES} if isinstance(batch, Mapping) else {}
-        found = send(batch, *args, **kwargs)
+        if not AROUND.off and not kwargs.get("skip_keys"):
+            batch = _sent_soon(batch, device, in_place=in_place)
+        found = send(batch, device, *args, **kwargs)
         if isinstance(found, Mapping):
             for name, value in here.items():
                 _keep(found.get(name), value)
         return found
 
     setattr(sent, _COPY, True)
-    data_loader.send_to_device = sent
+    return sent
+
+
+def _sent_soon(batch: Any, device: Any, *, in_place: bool) -> Any:
+    """Send the tensors of a batch to a GPU that may still be busy with the last one.
+
+    Pinned memory is not used again before its copy is done.
+    """
+    if not isinstance(batch, MutableMapping) or torch.device(device).type != "cuda":
+        return batch
+    batch = batch if in_place else copy(batch)
+    for name, value in batch.items():
+        if type(value) is Tensor and value.is_cpu and value.layout == torch.strided:
+            pinned = value.pin_memory() if value.nbytes <= _SMALL else value
+            batch[name] = pinned.to(device, non_blocking=pinned.is_pinned())
+    return batch
 
 
 def _keep(there: Any, here: Any) -> None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speedups import GRAPHS, SpeedUp
+from trainfit.integrations.speedups import COMPILED, GRAPHS, SpeedUp
 
 _NAMES = "TRAINFIT_SPEED_UP_NAMES"
 _DRY = "TRAINFIT_SPEED_UP_DRY"
@@ -61,7 +61,7 @@ def hook(module: Any, folder: Path) -> None:
     @wraps(method)
     def begun(self: Any, *args: Any, **kwargs: Any) -> Any:
         for one in [self] if direct else [*args, *kwargs.values()]:
-            _take(one, folder)
+            _take(one, folder, self)
         if os.environ.get(_DRY) == "1" and _reports:
             sys.exit(0)
         return method(self, *args, **kwargs)
@@ -75,7 +75,7 @@ _turns: Any = None
 """The `Turns` of this process; it imports torch."""
 
 
-def _take(trainer: Any, folder: Path) -> None:
+def _take(trainer: Any, folder: Path, loop: Any) -> None:
     """Make one trainer or model faster; an error of trainfit never ends the script."""
     from torch import nn
 
@@ -93,15 +93,26 @@ def _take(trainer: Any, folder: Path) -> None:
     if not _reports:
         atexit.register(_report, folder / f"{os.getpid()}.json")
     _reports.append((model, found))
-    _begin_turns(facts_in(model))
+    _begin_turns(facts_in(model), loop)
 
 
-def _begin_turns(facts: Any) -> None:
+def _begin_turns(facts: Any, loop: Any) -> None:
     global _turns
     from trainfit.integrations.turns import Turns
 
     _turns = _turns or Turns()
-    _turns.begin(facts)
+    _turns.begin(facts, lambda: steps_left(loop))
+
+
+def steps_left(loop: Any) -> int | None:
+    """Return the optimizer steps that a trainer of transformers or Lightning has still to go."""
+    try:
+        if hasattr(loop, "estimated_stepping_batches"):
+            return max(0, int(loop.estimated_stepping_batches) - int(loop.global_step))
+        total = int(loop.state.max_steps)
+        return max(0, total - int(loop.state.global_step)) if total > 0 else None
+    except Exception:  # noqa: BLE001 loops without an end, and those that do not say
+        return None
 
 
 def _report(path: Path) -> None:
@@ -117,7 +128,16 @@ def _report(path: Path) -> None:
         why = {reason for one in graphs for reason in one.said} or {"no size came twice"}
         done = tuple(one for one in done if one != GRAPHS)
         left = (*left, f"{GRAPHS} ({'; '.join(sorted(why))})")
-    gain, alone, added = (_turns.gain, _turns.alone, _turns.added) if _turns else (None, None, None)
+    blocks = [one.blocks for one in graphs if one.blocks is not None]
+    if blocks and _turns and not any(one.on for one in blocks):
+        done = tuple(one for one in done if one != COMPILED)
+        if _turns.compiled is None:
+            left = (*left, f"{COMPILED} ({_turns.uncompiled})")
+    times = {
+        name: gain.times if _turns and (gain := getattr(_turns, name)) else None
+        for name in ("alone", "added", "compiled")
+    }
+    gain = _turns.gain if _turns else None
     with suppress(OSError):  # the folder goes with the command
         replace(
             first,
@@ -130,6 +150,5 @@ def _report(path: Path) -> None:
             replayed=replayed,
             times=gain.times if gain else None,
             error=gain.error if gain else 0.0,
-            alone=alone.times if alone else None,
-            added=added.times if added else None,
+            **times,
         ).save(path)

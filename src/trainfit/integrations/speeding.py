@@ -6,7 +6,6 @@ or a LightningModule is taken too.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection
 from functools import wraps
 from typing import Any, TypeVar
@@ -17,9 +16,10 @@ from torch import Tensor, nn
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.batches_ahead import fetch_ahead
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
-from trainfit.integrations.speedups import GRAPHS, NOWAIT, SpeedUp, chosen
+from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
 from trainfit.integrations.unpadding import facts_in, unpadded
 from trainfit.runtime import apply
 
@@ -38,11 +38,12 @@ def speed_up(
     """Make the steps of a trainer faster, with the same batches, rate and losses.
 
     Returns the same trainer and prints one line of what was done and what was not. `only` and
-    `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `ahead` (batches of
-    a loader without workers), `nowait` (Trainer's check of each loss, done on the GPU), `fused`
-    (AdamW) and `tf32`, which must be named in `only`.
+    `without` choose among `unpadded`, `graphs` (of unpadded passes, on a GPU), `compile` (blocks
+    inside of the graphs), `ahead` (batches of a loader without workers), `nowait` (Trainer's check
+    of each loss, done on the GPU), `fused` (AdamW) and `tf32`. The last and `compile`, which takes
+    half a minute that nobody here knows to be won back, must be named in `only`.
     """
-    found = apply_speedups(trainer, chosen(only, without))
+    found = apply_speedups(trainer, chosen(only, [*without, *([] if only else ["compile"])]))
     if not quiet:
         print(found.line())
     return trainer
@@ -59,7 +60,7 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
     done: list[str] = []
     left: list[str] = []
     if "unpadded" in names:
-        _unpad(trainer, model, done, left, graphs="graphs" in names)
+        _unpad(trainer, model, done, left, names)
     elif "graphs" in names:
         left.append(f"{GRAPHS} (they need unpadded)")
     if "ahead" in names and torch.cuda.is_available():  # a CPU has no time to fetch meanwhile
@@ -76,14 +77,16 @@ def apply_speedups(trainer: Any, names: Collection[str]) -> SpeedUp:
 
 
 def _unpad(
-    trainer: Any, model: nn.Module, done: list[str], left: list[str], *, graphs: bool
+    trainer: Any, model: nn.Module, done: list[str], left: list[str], names: Collection[str]
 ) -> None:
-    gpu = torch.cuda.is_available()
+    graphs, gpu = "graphs" in names, torch.cuda.is_available()
 
     def changed(one: nn.Module) -> nn.Module:
         unpadded(one)
         for facts in facts_in(one) if graphs and gpu else ():
             facts.graphs = facts.graphs or BodyGraphs()
+            if "compile" in names:
+                facts.graphs.blocks = facts.graphs.blocks or BodyBlocks()
         return one
 
     try:
@@ -91,11 +94,12 @@ def _unpad(
     except BadInput as error:
         left.append(f"without padding ({error.what})")
         return
-    if "accelerate.data_loader" in sys.modules:
-        keep_host_batches()
+    keep_host_batches()
     done.append(f"{type(model).__name__} without padding")
     if graphs:
         (done if gpu else left).append(GRAPHS if gpu else f"{GRAPHS} (no GPU)")
+    if "compile" in names and gpu:
+        (done if graphs else left).append(COMPILED if graphs else f"{COMPILED} (they need graphs)")
     build = getattr(trainer, "model_init", None)
     if build is not None:  # train() builds the model again
 
@@ -125,7 +129,7 @@ def _check_there(trainer: Any, done: list[str]) -> None:
     @wraps(method)
     def step(*args: Any, **kwargs: Any) -> Any:
         loss, total = method(*args, **kwargs), getattr(trainer, "_tr_loss", None)
-        off = total is None or not isinstance(loss, Tensor) or NOWAIT.off
+        off = total is None or not isinstance(loss, Tensor) or AROUND.off
         arguments.logging_nan_inf_filter = off
         if off or total is None:
             return loss

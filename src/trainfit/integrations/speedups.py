@@ -9,24 +9,26 @@ from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
 
 SPEEDUPS = {
-    **{"unpadded": True, "graphs": True, "ahead": True, "nowait": True, "fused": True},
-    "tf32": False,
+    **{"unpadded": True, "graphs": True, "compile": True, "ahead": True, "nowait": True},
+    **{"fused": True, "tf32": False},
 }
 """Changes by name, and if they are made unasked; TF32 rounds differently."""
 
 
 @dataclass
 class Switch:
-    """Turns a change off while a script's own steps are timed."""
+    """Turns changes off while a script's own steps are timed."""
 
     off: bool = False
 
 
-NOWAIT = Switch()
-"""Switch of the check of losses on the GPU."""
+AROUND = Switch()
+"""Switch of all changes around the models: batches ahead, copies and checks without a wait."""
 
 GRAPHS = "CUDA graphs"
-"""Change in the words of the closing line."""
+COMPILED = "compiled blocks"
+"""Changes in the words of the closing line."""
+_LATER = " (left out later)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,6 +55,8 @@ class SpeedUp(Record):
     """Speed without padding and without graphs, where both were measured."""
     added: float | None = None
     """Speed with graphs, as a multiple of `alone`."""
+    compiled: float | None = None
+    """Speed with compiled blocks, as a multiple of that with graphs alone."""
 
     def line(self) -> str:
         """Say all of it in one line."""
@@ -74,7 +78,10 @@ class SpeedUp(Record):
         said = ""
         if self.alone is not None and self.added is not None:
             said = f"; {self.alone:.2f} times by unpadding alone, {self.added:.2f} by graphs on top"
-            said += " (left out later)" if self.added < 1 else ""
+            said += _LATER if self.added < 1 else ""
+        if self.compiled is not None:
+            said += f", {self.compiled:.2f} by compiling on top"
+            said += _LATER if self.compiled < 1 else ""
         said += f"; {self.times:.2f} times as fast as your script alone (±{self.error:.2f})"
         slower = self.times + self.error < 1
         return said + (", so that all later steps had padding" if slower else ", same losses")

@@ -2,6 +2,7 @@
 
 All ways give the same numbers, so that the training is not disturbed. If a change makes steps
 slower, as for a model that is too small to gain, the rest of the training goes without it.
+Compiling takes time that a short training does not win back: it comes last, where enough is left.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ from collections.abc import Callable, Sequence
 from statistics import median, stdev
 from typing import Any, NamedTuple
 
-from trainfit.integrations.batches_ahead import ahead_switch
-from trainfit.integrations.speedups import NOWAIT
+from trainfit.integrations.body_blocks import BodyBlocks
+from trainfit.integrations.speedups import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
 
-PADDED, UNPADDED, GRAPHS = range(3)
+PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
 WARM_UP = 10
 """Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
@@ -30,6 +31,10 @@ _TURNS = 4
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
+_COMPILING = 30.0
+"""Seconds that compiling and capturing anew may take."""
+_SAVED = 0.15
+"""Share of a step that compiling is expected to save."""
 
 
 class Gain(NamedTuple):
@@ -43,9 +48,11 @@ class Gain(NamedTuple):
 class Turns:
     """Switches changes on and off between optimizer steps, and times the steps."""
 
-    def __init__(self, clock: Callable[[], float] | None = None) -> None:
+    def __init__(
+        self, clock: Callable[[], float] | None = None, *, switch: Switch = AROUND
+    ) -> None:
         self.facts: list[Unpadding] = []
-        self.seconds: dict[int, list[float]] = {way: [] for way in (PADDED, UNPADDED, GRAPHS)}
+        self.seconds: dict[int, list[float]] = {way: [] for way in range(4)}
         """Seconds of a step in each turn, by their way."""
         self.gain: Gain | None = None
         """Gain of all changes over the script's own steps."""
@@ -53,67 +60,134 @@ class Turns:
         """Gain of unpadding without graphs, where there are graphs."""
         self.added: Gain | None = None
         """Gain of graphs over unpadding."""
+        self.compiled: Gain | None = None
+        """Gain of compiled blocks over graphs alone."""
+        self.uncompiled = "the training was too short for it"
+        """Reason why blocks were not compiled, where they could be."""
+        self.left: Callable[[], int | None] = lambda: None
+        """Optimizer steps that the training has still to go, where that is known."""
         self._clock = clock or _synchronised
+        self._switched = switch
+        self._ways: tuple[int, ...] = ()
+        self._begins = 0
+        """Step after which the turns of these ways begin."""
+        self._current = GRAPHS
+        self._ended = False
         self._step = 0
         self._last = 0.0
         self._other = 0
         self._handle: Any = None
 
-    def begin(self, facts: Sequence[Unpadding]) -> None:
+    def begin(
+        self, facts: Sequence[Unpadding], left: Callable[[], int | None] = lambda: None
+    ) -> None:
         """Follow the optimizer steps of this process, for these models."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
         self.facts += facts
+        self.left = left
+        self._switch(self._current)  # as an earlier training of this process found it
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
 
-    @property
-    def _ways(self) -> int:
-        return 3 if any(one.graphs is not None for one in self.facts) else 2
+    def _graphs(self) -> list[Any]:
+        return [one.graphs for one in self.facts if one.graphs is not None]
+
+    def _blocks(self) -> list[BodyBlocks]:
+        return [one.blocks for one in self._graphs() if one.blocks is not None]
 
     def stepped(self) -> None:
         """Note the end of an optimizer step, and choose the way of the next one."""
         self._step += 1
-        done = self._step - WARM_UP * (self._ways - 1)
-        if done < 0 or self.gain is not None:
+        if not self._ways and not self._ended:
+            self._consider()
+        if not self._ways or (done := self._step - self._begins) < 0:
             return
         turn, place = divmod(done - 1, _BLOCK)
-        graphs = [one.graphs for one in self.facts if one.graphs is not None]
-        other = sum(one.eager + one.captured for one in graphs)
+        other = sum(one.eager + one.captured for one in self._graphs())
         if place == 0:
             self._last, self._other = self._clock(), other
         elif done > 0 and place == _BLOCK - 1:
             now, way = self._clock(), self._way(turn)
-            if way != GRAPHS or other == self._other:
+            if way < GRAPHS or other == self._other:
                 self.seconds[way].append((now - self._last) / place)
-        if done == self._ways * _TURNS * _BLOCK:
+        if done == len(self._ways) * _TURNS * _BLOCK:
             self._end()
         elif done % _BLOCK == 0:
             self._switch(self._way(done // _BLOCK))
 
+    def _consider(self) -> None:
+        """Begin the first comparison, or that with compiled blocks where it pays."""
+        if self.gain is None:
+            self._ways = (PADDED, UNPADDED, GRAPHS) if self._graphs() else (PADDED, UNPADDED)
+            self._begins = WARM_UP * (len(self._ways) - 1)
+        elif self.compiled is None and self._pays():
+            self._ways, self._begins = (GRAPHS, COMPILED), self._step + 2 * WARM_UP
+            self._switch(COMPILED)
+
+    def _pays(self) -> bool:
+        """Tell if the rest of the training wins the time of compiling back.
+
+        A training of unknown length is expected to last as long again as it has lasted so far.
+        """
+        if not self._blocks() or len(self.seconds[GRAPHS]) < _FEWEST:
+            return False
+        steps = self.left()
+        seconds = (self._step if steps is None else steps) * median(self.seconds[GRAPHS])
+        if seconds * _SAVED > _COMPILING:
+            return True
+        if steps is not None:
+            self.uncompiled = f"the {seconds:.0f} s that were left are too short for it"
+            self._leave()
+        return False
+
     def _way(self, turn: int) -> int:
         """Way of a turn: there and back again, so that none is always the later one."""
-        place = turn % (2 * self._ways)
-        return min(place, 2 * self._ways - 1 - place)
+        count = len(self._ways)
+        place = turn % (2 * count)
+        return self._ways[min(place, 2 * count - 1 - place)]
 
     def _switch(self, way: int) -> None:
-        NOWAIT.off = way == PADDED
-        if (ahead := ahead_switch()) is not None:
-            ahead.off = way == PADDED
+        self._current = way
+        self._switched.off = way == PADDED
         for one in self.facts:
             one.off = way == PADDED
-            if one.graphs is not None:
-                one.graphs.off = way != GRAPHS
+        for graphs in self._graphs():
+            graphs.off = way < GRAPHS
+        for blocks in self._blocks():
+            blocks.off = way != COMPILED
 
     def _end(self) -> None:
         """Compare the ways, and leave the fastest on."""
-        way = UNPADDED
-        if len(self.seconds[GRAPHS]) >= _FEWEST:
-            self.alone = gain_of(self.seconds[PADDED], self.seconds[UNPADDED])
-            self.added = gain_of(self.seconds[UNPADDED], self.seconds[GRAPHS])
-            way = UNPADDED if self.added.times < 1 else GRAPHS
+        compiling, self._ways = COMPILED in self._ways, ()
+        way = self._best_compiled() if compiling else self._best()
         self.gain = gain_of(self.seconds[PADDED], self.seconds[way])
-        self._switch(PADDED if self.gain.times + self.gain.error < 1 else way)
+        slower = self.gain.times + self.gain.error < 1
+        self._switch(PADDED if slower else way)
+        if compiling or slower or way != GRAPHS or not self._blocks():
+            self._leave()
+
+    def _best(self) -> int:
+        if len(self.seconds[GRAPHS]) < _FEWEST:
+            return UNPADDED
+        self.alone = gain_of(self.seconds[PADDED], self.seconds[UNPADDED])
+        self.added = gain_of(self.seconds[UNPADDED], self.seconds[GRAPHS])
+        return UNPADDED if self.added.times < 1 else GRAPHS
+
+    def _best_compiled(self) -> int:
+        enough = all(len(self.seconds[way]) >= _FEWEST for way in (GRAPHS, COMPILED))
+        whys = [one.obstacle for one in self._blocks() if one.obstacle is not None]
+        if whys or not enough:
+            self.uncompiled = whys[0] if whys else "new sizes came too often to time it"
+            return GRAPHS
+        self.compiled = gain_of(self.seconds[GRAPHS], self.seconds[COMPILED])
+        way = GRAPHS if self.compiled.times < 1 else COMPILED
+        for graphs in self._graphs():
+            graphs.keep(compiled=way == COMPILED)
+        return way
+
+    def _leave(self) -> None:
+        self._ended = True
         if self._handle is not None:
             self._handle.remove()
 

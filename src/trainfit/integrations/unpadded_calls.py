@@ -15,7 +15,7 @@ from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import host_copies
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.fused_ops import IGNORED
-from trainfit.kernels.unpadded_rows import UnpaddedRows
+from trainfit.kernels.unpadded_rows import AttentionCase, UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
 
@@ -48,6 +48,8 @@ class Unpadding:
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
     """Captured passes; None: every pass is eager."""
+    cases: set[AttentionCase] = field(default_factory=set)
+    """Cases of attention that its layers came with."""
     packed: int = 0
     """Batches that went without padding; `own_way` ones went the model's own way."""
     own_way: int = 0

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
+from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.unpadded_calls import (
     Unpadding,
     call_obstacle,
@@ -148,29 +149,44 @@ def _run_rows(
     self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
 ) -> Any:
     """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
-    if facts.graphs is not None and get_eval_frame_callback() in (None, False):
+    graphs = facts.graphs
+    if graphs is None or get_eval_frame_callback() not in (None, False):
+        return _run_packed(self, kind, facts, batch, inputs)
 
-        def run(rows: UnpaddedRows, given: dict[str, Any]) -> Any:
-            return _run_packed(self, kind, facts, rows, given)
-
-        output = facts.graphs.run(self, batch, inputs, run)
-        if output is not None:
+    def run(rows: UnpaddedRows, given: dict[str, Any], blocks: BodyBlocks | None) -> Any:
+        traits = facts.traits
+        attention = unpadded_attention(rows, traits.window, causal=traits.causal)
+        if blocks is None:
+            output = _run_packed(self, kind, facts, rows, given, attention)
+            facts.cases.update(attention.found)
             return output
-    return _run_packed(self, kind, facts, batch, inputs)
+        with blocks.inside(self):
+            return _run_packed(self, kind, facts, rows, given, attention.settled(facts.cases))
+
+    settled = facts.own is None or bool(facts.cases)
+    output = graphs.run(self, batch, inputs, run, settled=settled)
+    return run(batch, inputs, None) if output is None else output
 
 
 def _run_packed(
-    self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
+    self: Any,
+    kind: Any,
+    facts: Unpadding,
+    batch: UnpaddedRows,
+    inputs: dict[str, Any],
+    attention: Any = None,
 ) -> Any:
     """Run a body on a packed row."""
     if facts.own is None:
         mpnet = self.config.model_type == "mpnet"
         return (_run_mpnet if mpnet else _run_deberta)(self, batch, inputs)
+    if attention is None:
+        attention = unpadded_attention(batch, facts.traits.window, causal=facts.traits.causal)
     tokens = inputs["input_ids" if "input_ids" in inputs else "inputs_embeds"]
     inputs |= {
         # transformers makes no mask of one that has four dimensions, and trainfit reads none.
         "attention_mask": torch.ones(1, 1, 1, 1, device=tokens.device),
-        ARGUMENT: unpadded_attention(batch, facts.traits.window, causal=facts.traits.causal),
+        ARGUMENT: attention,
         "return_dict": True,
     }
     if facts.traits.causal:

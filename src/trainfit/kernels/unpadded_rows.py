@@ -7,7 +7,7 @@ padded rows; everything around it has no padding either way.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -91,7 +91,28 @@ class UnpaddedRows:
         return lay_out(batch, attention_mask=self.mask)
 
 
+AttentionCase = tuple[torch.dtype, int, float | None, float]
+"""Facts that decide between kernels: dtype, size of a head, cap of the logits, rate of dropout."""
+
+
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedRowsAttention:
+    """Attention of a packed row where no kernel takes it: on padded rows, with a mask."""
+
+    rows: UnpaddedRows
+    masked: Attention
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Attend; heads come before tokens going in, after them coming out."""
+        parts = (
+            self.rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value)
+        )
+        return self.rows.pack(self.masked(module, *parts, **options))
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class UnpaddedAttention:
     """Attention inside each sequence of a packed row, by a kernel or on padded rows.
@@ -103,10 +124,8 @@ class UnpaddedAttention:
     layout: Layout
     window: int | None
     causal: bool
-    kernels: dict[Any, Attention | None] = field(default_factory=dict)
-    """Attention by kernels, of each case that a layer came with; None where no kernel takes it."""
-    padded: list[tuple[UnpaddedRows, Attention]] = field(default_factory=list)
-    """Rows for an attention that is not a kernel's, made by the first layer."""
+    found: dict[AttentionCase, Attention | PaddedRowsAttention] = field(default_factory=dict)
+    """Attention of each case that a layer came with."""
 
     def __call__(
         self,
@@ -122,19 +141,31 @@ class UnpaddedAttention:
         """Attend; heads come before tokens going in, after them coming out."""
         # Rotary embeddings may have made queries and keys float32, but never the values.
         dtype = computed_in(query.device.type, value.dtype)
-        case = (dtype, query.shape[-1], softcap, dropout)
-        if case not in self.kernels:
-            self.kernels[case] = self._kernel(*case)
-        options |= {"dropout": dropout, "softcap": softcap}
-        if (kernel := self.kernels[case]) is not None:
-            return kernel(module, query, key, value, **options)
-        if not self.padded:
-            rows = self.batch.tight()
-            layout = rows.padded_layout()
-            self.padded.append((rows, masked_attention(layout, self.window, causal=self.causal)))
-        rows, attended = self.padded[0]
-        parts = (rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value))
-        return rows.pack(attended(module, *parts, **options))
+        attended = self._of((dtype, query.shape[-1], softcap, dropout))
+        return attended(module, query, key, value, dropout=dropout, softcap=softcap, **options)
+
+    def settled(
+        self, cases: Collection[AttentionCase]
+    ) -> UnpaddedAttention | Attention | PaddedRowsAttention:
+        """Decide now, for layers that will come with one of these cases.
+
+        Compiled layers must find nothing to decide: torch would compile them before and after it.
+        """
+        found = [self._of(case) for case in cases]
+        return found[0] if len(found) == 1 else self
+
+    def _of(self, case: AttentionCase) -> Attention | PaddedRowsAttention:
+        if case not in self.found:
+            self.found[case] = self._kernel(*case) or self._on_rows()
+        return self.found[case]
+
+    def _on_rows(self) -> PaddedRowsAttention:
+        for one in self.found.values():
+            if isinstance(one, PaddedRowsAttention):
+                return one
+        rows = self.batch.tight()
+        masked = masked_attention(rows.padded_layout(), self.window, causal=self.causal)
+        return PaddedRowsAttention(rows, masked)
 
     def _kernel(
         self, dtype: torch.dtype, head: int, softcap: float | None, dropout: float

@@ -13,12 +13,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from trainfit.core.errors import BadInput, CompileFailed, in_one_line
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
 
     Model = TypeVar("Model", bound=torch.nn.Module)
     Arguments = tuple[Any, ...]
+    Failed = Callable[[str], None]
 
 
 def compile_model(
@@ -35,7 +36,7 @@ def compile_model(
     torch.compile's. With `dynamic` the code takes inputs of any size; None lets torch compile for
     the first sizes and again for others, at most eight times.
     """
-    return _compiled(model, mode, dynamic, backend, _as_given)
+    return _compiled(model, mode, dynamic, backend, _as_given, [model], _warn)
 
 
 def _compiled(
@@ -44,8 +45,10 @@ def _compiled(
     dynamic: bool | None,
     backend: str | Callable[..., Any],
     take: Callable[[Arguments], Arguments],
+    alike: Sequence[torch.nn.Module],
+    failed: Failed,
 ) -> Model:
-    """Compile a model whose positional arguments pass through `take` first."""
+    """Compile a model, one of those `alike`, whose arguments by position pass through `take`."""
     import torch
     from torch._inductor import list_mode_options
 
@@ -59,7 +62,7 @@ def _compiled(
     # nn.Module.compile with a frame of trainfit in between. The tracer skips frames of torch.nn:
     # without it a bare nn.Sequential is not compiled, and a hook breaks the graph.
     compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
-    model._compiled_call_impl = _guarded(model, eager, compiled, take)
+    model._compiled_call_impl = _guarded(alike, eager, compiled, take, failed)
     return model
 
 
@@ -69,15 +72,18 @@ def compile_blocks(
     *,
     dynamic: bool | None = None,
     backend: str | Callable[..., Any] = "inductor",
+    failed: Failed | None = None,
 ) -> Model:
     """Compile each of the model's repeated blocks, whose code is the same and is compiled once.
 
     That takes seconds where the whole model takes minutes. A model without repeated blocks is
-    compiled as a whole.
+    compiled as a whole. If the compiler fails for one block, all run eagerly, and `failed` is
+    called with the reason; without it, that is a warning.
     """
     blocks = repeated_blocks(model)
-    for block in blocks or [model]:
-        _compiled(block, mode, dynamic, backend, _with_gradient if blocks else _as_given)
+    alike, take = blocks or [model], _with_gradient if blocks else _as_given
+    for block in alike:
+        _compiled(block, mode, dynamic, backend, take, alike, failed or _warn)
     return model
 
 
@@ -193,13 +199,22 @@ def _with_gradient(args: Arguments) -> Arguments:
     return first.detach().requires_grad_(), *args[1:]
 
 
+def _warn(cause: str) -> None:
+    warnings.warn(
+        f"torch.compile failed and the model runs eagerly from here on ({cause})",
+        CompileFailed,
+        stacklevel=4,
+    )
+
+
 def _guarded(
-    model: torch.nn.Module,
+    alike: Sequence[torch.nn.Module],
     eager: Callable[..., Any],
     compiled: Callable[..., Any],
     take: Callable[[Arguments], Arguments],
+    failed: Failed,
 ) -> Callable[..., Any]:
-    """Wrap the `compiled` call of `model`: the `eager` one replaces it if the compiler fails."""
+    """Wrap a `compiled` call: if the compiler fails, it and those `alike` run eagerly."""
     from torch._dynamo.exc import TorchDynamoException
     from torch._functorch import config
 
@@ -216,12 +231,9 @@ def _guarded(
         # The tracer also wraps errors of the model's forward. If the eager call raises as well, the
         # error is the model's, and it is raised unchanged.
         outcome = eager(*args, **kwargs)
-        model._compiled_call_impl = None
-        warnings.warn(
-            f"torch.compile failed and the model runs eagerly from here on ({cause})",
-            CompileFailed,
-            stacklevel=3,
-        )
+        for model in alike:
+            model._compiled_call_impl = None
+        failed(cause)
         return outcome
 
     return call
