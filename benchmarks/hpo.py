@@ -39,10 +39,9 @@ from trainfit.core.files import write_whole
 from trainfit.data.tokens import Dataset
 from trainfit.engine.observers import Observer, TrainRow
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.run_trial import run_trial
-from trainfit.hpo.studies import OpenStudy, open_study
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import OpenStudy, open_study, read_setting
 from trainfit.hpo.trial_queue import Claim
+from trainfit.hpo.workers import run_trial
 from trainfit.jobs.classification import ClassifierTask
 
 TRIALS: tuple[dict[str, Any], ...] = tuple(

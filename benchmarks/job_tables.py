@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from result_files import RESULTS, ROOT, table
-from trainfit.reports.html.geometry import linear
+from trainfit.reports.geometry import linear
 from trainfit.reports.plots import escaped, picture, text_at
 
 PICTURE = "time-to-result.svg"

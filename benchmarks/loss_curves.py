@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from trainfit.core.files import write_whole
-from trainfit.reports.html.geometry import linear
+from trainfit.reports.geometry import linear
 from trainfit.reports.plots import picture, text_at
 
 WHO = ("trainfit", "trainer")

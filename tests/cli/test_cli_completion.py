@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from trainfit.cli.completion import TASKS
+from trainfit.cli.job_words import TASKS
 from trainfit.cli.main import COMMANDS, run
 from trainfit.conf import SCHEMAS, options
 

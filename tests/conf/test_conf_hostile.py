@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from trainfit.conf import SCHEMAS, compose
 from trainfit.conf.composition import as_word, keys, parse_word
-from trainfit.conf.starting import with_file
-from trainfit.conf.yaml_files import read_yaml
+from trainfit.conf.starting import read_yaml, with_file
 from trainfit.core.errors import BadInput
 
 SCALARS = (

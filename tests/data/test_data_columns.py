@@ -8,7 +8,7 @@ import pandas as pd
 import pytest
 
 from trainfit.core.errors import BadInput
-from trainfit.data.columns import choose_columns
+from trainfit.data.columnar import choose_columns
 from trainfit.data.row_files import column_names, find_separator, read_rows
 
 KEYS = {"text": "data.text_column", "label": "data.label_column", "second": "data.second_column"}

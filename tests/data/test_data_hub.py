@@ -14,9 +14,8 @@ from trainfit.conf import TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.core import libraries
 from trainfit.core.errors import BadInput, RunFailed
-from trainfit.data import hub_datasets
-from trainfit.data.hub import PATIENCE
-from trainfit.data.hub_datasets import fetch_dataset, is_hub_name
+from trainfit.data import hub as hub_module
+from trainfit.data.hub import PATIENCE, fetch_dataset, is_hub_name
 from trainfit.data.row_files import column_names, read_rows
 from trainfit.jobs.configuration import configure
 
@@ -44,8 +43,8 @@ def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str 
 
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(datasets, "load_dataset", load)
-    monkeypatch.setattr(hub_datasets, "reach", lambda _place, _kind: True)
-    monkeypatch.setattr(hub_datasets, "_look_up", lambda _name: None)
+    monkeypatch.setattr(hub_module, "reach", lambda _place, _kind: True)
+    monkeypatch.setattr(hub_module, "_look_up", lambda _name: None)
     return asked
 
 
@@ -76,7 +75,7 @@ def test_the_hub_is_asked_again_only_where_its_files_are_gone(
     hub: list[tuple[str, str | None]], monkeypatch: pytest.MonkeyPatch
 ):
     folder = fetch_dataset("films")
-    monkeypatch.setattr(hub_datasets, "reach", unreachable)
+    monkeypatch.setattr(hub_module, "reach", unreachable)
     assert fetch_dataset("films") == folder
     next(folder.glob("train/*.arrow")).unlink()
     next(folder.glob("test/*.arrow")).resolve().unlink()

@@ -166,7 +166,7 @@ import json, sys
 from pathlib import Path
 from trainfit.data import learn_tokenizer, token_cache
 from trainfit.data.columnar import is_stream
-from trainfit.data.hub_datasets import fetch_dataset
+from trainfit.data.hub import fetch_dataset
 from trainfit.data.text_files import Columns
 from trainfit.data import columnar
 

@@ -196,8 +196,8 @@ def test_negative_ratio_samples_negatives_of_the_training_part_alone(corpus):
     tokenizer = learn_tokenizer([*corpus.texts, *corpus.criteria])
     tokens = tokenize_corpus(corpus, tokenizer, 64)
     folds = split_corpus(corpus, seed=1)
-    whole = nli_dataset(tokens, folds, 0)
-    thin = nli_dataset(tokens, folds, 0, negative_ratio=2)
+    whole = nli_dataset(tokens, folds)
+    thin = nli_dataset(tokens, folds, negative_ratio=2)
     positives = int(whole.train.labels.sum())
     assert len(whole.train) == len(folds.folds[0].train)
     assert int(thin.train.labels.sum()) == positives

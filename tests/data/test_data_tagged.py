@@ -19,7 +19,7 @@ from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 from trainfit.data.tokens import encode_words, tokenize_words
-from trainfit.jobs.text_sources import find_splits
+from trainfit.jobs.known_data import find_splits
 
 COLUMNS = Columns(text="tokens", label="tags", tagged=True)
 KIND = LabelKind(target="tags")

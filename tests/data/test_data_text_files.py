@@ -11,7 +11,7 @@ import pytest
 
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import token_cache
-from trainfit.data.columns import choose_columns
+from trainfit.data.columnar import choose_columns
 from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.row_files import column_names
 from trainfit.data.synthetic import CLASSES, make_texts

@@ -17,8 +17,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizer_folders import KINDS, WORDS, tokenizer_folder
 from trainfit.core.errors import BadInput
 from trainfit.data import load_tokenizer
-from trainfit.data.joined_pairs import join_pairs
-from trainfit.data.tokenizers import pad_id, tokenizer_hash
+from trainfit.data.tokenizers import join_pairs, pad_id, tokenizer_hash
 from trainfit.data.tokens import encode_pairs, encode_texts, tokenize_pairs
 
 TEXT = "the quiet river and a zebra zoo"

@@ -34,7 +34,7 @@ from trainfit.doctor import (
     machine_checks,
     run_checks,
 )
-from trainfit.doctor.facts import (
+from trainfit.doctor.finding import (
     DiskRates,
     GpuActivity,
     GpuProcess,

@@ -14,7 +14,7 @@ import pytest
 
 from job_tiny import be_quick
 from trainfit.cli.main import run
-from trainfit.hpo import fleet, side_by_side
+from trainfit.hpo import side_by_side, workers
 from trainfit.hpo.objective import GpuShare
 from trainfit.jobs.classification import ClassifierTask
 
@@ -29,7 +29,7 @@ def slow_loss(*arguments: Any) -> Any:
 if __name__ == "__main__":
     with pytest.MonkeyPatch.context() as patch:
         be_quick(patch)
-        patch.setattr(fleet, "COMMAND", (sys.executable, str(Path(__file__))))
+        patch.setattr(workers, "COMMAND", (sys.executable, str(Path(__file__))))
         count = int(os.environ.get("BESIDE", "1"))
         patch.setattr(side_by_side, "plan_workers", lambda *_: (count, GpuShare(share=1 / count)))
         if "PAUSE" in os.environ:

@@ -15,9 +15,9 @@ import optuna
 from optuna.trial import TrialState
 
 from trainfit.conf.search_space_files import Dimension, compose_study
-from trainfit.hpo.fleet import work
 from trainfit.hpo.storage import open_database
 from trainfit.hpo.trial_queue import FINISHED, Claim, Outcome, TrialQueue, quiet
+from trainfit.hpo.workers import work
 
 SPACE = {
     "x": Dimension(kind="uniform", low=-1.0, high=1.0),

@@ -18,10 +18,10 @@ from sqlalchemy.exc import DatabaseError
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.hpo.fleet import check_room, seats
 from trainfit.hpo.objective import GpuShare
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
+from trainfit.hpo.workers import check_room, seats
 
 HERE = Path(__file__).parent
 QUICKLY = HERE / "hpo_quickly.py"

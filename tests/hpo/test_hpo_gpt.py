@@ -10,11 +10,9 @@ from optuna.trial import TrialState
 
 from gpt_tiny import be_quick, gpt_words
 from trainfit.hpo.final import finish
-from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.run_trial import run_trial
-from trainfit.hpo.studies import open_study
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import open_study, read_setting
+from trainfit.hpo.workers import run_trial, work
 
 
 @pytest.mark.soak

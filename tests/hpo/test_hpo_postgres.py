@@ -10,7 +10,7 @@ import pytest
 from hpo_toy import finished, run_toy, toy_desk
 from test_hpo_trial_queue import check_crowd, crowd
 
-from trainfit.hpo.fleet import work
+from trainfit.hpo.workers import work
 
 
 @pytest.fixture(scope="module")

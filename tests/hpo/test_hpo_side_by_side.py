@@ -24,15 +24,15 @@ from trainfit.core.records import GpuState
 from trainfit.engine.observers import TrainRow
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
-from trainfit.hpo import run_trial as trials
 from trainfit.hpo import side_by_side
+from trainfit.hpo import workers as trials
 from trainfit.hpo.final import Best, StudyResult
-from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import GpuShare, Objective
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome
+from trainfit.hpo.workers import work
 from trainfit.jobs import job_plan, registry
 from trainfit.reports.study_sections import _headlines
 

@@ -11,11 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import trainfit.conf
-from trainfit.conf import SCHEMAS, keys
-from trainfit.conf.search_space_files import Dimension, compose_study, studies
+from trainfit.conf import SCHEMAS, keys, options
+from trainfit.conf.search_space_files import Dimension, compose_study
 from trainfit.core.errors import BadInput
 from trainfit.hpo.search_space import applies, as_words, defaults, fit_space, suggest
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 
 CONF = Path(trainfit.conf.__file__).parent
 BATCH = "training.effective_batch_size"
@@ -23,7 +23,7 @@ BATCH = "training.effective_batch_size"
 
 @pytest.mark.parametrize("task", SCHEMAS)
 def test_every_shipped_study_composes_and_searches_keys_that_exist(task: str):
-    for name in studies(task):
+    for name in options(task, "hpo"):
         found = compose_study(task, [f"hpo={name}"])
         assert set(found.hpo.space) <= set(keys(task))
         assert set(found.hpo.config) <= set(keys(task))

@@ -17,8 +17,8 @@ import pytest
 from hpo_toy import chains, finished, run_toy, running, slowly, toy_desk, value_of
 from optuna.trial import TrialState
 
-from trainfit.hpo.fleet import work
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome, TrialQueue, is_gone, quiet, this_worker
+from trainfit.hpo.workers import work
 
 TOY = Path(__file__).parent / "hpo_toy.py"
 ELSEWHERE = {"machine": "another machine", "pid": 1, "born": 0.0}

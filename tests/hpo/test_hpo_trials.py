@@ -26,12 +26,10 @@ from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.plan_records import Plan
 from trainfit.engine import loop, recovery
 from trainfit.hpo import final as ending
-from trainfit.hpo.fleet import work
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.status import status_of
-from trainfit.hpo.studies import OpenStudy, find_study, open_study
-from trainfit.hpo.study_settings import StudySettings, read_setting
+from trainfit.hpo.studies import OpenStudy, StudySettings, find_study, open_study, read_setting
+from trainfit.hpo.workers import run_trial, work
 from trainfit.jobs import frozen, nli
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.planning import planner

@@ -17,7 +17,7 @@ from trainfit.data.text_files import Columns
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.data.tokens import encode_pairs, tokenize_texts
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.registry import job_module

@@ -20,7 +20,7 @@ from job_tiny import be_quick, words
 from trainfit.core.errors import BadInput
 from trainfit.data.labels import LabelKind
 from trainfit.data.tokens import Tokens
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 from trainfit.jobs import textclass
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.configuration import configure
@@ -29,8 +29,8 @@ from trainfit.jobs.metrics import best_thresholds, label_metrics, number_metrics
 from trainfit.jobs.predict import answer
 from trainfit.jobs.scores import FoldScores, JobResult
 from trainfit.jobs.targets import OneClass, RealNumber, SeveralLabels, target_of
-from trainfit.reports.markdown import markdown
 from trainfit.reports.run_report import report
+from trainfit.reports.writers import markdown
 from trainfit.runs.run_folder import exports_of
 
 RANDOM = np.random.default_rng(0)

@@ -21,7 +21,7 @@ from trainfit.data.labelled_texts import load_text_files
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.jobs.configuration import configure
-from trainfit.jobs.text_sources import columns_of
+from trainfit.jobs.known_data import columns_of
 
 ROWS = [
     {"review": f"film {n}, seen; twice\nor more", "sentiment": ["bad", "good"][n % 2]}

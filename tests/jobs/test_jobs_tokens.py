@@ -20,7 +20,7 @@ from trainfit.conf.composition import compose, options, preset
 from trainfit.core.errors import BadInput
 from trainfit.data.conll_files import read_sentences
 from trainfit.data.synthetic import make_tagged
-from trainfit.hpo.study_settings import read_setting
+from trainfit.hpo.studies import read_setting
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.registry import job_module
 

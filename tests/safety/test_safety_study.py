@@ -12,10 +12,9 @@ from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
 from trainfit.core.errors import BadInput
 from trainfit.core.files import check_name, check_path
-from trainfit.hpo import fleet
+from trainfit.hpo import workers
 from trainfit.hpo.storage import open_database
-from trainfit.hpo.studies import find_study
-from trainfit.hpo.study_settings import STORAGE, read_setting
+from trainfit.hpo.studies import STORAGE, find_study, read_setting
 from trainfit.runs import run_folder
 
 URL = "postgresql://zeno:hiddenword@db.example/study"
@@ -35,12 +34,12 @@ def test_workers_get_the_database_by_the_environment(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     show = f"import os, sys; print(sys.argv[1:]); sys.exit(os.environ[{STORAGE!r}] != {URL!r})"
-    monkeypatch.setattr(fleet, "COMMAND", (sys.executable, "-c", show))
+    monkeypatch.setattr(workers, "COMMAND", (sys.executable, "-c", show))
     setting = read_setting(
         "nli", [f"runs_dir={tmp_path}", f"hpo.storage={URL}", "hpo.trials=3", "hpo.study=one"]
     )
-    taken = fleet.seats(1, 0, {})
-    assert fleet.run_fleet(setting, taken, lambda: None) == "done"
+    taken = workers.seats(1, 0, {})
+    assert workers.run_fleet(setting, taken, lambda: None) == "done"
     said = (tmp_path / "hpo-one" / "workers" / "worker-1.log").read_text()
     assert "'hpo', 'nli'" in said
     assert "hpo.trials=3" in said

@@ -103,7 +103,7 @@ def test_another_driver_makes_it_stale_and_says_so() -> None:
 
 def test_so_do_other_libraries_and_our_own_code(monkeypatch: pytest.MonkeyPatch) -> None:
     tuned_cache.write(question(), machine(), RESULT)
-    monkeypatch.setattr(caches, "_version", lambda name: "9.9" if name == "torch" else None)
+    monkeypatch.setattr(caches, "version_of", lambda name: "9.9" if name == "torch" else None)
     monkeypatch.setattr(caches, "sources", lambda: "other")
     with pytest.warns(TrainfitWarning, match="changed since: libraries, sources"):
         assert tuned_cache.read(question(), machine()) is None

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from trainfit.cli.completion import overrides_argument, task_argument
-from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
 from trainfit.core import codec
 
 if TYPE_CHECKING:

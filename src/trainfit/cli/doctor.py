@@ -79,13 +79,11 @@ def _finding(finding: Finding) -> RenderableType:
     from rich.table import Table
     from rich.text import Text
 
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(style="dim", no_wrap=True)
-    grid.add_column()
-    for name, text in (("evidence", finding.evidence), ("why", finding.why), ("fix", finding.mend)):
-        grid.add_row(name, Text(text))
+    from trainfit.reports import terminal
+
+    parts = (("evidence", finding.evidence), ("why", finding.why), ("fix", finding.mend))
     title = Text.assemble((finding.severity, _COLOURS[finding.severity]), ": ", finding.title)
     shown = Table.grid()
     shown.add_row(title.append(f" ({finding.id})", "dim"))
-    shown.add_row(Padding(grid, (0, 0, 1, 2)))
+    shown.add_row(Padding(terminal.named_rows(parts), (0, 0, 1, 2)))
     return shown

@@ -20,8 +20,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from trainfit.hpo.objective import Objective
-    from trainfit.hpo.studies import OpenStudy
-    from trainfit.hpo.study_settings import StudySettings
+    from trainfit.hpo.studies import OpenStudy, StudySettings
 
 _TASKS = {
     "nli": "Search the settings of an NLI job.",
@@ -90,8 +89,7 @@ def _search(
         from trainfit.cli.pages import study_page
         from trainfit.cli.train import report_on
         from trainfit.hpo.final import finish, summarise
-        from trainfit.hpo.studies import open_study
-        from trainfit.hpo.study_settings import read_setting
+        from trainfit.hpo.studies import open_study, read_setting
         from trainfit.reports import terminal
 
     setting = read_setting(task, overrides)
@@ -133,10 +131,9 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
     import os
 
     from trainfit.cli.pages import Board
-    from trainfit.hpo.fleet import check_room, run_fleet, seats, work
-    from trainfit.hpo.run_trial import run_trial
     from trainfit.hpo.side_by_side import work_side_by_side
     from trainfit.hpo.status import status_of
+    from trainfit.hpo.workers import check_room, run_fleet, run_trial, seats, work
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
@@ -162,9 +159,8 @@ def _work(
 ) -> int:
     """Be one of several workers; a helper of a worker where `used` is given."""
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.hpo.fleet import work
     from trainfit.hpo.objective import GpuShare
-    from trainfit.hpo.run_trial import run_trial
+    from trainfit.hpo.workers import run_trial, work
 
     objective.room = GpuShare(share=share, used=used or 1.0, beside=used is not None)
     ended = work(opened.desk(), partial(run_trial, opened, objective), parent=parent)
@@ -313,7 +309,7 @@ def _default_storage() -> str:
     from pathlib import Path
 
     from trainfit.core.errors import BadInput
-    from trainfit.hpo.study_settings import STORAGE, default_storage
+    from trainfit.hpo.studies import STORAGE, default_storage
 
     if not os.environ.get(STORAGE) and not Path("runs/hpo.db").is_file():
         raise BadInput(

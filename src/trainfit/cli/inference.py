@@ -169,7 +169,7 @@ def _item(text: str) -> Any:
 
 def _read(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], list[int]]:
     """Read the texts of a file by role, and the numbers of their rows."""
-    from trainfit.data.columns import choose_columns, shown_name
+    from trainfit.data.columnar import choose_columns, shown_name
     from trainfit.data.row_files import column_names
     from trainfit.data.text_files import read_filled
 

@@ -58,6 +58,7 @@ _PLACES = {
     "predict": "inference",
     "sample": "inference",
     "run": "run_script",
+    "completion": "job_words",
 }
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130

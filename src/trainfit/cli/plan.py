@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
-from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -69,8 +68,8 @@ def command(
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import check_data
     from trainfit.jobs.gpt_choice import fitted
+    from trainfit.jobs.known_data import settle_sources
     from trainfit.jobs.registry import check_job
-    from trainfit.jobs.text_sources import settle_sources
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -148,7 +147,7 @@ def _show_ways(
     from trainfit.hardware.catalogue import find
     from trainfit.planning.communication import link_rate
     from trainfit.reports import terminal
-    from trainfit.reports.cluster_page import cluster_page
+    from trainfit.reports.plan_page import cluster_page
 
     slug = profile.gpu.slug
     rate, link = link_rate(None if slug is None else find(slug), each)

@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
 from trainfit.cli.export import check_push_of, push_option, push_run
-from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 
 if TYPE_CHECKING:

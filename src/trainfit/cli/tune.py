@@ -7,9 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.completion import overrides_argument, task_argument
 from trainfit.cli.config import config_option
-from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 

@@ -150,7 +150,7 @@ def completed(task: str, written: Any) -> Any:
 
 
 def options(task: str, group: str) -> tuple[str, ...]:
-    """The names that `hardware=` or `experiment=` takes for a task."""
+    """The names that `hardware=`, `experiment=` or `hpo=` takes for a task."""
     schema_of(task)
     return tuple(sorted(path.stem for path in group_folder(task, group).glob("*.yaml")))
 
@@ -216,7 +216,7 @@ def _parse(
         try:
             written, value = _split(word)
             if written in GROUPS:
-                groups[written] = _choice(task, written, value)
+                groups[written] = choose(task, written, value)
             else:
                 assignments += parts_of(_assignment(task, written, value, word))
         except BadInput as error:
@@ -279,7 +279,8 @@ def _split(word: str) -> tuple[str, Any]:
     return override.key_or_group, override.value()
 
 
-def _choice(task: str, group: str, value: Any) -> str:
+def choose(task: str, group: str, value: Any) -> str:
+    """Return the name of a preset, or raise BadInput for an unknown one."""
     names = options(task, group)
     if str(value) not in names:
         fix = did_you_mean(str(value), names, f"the choices are {', '.join(names)}")

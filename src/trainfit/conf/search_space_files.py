@@ -16,6 +16,7 @@ from typing import Annotated, Any, Literal
 
 from trainfit.conf.composition import (
     as_word,
+    choose,
     group_folder,
     key_for,
     key_type,
@@ -133,12 +134,6 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
     return StudyWords(hpo=replace(hpo, space=space), job=(*first, *job), notes=tuple(notes))
 
 
-def studies(task: str) -> tuple[str, ...]:
-    """The names that `hpo=` takes for a task."""
-    schema_of(task)
-    return tuple(sorted(path.stem for path in group_folder(task, "hpo").glob("*.yaml")))
-
-
 def _sorted_words(
     task: str, words: Sequence[str]
 ) -> tuple[str | None, dict[str, Any], dict[str, Dimension], list[str], list[BadInput]]:
@@ -153,7 +148,7 @@ def _sorted_words(
             override = parse_word(word)
             written = override.key_or_group
             if written == "hpo":
-                chosen = _known(task, str(override.value()))
+                chosen = choose(task, "hpo", override.value())
             elif written.startswith("hpo."):
                 _set(settings, written.removeprefix("hpo."), override.value())
             elif override.is_sweep_override():
@@ -164,14 +159,6 @@ def _sorted_words(
         except BadInput as error:
             problems.append(error)
     return chosen, settings, sweeps, job, problems
-
-
-def _known(task: str, name: str) -> str:
-    names = studies(task)
-    if name not in names:
-        fix = did_you_mean(name, names, f"the choices are {', '.join(names)}")
-        raise BadInput(f"unknown hpo={name} for {task}", fix)
-    return name
 
 
 def _set(settings: dict[str, Any], name: str, value: Any) -> None:

@@ -15,13 +15,13 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 from trainfit.core import codec
 from trainfit.core.errors import RunFailed, TrainfitError, TrainfitWarning, reason
 from trainfit.core.files import write_whole
+from trainfit.core.libraries import version_of
 
 T = TypeVar("T")
 _LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel", "bitsandbytes")
@@ -32,7 +32,7 @@ _PAGES = ("cli", "reports", "doctor", "integrations", "hpo", "conf")
 
 def libraries() -> dict[str, str | None]:
     """Versions of the libraries that a cached answer depends on; None for those not installed."""
-    return {name: _version(name) for name in _LIBRARIES}
+    return {name: version_of(name) for name in _LIBRARIES}
 
 
 @cache
@@ -43,14 +43,6 @@ def sources() -> str:
         if path.suffix in _READ and path.relative_to(home).parts[0] not in _PAGES:
             digest.update(path.read_bytes())
     return digest.hexdigest()[:32]
-
-
-@cache
-def _version(name: str) -> str | None:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return None
 
 
 def read(kind: type[T], path: Path) -> T | None:

@@ -12,6 +12,7 @@ import warnings
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
+from typing import Any
 
 from trainfit.core.errors import BadInput, TrainfitWarning, brief, reason
 
@@ -55,6 +56,14 @@ def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> s
     if len(data) > most:
         raise OSError(errno.EFBIG, f"over {most >> 20} MiB", str(path))
     return data.decode(errors=errors)
+
+
+def read_own_yaml(path: Path) -> Any:
+    """Read a YAML file of the package itself."""
+    import yaml
+
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
+    return yaml.load(path.read_text(encoding="utf-8"), loader)
 
 
 def is_file(path: Path) -> bool:

@@ -56,6 +56,15 @@ def need(what: str, *modules: str) -> None:
             raise missing(what, module)
 
 
+@cache
+def version_of(name: str) -> str | None:
+    """Version of an installed distribution; None where it is not installed."""
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def missing(what: str, module: str) -> BadInput:
     """Word the error for a library that is not installed."""
     return BadInput(f"{what} needs {module}", f"pip install {PIP_NAMES.get(module, module)}")
@@ -104,20 +113,13 @@ def _roc_curve(*args: Any, **options: Any) -> Any:
 def warn_of_newer() -> None:
     """Warn, once in a process, of libraries that are newer than any that was tested."""
     for name, tested in NEWEST_TESTED.items():
-        if (found := _version(name)) is not None and _minor(found) > _minor(tested):
+        if (found := version_of(name)) is not None and _minor(found) > _minor(tested):
             warnings.warn(
                 f"{name} {found} is newer than any that trainfit was tested with ({tested}); "
                 f"if something is odd, pip install '{name}=={tested}.*'",
                 TrainfitWarning,
                 stacklevel=3,
             )
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _minor(version: str) -> tuple[int, ...]:

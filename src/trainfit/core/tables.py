@@ -8,6 +8,8 @@ from typing import Any
 
 _MOST = 8
 """Items of a list that are shown: a data set may have thousands of lengths."""
+_WIDTH = 100
+"""Longest line of a table in a terminal."""
 _LEFT = ' style="text-align:left"'
 
 
@@ -47,8 +49,8 @@ def _scalar(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def text_table(rows: Sequence[Sequence[str]], width: int = 100) -> str:
+def text_table(rows: Sequence[Sequence[str]]) -> str:
     """Format rows as aligned columns, each line cut at the width."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
-    return "\n".join(line if len(line) <= width else f"{line[: width - 1]}…" for line in lines)
+    return "\n".join(line if len(line) <= _WIDTH else f"{line[: _WIDTH - 1]}…" for line in lines)

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.core.errors import BadInput
-from trainfit.data.columnar import Rows
-from trainfit.data.columns import AUTO, NAMES, choose_columns, shown_columns
+from trainfit.data.columnar import AUTO, NAMES, Rows, choose_columns, shown_columns
 from trainfit.data.labels import check_characters
 from trainfit.data.row_files import (
     KINDS,

@@ -55,14 +55,7 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
     """List the files named, and all text files in the folders named, without hidden ones."""
     found: dict[Path, None] = {}
     for given in inputs:
-        try:
-            given.stat()
-            found |= dict.fromkeys(_inside(given) if given.is_dir() else [_named(given)])
-        except FileNotFoundError:
-            raise BadInput(f"no file or folder {given}", "check --input") from None
-        except OSError as error:
-            named = f"{str(error.filename or given)!r:.200}"
-            raise BadInput(f"cannot read {named} ({reason(error)})", "check --input") from None
+        found |= dict.fromkeys(_listed(given, "check --input"))
     if not found:
         named = ", ".join(map(str, inputs))
         raise BadInput(f"there is no text file in {named}", "give files or folders with text")
@@ -72,20 +65,25 @@ def find_files(inputs: Sequence[Path]) -> list[Path]:
 def find_texts(given: Path) -> list[Path]:
     """List the text file that is named as data, or the text files of a folder; one has a text."""
     fix = "give a text file, a folder of .txt files, or one that `trainfit prepare gpt` wrote"
-    try:
-        given.stat()
-        inside = given.is_dir()
-        files = list(_inside(given, _TEXTS)) if inside else [_named(given, fix)]
-    except FileNotFoundError:
-        raise BadInput(f"no file or folder {given}", fix) from None
-    except OSError as error:
-        raise BadInput(f"cannot read {str(given)!r:.200} ({reason(error)})", fix) from None
+    files = _listed(given, fix, _TEXTS)
     if not files:
         raise BadInput(f"there are no token files and no texts in {given}", fix)
     if not any(map(_has_text, files)):
-        what = f"the files of {given} are empty" if inside else f"{given} is empty"
+        what = f"the files of {given} are empty" if given.is_dir() else f"{given} is empty"
         raise BadInput(what, "give a text to learn from")
     return files
+
+
+def _listed(given: Path, fix: str, suffixes: Sequence[str] = ("",)) -> list[Path]:
+    """List a file, or the text files of a folder with one of these endings."""
+    try:
+        given.stat()
+        return list(_inside(given, suffixes)) if given.is_dir() else [_named(given, fix)]
+    except FileNotFoundError:
+        raise BadInput(f"no file or folder {given}", fix) from None
+    except OSError as error:
+        named = f"{str(error.filename or given)!r:.200}"
+        raise BadInput(f"cannot read {named} ({reason(error)})", fix) from None
 
 
 def _has_text(path: Path) -> bool:
@@ -94,14 +92,14 @@ def _has_text(path: Path) -> bool:
     return any(block.strip() for block in _blocks(path))
 
 
-def _named(path: Path, fix: str = "check --input") -> Path:
+def _named(path: Path, fix: str) -> Path:
     """Check that a file that was named itself exists and is text."""
     if not _is_text(check_regular(path, fix)):
         raise BadInput(f"{path} is binary, or not UTF-8: it has NUL bytes", "save it as UTF-8 text")
     return path
 
 
-def _inside(folder: Path, suffixes: Sequence[str] = ("",)) -> Iterator[Path]:
+def _inside(folder: Path, suffixes: Sequence[str]) -> Iterator[Path]:
     for path in sorted(folder.rglob("*")):
         hidden = any(part.startswith(".") for part in path.relative_to(folder).parts)
         named = path.name.lower().endswith(tuple(suffixes))

@@ -219,15 +219,10 @@ def tokenize_corpus(corpus: Corpus, tokenizer: Tokenizer, max_length: int) -> To
 
 
 def nli_dataset(
-    tokens: Tokens,
-    folds: Folds,
-    fold: int,
-    *,
-    negative_ratio: float | None = None,
-    seed: int = 0,
+    tokens: Tokens, folds: Folds, *, negative_ratio: float | None = None, seed: int = 0
 ) -> Dataset:
-    """Make the dataset of one fold; `negative_ratio` drops negatives of the training part."""
-    chosen: Fold = folds.folds[fold]
+    """Make the dataset of the first fold; `negative_ratio` drops negatives of its training part."""
+    chosen: Fold = folds.folds[0]
     kept = sample_negatives(tokens.labels, chosen.train, negative_ratio, seed)
     parts = {"train": kept, "validation": chosen.validation, "test": folds.test}
     for name, part in parts.items():
@@ -298,7 +293,7 @@ def load_redsm5_nli(
         corpus, test_share=test_share, validation_share=validation_share, seed=seed
     )
     tokens = tokenize_corpus(corpus, tokenizer, max_length)
-    data = nli_dataset(tokens, folds, 0, negative_ratio=negative_ratio, seed=seed)
+    data = nli_dataset(tokens, folds, negative_ratio=negative_ratio, seed=seed)
     filler = pad_id(tokenizer)
 
     def padded(part: Tokens) -> TorchDataset[Any]:

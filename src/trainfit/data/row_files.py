@@ -12,12 +12,12 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trainfit.conf.composition import flatten
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular, open_regular
 from trainfit.data import columnar
-from trainfit.data.columnar import Rows
-from trainfit.data.columns import shown_columns
+from trainfit.data.columnar import Rows, shown_columns
 
 LONGEST_LINE = 64 << 20
 """Most characters of a line or a text; no book has as many."""
@@ -228,23 +228,14 @@ def _listed_objects(path: Path, text: str) -> Rows:
     rows = _parsed(text, str(path)) if text.strip() else []
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{path} is not a list of JSON objects", "write one object per row")
-    yield from ((number, dict(_flat(row))) for number, row in enumerate(rows, 1))
+    yield from ((number, dict(flatten(row))) for number, row in enumerate(rows, 1))
 
 
 def _object(line: str, place: str) -> dict[str, Any]:
     row = _parsed(line, place)
     if not isinstance(row, dict):
         raise BadInput(f"{place} is not a JSON object", "write one object per line")
-    return dict(_flat(row))
-
-
-def _flat(row: dict[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values of an object; those of an object inside it by names such as data.text."""
-    for name, value in row.items():
-        if isinstance(value, dict):
-            yield from _flat(value, f"{above}{name}.")
-        else:
-            yield above + name, value
+    return dict(flatten(row))  # names such as data.text, of an object inside
 
 
 def _parsed(text: str, place: str) -> Any:

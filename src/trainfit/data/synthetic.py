@@ -287,17 +287,10 @@ def make_pairs(scale: Scale = "small", seed: int = 0, target: Target = "single")
         [_tell(row, _PAIR_WORDS[scale], random) for row in side] for side in (first, second)
     )
     both = first * second
-    if target == "single":
-        return Texts(
-            texts=texts,
-            seconds=seconds,
-            labels=both.any(1).astype(np.int64),
-            classes=("different", "same"),
-        )
-    if target == "regression":
-        number = both @ np.array(_AMOUNTS)
-        return Texts(texts=texts, seconds=seconds, labels=number, classes=(VALUE,))
-    return Texts(texts=texts, seconds=seconds, labels=both, classes=_CUES)
+    if target != "single":
+        return _rated(both, target, texts, seconds)
+    same = both.any(1).astype(np.int64)
+    return Texts(texts=texts, seconds=seconds, labels=same, classes=("different", "same"))
 
 
 def make_tagged(scale: Scale = "small", seed: int = 0) -> tuple[list[list[str]], list[list[str]]]:
@@ -337,10 +330,17 @@ def _tell(there: NDArray[np.uint8], words: tuple[int, int], random: np.random.Ge
 
 def _make_rated(scale: Scale, random: np.random.Generator, target: Target) -> Texts:
     labels = (random.random((_COUNT[scale], len(_CUES))) < _RATED).astype(np.uint8)
-    texts = [_tell(row, _TEXT_WORDS[scale], random) for row in labels]
+    return _rated(labels, target, [_tell(row, _TEXT_WORDS[scale], random) for row in labels])
+
+
+def _rated(
+    told: NDArray[np.uint8], target: Target, texts: list[str], seconds: list[str] | None = None
+) -> Texts:
+    """Label texts by the cues that are told: several labels, or the sum of their amounts."""
     if target == "regression":
-        return Texts(texts=texts, labels=labels @ np.array(_AMOUNTS), classes=(VALUE,))
-    return Texts(texts=texts, labels=labels, classes=_CUES)
+        amounts = told @ np.array(_AMOUNTS)
+        return Texts(texts=texts, seconds=seconds, labels=amounts, classes=(VALUE,))
+    return Texts(texts=texts, seconds=seconds, labels=told, classes=_CUES)
 
 
 def _text(words: tuple[int, int], flagged: bool, random: np.random.Generator) -> str:

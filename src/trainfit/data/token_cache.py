@@ -12,6 +12,7 @@ import json
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -206,18 +207,12 @@ def _write(
     labels: dict[str, int] = {}
     sequences = tokens = words = 0
     cut = np.zeros(2, dtype=np.int64)
-    with (
-        (building / "tokens").open("wb") as ids,
-        (building / "lengths").open("wb") as lengths,
-        (building / "labels").open("wb") as classes,
-        (building / "groups").open("wb") as groups,
-        (building / "types").open("wb") as kinds,
-        (building / "rows").open("wb") as numbers,
-    ):
+    with ExitStack() as stack:
+        files = {name: stack.enter_context((building / name).open("wb")) for name in _FILES}
         for chunk, (flat, sizes, types, places) in encoded:
-            ids.write(flat.tobytes())
-            kinds.write(types.tobytes())
-            lengths.write(sizes.tobytes())
+            files["tokens"].write(flat.tobytes())
+            files["types"].write(types.tobytes())
+            files["lengths"].write(sizes.tobytes())
             if chunk.words:
                 rows, lost = _tag_rows(chunk.labels, labels, sizes, places)
                 words += sum(map(len, chunk.words))
@@ -229,15 +224,15 @@ def _write(
                     f"{source} has more than {_MOST_CLASSES:,} different labels",
                     "name the right column (data.label_column)",
                 )
-            classes.write(rows.tobytes())
-            numbers.write(np.array(chunk.numbers, dtype=np.int64).tobytes())
+            files["labels"].write(rows.tobytes())
+            files["rows"].write(np.array(chunk.numbers, dtype=np.int64).tobytes())
             for name in chunk.groups:  # a hash of its name, so that no table of groups is needed
-                groups.write(hashlib.blake2b(name.encode(), digest_size=8).digest())
+                files["groups"].write(hashlib.blake2b(name.encode(), digest_size=8).digest())
             sequences += sizes.size
             tokens += flat.size
             if progress is not None:
                 progress(sequences)
-        for file in (ids, lengths, classes, groups, kinds, numbers):
+        for file in files.values():
             file.flush()
             os.fsync(file.fileno())
     return _Meta(

@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.core.errors import BadInput
-from trainfit.data.joined_pairs import join_pairs
+from trainfit.data.tokenizers import join_pairs
 
 if TYPE_CHECKING:
     from trainfit.data.tokenizers import Tokenizer

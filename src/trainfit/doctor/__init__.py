@@ -12,8 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from trainfit.doctor.facts import MachineFacts, gather
-from trainfit.doctor.finding import Finding, is_healthy
+from trainfit.doctor.finding import Finding, MachineFacts, gather, is_healthy
 from trainfit.doctor.machine_checks import examine
 from trainfit.doctor.run_checks import examine_run
 from trainfit.doctor.signs import diagnose_text, read_log

@@ -10,8 +10,17 @@ import re
 from collections.abc import Iterator
 from statistics import mean
 
-from trainfit.doctor.facts import MachineFacts
-from trainfit.doctor.finding import BUSY, IDLE, Check, Finding, Seen, checks, tables, worst_first
+from trainfit.doctor.finding import (
+    BUSY,
+    IDLE,
+    Check,
+    Finding,
+    MachineFacts,
+    Seen,
+    checks,
+    tables,
+    worst_first,
+)
 from trainfit.hardware.detection import MEMORY_IN_USE
 from trainfit.hardware.nvml import parse_capability
 

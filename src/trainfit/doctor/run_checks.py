@@ -5,11 +5,10 @@ Each function looks for the fault of signs.yaml that has its name.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import numpy as np
 
@@ -92,10 +91,6 @@ class RunFacts:
         """Events of one kind."""
         return [event for event in self.part.events if event.kind == kind]
 
-    def rows_of(self, kind: str) -> list[Mapping[str, Any]]:
-        """Events of one kind with their figures."""
-        return [row for row in self.part.event_rows if row.get("kind") == kind]
-
 
 def run_failed(run: RunFacts) -> Iterator[Seen]:
     """The last event, which has the reason."""
@@ -105,7 +100,7 @@ def run_failed(run: RunFacts) -> Iterator[Seen]:
 
 def run_out_of_memory(run: RunFacts) -> Iterator[Seen]:
     """Events of running out of memory, and the finest cut that was used."""
-    events = run.rows_of("oom")
+    events = [row for row in run.part.event_rows if row.get("kind") == "oom"]
     if not events:
         return
     cuts = [event["micro_batches"] for event in events if "micro_batches" in event]

@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from trainfit.core.files import read_own_yaml
 from trainfit.core.records import Note, TorchBuild
 from trainfit.hardware.nvml import NvmlGpu, NvmlReport, cuda_wheel, parse_capability
 from trainfit.hardware.torch_probe import TorchReport
@@ -94,11 +95,7 @@ def _by_uuid(entry: str, uuids: Sequence[Sequence[str]] | None) -> str:
 
 @cache
 def _notes() -> dict[str, dict[str, str]]:
-    import yaml
-
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where it is built
-    text = Path(__file__).with_name("notes.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, str]] = yaml.load(text, loader)
+    found: dict[str, dict[str, str]] = read_own_yaml(Path(__file__).with_name("notes.yaml"))
     return found
 
 

@@ -1,9 +1,9 @@
 """Hyperparameter search: trials over folds under one memory plan, by one worker or many.
 
 The only package that imports Optuna. A study lives in a database (storage.py). A worker claims a
-trial (trial_queue.py), trains its folds (run_trial.py) and records how it ended; a worker that dies
-leaves the trial to the next. The way through a command: study_settings.py, studies.py,
-side_by_side.py or fleet.py, final.py.
+trial (trial_queue.py), trains its folds (workers.py) and records how it ended; a worker that dies
+leaves the trial to the next. The way through a command: studies.py, workers.py or side_by_side.py,
+final.py.
 """
 
 import sys

@@ -27,8 +27,7 @@ from trainfit.hpo.objective import Objective
 from trainfit.hpo.search_space import as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
 from trainfit.hpo.status import best_of, figures_of, status_of, write_figures
-from trainfit.hpo.studies import OpenStudy
-from trainfit.hpo.study_settings import configure
+from trainfit.hpo.studies import OpenStudy, configure
 from trainfit.hpo.trial_queue import REASON, beating, is_gone, this_worker
 
 _FINAL, _CLAIM = "final", "final_claim"
@@ -61,11 +60,9 @@ class StudyResult(Record):
 
 def search(task: str | type, *words: str) -> StudyResult:
     """Run the trials of a study in this process, and train its final model."""
-    from trainfit.hpo.fleet import work
-    from trainfit.hpo.run_trial import run_trial
     from trainfit.hpo.storage import using_database
-    from trainfit.hpo.studies import open_study
-    from trainfit.hpo.study_settings import read_setting
+    from trainfit.hpo.studies import open_study, read_setting
+    from trainfit.hpo.workers import run_trial, work
     from trainfit.jobs.registry import check_job, name_of
 
     begun, name = time.perf_counter(), name_of(task)

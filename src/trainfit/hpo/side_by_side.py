@@ -23,12 +23,11 @@ from trainfit.core import codec
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, HardwareProfile, Record
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.hpo.fleet import Seat, Tell, start_worker, stop_workers, work
 from trainfit.hpo.objective import WORKERS, GpuShare, Objective
-from trainfit.hpo.run_trial import run_trial
 from trainfit.hpo.search_space import BATCH
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.trial_queue import FINISHED, WORKER, Claim, Outcome
+from trainfit.hpo.workers import Seat, Tell, run_trial, start_worker, stop_workers, work
 
 SIDE_BY_SIDE = "side_by_side"
 """Name of the study's attribute with a `SideBySide`."""

@@ -1,8 +1,12 @@
-"""Database of a study, and the lock under which trials are handed out.
+"""Database of a study, or a journal in a shared folder, and the lock for handing out trials.
 
 Optuna's storage makes single changes atomic, but handing out a trial takes several. They are made
 under a lock that a dying process releases: a file lock beside SQLite and a journal, an advisory
 lock in PostgreSQL.
+
+The journal's locks are the kernel's, which end with their process, here and over NFS; Optuna's own
+lock files outlive a killed worker. Its heartbeats are times of files, given by the server of the
+folder, so that clocks of machines need not agree.
 """
 
 from __future__ import annotations
@@ -11,15 +15,16 @@ import hashlib
 import time
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import optuna
-from filelock import Timeout
+from filelock import FileLock, Timeout
 from optuna import Study
 from optuna.storages import JournalStorage, RDBStorage
+from optuna.storages.journal import JournalFileBackend
 from sqlalchemy import text
 from sqlalchemy.engine import URL, make_url
 from sqlalchemy.exc import (
@@ -31,7 +36,6 @@ from sqlalchemy.exc import (
 )
 
 from trainfit.core.errors import MALFORMED, BadInput, RunFailed, reason, redact_word
-from trainfit.hpo.journal_file import KIND, Beats, journal_path, kernel_lock, open_journal
 
 _KINDS = ("sqlite", "postgresql")
 _PATIENCE = 120
@@ -229,3 +233,96 @@ def _options(url: URL) -> dict[str, Any]:
         return {"connect_args": {"timeout": 60}}  # the others' writes take turns
     # A trial may take longer than a connection lives.
     return {"pool_pre_ping": True, "connect_args": {"connect_timeout": 10}}
+
+
+KIND = "journal"
+_ENDINGS = (".journal", ".log")
+
+
+def journal_path(word: str) -> Path | None:
+    """Path of a journal that a word names: journal:PATH, or a path by its ending."""
+    if word.startswith(f"{KIND}:"):
+        path = word.removeprefix(f"{KIND}:").removeprefix("//")
+        return Path(path).expanduser().absolute() if path.strip("/") else None
+    return Path(word).expanduser().absolute() if word.endswith(_ENDINGS) else None
+
+
+def open_journal(path: Path) -> JournalStorage:
+    """Open a journal, or make an empty one; OSError where it cannot be written."""
+    with path.open("ab"):
+        pass
+    return JournalStorage(JournalFileBackend(str(path), lock_obj=cast(Any, _AppendLock(path))))
+
+
+@contextmanager
+def kernel_lock(path: Path, seconds: float) -> Iterator[None]:
+    """Hold the lock of a file; filelock's Timeout after so many seconds."""
+    lock = FileLock(path, timeout=seconds)
+    try:
+        lock.acquire()
+    except NotImplementedError:
+        raise BadInput(
+            f"the file system of {path.parent} has no locks",
+            "give another folder, or a database (hpo.storage)",
+        ) from None
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+class _AppendLock:
+    """Lock under which lines are appended; the torn line of a killed process is removed first."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._lock = FileLock(f"{path}.append.lock")
+
+    def acquire(self) -> bool:
+        self._lock.acquire()
+        _remove_torn_line(self._path)
+        return True
+
+    def release(self) -> None:
+        self._lock.release()
+
+
+def _remove_torn_line(path: Path) -> None:
+    with path.open("rb+") as file:
+        end = file.seek(0, 2)
+        if not end:
+            return
+        file.seek(end - 1)
+        if file.read(1) != b"\n":
+            file.seek(0)
+            file.truncate(file.read().rfind(b"\n") + 1)
+
+
+class Beats:
+    """Heartbeats of trials: files beside the journal, whose times the file system keeps."""
+
+    def __init__(self, journal: Path) -> None:
+        self._folder = journal.with_name(f"{journal.name}.beats")
+
+    def beat(self, trial: int) -> None:
+        """Record that a trial runs."""
+        self._touch(str(trial))
+
+    def end(self, trial: int) -> None:
+        """Forget a trial that has ended."""
+        with suppress(OSError):
+            (self._folder / str(trial)).unlink()
+
+    def silent(self, trial: int, grace: float) -> bool:
+        """Tell if a trial has a heartbeat, and the last one is older than `grace` seconds."""
+        try:
+            last = (self._folder / str(trial)).stat().st_mtime
+        except FileNotFoundError:
+            return False
+        return self._touch("now") - last > grace
+
+    def _touch(self, name: str) -> float:
+        path = self._folder / name
+        self._folder.mkdir(exist_ok=True)
+        path.write_bytes(b".")  # a write has the server's time, where touch may have ours
+        return path.stat().st_mtime

@@ -39,7 +39,7 @@ from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
-from trainfit.jobs.standard_export import save_adapter, write_standard
+from trainfit.jobs.standard_export import part_of, plain_tensors, save_adapter, write_standard
 from trainfit.kernels.quantized_linear import widened_state
 
 if TYPE_CHECKING:
@@ -88,12 +88,7 @@ def _write_parts(
     base: Path | None,
 ) -> None:
     """Write the encoder and the head apart."""
-    encoder = {n.removeprefix("encoder."): t for n, t in state.items() if n.startswith("encoder.")}
-    head = {
-        name: tensor.detach().cpu().contiguous()
-        for name, tensor in state.items()
-        if not name.startswith("encoder.")
-    }
+    head = plain_tensors({n: t for n, t in state.items() if not n.startswith("encoder.")})
     settings = model.settings
     known = {
         "format": "trainfit classifier 1",
@@ -102,7 +97,7 @@ def _write_parts(
         "dtype": settings.dtype if settings.method != "full" else "float32",
         **facts,
     }
-    _write_encoder(folder, model.encoder, encoder, base)
+    _write_encoder(folder, model.encoder, part_of(state, "encoder."), base)
     safetensors.torch.save_file(head, folder / "head.safetensors")
     write_whole(folder / "head.json", json.dumps(known, indent=2) + "\n")
 

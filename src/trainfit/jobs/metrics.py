@@ -173,11 +173,10 @@ def by_group(
     scores: Floats,
     groups: IntArray,
     names: Sequence[str],
-    threshold: float = 0.5,
 ) -> dict[str, Metrics]:
     """Metrics of each group, such as a criterion, that has items."""
     return {
-        name: binary_metrics(labels[groups == number], scores[groups == number], threshold)
+        name: binary_metrics(labels[groups == number], scores[groups == number])
         for number, name in enumerate(names)
         if (groups == number).any()
     }

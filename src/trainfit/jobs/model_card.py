@@ -74,48 +74,20 @@ def fold_card(
     plan: Plan,
     profile: HardwareProfile,
 ) -> str:
-    """Return the card of the model of a fold, or of the only one."""
+    """Return the card of the model of a fold, or of the only one, as Markdown."""
     config: Any = composed.config
-    how = model.settings
+    how, data = model.settings, dataset.metadata
     trained = {name: getattr(config.training, name) for name in _TRAINING}
+    rounded = {} if how.quantization == "none" else {"quantization": how.quantization}
+    settings = {"method": how.method, **rounded, "pooling": how.pooling} | trained
+    settings["seed"] = config.seed
+    base = None if chosen.weights == "random" else hub_name(config.model.name)
     code = code_for(
         facts,
         standard=isinstance(model.head, OwnHead),
         how=codec.encode(how),
         separated=separates(chosen.tokenizer),
     )
-    return model_card(
-        task=composed.task,
-        base=None if chosen.weights == "random" else hub_name(config.model.name),
-        facts=facts,
-        data=dataset.metadata,
-        judged=judged,
-        settings={
-            "method": how.method,
-            **({} if how.quantization == "none" else {"quantization": how.quantization}),
-            "pooling": how.pooling,
-            "seed": config.seed,
-            **trained,
-        },
-        plan=plan,
-        profile=profile,
-        code=code,
-    )
-
-
-def model_card(
-    *,
-    task: str,
-    base: str | None,
-    facts: Mapping[str, Any],
-    data: Mapping[str, Any],
-    judged: FoldScores,
-    settings: Mapping[str, Any],
-    plan: Plan,
-    profile: HardwareProfile,
-    code: str,
-) -> str:
-    """Return the card as Markdown; `data` is a dataset's metadata, `base` a name on the hub."""
     kind = "token" if facts.get("problem_type") == "token_classification" else "text"
     known = {"library_name": "transformers", "pipeline_tag": f"{kind}-classification"}
     known |= {} if base is None else {"base_model": base}
@@ -124,7 +96,7 @@ def model_card(
     counts = [(part, data[part]) for part in _PARTS if part in data]
     parts = [
         f"---\n{head}\ntags: [trainfit]\n---\n",
-        f"# {task}\n\nTrained{started} by trainfit {codec.own_version()}.\n",
+        f"# {composed.task}\n\nTrained{started} by trainfit {codec.own_version()}.\n",
         f"## Use\n\nFrom this folder:\n\n```python\n{code}```\n",
         f"## Data\n\n{_table(*_data(counts, facts))}",
         f"## Scores\n\nOn {judged.overall.count:,} held-out items.\n\n{_table(*_scores(judged))}",
@@ -169,14 +141,14 @@ def code_for(
     return f"import peft\n{code}" if how["method"] in ("lora", "dora") else code
 
 
-def intervals(confusion: Sequence[Sequence[int]], seed: int = 0) -> dict[str, tuple[float, float]]:
+def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
     """Bootstrap the accuracy and the F1, 95%, by drawing the table of counts anew.
 
     F1 is that of the second of two classes, or the mean over more, as in the scores.
     """
     table = np.asarray(confusion, dtype=np.float64)
     total, classes = table.sum(), len(table)
-    draws = np.random.default_rng(seed).multinomial(int(total), table.ravel() / total, _DRAWS)
+    draws = np.random.default_rng(0).multinomial(int(total), table.ravel() / total, _DRAWS)
     drawn = draws.reshape(_DRAWS, classes, classes)
     right = np.einsum("dkk->dk", drawn)
     f1 = 2 * right / np.maximum(drawn.sum(1) + drawn.sum(2), 1)

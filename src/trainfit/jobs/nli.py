@@ -62,9 +62,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     )
     tokens = tokenize_corpus(corpus, chosen.tokenizer, config.data.max_length)
     ratio = config.data.negative_ratio
-    datasets = [
-        nli_dataset(tokens, part, 0, negative_ratio=ratio, seed=config.seed) for part in parts
-    ]
+    datasets = [nli_dataset(tokens, part, negative_ratio=ratio, seed=config.seed) for part in parts]
 
     codes = [criterion.code for criterion in CRITERIA]
     return PreparedEncoder(

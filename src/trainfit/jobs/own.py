@@ -23,7 +23,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, Workload
-from trainfit.core.records import Event, HardwareProfile, Record, Scalar
+from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
@@ -119,9 +119,7 @@ class PreparedJob:
         """Derive what the planner is asked."""
         config, job = self.config, self.job
         pins = job_plan.configured_pins(self.composed)
-        fixed: dict[str, Scalar] = {"gradient_checkpointing": "none"}
-        for name, value in fixed.items():
-            pins.setdefault(name, Pin(value=value, origin="the job"))
+        pins.setdefault("gradient_checkpointing", Pin(value="none", origin="the job"))
         if config.optimization.compile == "auto":
             pins["compile"] = Pin(value=False, origin="the job")
         if job.indivisible:
@@ -237,20 +235,16 @@ class PreparedJob:
             )
         }
         if type(self.job).optimizer is not Job.optimizer:
-            extras["make_optimizer"] = self._make_optimizer()
+            extras["make_optimizer"] = self._optimizer
         return extras
 
-    def _make_optimizer(self) -> Callable[[nn.Module], torch.optim.Optimizer]:
-
-        def make(model: nn.Module) -> torch.optim.Optimizer:
-            found = self.job.optimizer(model)
-            if not isinstance(found, torch.optim.Optimizer):
-                raise BadInput(
-                    f"{type(self.job).__name__}.optimizer gives {found}", "give an optimizer"
-                )
-            return found
-
-        return make
+    def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
+        found = self.job.optimizer(model)
+        if not isinstance(found, torch.optim.Optimizer):
+            raise BadInput(
+                f"{type(self.job).__name__}.optimizer gives {found}", "give an optimizer"
+            )
+        return found
 
     def judge(self, run: Run, resume: bool) -> OwnResult:
         """Train, score the best weights on the test data and export them."""

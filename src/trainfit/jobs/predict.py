@@ -229,32 +229,39 @@ def predict_texts(
     *,
     seconds: Sequence[str] | None = None,
     device: str = "cpu",
-    precision: Precision = "fp32",
 ) -> tuple[Outputs, dict[str, Any]]:
     """Return the mean outputs over the exports for each text, and the exports' facts.
 
     `criteria` are the criteria's texts that the texts are paired with, `seconds` the second texts
     of pairs.
     """
+    found, facts, _ = _mean(
+        folders, device, lambda exported: _tokenize(exported, texts, criteria, seconds)
+    )
+    return found, facts
+
+
+def _mean(
+    folders: Sequence[Path], device: str, tokenize: Callable[[Exported], Tokens]
+) -> tuple[Outputs, dict[str, Any], Tokens]:
+    """Mean outputs over the exports, the facts of the last with mean thresholds, and its tokens."""
     total: Outputs | None = None
-    facts: dict[str, Any] = {}
     thresholds = []
     for folder in folders:
         exported = load_export(folder, device)
-        facts = exported.facts
-        tokens = _tokenize(exported, texts, criteria, seconds)
+        facts, tokens = exported.facts, tokenize(exported)
         found, _ = predict_within(
             exported.model,
             tokens,
             facts["eval_batch_size"],
             pad_id=facts["pad_id"],
-            precision=precision,
             target=target_of(facts),
         )
         total = found if total is None else total + found
         thresholds.append(facts.get("thresholds", ()))
     assert total is not None
-    return total / len(folders), facts | {"thresholds": np.mean(thresholds, axis=0).tolist()}
+    mean = np.mean(thresholds, axis=0).tolist()
+    return total / len(folders), facts | {"thresholds": mean}, tokens
 
 
 def answer(
@@ -290,22 +297,16 @@ def answer_words(folders: Sequence[Path], rows: Sequence[Sequence[str]]) -> list
     if not rows:
         raise BadInput("there is no word to tag", "give a file with a sentence per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    total: Outputs | None = None
-    for folder in folders:
-        exported = load_export(folder, device)
-        facts, places = exported.facts, [np.arange(len(row)) for row in rows]
-        # The place of a word stands for its tag: it tells which words have an output.
-        tokens = tokenize_words(exported.tokenizer, rows, places, max_length=facts["max_length"])
-        found, _ = predict_within(
-            exported.model,
-            tokens,
-            facts["eval_batch_size"],
-            pad_id=facts["pad_id"],
-            target=target_of(facts),
-        )
-        total = found if total is None else total + found
-    assert total is not None
-    names, chances = facts["classes"], total / len(folders)
+    # The place of a word stands for its tag: it tells which words have an output.
+    places = [np.arange(len(row)) for row in rows]
+    chances, facts, tokens = _mean(
+        folders,
+        device,
+        lambda exported: tokenize_words(
+            exported.tokenizer, rows, places, max_length=exported.facts["max_length"]
+        ),
+    )
+    names = facts["classes"]
     there = {(row, word): at for at, (row, word) in enumerate(tokens.truth.tolist())}
     if lost := sum(map(len, rows)) - len(there):
         what = f"{lost:,} words have no tag: they are beyond the {facts['max_length']} tokens of"

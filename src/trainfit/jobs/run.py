@@ -325,25 +325,17 @@ def opened(
 
 
 def make_plan(
-    prepared: Prepared,
-    profile: HardwareProfile,
-    ranks: int = 1,
-    memory_gib: float | None = None,
-    machines: int = 1,
+    prepared: Prepared, profile: HardwareProfile, ranks: int = 1, machines: int = 1
 ) -> Plan:
-    """Return the plan of a job, with the tuned settings where it was tuned before.
-
-    `memory_gib` bounds what it may take of a GPU: workers of a study share one, and what was tuned
-    for a whole GPU is not theirs.
-    """
+    """Return the plan of a job, with the tuned settings where it was tuned before."""
     job = prepared.tuned_job(profile, ranks)
-    how: Any = {"ranks": ranks, "machines": machines, "here": True}
-    plan = job_plan.answer(job.composed, job.question, profile, memory_gib=memory_gib, **how)
+    plan = job_plan.answer(
+        job.composed, job.question, profile, ranks=ranks, machines=machines, here=True
+    )
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
-    if memory_gib is None:
-        plan = tuned_plans.with_tuned(job, plan)
+    plan = tuned_plans.with_tuned(job, plan)
     return job_times.with_job_time(plan, job.question, profile, job.load)
 
 

@@ -40,14 +40,16 @@ def write_standard(
 ) -> None:
     """Write a classifier with its own head, with the weights in `state`, into a new folder."""
     head = cast("OwnHead", model.head)
-    inside = _part(state, "encoder.")
-    of_head = {name: tensor.float() for name, tensor in _part(state, "head.model.").items()}
+    inside = part_of(state, "encoder.")
+    of_head = {name: tensor.float() for name, tensor in part_of(state, "head.model.").items()}
     if model.settings.method in ("lora", "dora"):
         _write_adapter(folder / "adapter", model, inside, of_head)
         inside = _merged(model, inside)
     whole = {f"{head.prefix}.{name}": tensor for name, tensor in inside.items()} | of_head
     _write_config(folder, model, facts)
-    safetensors.torch.save_file(_plain(whole), folder / "model.safetensors", {"format": "pt"})
+    safetensors.torch.save_file(
+        plain_tensors(whole), folder / "model.safetensors", {"format": "pt"}
+    )
     write_whole(folder / FACTS, json.dumps({"format": FORMAT, **facts}, indent=2) + "\n")
 
 
@@ -86,11 +88,13 @@ def hub_name(name: str) -> str | None:
         return name
 
 
-def _part(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+def part_of(state: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Return the weights whose names begin with `prefix`, without it."""
     return {n.removeprefix(prefix): t for n, t in state.items() if n.startswith(prefix)}
 
 
-def _plain(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def plain_tensors(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the weights as safetensors takes them."""
     return {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
 
 
@@ -159,7 +163,7 @@ def save_adapter(
     whole = {f"base_model.model.{name}": tensor for name, tensor in named.items()}
     folder.mkdir()
     safetensors.torch.save_file(
-        _plain(whole), folder / "adapter_model.safetensors", {"format": "pt"}
+        plain_tensors(whole), folder / "adapter_model.safetensors", {"format": "pt"}
     )
     encoder.peft_config["default"].save_pretrained(folder)
 

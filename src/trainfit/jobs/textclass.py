@@ -24,12 +24,12 @@ from trainfit.jobs.configuration import (
     made_up,
 )
 from trainfit.jobs.encoder import PreparedEncoder
+from trainfit.jobs.known_data import columns_of
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.run import Show, train_job
 from trainfit.jobs.scores import JobResult
 from trainfit.jobs.text_baselines import text_arrays
-from trainfit.jobs.text_sources import columns_of
 
 
 def build_model(model: EncoderModel, *, classes: int, **decided: Any) -> EncoderClassifier:

@@ -18,8 +18,8 @@ from rich.text import Text
 
 from trainfit.core.records import Event, Record
 from trainfit.reports import terminal
-from trainfit.reports.markdown import spark
 from trainfit.reports.model import MISSING, duration, shown
+from trainfit.reports.writers import spark
 from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
 from trainfit.runs.reader import Tail, gpus_in, number, read_object
 

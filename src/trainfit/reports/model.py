@@ -1,6 +1,6 @@
 """Records of a report: sections of figures, tables and facts.
 
-html/ draws them, markdown.py writes them, and their JSON holds the numbers behind every plot.
+writers.py writes them as HTML and Markdown, and their JSON holds the numbers behind every plot.
 `kind` tells the records apart in JSON.
 """
 

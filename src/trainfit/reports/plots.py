@@ -1,6 +1,6 @@
 """Pictures as SVG files: memory against batch size, and the ladder of optimizations.
 
-Axes are those of the report's plots (html/geometry.py).
+Axes are those of the report's plots (geometry.py).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 from trainfit.core.errors import BadInput
 from trainfit.core.files import check_output, write_output
 from trainfit.core.plan_records import MemoryEstimate
-from trainfit.reports.html.geometry import PlotAxis, linear
+from trainfit.reports.geometry import PlotAxis, linear
 from trainfit.reports.model import shown
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 
@@ -38,7 +38,7 @@ def picture(width: int, height: int, title: str, style: str, body: Iterable[str]
 
 def css(name: str) -> str:
     """Style sheet of a kind of picture."""
-    place = resources.files("trainfit.reports.html").joinpath(f"{name}.css")
+    place = resources.files(__package__).joinpath("html", f"{name}.css")
     return place.read_text(encoding="utf-8").strip()
 
 

@@ -66,13 +66,13 @@ class Report(Record):
 
     def html(self) -> str:
         """The report as one self-contained HTML file."""
-        from trainfit.reports.html.render import page
+        from trainfit.reports.writers import page
 
         return page(self)
 
     def markdown(self) -> str:
         """The report as Markdown."""
-        from trainfit.reports.markdown import markdown
+        from trainfit.reports.writers import markdown
 
         return markdown(self)
 

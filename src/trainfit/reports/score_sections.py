@@ -68,7 +68,6 @@ BASELINES = {
     "bag_of_words_f1": "TF-IDF regression",
     "bag_of_words_rmse": "TF-IDF regression",
 }
-_BOOTSTRAP = "95% bootstrap intervals over posts; none where no error was seen"
 _MOST_CLASSES = 8
 
 
@@ -171,11 +170,7 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
 
 def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
     """F1 by fold and by criterion; without folds, all items come first."""
-    baselines: Mapping[str, Any] = run.results.get("baselines") or {}
-    references = tuple(
-        Reference(y=float(value), label=BASELINES.get(name, name))
-        for name, value in baselines.items()
-    )
+    references = _references(run)
     name = "F1" if found.classes == 2 else "Macro F1"
     parts = [(f"fold {number}", part) for number, part in found.by_fold()]
     folds = tuple(_row(label, part, at) for at, (label, part) in enumerate(parts))
@@ -186,7 +181,7 @@ def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
         yield _plot("f1-folds", name, rows, references)
     if criteria:
         rows = criteria if len(folds) > 1 else (whole, *criteria)
-        yield _plot("f1-criteria", f"{name} by criterion", rows, references[:0])
+        yield _plot("f1-criteria", f"{name} by criterion", rows)
 
 
 def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
@@ -204,19 +199,24 @@ def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
         for n, scores in parts
         for low, high in [scores["ci95"]["f1"]]
     )
-    baselines = (run.results.get("baselines") or {}).items()
-    lines = tuple(Reference(y=float(y), label=BASELINES.get(name, name)) for name, y in baselines)
-    note = "95% bootstrap intervals over sentences; none where no error was seen"
     if rows:
-        yield Intervals(id="f1-folds", title="F1", note=note, rows=rows, top=1.0, references=lines)
+        yield _plot("f1-folds", "F1", rows, _references(run), "sentences")
+
+
+def _references(run: RunFiles) -> tuple[Reference, ...]:
+    baselines = (run.results.get("baselines") or {}).items()
+    return tuple(Reference(y=float(y), label=BASELINES.get(name, name)) for name, y in baselines)
 
 
 def _plot(
-    name: str, title: str, rows: tuple[IntervalRow, ...], references: tuple[Reference, ...]
+    name: str,
+    title: str,
+    rows: tuple[IntervalRow, ...],
+    references: tuple[Reference, ...] = (),
+    over: str = "posts",
 ) -> Intervals:
-    return Intervals(
-        id=name, title=title, note=_BOOTSTRAP, rows=rows, top=1.0, references=references
-    )
+    note = f"95% bootstrap intervals over {over}; none where no error was seen"
+    return Intervals(id=name, title=title, note=note, rows=rows, top=1.0, references=references)
 
 
 def _row(label: str, part: Predictions, color: int) -> IntervalRow:

@@ -169,7 +169,7 @@ def _gpu_panel(gpu: Gpu, spec: GpuSpec | None, simulated: bool) -> Panel:
             good, excellent = (f"{a} to {b}%" for a, b in (spec.mfu_good, spec.mfu_excellent))
             rows.append(("MFU target", f"good {good}, excellent {excellent}"))
     rows += _state_rows(gpu)
-    return Panel(_grid(rows), title=f"GPU {gpu.index}: {title}", title_align="left")
+    return Panel(named_rows(rows), title=f"GPU {gpu.index}: {title}", title_align="left")
 
 
 def _state_rows(gpu: Gpu) -> list[tuple[str, str]]:
@@ -219,7 +219,7 @@ def _machine_panel(profile: HardwareProfile) -> Panel:
         ("torch.compile", _compile(profile)),
         ("Python", f"{profile.python} on {profile.platform}"),
     ]
-    return Panel(_grid(rows), title="Machine", title_align="left")
+    return Panel(named_rows(rows), title="Machine", title_align="left")
 
 
 def _torch(profile: HardwareProfile) -> str:
@@ -266,7 +266,8 @@ def _note(note: Note) -> Text:
     return text.append(f" {note.fix}") if note.fix else text
 
 
-def _grid(rows: Iterable[tuple[str, str]]) -> Table:
+def named_rows(rows: Iterable[tuple[str, str]]) -> Table:
+    """Names and texts side by side."""
     grid = Table.grid(padding=(0, 2))
     grid.add_column(style="dim", no_wrap=True)
     grid.add_column()

@@ -9,7 +9,6 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
-from importlib import metadata
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from trainfit.core.errors import (
     redact_words,
 )
 from trainfit.core.files import check_path, is_file, write_whole
+from trainfit.core.libraries import version_of
 from trainfit.core.plan_records import Plan
 
 _IDENTITY = "run.json"
@@ -108,7 +108,7 @@ def identity(run: Path) -> str:
 
 def environment() -> Mapping[str, Any]:
     """Versions of packages, the platform, the command and the time of this run."""
-    found = {dist: _version(dist) for dist in _PACKAGES}
+    found = {dist: version_of(dist) for dist in _PACKAGES}
     return {
         "started": time.strftime("%Y-%m-%d %H:%M:%S"),
         "python": platform.python_version(),
@@ -116,13 +116,6 @@ def environment() -> Mapping[str, Any]:
         "command": redact_words(sys.argv),
         "packages": {name: version for name, version in found.items() if version},
     }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def exports_of(run: Path) -> list[Path]:

@@ -10,8 +10,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import yaml
-
+from trainfit.core.files import read_own_yaml
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.kernels import supported
@@ -117,6 +116,5 @@ def _made(
 
 @cache
 def _table() -> dict[str, dict[str, Any]]:
-    text = Path(__file__).with_name("optimizations.yaml").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = yaml.safe_load(text)
+    found: dict[str, dict[str, Any]] = read_own_yaml(Path(__file__).with_name("optimizations.yaml"))
     return found

@@ -1,1 +1,0 @@
-"""A report as one HTML file: geometry in Python, markup in page.html, looks in style.css."""
