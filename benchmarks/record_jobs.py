@@ -1,9 +1,8 @@
 """Record what trainfit's own steps take on a GPU: peak memory and time, eager and compiled.
 
-    python benchmarks/record_jobs.py --output FILE [--only WORD] [--plans FILE] [--device cpu]
+    python benchmarks/record_jobs.py --output FILE [--only WORD] [--device cpu]
 
-With `--plans`, a file that `capped_plans.py` wrote, each plan that says it fits is run for 20
-steps under its cap. Each case runs in a process of its own, and results are written as they come.
+Each case runs in a process of its own, and results are written as they come.
 """
 
 from __future__ import annotations
@@ -74,24 +73,6 @@ def measure(case: dict[str, Any], device: str, how: str, repeats: int) -> dict[s
     return result
 
 
-def run_plan(plan: dict[str, Any], device: str) -> dict[str, Any]:
-    """Twenty steps under the cap that the plan was made for."""
-    if device == "cuda":
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction(plan["cap_gib"] * GIB / total)
-    torch.backends.cuda.matmul.allow_tf32 = True
-    model, make_step = build(plan, device)
-    step = make_step(model)
-    samples = []
-    for _ in range(20):
-        started = time.perf_counter()
-        step()
-        sync(device)
-        samples.append(time.perf_counter() - started)
-    found = {"median_step_seconds": statistics.median(samples), "step_seconds": samples}
-    return {**found, **peaks(device)}
-
-
 def launch_costs(repeats: int = 2000) -> dict[str, float]:
     """Seconds of the CPU per small operation, forward with a graph and backward."""
     width = 64
@@ -150,7 +131,6 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--only", default="")
     parser.add_argument("--skip", default="\0")
-    parser.add_argument("--plans", type=Path)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--how", default="blocks")
     parser.add_argument("--repeats", type=int, default=10)
@@ -163,17 +143,12 @@ def main() -> None:
     device = arguments.device
     begun = time.monotonic()
     jobs: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
-    if arguments.plans is not None:
-        for plan in json.loads(arguments.plans.read_text())["plans"]:
-            if plan["fits"] and arguments.only in plan["name"]:
-                jobs.append((plan["name"], run_plan, (plan, device), plan))
-    else:
-        for name, case in {**EAGER, **COMPILED}.items():
-            how = arguments.how if name.endswith("compiled") else "none"
-            if arguments.only in name and arguments.skip not in name:
-                jobs.append(
-                    (name, measure, (case, device, how, arguments.repeats), {**case, "how": how})
-                )
+    for name, case in {**EAGER, **COMPILED}.items():
+        how = arguments.how if name.endswith("compiled") else "none"
+        if arguments.only in name and arguments.skip not in name:
+            jobs.append(
+                (name, measure, (case, device, how, arguments.repeats), {**case, "how": how})
+            )
     record: dict[str, Any] = {
         "command": " ".join(["python", *(Path(word).name for word in sys.argv)]),
         "date": time.strftime("%Y-%m-%d"),

@@ -112,6 +112,7 @@ def quick_plan(
         gpu=None,
         ranks=ranks,
         precision="fp32",
+        quantization=question.pinned("quantization") or "none",
         runtime=RuntimeSettings(
             seed=question.pinned("seed"), num_threads=question.pinned("num_threads")
         ),

@@ -262,3 +262,24 @@ def test_whole_jobs_are_compared_by_trainers_fastest_and_trainfits_slowest(tmp_p
     drawn = tables.draw(found)
     assert "80 s" in drawn
     assert "240 s" not in drawn  # the last round is drawn
+
+
+@pytest.mark.soak
+def test_packed_rows_by_the_memory_efficient_kernel(tmp_path: Path):
+    out = tmp_path / "packed.json"
+    run("packed_efficient.py", tmp_path, "--tiny", "--steps", "2", "--rounds", "1", "--out", out)
+    [row] = json.loads(out.read_text())["rows"]  # a CPU has no other kernel
+    assert row["arm"] == "padded"
+    assert len(row["seconds"]) == 2
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("method", ["full", "lora"])
+def test_gemma_in_fp16_beside_other_precisions(tmp_path: Path, method: str):
+    out = tmp_path / "gemma.json"
+    run("gemma_fp16.py", tmp_path, "--tiny", "--method", method, "--out", out)
+    rows = {row["arm"]: row for row in json.loads(out.read_text())["rows"]}
+    assert max(rows["fp32"]["largest"]["blocks"]) > 65_504
+    assert rows["fp16"]["not_finite"] == rows["fp16"]["gradients_not_finite"] == 0
+    assert rows["fp16"]["gradient_error"] < rows["bf16"]["gradient_error"]
+    assert rows["fp16_plain"]["not_finite"] > 0

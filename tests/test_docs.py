@@ -45,6 +45,7 @@ SLOW = {
     "models.md",
     "trainfit plan nli --gpu t4 --model bert-base model.method=full --json",
     "trainfit plan gpt --gpu a30 --model gpt-small",
+    "trainfit plan textclass --gpu rtx_4090 model.name=qwen2.5-7b model.method=qlora",
     "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20",
 }
 """Pages with scripts, and commands, that plan or train for many seconds."""

@@ -1,13 +1,16 @@
 """`trainfit plan` as a program and as a person sees it."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from trainfit.cli.main import run
-from trainfit.hardware.catalogue import gpus
+from trainfit.hardware import detect
+from trainfit.hardware.catalogue import find, gpus
+from trainfit.planning.estimator.estimate import CONTEXT_GIB
 
 MEMORY = {
     "weights_gib",
@@ -120,6 +123,7 @@ def test_all_gpus_are_compared_in_one_table(words: list[str], capsys: pytest.Cap
         (["nli", "--gpu", "rtx-9999"], "unknown GPU 'rtx-9999'"),
         (["nli", "data.max_length=-5"], "data.max_length is -5"),
         (["nli", "--gpu", "t4", "--memory", "-3"], "'--memory': -3.0 is not in the range"),
+        (["nli", "--gpu", "t4", "device.memory_gib=0"], "device.memory_gib is 0"),
         (["nli", "--gpu", "all", "--format", "hf"], "--gpu all makes one table"),
         (["nli", "--gpu", "t4", "--price", "-1"], "'--price': -1.0 is not in the range"),
         (["nil", "--gpu", "t4"], "unknown job 'nil'"),
@@ -134,3 +138,32 @@ def test_bad_input_is_one_line_that_names_it(
     assert told.out == ""
     assert message in told.err
     assert len(told.err.strip().splitlines()) == 1
+
+
+def test_memory_without_a_gpu_asks_for_one_by_name(
+    words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("trainfit.jobs.job_plan.detect", lambda: replace(detect(), gpus=()))
+    assert run([*words, "--memory", "8"]) == 2
+    *_, told = capsys.readouterr().err.strip().splitlines()
+    assert "device.memory_gib=8 bounds a GPU, and there is none here" in told
+    assert "--gpu" in told
+
+
+def test_a_cap_is_part_of_the_plan_and_of_what_trains_by_it(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run([*words, "--gpu", "h200", "--memory", "1.5", "--json"]) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["memory"]["capacity_gib"] == 1.5
+    assert made["runtime"]["memory_gib"] == 1.5
+    assert run([*words, "--gpu", "h200", "--memory", "1.5", "--format", "hydra"]) == 0
+    assert "device.memory_gib=1.5" in capsys.readouterr().out.splitlines()
+
+
+def test_a_cap_above_the_memory_of_the_gpu_is_the_gpu(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+):
+    assert run([*words, "--gpu", "t4", "--memory", "500", "--json"]) == 0
+    memory = json.loads(capsys.readouterr().out)["memory"]
+    assert memory["capacity_gib"] == pytest.approx(find("t4").memory_gib - CONTEXT_GIB)

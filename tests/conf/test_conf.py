@@ -153,12 +153,45 @@ def test_every_alias_leads_to_a_key():
     assert set(ALIASES.values()) <= set(keys("nli"))
     assert {row[2].split("=")[0].strip().lower() for row in ROWS} >= set(ALIASES) - {
         "training.use_torch_compile",
+        "load_in_4bit",
+        "load_in_8bit",
         "data.drop_last",
         "data.persistent_workers",
         "dataloader_drop_last",
         "dataloader_prefetch_factor",
         "per_device_train_batch_size",
     }
+
+
+@pytest.mark.parametrize(
+    ("words", "method", "quantization"),
+    [
+        (["model.method=qlora"], "lora", "nf4"),
+        (["method=QDoRA"], "dora", "nf4"),
+        (["model.method=lora", "load_in_4bit=true"], "lora", "nf4"),
+        (["method=dora", "load_in_8bit=true", "load_in_4bit=false"], "dora", "int8"),
+        (["model.quantization=int8", "model.method=lora"], "lora", "int8"),
+        (["load_in_4bit=false"], "full", "none"),
+    ],
+)
+def test_spellings_of_quantized_adapters(words: list[str], method: str, quantization: str):
+    values = compose("textclass", words).values()
+    assert (values["model.method"], values["model.quantization"]) == (method, quantization)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["load_in_4bit=true", "load_in_8bit=true"], ["method=qlora", "model.quantization=int8"]],
+)
+def test_two_formats_of_weights_contradict_each_other(words: list[str]):
+    with pytest.raises(BadInput, match=r"model\.quantization"):
+        compose("textclass", words)
+
+
+@pytest.mark.parametrize("word", ["model.quantization=nf4", "load_in_4bit=true"])
+def test_a_gpt_has_no_frozen_weights_to_quantize(word: str):
+    with pytest.raises(BadInput, match="unknown key"):
+        compose("gpt", [word])
 
 
 @pytest.mark.parametrize(

@@ -77,7 +77,7 @@ def test_a_misspelled_pin_is_answered_with_the_nearest_name():
 
 
 @settings(max_examples=20)
-@given(st.integers(100, 2000), st.sampled_from(["h200", "t4"]))
+@given(st.integers(100, 2000), st.sampled_from(["h200", "mi300x"]))
 def test_a_pinned_number_of_tokens_bounds_every_micro_batch(most: int, gpu: str):
     profile = as_if(find(gpu))  # packed rows on one, padded ones on the other
     asked = question((20, 40, 100) * 32, micro_batch_tokens=most)
@@ -93,7 +93,7 @@ def test_fewer_tokens_than_the_longest_sequence_are_refused():
 
 @pytest.mark.parametrize(
     ("gpu", "asked", "planned"),
-    [("h200", None, 0.0), ("h200", 0.2, 0.2), ("t4", None, None), ("t4", 0.2, 0.2)],
+    [("h200", None, 0.0), ("h200", 0.2, 0.2), ("mi300x", None, None), ("mi300x", 0.2, 0.2)],
 )
 def test_packed_rows_have_attention_dropout_on_request(
     gpu: str, asked: float | None, planned: float | None
@@ -107,6 +107,7 @@ def test_packed_rows_have_attention_dropout_on_request(
         workload=SimpleNamespace(method="full"),
         gradient_checkpointing="none",
         weights_dtype="float32",
+        quantization="none",
         liger=False,
     )
     model: Any = SimpleNamespace(attention_dropout=asked)

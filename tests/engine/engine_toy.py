@@ -181,7 +181,8 @@ def final_bits(run: Path) -> str:
     digest = hashlib.sha256()
     for name in ("model.safetensors", "optimizer.safetensors"):
         for key, tensor in sorted(safetensors.torch.load_file(folder / name).items()):
-            digest.update(key.encode() + np.ascontiguousarray(tensor.numpy()).tobytes())
+            bits = tensor.reshape(-1).view(torch.uint8)
+            digest.update(key.encode() + np.ascontiguousarray(bits.numpy()).tobytes())
     return f"{folder.name} {digest.hexdigest()}"
 
 

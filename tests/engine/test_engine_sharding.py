@@ -260,3 +260,39 @@ def test_a_checkpoint_without_every_part_does_not_count(
     good, faults = latest_good(run)
     assert good == before
     assert "shard-00002" in faults[0]
+
+
+def test_small_moments_are_sharded_like_their_weights(
+    tmp_path: Path, children: ForkServerContext
+) -> None:
+    """A run of two ranks that breaks off goes on with the same bits, as shards of bfloat16."""
+    single = {"dropout": 0.0, "sequences": 33}
+    small = FSDP | {"optimizer": {"kind": "adamw_bf16"}}
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    assert on_ranks(children, 2, train_deep, whole, single, WHOLE | small) == [0, 0]
+    assert on_ranks(children, 2, train_deep, broken, single, HALF | small) == [0, 0]
+    assert on_ranks(children, 2, train_deep, broken, single, WHOLE | small, True) == [0, 0]
+    expected, found = contents(whole), contents(broken)
+    assert any(tensor.dtype == torch.bfloat16 for tensor in expected.values())
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    train_deep(0, tmp_path / "one", single, WHOLE | {"optimizer": {"kind": "adamw_bf16"}})
+    for name, tensor in contents(tmp_path / "one").items():
+        torch.testing.assert_close(expected[name], tensor, rtol=0.1, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    "optimizer",
+    [{"kind": "adamw_8bit"}, {"kind": "adamw_bf16", "offload": True}, {"kind": "muon"}],
+    ids=lambda options: options["kind"],
+)
+def test_two_ranks_with_a_copy_each_end_near_one(
+    tmp_path: Path, children: ForkServerContext, optimizer: dict[str, Any]
+) -> None:
+    single = {"dropout": 0.0, "sequences": 33}
+    options = HALF | {"optimizer": optimizer}
+    assert on_ranks(children, 2, train_deep, tmp_path / "two", single, options) == [0, 0]
+    train_deep(0, tmp_path / "one", single, options)
+    one, two = (checkpoint.read(latest_good(tmp_path / n)[0]).model for n in ("one", "two"))
+    for name, tensor in one.items():
+        torch.testing.assert_close(two[name], tensor, rtol=0.02, atol=2e-3)

@@ -53,6 +53,7 @@ class FakePlan:
     fits: bool = True
     compile: bool = False
     packed: bool = False
+    quantization: str = "none"
     advice: tuple[str, ...] = ()
 
 

@@ -31,6 +31,9 @@ PLANNED = {
     "optimization.compile": True,
     "optimization.cuda_graph": False,
     "optimization.sharding": "none",
+    "optimization.offload_optimizer": False,
+    "optimization.offload_activations": False,
+    "optimization.activation_budget": 1.0,
     "optimization.compile_mode": "max-autotune-no-cudagraphs",
     "optimization.gradient_accumulation_steps": 2,
 }

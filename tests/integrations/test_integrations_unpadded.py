@@ -147,11 +147,14 @@ def test_rows_that_a_kernel_takes_are_the_packed_ones(
     """Stands for the kernels of a GPU: attention with a mask of blocks, on the whole row."""
     taken: list[int] = []
 
-    def attention(layout: Layout, window: int | None, _dtype: Any, *, causal: bool) -> Any:
+    def attention(
+        layout: Layout, window: int | None, _dtype: Any, *, causal: bool, kernel: str
+    ) -> Any:
+        assert kernel == "varlen"
         taken.append(layout.max_seqlen)
         return masked_attention(layout, window, causal=causal)
 
-    monkeypatch.setattr(unpadded_rows, "kernel_obstacle", lambda *_, **__: None)
+    monkeypatch.setattr(unpadded_rows, "packed_kernel", lambda *_, **__: ("varlen", ""))
     monkeypatch.setattr(unpadded_rows.varlen, "varlen_attention", attention)
     for head, side in (("classes", "right"), ("body", "both")):
         check_same(

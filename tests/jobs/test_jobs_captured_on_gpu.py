@@ -46,6 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "dtype": "bfloat16",
     },
 }
+for _kind in ("nf4", "int8"):
+    MODELS[_kind] = MODELS["gemma-3-1b-it"] | {"name": "gemma-3-1b-it", "quantization": _kind}
 
 
 def classifier(name: str) -> TrainTask:

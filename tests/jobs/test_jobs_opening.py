@@ -43,12 +43,15 @@ def parts(
     capability: tuple[int, int] = (8, 6),
     precision: str = "bf16",
     fused: bool = True,
-    obstacle: str | None = None,
+    kernel: str = "varlen",
+    obstacle: str = "",
 ) -> Any:
     """A run on a GPU that is not here."""
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "NVIDIA GeForce RTX 3090")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
-    monkeypatch.setattr(classification, "packed_obstacle", lambda *_: obstacle)
+    monkeypatch.setattr(
+        classification, "packed_path", lambda *_: (None if obstacle else kernel, obstacle)
+    )
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-5, weight_decay=0.01, fused=fused)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # more workers than this machine has cores
@@ -74,7 +77,9 @@ def parts(
 
 
 def opened(*args: Any, tf32: bool = True, **options: Any) -> RunSetup:
-    plan: Any = SimpleNamespace(workload=SimpleNamespace(method="full"), measurements=())
+    plan: Any = SimpleNamespace(
+        workload=SimpleNamespace(method="full", max_length=512), measurements=()
+    )
     with applied(RuntimeSettings(tf32=tf32)):
         return classification.opening(parts(*args, **options), plan)
 
@@ -102,18 +107,19 @@ def test_they_are_not_where_their_setting_is_off(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("name", "packed", "named"),
+    ("name", "kernel", "named"),
     [
-        ("gemma-2-2b", True, "trainfit's Triton kernel for soft-capped logits on packed rows"),
-        ("gemma-2-2b", False, "soft-capped logits, which SDPA has no kernel for"),
-        ("deberta-v3-base", True, "trainfit's Triton kernel for disentangled attention"),
-        ("deberta-v3-base", False, "the model's own, on padded rows"),
+        ("bert-base", "varlen_efficient", "torch's memory-efficient kernel with lengths on packed"),
+        ("gemma-2-2b", "softcapped", "trainfit's Triton kernel for soft-capped logits on packed"),
+        ("gemma-2-2b", None, "soft-capped logits, which SDPA has no kernel for"),
+        ("deberta-v3-base", "disentangled", "trainfit's Triton kernel for disentangled attention"),
+        ("deberta-v3-base", None, "the model's own, on padded rows"),
     ],
 )
 def test_another_kernel_is_named_as_what_it_is(
-    name: str, packed: bool, named: str, monkeypatch: pytest.MonkeyPatch
+    name: str, kernel: str | None, named: str, monkeypatch: pytest.MonkeyPatch
 ):
-    shown = lines(monkeypatch, tiny(name), packed=packed)
+    shown = lines(monkeypatch, tiny(name), packed=kernel is not None, kernel=kernel)
     assert f"Attention: {named}" in shown
     assert "SDPA Flash" not in shown
 

@@ -134,7 +134,7 @@ def test_a_model_that_is_not_to_pack_is_evaluated_on_padded_rows(
     attention: str, packs: bool, monkeypatch: pytest.MonkeyPatch
 ):
     """As if a kernel were here: what the plan turned off stays off in an evaluation."""
-    monkeypatch.setattr(classifier, "packed_obstacle", lambda _model, _traits: None)
+    monkeypatch.setattr(classifier, "packed_path", lambda *_, **__: ("varlen", ""))
     model = tiny("bert-base", attention=attention).eval()
     seen: list[set[str]] = []
 
@@ -153,7 +153,7 @@ def test_an_evaluation_on_a_gpu_takes_packed_rows_and_agrees(name: str):
     model = tiny(name, overrides=heads_of_16).cuda().eval()
     chosen = tokens((17, 3, 30, 8, 8, 1))
     with torch.autocast("cuda", torch.bfloat16):
-        assert model.packs_here
+        assert model.packs_here(30)
         packed = in_batches(model, model, chosen, 2)
         padded = in_batches(model, model, chosen, 2, packed=False)
     torch.testing.assert_close(packed, padded, rtol=0.02, atol=0.02)

@@ -106,3 +106,76 @@ def _backward(
             grouped = part.unflatten(1, (whole.shape[1], -1)).sum(2)
             whole[piece] = grouped.to(whole.dtype)
     return found
+
+
+def install_efficient() -> Any:
+    """The same for torch's memory-efficient kernel, whose batch has one packed row."""
+    library: Any = torch.library.Library("aten", "IMPL")
+    library.impl("_efficient_attention_forward", _efficient_forward, "CPU")
+    library.impl("_efficient_attention_backward", _efficient_backward, "CPU")
+    return library
+
+
+def _reach(mask_type: int, window: int | None) -> list[int]:
+    assert mask_type == 1 or window is None  # the kernel's window looks back alone
+    return [-1 if window is None else window - 1, 0 if mask_type == 1 else -1]
+
+
+def _efficient_forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    key_longest: int,
+    dropout: float,
+    mask_type: int,
+    compute_sums: bool = False,
+    *,
+    scale: float | None = None,
+    seqlen_k: Tensor | None = None,
+    window_size: int | None = None,
+) -> tuple[Any, ...]:
+    assert bias is None
+    assert seqlen_k is None
+    assert compute_sums
+    assert dropout == 0.0  # its gradient would be that of another mask
+    assert query.shape[2] == key.shape[2]
+    rows = (query[0], key[0], value[0], starts, key_starts, longest, key_longest)
+    reach = _reach(mask_type, window_size)
+    out, _, _ = forward(*rows, reach == [-1, 0], scale, reach)
+    sums = torch.zeros(len(starts) - 1, query.shape[2], -(-longest // 32) * 32)
+    return out[None], sums, torch.zeros(()), torch.zeros(()), longest, longest
+
+
+def _efficient_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: Tensor | None,
+    out: Tensor,
+    starts: Tensor,
+    key_starts: Tensor,
+    longest: int,
+    key_longest: int,
+    sums: Tensor,
+    dropout: float,
+    seed: Tensor,
+    offset: Tensor,
+    mask_type: int,
+    bias_needs_gradient: bool,
+    *,
+    scale: float | None = None,
+    num_splits_key: int | None = None,
+    window_size: int | None = None,
+    shared_storage_dqdkdv: bool = False,
+) -> tuple[Tensor, ...]:
+    assert dropout == 0.0
+    assert sums.shape == (len(starts) - 1, query.shape[2], -(-longest // 32) * 32)
+    parts = (gradient[0], query[0], key[0], value[0], out[0], sums, starts, key_starts)
+    reach = _reach(mask_type, window_size)
+    found = _backward(*parts, longest, key_longest, reach == [-1, 0], seed, scale, reach)
+    return *(part[None] for part in found), query.new_empty(0)

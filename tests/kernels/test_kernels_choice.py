@@ -16,27 +16,29 @@ from trainfit.core.errors import BadInput
 from trainfit.kernels import attention, varlen
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.layout import lay_out
-from trainfit.kernels.varlen import VarlenAttention, obstacle
+from trainfit.kernels.varlen import PackedRows, VarlenAttention, kernel_for
 
 HALF = (torch.float16, torch.bfloat16)
-CAN: dict[str, Any] = {
-    "capability": (8, 0),
-    "dtype": torch.bfloat16,
-    "head": 64,
-    "softcap": None,
-    "dropout": 0.0,
-}
+CAN: dict[str, Any] = {"capability": (8, 0), "dtype": torch.bfloat16, "head": 64}
+OLD: dict[str, Any] = {"capability": (7, 5), "dtype": torch.float16}
 CANNOT: list[tuple[dict[str, Any], str]] = [
-    ({"capability": (7, 5)}, "compute capability 7.5"),
-    ({"dtype": torch.float32}, "in float32"),
+    ({"capability": (7, 5)}, "needs 8.0 in bfloat16"),
+    ({"capability": (3, 7), "dtype": torch.float16}, "needs 5.0 in float16"),
+    ({"dtype": torch.float64}, "does not compute in float64"),
     ({"head": 512}, "heads of 512"),
     ({"head": 60}, "heads of 60"),
-    ({"head": 208}, "heads of 208"),
-    ({"softcap": 50.0, "head": 96}, "soft-capped at 50.0, and it has heads of 96"),
+    (OLD | {"window": 65, "longest": 66}, "no sliding window that reaches both ways"),
+    (OLD | {"dropout": 0.1}, "no attention dropout 0.1"),
     (
         {"dropout": 0.1, "head": 256, "capability": (8, 9)},
-        "attention dropout 0.1 and heads of 256",
+        "takes no attention dropout 0.1 with heads of 256",
     ),
+    (OLD | {"window": 65}, "no sliding window that reaches both ways"),
+    ({"softcap": 50.0, "head": 96}, "soft-capped at 50.0, and it has heads of 96"),
+    ({"softcap": 50.0, "causal": True}, "sees those before it alone"),
+    ({"softcap": 50.0, "dtype": torch.float32}, "computed in float32"),
+    ({"softcap": 50.0, "capability": (7, 5)}, "needs compute capability 8.0, not 7.5"),
+    (OLD | {"softcap": 50.0, "capability": (7, 0)}, "needs compute capability 7.5, not 7.0"),
 ]
 
 
@@ -50,22 +52,47 @@ CANNOT: list[tuple[dict[str, Any], str]] = [
         *({"head": head} for head in (8, 96, 128, 192, 256)),
         {"dropout": 0.1, "capability": (8, 9)},
         {"dropout": 0.1, "head": 256},
-        {"dropout": 0.1, "head": 256, "softcap": 50.0, "capability": (8, 9)},
+        {"window": 5, "longest": 900},
     ],
 )
-def test_where_the_kernel_is(change: dict[str, Any]) -> None:
-    assert obstacle(**CAN | change) is None
+def test_where_the_flash_kernel_is(change: dict[str, Any]) -> None:
+    assert kernel_for(PackedRows(**CAN | change)) == ("varlen", "")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        OLD,
+        OLD | {"capability": (7, 0), "head": 256},
+        OLD | {"dtype": torch.float32},
+        OLD | {"window": 66, "longest": 66},
+        OLD | {"window": 5, "longest": 900, "causal": True},
+        {"dtype": torch.float32},
+        {"head": 208},
+        {"flash": False},
+    ],
+)
+def test_where_the_memory_efficient_kernel_stands_in(change: dict[str, Any]) -> None:
+    assert kernel_for(PackedRows(**CAN | change)) == ("varlen_efficient", "")
+
+
+@pytest.mark.parametrize("change", [{"head": 256, "capability": (8, 9)}, OLD])
+def test_where_the_capped_kernel_is(change: dict[str, Any]) -> None:
+    rows = PackedRows(**CAN | {"softcap": 50.0, "dropout": 0.1} | change)
+    assert kernel_for(rows) == ("softcapped", "")
 
 
 @pytest.mark.parametrize(("change", "said"), CANNOT)
-def test_where_it_is_not(change: dict[str, Any], said: str) -> None:
-    assert said in (obstacle(**CAN | change) or "")
+def test_where_there_is_none(change: dict[str, Any], said: str) -> None:
+    kernel, reason = kernel_for(PackedRows(**CAN | change))
+    assert kernel is None
+    assert said in reason
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @example("auto", True, "cuda", (8, 0), True, torch.bfloat16, 64, None, 0.0)
 @given(
-    st.sampled_from(["auto", "varlen", "masked"]),
+    st.sampled_from(["auto", "varlen", "varlen_efficient", "masked"]),
     st.booleans(),
     st.sampled_from(["cuda", "cpu"]),
     st.sampled_from([(7, 0), (7, 5), (8, 0), (8, 9), (9, 0)]),
@@ -89,25 +116,29 @@ def test_a_path_is_taken_where_it_can_be_and_refused_where_it_cannot(
     layout: Any = SimpleNamespace(
         ids=SimpleNamespace(device=torch.device(device)),
         cu_seqlens=object() if is_packed else None,
+        max_seqlen=99,
     )
-    own = softcap is not None and find_spec("triton") is not None
-    possible = is_packed and device == "cuda" and capability >= (8, 0)
-    possible &= flash if softcap is None else own
-    possible &= dtype in HALF and head in (64, 256)
-    small = capability == (8, 9) and softcap is None  # its shared memory, for this kernel
-    possible &= not (dropout and head == 256 and small)
+    own = find_spec("triton") is not None and capability >= (7, 5) and dtype in HALF
+    possible = is_packed and device == "cuda" and head in (64, 256)
+    possible &= capability >= (8, 0) or dtype != torch.bfloat16
+    possible &= softcap is None or own
+    small = dropout and head == 256 and capability == (8, 9)  # its shared memory
+    flashes = flash and path != "varlen_efficient" and capability >= (8, 0) and not small
+    best = "varlen" if flashes and dtype in HALF else "varlen_efficient"
+    best = best if softcap is None else "softcapped"
+    possible &= not (dropout and best == "varlen_efficient")
     asked = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention, "masked_attention", lambda *_, **__: "masked")
-        patch.setattr(varlen, "varlen_attention", lambda *_, **__: "varlen")
+        patch.setattr(varlen, "varlen_attention", lambda *_, kernel, **__: kernel)
         patch.setattr(varlen, "capability", lambda _: capability)
         patch.setattr(varlen, "flash_exists", lambda: flash)
-        if path == "varlen" and not possible:
+        if path not in ("auto", "masked") and not possible:
             with pytest.raises(BadInput, match="no variable-length attention here: "):
                 attention.choose(layout, None, path=path, **asked)
             return
         taken: Any = attention.choose(layout, None, path=path, **asked)
-    assert taken == ("varlen" if possible and path != "masked" else "masked")
+    assert taken == (best if possible and path != "masked" else "masked")
 
 
 def test_a_cpu_has_it_only_where_something_stands_in_and_it_is_demanded(

@@ -112,19 +112,30 @@ def test_the_filler_gives_no_gradient(name: str) -> None:
     assert (embedding[2:FILLER] != 0).any()
 
 
-def test_auto_takes_it_in_half_precision_alone() -> None:
+def test_auto_takes_flash_in_half_precision_and_else_the_memory_efficient_kernel() -> None:
     layout = lay_out(**packed(LENGTHS, device="cuda"))
     asked: dict[str, Any] = {"dtype": torch.float32, "head": 64}
-    assert not isinstance(attention.choose(layout, None, **asked), VarlenAttention)
+
+    def kernel(window: int | None = None) -> str | None:
+        made = attention.choose(layout, window, **asked)
+        return made.kernel if isinstance(made, VarlenAttention) else None
+
+    assert kernel() == "varlen_efficient"
+    assert kernel(window=9) is None
     with torch.autocast("cuda", torch.float16):
-        assert isinstance(attention.choose(layout, None, **asked), VarlenAttention)
+        assert kernel(window=9) == "varlen"
     asked["dtype"] = BF16
-    assert isinstance(attention.choose(layout, None, **asked), VarlenAttention)
+    assert kernel() == "varlen"
 
 
 @pytest.mark.parametrize(
     ("name", "path"),
-    [("bert-base", "auto"), ("bert-base", "masked"), ("gemma-3-1b-it", "auto")],
+    [
+        ("bert-base", "auto"),
+        ("bert-base", "masked"),
+        ("bert-base", "varlen_efficient"),
+        ("gemma-3-1b-it", "auto"),
+    ],
 )
 def test_compiled_it_is_the_same(name: str, path: attention.Path) -> None:
     batch = packed(LENGTHS, filler=44, device="cuda")

@@ -9,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_reference import forward as reference_forward
-from kernels_reference import install_reference
+from kernels_reference import install_efficient, install_reference
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, tiny
 
 from trainfit.kernels import attention
 from trainfit.kernels.attention import MaskedAttention, masked_attention
+from trainfit.kernels.efficient_packed import efficient_attention
 from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
+from trainfit.measuring.evidence import attention_of
+from trainfit.measuring.trace import Profiling
 
 CALL: dict[str, Any] = {"scaling": None, "dropout": 0.0, "windowed": False, "softcap": None}
 LENGTHS = (5, 33, 1, 40, 9)
@@ -42,24 +45,39 @@ def rows(draw: st.DrawFn) -> tuple[Layout, int | None]:
     return layout, draw(st.none() | st.integers(1, 12))
 
 
-@settings(max_examples=60)
-@given(rows(), st.sampled_from([(4, 4), (4, 2), (3, 1)]), st.booleans(), st.booleans())
+KERNELS: dict[Any, Any] = {"varlen": install_reference, "varlen_efficient": install_efficient}
+
+
+@settings(max_examples=100)
+@given(
+    rows(),
+    st.sampled_from([(4, 4), (4, 2), (3, 1)]),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from(list(KERNELS)),
+)
 def test_every_real_token_is_attended_as_under_the_mask(
-    row: tuple[Layout, int | None], heads: tuple[int, int], windowed: bool, causal: bool
+    row: tuple[Layout, int | None],
+    heads: tuple[int, int],
+    windowed: bool,
+    causal: bool,
+    kernel: Any,
 ) -> None:
     layout, window = row
+    if kernel == "varlen_efficient" and not causal and window is not None:
+        window = max(window, layout.max_seqlen)  # others are refused
     width, real = layout.ids.shape[1], int(layout.lengths.sum())
     generator = torch.Generator().manual_seed(width)
     parts = [
         torch.randn(1, count, width, 8, generator=generator, requires_grad=True)
         for count in (heads[0], heads[1], heads[1])
     ]
-    library = install_reference()
+    library = KERNELS[kernel]()
     try:
         call = CALL | {"scaling": 0.7, "windowed": windowed}
         module = torch.nn.Module()
         module.num_key_value_groups = heads[0] // heads[1]
-        by_length = varlen_attention(layout, window, torch.float32, causal=causal)
+        by_length = varlen_attention(layout, window, torch.float32, causal=causal, kernel=kernel)
         fast = by_length(module, *parts, **call)
         slow = masked_attention(layout, window, causal=causal)(module, *parts, **call)
         assert fast.shape == slow.shape == (1, width, heads[0], 8)
@@ -139,6 +157,33 @@ def test_dropout_takes_the_operator_that_has_it_with_the_same_rows() -> None:
     assert torch.equal(found, sure)
     assert asked[0][0] == 0.25
     assert "FlashAttentionBackward" in found.grad_fn.next_functions[0][0].name()
+
+
+def test_the_memory_efficient_kernel_is_seen_by_its_operator() -> None:
+    batch = packed(LENGTHS, filler=7)
+    made = varlen_attention(lay_out(**batch), None, torch.float32, kernel="varlen_efficient")
+    part = torch.randn(1, 2, batch["input_ids"].shape[1], 8, requires_grad=True)
+    library = install_efficient()
+    try:
+        profiling = Profiling()
+        made(torch.nn.Module(), part, part, part, **CALL).sum().backward()
+        seen = attention_of(profiling.end())
+    finally:
+        library._destroy()
+    assert seen.calls == {"varlen_efficient": 1}
+
+
+@pytest.mark.soak
+def test_the_memory_efficient_operation_is_a_proper_one() -> None:
+    """torch's own checks: its schema, its fake tensors and its gradient in a compiled graph."""
+    starts = torch.tensor([0, 5, 12], dtype=torch.int32)
+    parts = [torch.randn(12, 2, 8, requires_grad=True) for _ in range(3)]
+    library = install_efficient()
+    try:
+        torch.library.opcheck(efficient_attention, (*parts, starts, 7, 0.3, 0, False))
+        torch.library.opcheck(efficient_attention, (*parts, starts, 7, 0.3, 3, True))
+    finally:
+        library._destroy()
 
 
 @pytest.mark.usefixtures("reference_kernel")

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trainfit import kernels
 from trainfit.core.errors import TrainfitWarning
 from trainfit.kernels.disentangled import disentangled_attention
+from trainfit.kernels.quantized_linear import QuantizedLinear
 from trainfit.kernels.varlen import softcapped_attention
 from trainfit.measuring.trace import Profiling
 from trainfit.runtime import compile_blocks
@@ -56,7 +57,10 @@ def test_what_a_plain_step_does_is_seen():
     assert {name: item.status for name, item in found.items()} == {
         "mixed_precision": "off",
         "tf32": "not_applicable",
+        "quantization": "not_applicable",
         "fused_optimizer": "active",
+        "optimizer": "active",
+        "offload_optimizer": "not_applicable",
         "attention": "not_applicable",
         "attention_dropout": "not_applicable",
         "flash_attention": "not_applicable",
@@ -65,6 +69,7 @@ def test_what_a_plain_step_does_is_seen():
         "liger": "not_applicable",
         "sharding": "not_applicable",
         "gradient_checkpointing": "off",
+        "offload_activations": "not_applicable",
         "packing": "not_applicable",
         "effective_batch": "not_applicable",
         "gradient_accumulation": "not_applicable",
@@ -373,3 +378,28 @@ def test_another_profiler_is_left_alone():
     assert look.evidence is None
     assert "another profiler" in look.obstacle
     assert any(event.key == "aten::add" for event in own.key_averages())
+
+
+@pytest.mark.parametrize(("kind", "other"), [("nf4", "int8"), ("int8", "nf4")])
+def test_products_with_quantized_weights_are_seen_by_their_codes(kind: Any, other: str):
+    layer = QuantizedLinear.of(nn.Linear(32, 16), kind, torch.device("cpu"))
+    x = torch.randn(4, 32, requires_grad=True)
+    seen = evidence(lambda: layer(x).sum().backward())
+    assert seen.quantized.products == {kind: 2}
+    assert seen.quantized.nbytes == 2 * layer.codes.nbytes
+    assert items(seen, quantization=kind)["quantization"].status == "active"
+    failed = items(seen, quantization=other)["quantization"]
+    assert (failed.status, failed.observed) == ("not_active", kind)
+    assert failed.mend
+
+
+def test_a_model_that_was_to_be_quantized_and_is_not_fails():
+    layer = nn.Linear(32, 32)
+
+    def step() -> None:
+        x = layer(torch.randn(1, 2, 8, 32))
+        functional.scaled_dot_product_attention(x, x, x).sum().backward()
+
+    seen = evidence(step)
+    assert items(seen, quantization="nf4")["quantization"].status == "not_active"
+    assert items(seen, quantization="none")["quantization"].status == "off"

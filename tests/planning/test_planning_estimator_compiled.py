@@ -165,3 +165,14 @@ def test_a_gpt_that_is_compiled_whole_keeps_what_its_checkpoints_keep():
         assert answer.error is None
         predicted = answer.rooms[0].peak_allocated / 2**30
         assert predicted == pytest.approx(measured["peak_memory_gib"], rel=0.015)
+
+
+def test_a_budget_for_activations_trades_memory_for_work(folder: str):
+    """As the partitioner of a real run decides: fewer activations, some products twice."""
+    whole, half, none = (
+        asked(folder, compile=True, activation_budget=share) for share in (1.0, 0.5, 0.0)
+    )
+    peaks = [found.rooms[0].peak_allocated for found in (whole, half, none)]
+    assert peaks == sorted(peaks, reverse=True)
+    assert peaks[2] < peaks[0]
+    assert products(none) > products(whole)

@@ -45,6 +45,36 @@ def test_what_the_backward_pass_takes_while_it_runs(
     assert predicted == pytest.approx(taken, rel=0.025)  # blocks are rounded
 
 
+# dtype, size of a head, longest; bytes that 40 sequences of 100 tokens with 6 heads take
+EFFICIENT = [
+    (torch.float16, 64, 128, 7_968_256),
+    (torch.float16, 64, 500, 31_584_256),
+    (torch.float16, 128, 128, 15_828_992),
+    (torch.float16, 128, 500, 63_026_176),
+    (torch.float16, 256, 128, 63_026_176),
+    (torch.float16, 256, 500, 157_444_096),
+    (torch.float32, 64, 128, 7_968_256),
+    (torch.float32, 128, 500, 63_041_536),
+    (torch.float32, 256, 128, 31_568_896),
+    (torch.float32, 256, 500, 125_986_816),
+]
+
+
+@pytest.mark.parametrize(("dtype", "head", "longest", "taken"), EFFICIENT)
+def test_what_the_memory_efficient_backward_pass_takes(
+    dtype: torch.dtype, head: int, longest: int, taken: int
+) -> None:
+    query = torch.empty(4000, 6, head, dtype=dtype, device="meta")
+    starts = torch.empty(41, dtype=torch.int32, device="meta")
+    args = (query, query, query, query, starts, query, query, longest, 0.1, 0, False)
+    backward = torch.ops.trainfit.efficient_attention_backward.default
+    predicted = temporary_bytes(backward, args, Device(132, "9.0"))
+    assert predicted == pytest.approx(taken, abs=1024)  # blocks are rounded
+    forward = torch.ops.trainfit.efficient_attention.default
+    extra = temporary_bytes(forward, (query, query, query, starts), Device(132, "9.0"))
+    assert extra == (4 * query.numel() if head == 256 and dtype == torch.float16 else 0)
+
+
 def packed_step(tokens: int, lengths: list[int], longest: int, **settings: Any) -> tuple[Any, Any]:
     from trainfit.jobs.models.classifier import build_classifier, classification_loss
     from trainfit.jobs.models.classifier_settings import ClassifierSettings
@@ -85,6 +115,7 @@ def estimates() -> dict[str, list[MemoryEstimate]]:
     small = {"name": "bert-base", "overrides": {"num_hidden_layers": 2}}
     kinds = [{"attention": "varlen"}, {"attention": "masked"}]
     kinds.append({"attention": "varlen", "attention_dropout": 0.1})
+    kinds.append({"attention": "varlen_efficient"})
     paths = [spec(small | kind, 4096, 32, 128, 128) for kind in kinds]
     found = estimate_all([*measured(STEPS[:1]), *paths], find("h200"))
     return {"measured": found[:1], "paths": found[1:]}
@@ -116,12 +147,54 @@ def compare(rows: list[Any], found: list[MemoryEstimate]) -> None:
 
 @pytest.mark.soak
 def test_a_mask_takes_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
-    without, masked, _ = estimates["paths"]
+    without, masked, *_ = estimates["paths"]
     square = 4096**2 * 3 / 2**30  # who sees whom, and the same in bf16 for the kernel
     assert masked.peak_allocated_gib - without.peak_allocated_gib > square / 2
 
 
 @pytest.mark.soak
 def test_dropout_takes_no_more(estimates: dict[str, list[MemoryEstimate]]) -> None:
-    without, _, dropped = estimates["paths"]
+    without, _, dropped, _ = estimates["paths"]
     assert dropped.peak_allocated_gib == pytest.approx(without.peak_allocated_gib, rel=0.001)
+
+
+@pytest.mark.soak
+def test_the_memory_efficient_kernel_saves_a_number_per_row(
+    estimates: dict[str, list[MemoryEstimate]],
+) -> None:
+    """As the flash kernel does: 32 sequences of 128 tokens fill their rows of 128."""
+    flash, masked, _, efficient = estimates["paths"]
+    assert efficient.peak_allocated_gib == pytest.approx(flash.peak_allocated_gib, rel=0.05)
+    assert efficient.peak_allocated_gib < masked.peak_allocated_gib
+
+
+@pytest.fixture(scope="module")
+def waiting() -> list[MemoryEstimate]:
+    """Steps of BERT with 4 blocks: activations on the GPU and on the host, eager and compiled."""
+    arguments = {
+        "name": "bert-base",
+        "overrides": {"num_hidden_layers": 4},
+        "rows": 32,
+        "width": 256,
+        "slots": None,
+        "lengths": None,
+        "micro_batches": 1,
+        "precision": "bf16",
+        "attention": "masked",
+    }
+    ways = [{}, {"offload_activations": True}, {"compile": True}]
+    ways.append({"compile": True, "offload_activations": True})
+    specs = [
+        TaskSpec(factory="trainfit.jobs.probes:encoder_step", arguments=arguments | way)
+        for way in ways
+    ]
+    return estimate_all(specs, find("h200"))
+
+
+def test_activations_on_the_host_take_no_memory_of_the_gpu(waiting: list[MemoryEstimate]) -> None:
+    """But what is on its way at a time, at most 256 MiB, and tensors below a MiB."""
+    eager, less, compiled, least = (one.peak_allocated_gib for one in waiting)
+    blocks = 4 * 32 * 256 * 768 * 2 * 10 / 2**30  # ten tensors of a block's width in bf16, at least
+    assert eager - less > blocks - 0.5
+    assert less < 0.75 * eager
+    assert least < 0.85 * compiled

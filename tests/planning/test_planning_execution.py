@@ -17,8 +17,9 @@ from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape, sizes_of
 from trainfit.jobs import job_plan
 from trainfit.packing import PackedCut
-from trainfit.planning import decide, planner
-from trainfit.planning.estimator.step_time import rates
+from trainfit.planning import decide, loading_choices, planner
+from trainfit.planning.estimator import step_time
+from trainfit.planning.estimator.step_time import Done, Work, host_link, rates
 from trainfit.planning.execution import Way, execution, flops_of, ways_of
 from trainfit.planning.fit import Cutting
 from trainfit.planning.question import Pin
@@ -145,15 +146,79 @@ def test_pins_and_obstacles_decide_before_times_do() -> None:
 )
 def test_small_data_is_kept_on_the_gpu(words: tuple[str, ...], there: bool, why: str) -> None:
     asked = question(1, *words)
-    found = decide.data_on_gpu(asked, as_if(find("t4")).gpu)
+    found = loading_choices.data_on_gpu(asked, as_if(find("t4")).gpu)
     assert found.value is there
     assert why in found.why
-    assert decide.data_on_gpu(asked, None).value is False
+    assert loading_choices.data_on_gpu(asked, None).value is False
 
 
 def test_data_beyond_a_share_of_the_gpu_stays_on_the_host() -> None:
     asked = question(1)
     many = replace(asked.workload, sequences=10**6)
-    found = decide.data_on_gpu(replace(asked, workload=many), as_if(find("t4")).gpu)
+    found = loading_choices.data_on_gpu(replace(asked, workload=many), as_if(find("t4")).gpu)
     assert found.value is False
     assert "too many" in found.why
+
+
+@pytest.mark.parametrize(
+    ("asked_for", "gpu", "method", "value", "said"),
+    [
+        (None, "t4", "full", False, "stay on the GPU"),
+        (True, "t4", "full", True, "you set it"),
+        (False, "t4", "full", False, "you set it"),
+        (True, None, "full", False, "there is no GPU to take them from"),
+        (True, "t4", "frozen", False, "a frozen encoder saves none"),
+    ],
+)
+def test_activations_go_to_the_host_where_it_is_asked_for_and_can_be(
+    asked_for: bool | None, gpu: str | None, method: Any, value: bool, said: str
+):
+    question = job_plan.question(compose("nli", ["model.name=bert-base"]), [100] * 64)
+    pins = {} if asked_for is None else {"offload_activations": asked_for}
+    question = replace(
+        question,
+        pins={name: Pin(value=wanted, origin="override") for name, wanted in pins.items()},
+        workload=replace(question.workload, method=method),
+    )
+    profile = as_if(find(gpu or "t4"))
+    found = decide.offloaded(question, profile.gpu if gpu else None)
+    assert found.value is value
+    assert said in found.why
+    graph = decide.captured(question, profile, "none")
+    if value:
+        assert "to the host and back" in graph.why
+
+
+def test_transfers_run_beside_the_kernels():
+    """A T4's PCIe 3.0 x16 moves 12 GB in a second; the longer of the two counts."""
+    gpu = find("t4")
+    found = rates(gpu, "fp16")
+    assert found is not None
+    assert found.link == 12e9
+    assert host_link(find("h200"))[0] == 4 * found.link
+    moved = Work(
+        kind="transfer",
+        flops=0,
+        skipped=0,
+        nbytes=10**9,
+        half=False,
+        aligned=True,
+        backward=False,
+        update=False,
+    )
+    spent = step_time.seconds([Done(work=moved, times=10)], found)
+    assert spent.step() == pytest.approx(10e9 / found.link)
+    busy = replace(moved, kind="copy", nbytes=10**12)
+    assert (
+        step_time.seconds([Done(work=moved, times=1), Done(work=busy, times=1)], found).step() > 1
+    )
+
+
+def test_a_budget_is_taken_as_asked():
+    question = job_plan.question(compose("nli", ["model.name=bert-base"]), [100] * 64)
+    profile = as_if(find("t4"))
+    assert decide.activation_budget(question).value == 1.0
+    pinned = replace(question, pins={"activation_budget": Pin(value=0, origin="override")})
+    assert decide.activation_budget(pinned).value == 0.0
+    assert planner.fixed_settings(pinned, profile, 1).arguments["activation_budget"] == 0.0
+    assert "activation_budget" not in planner.fixed_settings(question, profile, 1).arguments

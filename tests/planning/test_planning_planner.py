@@ -125,7 +125,7 @@ def test_what_is_pinned_is_honoured_and_the_rest_planned_around_it(folder: str):
     assert made.micro_batch_tokens <= 3 * 128
     assert made.effective_batch_size == 17  # does not divide, and is no error
     assert (made.num_workers, made.optimizer, made.compile) == (1, "adamw", False)
-    assert made.packed is False
+    assert (made.packed, made.attention) == (True, "varlen_efficient")
     assert made.time is not None
     assert made.time.total_seconds is not None
     assert made.time.energy_kwh == pytest.approx(70 * made.time.total_seconds / 3.6e6)
@@ -270,6 +270,42 @@ def test_a_precision_that_the_device_lacks_falls_back_with_a_reason(
     assert found.value == chosen
     assert said in found.why
     assert (asked_for == chosen) or found.why.startswith(f"{asked_for} was asked for")
+
+
+@pytest.mark.parametrize(
+    ("gpu", "precise", "change", "attention", "said"),
+    [
+        ("a100", "bf16", {}, "varlen", "the flash kernel on packed rows"),
+        ("a100", "bf16", {"window": 4}, "varlen", "the flash kernel on packed rows"),
+        ("a100", "fp32", {}, "varlen_efficient", "needs half precision, not fp32"),
+        ("t4", "fp16", {}, "varlen_efficient", "needs compute capability 8.0, and Tesla T4 has"),
+        ("v100", "fp16", {}, "varlen_efficient", "memory-efficient kernel on packed rows"),
+        ("t4", "fp16", {"window": 100}, "varlen_efficient", "memory-efficient kernel"),
+        ("t4", "fp16", {"arguments": {"attention_dropout": 0.1}}, "sdpa", "attention dropout 0.1"),
+        ("a100", "bf16", {"arguments": {"attention_dropout": 0.1}}, "varlen", "the flash kernel"),
+        ("t4", "fp16", {"window": 99}, "sdpa", "no sliding window of 99 tokens to both sides"),
+        ("t4", "fp16", {"packed_attention": "softcapped"}, "softcapped", "soft-capped logits"),
+        ("t4", "fp16", {"packed_attention": "disentangled"}, "disentangled", "three terms"),
+        (
+            "v100",
+            "fp16",
+            {"packed_attention": "softcapped"},
+            "sdpa",
+            "needs compute capability 7.5",
+        ),
+        ("a100", "fp32", {"packed_attention": "disentangled"}, "sdpa", "needs half precision"),
+        ("mi300x", "bf16", {}, "sdpa", "needs NVIDIA's kernels"),
+    ],
+)
+def test_packed_rows_take_the_kernel_that_the_gpu_has(
+    gpu: str, precise: Any, change: dict[str, Any], attention: str, said: str
+):
+    question = replace(asked(), **change)
+    card = as_if(find(gpu)).gpu
+    packed = decide.packing(question, card, precise)
+    chosen = decide.attention_path(question, packed.value, card, precise)
+    assert (packed.value, chosen.value) == (attention != "sdpa", attention)
+    assert said in (chosen.why if packed.value else packed.why)
 
 
 def big_product(gpu: str, measured: Measurements | None = None) -> float:

@@ -93,3 +93,17 @@ def test_the_preferred_attention_kernel_is_the_one_that_runs() -> None:
         assert any(name in event.key for event in seen.key_averages()), kernel
     with applied(RuntimeSettings(attention="flash")):
         attend(heads.float(), heads.float(), heads.float())
+
+
+@pytest.mark.alone
+def test_memory_beyond_the_cap_is_refused_and_later_given() -> None:
+    torch.cuda.empty_cache()
+    most = torch.cuda.memory_reserved() / 2**30 + 0.5
+    with applied(RuntimeSettings(memory_gib=most)) as done:
+        [change] = done.changes
+        assert change.done
+        torch.empty(2**28, dtype=torch.uint8, device="cuda")
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    torch.cuda.empty_cache()

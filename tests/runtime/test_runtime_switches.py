@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch.nn.attention import SDPBackend
 
+from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.runtime import applied
 
@@ -269,3 +270,26 @@ def test_without_cuda_there_is_no_cache_to_empty() -> None:
     assert "not started" in done["empty_cache"].note
     with applied(RuntimeSettings(empty_cache=False)) as done:
         assert done.changes == ()
+
+
+def test_a_bound_of_memory_without_a_gpu_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with applied(RuntimeSettings(memory_gib=8)) as done:
+        [change] = done.changes
+    assert not change.done
+    assert "no GPU" in change.note
+
+
+def test_the_bound_is_a_share_of_the_gpu_and_put_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    share = [1.0]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (0, 80 * 2**30))
+    monkeypatch.setattr(torch.cuda, "get_per_process_memory_fraction", lambda: share[-1])
+    monkeypatch.setattr(torch.cuda, "set_per_process_memory_fraction", share.append)
+    with applied(RuntimeSettings(memory_gib=8)) as done:
+        [change] = done.changes
+        assert share[-1] == pytest.approx(0.1)
+        assert (change.before, change.after, change.done) == (80.0, 8, True)
+    assert share[-1] == 1.0
+    with pytest.raises(BadInput, match="memory_gib is 0"), applied(RuntimeSettings(memory_gib=0)):
+        pass

@@ -80,7 +80,8 @@ def command(
     if plot is not None:
         check_plot(plot)
     check_job(task)
-    composed = settle_sources(compose(task, with_file(task, config_file, overrides)))
+    cap = () if memory is None else (f"device.memory_gib={memory:g}",)
+    composed = settle_sources(compose(task, with_file(task, config_file, (*overrides, *cap))))
     check_data(composed.config)
     composed = fitted(composed, None if gpu in (None, "all") else find(gpu))
     for note in composed.notes:
@@ -96,8 +97,8 @@ def command(
         profile = job_plan.machine(composed, gpu)
     with terminal.busy("planning"):
         ranks: Any = {"ranks": machines * (each or 1), "machines": machines}
-        made = job_plan.answer(composed, question, profile, memory_gib=memory, **ranks)
-        rows = _ways(composed, question, profile, made, memory, machines) if each else []
+        made = job_plan.answer(composed, question, profile, **ranks)
+        rows = _ways(composed, question, profile, made, machines) if each else []
     if plot is not None:
         with terminal.busy("drawing"):
             _draw(plot, made, planner.curve(question, profile, made))
@@ -125,14 +126,14 @@ def _counted(gpus: str | None) -> tuple[int, int]:
 
 
 def _ways(
-    composed: Composed, question: Any, profile: Any, made: Plan, memory: float | None, machines: int
+    composed: Composed, question: Any, profile: Any, made: Plan, machines: int
 ) -> list[ClusterRow]:
     """Compare the ways to share the job, beside a plan for one GPU."""
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
     from trainfit.planning.communication import compare_ways
 
-    alone = job_plan.answer(composed, question, profile, memory_gib=memory)
+    alone = job_plan.answer(composed, question, profile)
     if made.ranks == 1 or alone.memory is None or not profile.gpus:
         return []
     gpu = None if made.gpu is None else find(made.gpu)

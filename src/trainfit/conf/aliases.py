@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.core.errors import BadInput, brief
@@ -11,6 +11,13 @@ from trainfit.core.settings import SETTINGS
 
 ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
 """Other spellings of keys, in lower case, with the key that each means."""
+COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
+    "model.method": {
+        "qlora": {"model.method": "lora", "model.quantization": "nf4"},
+        "qdora": {"model.method": "dora", "model.quantization": "nf4"},
+    },
+}
+"""Values of a key that stand for values of several keys."""
 
 _FLAGS: Mapping[str, Mapping[bool, str]] = {
     alias: values for row in SETTINGS for alias, values in (row.flags or {}).items()
@@ -21,6 +28,7 @@ _NAMES: Mapping[str, Mapping[str, str]] = {
 }
 """Other names of a key's values, in lower case."""
 _HALVES = ("bf16", "fp16")
+_CODES, _CODE_FLAGS = ("nf4", "int8"), ("load_in_4bit", "load_in_8bit")
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +70,17 @@ def _last_part(written: str) -> str:
     return written.lower().split(".")[-1]
 
 
+def parts_of(item: Assignment) -> list[Assignment]:
+    """Assignments that one stands for: itself, or one for each of several keys."""
+    parts = COMBINED.get(item.key, {}).get(str(item.value).lower())
+    if parts is None:
+        return [item]
+    return [
+        replace(item, written=item.written if key == item.key else item.word, key=key, value=value)
+        for key, value in parts.items()
+    ]
+
+
 def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], list[BadInput]]:
     """One assignment per canonical key; two that contradict each other are a problem."""
     by_key: dict[str, dict[str, Assignment]] = {}
@@ -80,13 +99,15 @@ def settle(assignments: Iterable[Assignment]) -> tuple[dict[str, Assignment], li
 
 
 def _weighed(items: list[Assignment]) -> list[Assignment]:
-    """Assignments that count: mixed precision may be set by up to three switches together.
+    """Assignments that count: several switches may set mixed precision or quantization together.
 
     enable_amp turns it on and amp_dtype names the dtype; fp16=false leaves bf16 open, and so on.
     """
     named = {_last_part(item.written): item for item in items}
     if {"enable_amp", "amp_dtype"} <= named.keys() and named["enable_amp"].value == "off":
         items = [item for item in items if _last_part(item.written) != "amp_dtype"]
+    if any(item.value in _CODES for item in items):  # load_in_8bit=false leaves 4 bits open
+        items = [i for i in items if i.value in _CODES or i.written not in _CODE_FLAGS]
     halves = [item.value for item in items if item.value in _HALVES]
     return [item for item in items if not any(_leaves_to(item, half) for half in halves)]
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, settle
+from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, parts_of, settle
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.core import codec
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
@@ -218,7 +218,7 @@ def _parse(
             if written in GROUPS:
                 groups[written] = choose(task, written, value)
             else:
-                assignments.append(_assignment(task, written, value, word))
+                assignments += parts_of(_assignment(task, written, value, word))
         except BadInput as error:
             problems.append(error)
     return groups, assignments, problems

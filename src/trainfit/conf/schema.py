@@ -5,32 +5,29 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainfit.core.codec import Length, PathName, Range
-
-Auto = Literal["auto"]
-Switch = bool | Auto
-CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-Steps = Annotated[int, Range(1, 10**9)]
-"""Number of anything that is counted while a run goes on."""
-MOST_SEQUENCES = 8192
-Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
-"""Sequences in a step; the search for the best cut takes time by their square."""
-Tokens = Annotated[int, Range(1, 2**20)]
-"""Tokens in a sequence."""
-Workers = Annotated[int, Range(0, 1024)]
-Small = Annotated[int, Range(1, 1024)]
-"""Number of processes, threads or files."""
-Layers = Annotated[int, Range(1, 512)]
-Width = Annotated[int, Range(1, 65_536)]
-Vocabulary = Annotated[int, Range(1, 2**24)]
-Seed = Annotated[int, Range(0, 2**32 - 1)]
-Share = Annotated[float, Range(0, 1)]
-Rate = Annotated[float, Range(0, 10)]
-"""Learning rate or weight decay."""
-Amount = Annotated[float, Range(0, 10**6)]
-HeldOut = Annotated[float, Range(0.01, 0.5)]
-Place = Annotated[str, PathName()]
-Name = Annotated[str, Length(1, 500)]
+from trainfit.conf.value_types import (
+    Amount,
+    Auto,
+    CompileMode,
+    Gibibytes,
+    HeldOut,
+    Layers,
+    Name,
+    Place,
+    Rate,
+    Seed,
+    Sequences,
+    Share,
+    Small,
+    Steps,
+    Switch,
+    Tokens,
+    Vocabulary,
+    Width,
+    Workers,
+)
+from trainfit.core.codec import Range
+from trainfit.core.plan_records import OptimizerName
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,13 +48,16 @@ class DeviceConfig:
     """CPU threads of this process. A small model on a busy machine is fastest with one."""
     expandable_segments: bool | None
     """The allocator's segments grow: fewer gaps; null: as PYTORCH_CUDA_ALLOC_CONF says."""
+    memory_gib: Gibibytes | None = None
+    """Most memory of the GPU that plan and run may use, beside CUDA's own; null: what is free."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimization:
     """How a step is computed, not what it computes."""
 
-    optimizer: Literal["auto", "adamw_fused", "adamw"]
+    optimizer: Auto | OptimizerName
+    """auto: adamw_fused. All others but adamw keep less beside the weights."""
     compile: Switch
     """torch.compile. auto: where it pays back within the run."""
     compile_mode: CompileMode
@@ -67,10 +67,16 @@ class Optimization:
     """Micro-batches per step; more where memory needs it, unless batch_size is set too."""
     liger: bool
     """Norms and gated feed-forwards by Liger's kernels, where liger-kernel is installed."""
+    offload_activations: Switch = "auto"
+    """Activations wait for the backward pass in host memory: less of the GPU's, and slower."""
+    activation_budget: Share | Auto = "auto"
+    """Share of a compiled block's activations to keep; the rest is computed again. auto: all."""
     sharding: Literal["auto", "none", "fsdp", "hybrid"] = "auto"
     """Share the model among ranks (hybrid: of a machine). auto: where it does not fit one GPU."""
     reduce_dtype: Literal["fp32", "bf16"] = "fp32"
     """Dtype in which ranks sum gradients: bf16 halves what they send."""
+    offload_optimizer: Switch = "auto"
+    """Keep AdamW's moments in the host's memory: less on the GPU, and slower steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -138,13 +144,13 @@ class EncoderModel:
     weights: Literal["auto", "random", "pretrained"]
     """auto: pretrained, but random for synthetic data, whose words no model has read."""
     method: Literal["full", "lora", "dora"]
+    quantization: Literal["none", "nf4", "int8"] = "none"
+    """Codes of 4 or 8 bits for the matrices of the blocks, where the encoder is not trained."""
     freeze_encoder: Switch
     """Train the head alone. auto: where nothing else fits the memory; not where method is set."""
     use_gradient_checkpointing: Switch | Literal["selective"]
     """Recompute activations in the backward pass: less memory, about a third slower.
-
-    selective: those of every second block.
-    """
+    selective: those of every second block."""
     use_flash_attention: bool
     """Prefer the flash kernel; others stay as fallbacks."""
     pooling: Literal["auto", "mean", "first", "last", "max", "attention_kv", "attention_query"]
@@ -190,9 +196,7 @@ class GptModel:
     use_flash_attention: bool
     loss_chunk: Steps | Auto | None
     """Tokens whose loss and gradients are computed at a time; null: all logits at once.
-
-    auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks.
-    """
+    auto: so on a GPU; on a CPU at once, unless a step does not fit or must recompute its blocks."""
     half_stream: Switch
     """Pass half precision from block to block; auto: with bf16."""
 
@@ -238,9 +242,7 @@ class TextFilesData:
     """Column of the labels. auto: by its name, such as label, sentiment or category."""
     target: Literal["auto", "single", "multi", "regression"] = "auto"
     """One class per text, several labels, or a number. auto: as the labels look; a note tells.
-
-    Several labels are lists, or stand in one field with |, ; or a comma between them.
-    """
+    Several labels are lists, or stand in one field with |, ; or a comma between them."""
     group_column: Name | None
     """Rows of one group, such as an author, stay on one side of a split; null: no groups."""
     scale: Literal["small", "full"]

@@ -25,7 +25,7 @@ from trainfit.conf.composition import (
     schema_of,
     study_of,
 )
-from trainfit.conf.schema import Name, Share, Steps
+from trainfit.conf.value_types import Name, Share, Steps
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean

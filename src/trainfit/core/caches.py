@@ -24,7 +24,7 @@ from trainfit.core.files import write_whole
 from trainfit.core.libraries import version_of
 
 T = TypeVar("T")
-_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel")
+_LIBRARIES = ("trainfit", "torch", "transformers", "peft", "triton", "liger-kernel", "bitsandbytes")
 _READ = (".py", ".json", ".csv")
 _PAGES = ("cli", "reports", "doctor", "integrations", "hpo", "conf")
 """Packages that do not affect a step's memory or speed."""

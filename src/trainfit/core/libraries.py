@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import sys
 import warnings
@@ -14,6 +15,7 @@ from trainfit.core.errors import BadInput, TrainfitWarning
 
 PIP_NAMES = {
     "alembic": "'trainfit[hpo]'",
+    "bitsandbytes": "'trainfit[quantization]'",
     "datasets": "'trainfit[data]'",
     "hydra": "hydra-core",
     "lightning": "'trainfit[lightning]'",
@@ -85,6 +87,22 @@ def import_generation() -> None:
         utils.is_sklearn_available = available
     module.is_sklearn_available = available
     module.roc_curve = _roc_curve
+
+
+def import_bitsandbytes() -> Any:
+    """Import bitsandbytes; on a CPU it would fetch a kernel from the hub, and warn without one."""
+    before = sys.modules.get("kernels", ...)
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    sys.modules["kernels"] = None  # type: ignore[assignment]
+    logger.setLevel(logging.ERROR)
+    try:
+        return import_module("bitsandbytes")
+    finally:
+        logger.setLevel(level)
+        del sys.modules["kernels"]
+        if before is not ...:
+            sys.modules["kernels"] = before
 
 
 def _roc_curve(*args: Any, **options: Any) -> Any:

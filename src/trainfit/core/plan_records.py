@@ -14,6 +14,9 @@ Sharding = Literal["none", "fsdp", "hybrid"]
 """A rank holds the model (none), a share of it (fsdp), or a share of its machine's (hybrid)."""
 ReduceDtype = Literal["fp32", "bf16"]
 Precision = Literal["bf16", "fp16", "fp32"]
+Quantization = Literal["none", "nf4", "int8"]
+OptimizerName = Literal["adamw_fused", "adamw", "adamw_bf16", "adamw_8bit", "adafactor", "muon"]
+"""Optimizers of the jobs that trainfit has; jobs of one's own may return any."""
 
 
 def shown(value: Scalar) -> str:
@@ -145,6 +148,8 @@ class RuntimeSettings(Record):
     attention: Literal["flash", "efficient", "math"] | None = None
     """The attention kernel to prefer; the others stay as fallbacks."""
     expandable_segments: bool | None = None
+    memory_gib: float | None = None
+    """Most memory of the GPU that the process may reserve."""
     empty_cache: bool | None = None
     seed: int | None = None
 
@@ -217,11 +222,14 @@ class Plan(Record):
     precision: Precision
     weights_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     """Dtype of frozen weights; trained weights are kept in float32."""
+    quantization: Quantization = "none"
+    """Format of the frozen matrices of the blocks; none: as `weights_dtype`."""
     runtime: RuntimeSettings
     packed: bool
     """Rows of sequences end to end; else padded batches of similar length."""
     attention: str
-    """The attention path: varlen, disentangled, softcapped, sdpa, or the model's own."""
+    """The attention path: varlen, varlen_efficient, disentangled, softcapped, sdpa, or own for the
+    model's own."""
     batch_size: int
     micro_batch_tokens: int
     """Maximum tokens of a micro-batch, filler and padding included: it sets the memory."""
@@ -234,9 +242,15 @@ class Plan(Record):
     compile_mode: str
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs."""
+    activation_budget: float = 1.0
+    """Share of a compiled block's activations that is kept; the rest is computed again."""
+    offload_activations: bool = False
+    """Activations wait for the backward pass in host memory."""
     liger: bool = False
     """Use Liger's kernels for norms and gated feed-forwards."""
-    optimizer: Literal["adamw_fused", "adamw"]
+    optimizer: OptimizerName
+    offload_optimizer: bool = False
+    """Keep AdamW's moments in the host's memory, and bring them to the GPU for each update."""
     data_on_gpu: bool = False
     """Keep the tokens on the GPU and gather steps there; loader processes are then not started."""
     num_workers: int

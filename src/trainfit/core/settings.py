@@ -39,11 +39,8 @@ class Setting:
     pinned: bool = True
     """A question may pin it before planning."""
     chosen_by: ChosenBy = "planner"
-    """The last to choose its value.
-
-    user: the plan copies it. planner: where the user leaves it open. tune: measured by tune.
-    tuned: it follows from a setting that tune measures.
-    """
+    """The last to choose its value. user: the plan copies it. planner: where the user leaves it
+    open. tune: measured by tune. tuned: it follows from a setting that tune measures."""
     tries: tuple[Scalar, ...] = ()
     """Values that tune tries, where they are the same on every machine."""
     gpu_only: bool = False
@@ -113,6 +110,19 @@ SETTINGS = (
         receipt="tf32",
     ),
     Setting(name="weights_dtype", field="weights_dtype", pinned=False),
+    Setting(
+        name="quantization",
+        key="model.quantization",
+        aliases=("load_in_4bit", "load_in_8bit"),
+        flags={
+            "load_in_4bit": {True: "nf4", False: "none"},
+            "load_in_8bit": {True: "int8", False: "none"},
+        },
+        spellings={"false": "none", "4bit": "nf4", "8bit": "int8"},
+        field="quantization",
+        learns=True,
+        receipt="quantization",
+    ),
     Setting(name="packed", field="packed", pinned=False, chosen_by="tune", receipt="packing"),
     Setting(
         name="attention", field="attention", pinned=False, chosen_by="tune", receipt="attention"
@@ -165,6 +175,15 @@ SETTINGS = (
         gpu_only=True,
     ),
     Setting(
+        name="activation_budget", key="optimization.activation_budget", field="activation_budget"
+    ),
+    Setting(
+        name="offload_activations",
+        key="optimization.offload_activations",
+        field="offload_activations",
+        receipt="offload_activations",
+    ),
+    Setting(
         name="liger",
         key="optimization.liger",
         field="liger",
@@ -199,18 +218,33 @@ SETTINGS = (
         key="optimization.optimizer",
         aliases=("training.optimizer_type", "training.fused_adamw", "fused_adamw", "optim"),
         flags={"fused_adamw": {True: "adamw_fused", False: "adamw"}},
-        spellings={"adamw_torch_fused": "adamw_fused", "adamw_torch": "adamw"},
+        spellings={
+            "adamw_torch_fused": "adamw_fused",
+            "adamw_torch": "adamw",
+            "adamw_bnb_8bit": "adamw_8bit",
+            "adamw_torch_8bit": "adamw_8bit",
+        },
         field="optimizer",
         chosen_by="tune",
         tries=("adamw_fused", "adamw"),
         hf="optim",
-        in_hf={"adamw_fused": "adamw_torch_fused", "adamw": "adamw_torch"},
+        # transformers has neither bf16 moments nor Muon; a note of the export says so.
+        in_hf={
+            "adamw_fused": "adamw_torch_fused",
+            "adamw": "adamw_torch",
+            "adamw_bf16": "adamw_torch_fused",
+            "adamw_8bit": "adamw_bnb_8bit",
+            "muon": "adamw_torch_fused",
+        },
+        receipt="optimizer",
     ),
     Setting(
-        name="data_on_gpu",
-        key="training.data_on_gpu",
-        field="data_on_gpu",
+        name="offload_optimizer",
+        key="optimization.offload_optimizer",
+        field="offload_optimizer",
+        receipt="offload_optimizer",
     ),
+    Setting(name="data_on_gpu", key="training.data_on_gpu", field="data_on_gpu"),
     Setting(
         name="num_workers",
         key="training.num_workers",
@@ -313,6 +347,9 @@ SETTINGS = (
         field="runtime.expandable_segments",
         chosen_by="user",
         receipt="expandable_segments",
+    ),
+    Setting(
+        name="memory_gib", key="device.memory_gib", field="runtime.memory_gib", chosen_by="user"
     ),
     Setting(name="seed", key="seed", field="runtime.seed", chosen_by="user", learns=True),
     Setting(

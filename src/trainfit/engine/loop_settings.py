@@ -22,6 +22,8 @@ Count = Annotated[int, Range(0)]
 Share = Annotated[float, Range(0, 1)]
 Amount = Annotated[float, Range(0)]
 
+OFFLOADED = ("adamw_fused", "adamw_bf16")
+"""Optimizers whose moments can be in the host's memory."""
 _PLENTY = 4
 """Times the planned memory that a GPU must have for a first step without compiled code."""
 
@@ -31,7 +33,10 @@ class OptimizerSettings(Record):
     """The optimizer, and the clipping of the gradient before its update."""
 
     kind: str = "adamw_fused"
-    """A class of torch.optim in small letters; with _fused at the end, its fused kernel."""
+    """A class of torch.optim in small letters; with _fused at the end, its fused kernel.
+
+    adamw_bf16 and adamw_8bit are trainfit's own, whose moments take fewer bytes.
+    """
     options: dict[str, Any] = field(default_factory=dict, hash=False)
     """Further keyword arguments of that class, such as momentum."""
     learning_rate: Amount
@@ -44,11 +49,18 @@ class OptimizerSettings(Record):
     """Epsilon of AdamW."""
     max_grad_norm: Amount | None = 1.0
     """Clip the gradient's norm; None: do not."""
+    offload: bool = False
+    """Keep AdamW's moments in the host's memory."""
 
     def __post_init__(self) -> None:
         """Refuse an unknown optimizer, or one without these options."""
-        if self.kind not in ("adamw", "adamw_fused") or self.options:
+        if self.kind not in ("adamw", *OFFLOADED, "adamw_8bit") or self.options:
             check_options(self)
+        if self.offload and self.kind not in OFFLOADED:
+            raise BadInput(
+                f"the moments of {self.kind} cannot be kept in the host's memory",
+                f"use {' or '.join(OFFLOADED)}, or set optimization.offload_optimizer=false",
+            )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,10 +125,14 @@ class LoopSettings(Record):
     compile_mode: str = "default"
     compile_scope: Literal["blocks", "model"] = "blocks"
     """Compile repeated blocks (takes seconds) or the whole model with its loss (takes a minute)."""
+    activation_budget: Share = 1.0
+    """Share of a compiled block's activations that is kept; the rest is computed again."""
     eager_first: bool = False
     """Take a run's first step eagerly, and compile in the second: the first loss comes sooner."""
     cuda_graph: bool = False
     """Capture whole steps as CUDA graphs, on one GPU, where the task is `capturable`."""
+    offload_activations: bool = False
+    """Activations wait for the backward pass in host memory."""
     sharding: Sharding = "none"
     reduce_dtype: ReduceDtype = "fp32"
     """Dtype in which ranks sum gradients."""
@@ -200,6 +216,7 @@ def loop_settings(
             weight_decay=training.weight_decay,
             betas=betas,
             max_grad_norm=training.max_grad_norm,
+            offload=plan.offload_optimizer,
         ),
         schedule=ScheduleSettings(
             kind=training.scheduler,
@@ -217,8 +234,10 @@ def loop_settings(
         compile=plan.compile,
         compile_mode=plan.compile_mode,
         compile_scope=compile_scope,
+        activation_budget=plan.activation_budget,
         eager_first=plan.compile and device.startswith("cuda") and _has_plenty(plan),
         cuda_graph=plan.cuda_graph,
+        offload_activations=plan.offload_activations,
         sharding=plan.sharding,
         reduce_dtype=plan.reduce_dtype,
         eval_steps=training.eval_steps,
@@ -252,6 +271,9 @@ def optimizer_classes() -> dict[str, type[Optimizer]]:
 def check_options(settings: OptimizerSettings) -> None:
     """Raise BadInput for an unknown optimizer, or for options that it does not take."""
     name, classes = settings.kind.removesuffix("_fused"), optimizer_classes()
+    if name in ("adamw_bf16", "adamw_8bit"):
+        first = next(iter(settings.options))
+        raise BadInput(f"the optimizer {name} has no option {first!r}", "leave options empty")
     if name not in classes:
         fix = did_you_mean(name, classes, f"use one of {', '.join(sorted(classes))}")
         raise BadInput(f"there is no optimizer {settings.kind!r}", fix)

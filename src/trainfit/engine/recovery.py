@@ -34,6 +34,7 @@ from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.relaunch import RestartChanges, restarts_left
 from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
+from trainfit.kernels.saved_on_host import SavedOnHost
 
 
 class CannotGoOn(RunFailed):
@@ -240,6 +241,7 @@ def _accumulate(parts: Parts, batches: Iterable[Batch], weight: float | Tensor) 
         device_type=parts.device.type,
         precision=parts.settings.precision,
         scale=parts.scale,
+        saved=SavedOnHost if parts.settings.offload_activations else None,
     )
 
 

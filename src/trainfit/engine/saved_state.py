@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.records import Record
 from trainfit.engine.fsdp import check_same, local
-from trainfit.engine.optimizer import is_plain_adamw
+from trainfit.engine.updates import host_moments, is_adamw
 from trainfit.runs import timeline
 
 
@@ -194,6 +194,8 @@ def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """AdamW's state by the names of the weights."""
+    if (host := host_moments(optimizer)) is not None:
+        host.settle()
     return {
         f"{plain_name(name)}/{key}": value
         for name, parameter in model.named_parameters()
@@ -205,7 +207,7 @@ def optimizer_state(
     model: nn.Module, optimizer: torch.optim.Optimizer
 ) -> tuple[dict[str, Tensor], Any]:
     """Tensors of the optimizer's state, and the rest of it as JSON data: None for AdamW."""
-    if is_plain_adamw(optimizer):
+    if is_adamw(optimizer):
         return optimizer_tensors(model, optimizer), None
     tensors: dict[str, Tensor] = {}
     return tensors, flatten(optimizer.state_dict(), "optimizer", tensors)
@@ -215,7 +217,7 @@ def load_optimizer(
     model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor], tree: Any
 ) -> None:
     """Restore what `optimizer_state` returned."""
-    if (tree is None) is not is_plain_adamw(optimizer):
+    if (tree is None) is not is_adamw(optimizer):
         kind = type(optimizer).__name__
         raise BadInput(
             f"the checkpoint is of another optimizer than {kind}", "use the optimizer of the run"
@@ -270,7 +272,7 @@ def _load_adamw(
 ) -> None:
     for name, tensor in optimizer_tensors(model, optimizer).items():
         saved = tensors.get(name)
-        if saved is None or saved.shape != tensor.shape:
+        if saved is None or saved.shape != tensor.shape or saved.dtype != tensor.dtype:
             raise BadInput(
                 f"the checkpoint's state of the optimizer does not fit, in {name}",
                 "use the configuration of the run",

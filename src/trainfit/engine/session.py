@@ -211,7 +211,12 @@ class Session:
             self.parts.captured.renewed(),
             timeline.stage("receipt"),
             looking(
-                self.progress.step, loaded.batches, sequences, begins=self.go_on, ends=self.pause
+                self.progress.step,
+                loaded.batches,
+                sequences,
+                optimizer=self.parts.optimizer,
+                begins=self.go_on,
+                ends=self.pause,
             ) as look,
         ):
             yield

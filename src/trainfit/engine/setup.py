@@ -26,15 +26,15 @@ from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
     adopt,
     build_optimizer,
-    is_plain_adamw,
     keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
-    trained_parameters,
 )
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
+from trainfit.engine.updates import host_moments, is_adamw, trained_parameters
+from trainfit.kernels.quantized_linear import count_weights
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import event_log, timeline
 from trainfit.runs.opening import AttentionPath, RunSetup
@@ -117,15 +117,16 @@ def build_parts(
         _fits(lambda: model.to(device), "the model")
         spread_weights(world, model)
 
+    _check_offloaded(settings, sharded, own=make_optimizer is not None)
+
     def build() -> torch.optim.Optimizer:
         if make_optimizer is None:
             return build_optimizer(model, settings.optimizer)
         return adopt(model, make_optimizer(model))
 
     optimizer = _fits(build, "the optimizer's state")
-    if sharded and not is_plain_adamw(optimizer):
-        kind = type(optimizer).__name__
-        raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    if sharded:
+        _check_sharded(optimizer)
     saved_state.task_state(task)  # raises where it holds what a checkpoint cannot keep
     if sharded and saved_state.has_state(task):
         raise BadInput("the task has a state_dict, which FSDP does not save", "do not shard")
@@ -134,7 +135,9 @@ def build_parts(
         padded = isinstance(settings.cuts[0], PaddedCut)
         of_any_size = True if padded and len(set(task.lengths())) > 1 else None
         compile_ = compile_model if whole else compile_blocks
-        compile_(model, settings.compile_mode, dynamic=of_any_size)
+        compile_(
+            model, settings.compile_mode, dynamic=of_any_size, budget=settings.activation_budget
+        )
     return Parts(
         task=task,
         settings=settings,
@@ -157,6 +160,24 @@ def build_parts(
     )
 
 
+def _check_offloaded(settings: LoopSettings, sharded: bool, *, own: bool) -> None:
+    """Raise BadInput where the moments are asked to be in the host's memory, and cannot be."""
+    if settings.optimizer.offload and (sharded or own):
+        why = "with FSDP" if sharded else "of an optimizer of the job's own"
+        what = f"moments {why} cannot be kept in the host's memory"
+        raise BadInput(what, "set optimization.offload_optimizer=false")
+
+
+def _check_sharded(optimizer: torch.optim.Optimizer) -> None:
+    """Raise BadInput for an optimizer whose state is not sharded like its weights."""
+    kind = type(optimizer).__name__
+    if not is_adamw(optimizer):
+        raise BadInput(f"FSDP trains with AdamW, not {kind}", "use adamw_fused, or do not shard")
+    if optimizer.param_groups[0].get("moments") == "8bit":
+        what = "FSDP does not shard 8-bit moments"
+        raise BadInput(what, "use adamw_bf16 or adamw_fused, or do not shard")
+
+
 def _captured_steps(
     task: TrainTask,
     settings: LoopSettings,
@@ -167,7 +188,8 @@ def _captured_steps(
     """Prepare to capture whole steps, unless something in them may wait for the device."""
     alone = world.size == 1 and settings.sharding == "none"
     asked = device.type == "cuda" and alone and settings.cuda_graph
-    fused = is_plain_adamw(optimizer) and optimizer.param_groups[0]["fused"]
+    fused = is_adamw(optimizer) and optimizer.param_groups[0]["fused"]
+    fused = fused and host_moments(optimizer) is None
     if not (asked and fused and getattr(task, "capturable", False)) or settings.graphs:
         return CapturedSteps()
     keep_rates_on_device(optimizer)
@@ -313,12 +335,12 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         precision=settings.precision,
         loss_scaling=parts.scale is not None,
         attention=attention or _sdpa(parts),
-        optimizer=type(parts.optimizer).__name__,
+        optimizer=_name_of(parts.optimizer),
         fused=all(group.get("fused") for group in groups),
         learning_rate=parts.rates[0],
         weight_decay=float(groups[0].get("weight_decay", 0.0)),
         trained_weights=sum(p.numel() for group in groups for p in group["params"]),
-        weights=sum(p.numel() for p in parts.model.parameters()),
+        weights=count_weights(parts.model),
         data_on_gpu=parts.loader.on_device,
         num_workers=loader.num_workers,
         pin_memory=loader.pin_memory,
@@ -330,6 +352,15 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         indivisible=parts.indivisible,
         compiled=any(module._compiled_call_impl is not None for module in parts.model.modules()),
     )
+
+
+def _name_of(optimizer: torch.optim.Optimizer) -> str:
+    """Name of an optimizer, with the dtype and place of moments that are not the usual ones."""
+    moments = optimizer.param_groups[0].get("moments")
+    notes = [f"{moments} moments"] if moments else []
+    notes += ["moments on the host"] if host_moments(optimizer) is not None else []
+    name = "AdamW" if moments else type(optimizer).__name__
+    return f"{name} ({', '.join(notes)})" if notes else name
 
 
 def _tf32() -> tuple[str, ...]:

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import StepLoader
 from trainfit.engine.loop_settings import LoopSettings
-from trainfit.engine.optimizer import is_plain_adamw
 from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.saved_state import frozen_checksum
+from trainfit.engine.updates import host_moments, is_adamw
 
 
 @dataclass
@@ -58,6 +58,8 @@ def take_over(
     before.model.train()
     if _copy(model, before.model, shared.sources):
         shared.frozen = frozen_checksum(before.model)
+    if (host := host_moments(before.optimizer)) is not None:
+        host.settle()
     for state in before.optimizer.state.values():
         for tensor in state.values():
             tensor.zero_()
@@ -78,7 +80,7 @@ def _suits(before: Parts, settings: LoopSettings, model: nn.Module) -> bool:
     return (
         alone
         and same
-        and is_plain_adamw(before.optimizer)
+        and is_adamw(before.optimizer)
         and type(model) is type(before.model)
         and _tensors(model) == _tensors(before.model)
     )

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from trainfit.core.plan_records import Precision
 from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import retried, write_once
-from trainfit.engine.optimizer import trained_parameters, update_once
+from trainfit.engine.updates import trained_parameters, update_once
+from trainfit.kernels.saved_on_host import SavedOnHost
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE = 2.0**16
@@ -88,11 +89,11 @@ def plain_step(
     precision: Precision = "fp32",
     max_grad_norm: float | None = None,
     scale: LossScale | None = None,
+    saved: Callable[[], SavedOnHost] | None = None,
 ) -> StepNumbers:
     """Take a whole optimizer step on one process, without recovery."""
-    total = accumulate(
-        model, loss, batches, weight, device_type=device_type, precision=precision, scale=scale
-    )
+    how: Any = {"device_type": device_type, "precision": precision, "scale": scale, "saved": saved}
+    total = accumulate(model, loss, batches, weight, **how)
     return finish(optimizer, total, max_grad_norm=max_grad_norm, scale=scale)
 
 
@@ -105,15 +106,18 @@ def accumulate(
     device_type: str,
     precision: Precision = "fp32",
     scale: LossScale | None = None,
+    saved: Callable[[], SavedOnHost] | None = None,
 ) -> Tensor:
     """Run forward and backward for each micro-batch; returns the loss per unit of `weight`.
 
-    `weight` is the weight of the whole step, over all micro-batches and ranks.
+    `weight` is the weight of the whole step, over all micro-batches and ranks. `saved` makes the
+    place where activations wait for the backward pass; None: on the device.
     """
     # A fixed dtype, also without micro-batches, because ranks sum it.
     total = torch.zeros((), dtype=torch.float32, device=next(model.parameters()).device)
     for batch in batches:
-        with autocast(device_type, precision):
+        elsewhere = nullcontext() if saved is None else saved().saving()
+        with elsewhere, autocast(device_type, precision):
             share = loss(model, batch) / weight
         (share if scale is None else share * scale.factor).backward()  # type: ignore[no-untyped-call]
         total = total + share.detach().float()

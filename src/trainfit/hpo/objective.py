@@ -120,6 +120,7 @@ class Objective:
             return alone
         small = make(memory_gib=self.room.gib(gpu))
         same = small.workload.method == alone.workload.method
+        same = same and small.quantization == alone.quantization
         return small if same else replace(alone, fits=False)
 
     def train(

@@ -19,6 +19,7 @@ from trainfit.conf import Composed, Config, keys
 from trainfit.conf.composition import as_word, flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
+from trainfit.integrations.saver_notes import saver_notes
 from trainfit.jobs.job import Job
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.registry import is_own, load
@@ -104,6 +105,8 @@ def training_arguments(plan: Plan, config: Config) -> dict[str, Any]:
         "full_determinism": config.device.deterministic,
         **exported(plan, config, "hf"),
     }
+    if plan.offload_optimizer:
+        arguments["optim"] = "paged_adamw_32bit"
     if plan.gradient_checkpointing != "none":
         arguments["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
     if plan.compile:  # a mode without torch_compile would turn it on
@@ -280,6 +283,7 @@ def _unsaid(plan: Plan, composed: Composed) -> list[str]:
         notes.append(f"planned for {load.method}: give the trainer a model wrapped by peft")
     if plan.weights_dtype != "float32":
         notes.append(f"weights that are not trained are planned in {plan.weights_dtype}: cast them")
+    notes += saver_notes(plan)
     if plan.packed:
         notes.append("planned with packed rows; batches here are padded, and slower for it")
     if plan.runtime.expandable_segments:
@@ -301,17 +305,22 @@ def _of_own_job(task: str, batch: EvenBatch) -> list[str]:
     return notes
 
 
+_CLASSES = {"adamw_8bit": "bitsandbytes.optim.AdamW8bit", "adafactor": "Adafactor"}
+"""Optimizers that other tools have beside AdamW."""
+
+
 def _in_the_script(plan: Plan, config: Config) -> list[str]:
     """Notes on loader, optimizer and schedule, for tools that leave them to the user."""
     loader = {"batch_size": even_batch(plan).size, **exported(plan, config, "loader")}
     training = config.training
-    fused = plan.optimizer == "adamw_fused"
+    made = _CLASSES.get(plan.optimizer, "AdamW")
+    fused = f", fused={plan.optimizer != 'adamw'}" if made == "AdamW" else ""
     warmup = training.warmup_steps if training.warmup_ratio is None else training.warmup_ratio
     notes = [
         f"loader: DataLoader(…, {', '.join(f'{key}={value}' for key, value in loader.items())}), "
         f"and batch_size={plan.eval_batch_size} for validation",
-        f"optimizer: AdamW(…, lr={training.learning_rate:g}, "
-        f"weight_decay={training.weight_decay:g}, fused={fused})",
+        f"optimizer: {made}(…, lr={training.learning_rate:g}, "
+        f"weight_decay={training.weight_decay:g}{fused})",
         f"schedule: {training.scheduler}, warmup {warmup or 0:g}",
         f"seed: {config.seed}",
     ]

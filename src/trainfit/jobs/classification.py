@@ -20,7 +20,7 @@ from trainfit.engine.divided import collect, own_batches
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.jobs import tuned_plans
-from trainfit.jobs.models.backbone import Traits, packed_obstacle
+from trainfit.jobs.models.backbone import PackedPath, Traits, packed_path
 from trainfit.jobs.models.classifier import EncoderClassifier, Head, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.targets import OneClass, Outputs
@@ -147,13 +147,13 @@ def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], 
 def opening(parts: Parts, plan: Plan) -> RunSetup:
     """Record the settings in effect, with the attention that the model will really take."""
     return replace(
-        describe(parts, _attention(parts)),
+        describe(parts, _attention(parts, plan.workload.max_length)),
         method=plan.workload.method,
         tuned_samples_per_second=tuned_plans.tuned_rate(plan),
     )
 
 
-def _attention(parts: Parts) -> AttentionPath | None:
+def _attention(parts: Parts, longest: int) -> AttentionPath | None:
     model = parts.model
     if isinstance(model, Head):
         return AttentionPath(kind="frozen")
@@ -163,7 +163,19 @@ def _attention(parts: Parts) -> AttentionPath | None:
         return _on_padded_rows(model.traits)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     precision = halves.get(parts.settings.precision)
-    return _on_packed_rows(model.traits, packed_obstacle(model.encoder, model.traits, precision))
+    kernel, obstacle = packed_path(model.encoder, model.traits, precision, longest)
+    dropout = model.traits.attention_dropout
+    return AttentionPath(kind=_KINDS[kernel], dropout=dropout, obstacle=obstacle)
+
+
+_KINDS: dict[PackedPath | None, AttentionKind] = {
+    "varlen": "varlen",
+    "varlen_efficient": "varlen_efficient",
+    "softcapped": "softcap",
+    "disentangled": "disentangled",
+    None: "mask",
+}
+"""Kind of attention by the kernel for packed rows; a mask where there is none."""
 
 
 def _on_padded_rows(traits: Traits) -> AttentionPath | None:
@@ -171,16 +183,6 @@ def _on_padded_rows(traits: Traits) -> AttentionPath | None:
     if traits.own_attention:
         return AttentionPath(kind="own")
     return None if traits.softcap is None else AttentionPath(kind="products")
-
-
-def _on_packed_rows(traits: Traits, obstacle: str | None) -> AttentionPath:
-    """The kernel that attends within packed rows, or the reason for a mask."""
-    kind: AttentionKind = "varlen" if traits.softcap is None else "softcap"
-    if traits.own_attention:
-        kind = "disentangled"
-    if obstacle is not None:
-        kind = "mask"
-    return AttentionPath(kind=kind, dropout=traits.attention_dropout, obstacle=obstacle or "")
 
 
 def predict(
@@ -215,7 +217,8 @@ def in_batches(
     """
     device = next(model.parameters()).device
     if packed is None:
-        packed = isinstance(model, EncoderClassifier) and model.packs_here
+        longest = int(tokens.lengths.max(initial=1))
+        packed = isinstance(model, EncoderClassifier) and model.packs_here(longest)
     parts: list[Tensor] = []
     order: list[int] = []
     batches = (_packed if packed else _padded)(tokens, batch_size, pad_id, device)

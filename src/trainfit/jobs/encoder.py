@@ -199,7 +199,7 @@ class PreparedEncoder:
         """Run the frozen encoder over tokens, once."""
         asked, chosen = self.config.model, self.chosen
         random = self.config.seed + fold if chosen.weights == "random" else None
-        how = (asked.pooling, asked.pool_tokens, plan.precision, plan.weights_dtype)
+        how = asked.pooling, asked.pool_tokens, plan.precision, plan.weights_dtype
 
         def compute(missing: Tokens) -> Outputs:
             return pool_within(
@@ -210,7 +210,7 @@ class PreparedEncoder:
                 precision=plan.precision,
             )
 
-        return self.features.of(tokens, (asked.name, random, *how), compute)
+        return self.features.of(tokens, (asked.name, random, *how, plan.quantization), compute)
 
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of a fold."""
@@ -390,10 +390,10 @@ def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:
 
 
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
-    """Build the model; random weights are drawn on the device that it trains on."""
+    """Build the model; weights are drawn, or quantized, on the device that it trains on."""
     asked, weights = prepared.config.model, prepared.chosen.weights
     build = partial(prepared.build, asked, weights=weights, **model_decisions(plan, asked))
-    if weights == "random":
+    if weights == "random" or plan.quantization != "none":
         return on_device(birthplace(plan, device), build)()
     model: EncoderClassifier = build()
     return model

@@ -31,6 +31,7 @@ def model_decisions(plan: Plan, asked: EncoderModel) -> dict[str, Any]:
         "method": plan.workload.method,
         "checkpointing": plan.gradient_checkpointing,
         "dtype": plan.weights_dtype,
+        "quantization": plan.quantization,
         "liger": plan.liger,
     }
     if not plan.packed:  # nor does an evaluation take packed rows

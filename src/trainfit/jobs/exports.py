@@ -40,6 +40,7 @@ from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
 from trainfit.jobs.standard_export import part_of, plain_tensors, save_adapter, write_standard
+from trainfit.kernels.quantized_linear import widened_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -66,7 +67,7 @@ def write_classifier(
     `weights` replace those of the model with the same names. `base` is an export of a model with
     the same frozen weights: where adapters were trained, its files are linked.
     """
-    state = {**model.state_dict(), **(weights or {})}
+    state = {**widened_state(model), **(weights or {})}
     with written_whole(folder) as unfinished:
         if isinstance(model.head, OwnHead):
             known = facts | {"learned_tokenizer": is_learned(tokenizer)}

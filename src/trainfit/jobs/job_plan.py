@@ -12,7 +12,8 @@ from typing import Any
 
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
-from trainfit.conf.schema import MOST_SEQUENCES, Config, EncoderModel, GptConfig, GptModel
+from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
+from trainfit.conf.value_types import MOST_SEQUENCES
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
@@ -30,6 +31,7 @@ from trainfit.kernels import supported
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question, lacks
+from trainfit.planning.savers import saver_settings
 
 _BATCHES = {"nli": 16, "textclass": 32, "pairs": 32, "tokens": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
@@ -141,6 +143,11 @@ def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
         profile = replace(profile, gpus=())
     elif not profile.gpus and device.use_cuda is True:
         raise BadInput("device.use_cuda is true, but there is no GPU here", "set it to auto")
+    elif not profile.gpus and device.memory_gib is not None:
+        raise BadInput(
+            f"device.memory_gib={device.memory_gib:g} bounds a GPU, and there is none here",
+            f"leave it out, or name a GPU: `trainfit plan {composed.task} --gpu 4090 --memory 8`",
+        )
     elif not profile.gpus and composed.hardware not in _ANYWHERE:
         raise BadInput(
             f"hardware={composed.hardware}, but there is no GPU here",
@@ -193,11 +200,14 @@ def question(
         unpackable=facts.unpackable,
         own_attention=facts.own_attention,
         packed_attention=facts.packed_attention,
+        window=facts.window,
+        fp16_overflows=facts.fp16_overflows,
         not_recomputed=facts.not_recomputed,
         no_liger=facts.no_liger,
         uncapturable=None,
         gathers=not causal,
         causal=causal,
+        savers=saver_settings(adapters=not causal),
         watts=watts,
         price_per_hour=price_per_hour,
     )

@@ -78,7 +78,9 @@ def fold_card(
     config: Any = composed.config
     how, data = model.settings, dataset.metadata
     trained = {name: getattr(config.training, name) for name in _TRAINING}
-    settings = {"method": how.method, "pooling": how.pooling, "seed": config.seed, **trained}
+    rounded = {} if how.quantization == "none" else {"quantization": how.quantization}
+    settings = {"method": how.method, **rounded, "pooling": how.pooling} | trained
+    settings["seed"] = config.seed
     base = None if chosen.weights == "random" else hub_name(config.model.name)
     code = code_for(
         facts,

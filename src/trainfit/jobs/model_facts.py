@@ -19,7 +19,14 @@ from trainfit.hardware.model_shapes import (
     width_of,
 )
 from trainfit.kernels import supported
-from trainfit.kernels.supported import CAPPED_HEADS, NOT_RECOMPUTED, OWN_ATTENTION, model_obstacle
+from trainfit.kernels.supported import (
+    CAPPED_HEADS,
+    LARGEST_HEAD,
+    NOT_RECOMPUTED,
+    OVERFLOWS_FP16,
+    OWN_ATTENTION,
+    model_obstacle,
+)
 
 if TYPE_CHECKING:
     from trainfit.data.tokens import Tokens
@@ -34,6 +41,10 @@ class ModelFacts:
     unpackable: str | None
     own_attention: bool
     packed_attention: str
+    window: int | None
+    """Tokens that windowed layers see to either side, at least; None: all see every token."""
+    fp16_overflows: bool
+    """Hidden states leave the range of float16."""
     not_recomputed: str | None
     no_liger: str | None
     vocabulary: int
@@ -61,6 +72,8 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         unpackable=unpackable,
         own_attention=kind in OWN_ATTENTION,
         packed_attention=_packed_attention(kind, fields),
+        window=_window(fields),
+        fp16_overflows=kind in OVERFLOWS_FP16,
         not_recomputed=f"transformers cannot compute the blocks of {name} again"
         if kind in NOT_RECOMPUTED
         else None,
@@ -92,7 +105,7 @@ def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
     heads, width = heads_of(fields), width_of(fields)
     head = fields.get("head_dim") or (width // heads if heads and width else 64)
     capped = bool(fields.get("attn_logit_softcapping"))
-    if head % 8 or head > 256 or (capped and head not in CAPPED_HEADS):
+    if head % 8 or head > LARGEST_HEAD or (capped and head not in CAPPED_HEADS):
         return f"{name} has heads of {head}"
     return None
 
@@ -101,6 +114,15 @@ def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
     if kind in OWN_ATTENTION:
         return "disentangled"
     return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
+
+
+def _window(fields: dict[str, Any]) -> int | None:
+    """Half of the config's window: some families count both sides, and Gemma 3 halves its own."""
+    size = fields.get("sliding_window") or fields.get("local_attention")
+    kinds = fields.get("layer_types") or ["sliding_attention"]
+    if not size or "sliding_attention" not in kinds or fields.get("use_sliding_window") is False:
+        return None
+    return int(size) // 2
 
 
 def check_vocabulary(name: str, parts: Iterable[Tokens]) -> None:

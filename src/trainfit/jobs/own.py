@@ -33,6 +33,7 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.run import Run, Show, train_job
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
+from trainfit.planning.savers import saver_settings
 from trainfit.runs import timeline
 from trainfit.runs.opening import DataSetup
 
@@ -123,6 +124,7 @@ class PreparedJob:
             pins["compile"] = Pin(value=False, origin="the job")
         if job.indivisible:
             pins["gradient_accumulation_steps"] = Pin(value=1, origin="the job (indivisible)")
+        chosen = type(job).optimizer is not Job.optimizer
         epochs = config.training.num_epochs
         batch = job_plan.effective_batch(self.composed)
         if config.training.max_steps is not None:
@@ -150,6 +152,11 @@ class PreparedJob:
             causal=bool((self.lengths == self.lengths[0]).all()),
             pins=pins,
             indivisible=job.indivisible,
+            savers=tuple(
+                name
+                for name in saver_settings(adapters=False)
+                if not (chosen and "optimizer" in name)
+            ),
         )
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:

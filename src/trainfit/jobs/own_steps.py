@@ -21,6 +21,7 @@ from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
 from trainfit.jobs.own import prepare
+from trainfit.planning.estimator.fake_transfers import saved_on_host
 from trainfit.runtime import compile_model
 
 
@@ -34,8 +35,11 @@ def own_step(
     precision: Precision,
     micro_batches: int = 1,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
+    activation_budget: float = 1.0,
     **_planned: Any,
 ) -> tuple[nn.Module, Callable[[nn.Module], Callable[[], object]]]:
     """Build a job's model and its optimizer step for the planner."""
@@ -49,9 +53,12 @@ def own_step(
     def make_step(model: nn.Module) -> Callable[[], object]:
         own: Any = made.optimizer(model)
         if own is None:
-            own = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+            settings = OptimizerSettings(
+                kind=optimizer, learning_rate=1e-5, offload=offload_optimizer
+            )
+            own = build_optimizer(model, settings)
         if compile and device != "cpu":
-            compile_model(model)
+            compile_model(model, budget=activation_budget)
         batches = [shape.make(rows, width)] * micro_batches
         scale = loss_scale(precision, device)
         return lambda: plain_step(
@@ -64,6 +71,7 @@ def own_step(
             precision=precision,
             max_grad_norm=1.0,
             scale=scale,
+            saved=saved_on_host(device) if offload_activations else None,
         )
 
     return made.model(), make_step

@@ -11,6 +11,7 @@ from dataclasses import replace
 from trainfit.conf import Composed, GptConfig
 from trainfit.core.plan_records import Plan, Precision, Reason
 from trainfit.planning.question import Question
+from trainfit.planning.savers import count_savers
 
 MakePlans = Callable[[Question, list[str]], Mapping[str, Plan]]
 """Function that plans a question for several GPUs; returns the plans by the GPUs' names."""
@@ -115,13 +116,13 @@ def _choose_chunk(question: Question, make: Callable[[Question], Plan], gpu: boo
     """
     plan = make(_chunked(question, CHUNK)) if gpu else make(question)
     value = CHUNK if gpu else None
-    if plan.fits and plan.gradient_checkpointing == "none":
+    if not any(_cost(plan)):
         why = "loss and gradients in one pass over the logits of so many tokens"
         return _with_chunk(plan, value, why if gpu else "all logits fit at once")
     finer = make(_chunked(question, FINE_CHUNK))
-    if not _better(finer, plan):
+    if _cost(finer) >= _cost(plan):
         return _with_chunk(plan, value, "finer chunks would not help")
-    why = "less is computed twice" if plan.fits else "else the step does not fit"
+    why = "it costs less than other savings" if plan.fits else "else the step does not fit"
     return _with_chunk(finer, FINE_CHUNK, f"only so many tokens' logits exist at a time; {why}")
 
 
@@ -129,11 +130,10 @@ def _chunked(question: Question, chunk: int) -> Question:
     return replace(question, arguments=question.arguments | {"loss_chunk": chunk})
 
 
-def _better(finer: Plan, plan: Plan) -> bool:
-    if finer.fits != plan.fits:
-        return finer.fits
-    less, more = (_CHECKPOINTING.index(one.gradient_checkpointing) for one in (finer, plan))
-    return less < more
+def _cost(plan: Plan) -> tuple[bool, int, int]:
+    """Price of a plan by what it gives up for memory, for comparing two."""
+    recomputed = _CHECKPOINTING.index(plan.gradient_checkpointing)
+    return not plan.fits, count_savers(plan), recomputed
 
 
 def _origin(composed: Composed, key: str) -> str:

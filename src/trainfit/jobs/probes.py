@@ -21,8 +21,10 @@ from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
+from trainfit.kernels.saved_on_host import SavedOnHost
 from trainfit.kernels.varlen import VarlenAttention
 from trainfit.planning.estimator.compiled_steps import simulate
+from trainfit.planning.estimator.fake_transfers import saved_on_host
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
@@ -40,9 +42,12 @@ def encoder_step(
     micro_batches: int,
     precision: Precision,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
+    activation_budget: float = 1.0,
     overrides: dict[str, Any] | None = None,
     **settings: Any,
 ) -> Probe:
@@ -50,12 +55,15 @@ def encoder_step(
     changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
     model = build_classifier(ClassifierSettings(overrides=changed, **settings))
 
+    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, loss, optimizer, precision, device)
+        saved = saved_on_host(device) if offload_activations else None
+        step = _make_step(built, loss, made, precision, device, saved)
         if compile and device == "cpu":
-            simulate(repeated_blocks(built), CARRIERS)
+            simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
-            compile_blocks(built)
+            compile_blocks(built, budget=activation_budget)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
         if settings.get("words"):
             batch["labels"] = torch.zeros_like(batch["input_ids"])
@@ -73,9 +81,12 @@ def gpt_step(
     precision: Precision,
     checkpointing: Any,
     optimizer: Any = "adamw_fused",
+    offload_optimizer: bool = False,
     depth: int | None = None,
     device: str = "cpu",
     compile: bool = False,
+    offload_activations: bool = False,
+    activation_budget: float = 1.0,
     loss_chunk: int | None = None,
     half_stream: bool | Literal["auto"] = False,
     slots: None = None,
@@ -97,12 +108,15 @@ def gpt_step(
         **changed,
     )
 
+    made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
+
     def make_step(built: nn.Module) -> Step:
-        step = _make_step(built, lambda gpt, batch: gpt(**batch), optimizer, precision, device)
+        saved = saved_on_host(device) if offload_activations else None
+        step = _make_step(built, _blocks_loss, made, precision, device, saved)
         if compile and device == "cpu":
-            simulate([built])
+            simulate([built], budget=activation_budget)
         elif compile:
-            compile_model(built)
+            compile_model(built, budget=activation_budget)
         ids = torch.full((rows, width), 5)
         batch = {"input_ids": ids, "targets": ids}
         return lambda: step([batch] * micro_batches, float(rows * width))
@@ -110,15 +124,21 @@ def gpt_step(
     return model, make_step
 
 
+def _blocks_loss(gpt: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+    summed: Tensor = gpt(**batch)
+    return summed
+
+
 def _make_step(
     model: nn.Module,
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
-    optimizer: Any,
+    settings: OptimizerSettings,
     precision: Precision,
     device: str,
+    saved: type[SavedOnHost] | None = None,
 ) -> Callable[[list[dict[str, Any]], float], object]:
     """Return the engine's step as a function of micro-batches and their weight."""
-    made = build_optimizer(model, OptimizerSettings(kind=optimizer, learning_rate=1e-5))
+    made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
     return lambda batches, weight: plain_step(
         model,
@@ -130,6 +150,7 @@ def _make_step(
         precision=precision,
         max_grad_norm=1.0,
         scale=scale,
+        saved=saved,
     )
 
 

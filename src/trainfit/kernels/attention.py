@@ -18,7 +18,7 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput
 from trainfit.kernels import varlen
 from trainfit.kernels.layout import Layout
-from trainfit.kernels.varlen import VarlenAttention
+from trainfit.kernels.varlen import PackedKernel, PackedRows, VarlenAttention
 
 
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.
@@ -120,8 +120,9 @@ NAME = "trainfit"
 ARGUMENT = "trainfit_attention"
 """The keyword argument of a model's forward that carries the `Attention` to its layers."""
 
-Path = Literal["auto", "varlen", "masked"]
-"""How attention is computed; auto: the fastest way that there is for the batch."""
+Path = Literal["auto", "varlen", "varlen_efficient", "masked"]
+"""How attention is computed; auto: the fastest way that there is for the batch. varlen: any kernel
+for packed rows, varlen_efficient: torch's memory-efficient one."""
 
 _UNKNOWN_TERMS = ("position_bias", "s_aux", "head_mask")
 """Terms that some models add to the logits; a model that needs one is refused."""
@@ -151,43 +152,45 @@ def choose(
     if path == "masked":
         return masked_attention(layout, window, causal=causal)
     dtype = computed_in(layout.ids.device.type, dtype)
-    reason = kernel_obstacle(
-        layout,
-        dtype=dtype,
-        head=head,
-        softcap=softcap,
-        dropout=dropout,
-        causal=causal,
-        demanded=path == "varlen",
-    )
-    if reason is None:
-        return varlen.varlen_attention(layout, window, dtype, causal=causal)
-    if path == "varlen":
+    asked: Any = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
+    kernel, reason = packed_kernel(layout, window, path=path, causal=causal, **asked)
+    if kernel is not None:
+        return varlen.varlen_attention(layout, window, dtype, causal=causal, kernel=kernel)
+    if path != "auto":
         raise BadInput(
             f"no variable-length attention here: {reason}", "set attention to auto or masked"
         )
     return masked_attention(layout, window, causal=causal)
 
 
-def kernel_obstacle(
+def packed_kernel(
     layout: Layout,
+    window: int | None,
     *,
     dtype: torch.dtype,
     head: int,
     softcap: float | None,
     dropout: float,
     causal: bool,
-    demanded: bool = False,
-) -> str | None:
-    """Reason why no variable-length kernel can take these rows; None: one can."""
+    path: Path = "auto",
+) -> tuple[PackedKernel | None, str]:
+    """Choose the kernel that takes these rows; else None and the reason why none can."""
     device = layout.ids.device
-    return _no_kernel(layout, softcap, demanded=demanded) or varlen.obstacle(
-        capability=varlen.capability(device.index) if device.type == "cuda" else None,
-        dtype=dtype,
-        head=head,
-        softcap=softcap,
-        dropout=dropout,
-        causal=causal,
+    reason = _no_kernel(layout, softcap, demanded=path != "auto")
+    if reason is not None:
+        return None, reason
+    return varlen.kernel_for(
+        PackedRows(
+            capability=varlen.capability(device.index) if device.type == "cuda" else None,
+            dtype=dtype,
+            head=head,
+            softcap=softcap,
+            dropout=dropout,
+            causal=causal,
+            window=window,
+            longest=layout.max_seqlen,
+            flash=path != "varlen_efficient" and (device.type != "cuda" or varlen.flash_exists()),
+        )
     )
 
 
@@ -212,7 +215,7 @@ def missing(softcap: float | None) -> str | None:
     """Name the missing library that a GPU kernel needs; None: all are here."""
     if softcap is not None:
         return None if varlen.triton_exists() else "Triton is not installed"
-    return None if varlen.flash_exists() else "this torch has no flash kernels"
+    return None if varlen.for_nvidia() else "this torch is not for NVIDIA's GPUs"
 
 
 def register() -> str:

@@ -16,12 +16,11 @@ from torch import Tensor
 
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import TERMS, model_obstacle
-from trainfit.kernels.varlen import draw_seed, starts_of
+from trainfit.kernels.varlen import draw_seed, starts_of, triton_obstacle
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-_OLDEST = (8, 0)
 SPLITS = 8
 """Parts in which the gradient of positions is summed, each over some of the sequences."""
 
@@ -159,14 +158,15 @@ def obstacle(
     config: PretrainedConfig,
     *,
     capability: tuple[int, int] | None,
+    dtype: torch.dtype,
     longest: int | None = None,
 ) -> str | None:
-    """Reason why a GPU of that compute capability cannot run this; None: it can.
+    """Reason why a GPU of that compute capability cannot run this in a dtype; None: it can.
 
     A `capability` of None stands for a GPU that is new enough.
     """
-    if capability is not None and capability < _OLDEST:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, which is below 8.0"
+    if reason := triton_obstacle(capability, dtype):
+        return reason
     reason = model_obstacle(config.to_dict())
     if reason is None and longest is not None and longest > _most(config):
         reason = f"sequences of {longest} tokens are longer than the {_most(config)} distances"

@@ -18,8 +18,20 @@ OWN_ATTENTION = ("deberta", MODEL_TYPE, "mpnet")
 """Encoders whose attention also reads positions, so that trainfit's cannot replace it."""
 NOT_RECOMPUTED = ("albert", "mpnet")
 """Encoders whose blocks transformers cannot compute again in the backward pass."""
+OVERFLOWS_FP16 = ("gemma2", "gemma3_text")
+"""Models whose hidden states leave the range of float16."""
 TERMS = ("c2p", "p2c")
 """Score terms beside the content: the query's and the key's product with their distance."""
+FLASH_SINCE = (8, 0)
+"""Least compute capability of torch's flash kernel for packed rows, which needs half precision."""
+EFFICIENT_SINCE = (5, 0)
+"""Least compute capability of torch's memory-efficient kernel, in float16 and float32."""
+BF16_SINCE = (8, 0)
+"""Least compute capability of either kernel in bfloat16."""
+TRITON_SINCE = (7, 5)
+"""Least compute capability with matrix units that Triton uses; in bfloat16 `BF16_SINCE`."""
+LARGEST_HEAD = 256
+"""Largest size of a head that the kernels for packed rows take."""
 _HEADS = (16, 32, 64, 128)
 CAPPED_HEADS = (*_HEADS, 256)
 """Sizes of a head that the kernels for soft-capped logits take."""

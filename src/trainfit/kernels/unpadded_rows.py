@@ -20,8 +20,8 @@ from trainfit.kernels.attention import (
     Attention,
     attend,
     computed_in,
-    kernel_obstacle,
     masked_attention,
+    packed_kernel,
 )
 from trainfit.kernels.layout import Layout, lay_out
 
@@ -170,10 +170,13 @@ class UnpaddedAttention:
     def _kernel(
         self, dtype: torch.dtype, head: int, softcap: float | None, dropout: float
     ) -> Attention | None:
-        options: Any = {"softcap": softcap, "dropout": dropout, "causal": self.causal}
-        if kernel_obstacle(self.layout, dtype=dtype, head=head, **options) is not None:
+        asked: Any = {"dtype": dtype, "head": head, "softcap": softcap, "dropout": dropout}
+        kernel, _ = packed_kernel(self.layout, self.window, causal=self.causal, **asked)
+        if kernel is None:
             return None
-        return varlen.varlen_attention(self.layout, self.window, dtype, causal=self.causal)
+        return varlen.varlen_attention(
+            self.layout, self.window, dtype, causal=self.causal, kernel=kernel
+        )
 
 
 def unpadded_attention(

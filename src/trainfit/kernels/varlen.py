@@ -1,8 +1,9 @@
-"""Variable-length attention: a flash kernel on a packed row, which needs no mask.
+"""Variable-length attention: a kernel on a packed row, which needs no mask.
 
-It is torch's, or trainfit's own for soft-capped logits.
+It is torch's flash kernel, its memory-efficient one where that cannot be had (efficient_packed.py),
+or trainfit's own for soft-capped logits.
 
-`obstacle` says where the kernel cannot be had; it looks at numbers alone, so that a planner can ask
+`obstacle` says where there is no kernel; it looks at numbers alone, so that a planner can ask
 for a GPU that is not here. Everything runs inside a compiled graph and never waits for the GPU.
 """
 
@@ -13,15 +14,25 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
+from trainfit.kernels import efficient_packed
+from trainfit.kernels.efficient_packed import dtype_name
 from trainfit.kernels.layout import Layout
-from trainfit.kernels.supported import CAPPED_HEADS
+from trainfit.kernels.supported import (
+    BF16_SINCE,
+    CAPPED_HEADS,
+    FLASH_SINCE,
+    LARGEST_HEAD,
+    TRITON_SINCE,
+)
 
 F = TypeVar("F", bound=Callable[..., Any])
+PackedKernel = Literal["varlen", "varlen_efficient", "softcapped"]
+"""Kernel for packed rows: torch's flash kernel, its memory-efficient one, or trainfit's own."""
 
 
 def _constant(function: F) -> F:
@@ -90,8 +101,6 @@ softcapped_attention.register_autograd(_backward, setup_context=_remember)
 
 _OPERATION = "torch_attn::_varlen_attn"
 _HALF = (torch.float16, torch.bfloat16)
-_OLDEST = (8, 0)
-_LARGEST_HEAD = 256
 _LARGEST_DROPPED = 192
 """Largest head whose backward pass has dropout on every GPU."""
 _DROPS_LARGE = ((8, 0), (9, 0), (10, 0))
@@ -116,6 +125,7 @@ class VarlenAttention:
     """Dtype to compute in: rotary embeddings may have made the queries and keys float32."""
     causal: bool = False
     """A token sees none after it."""
+    kernel: PackedKernel = "varlen"
 
     def __call__(
         self,
@@ -149,6 +159,11 @@ class VarlenAttention:
                 dropout,
             )
             return cast(Tensor, mixed)[None]
+        if self.kernel == "varlen_efficient":
+            # A window that reaches both ways is only given where every sequence is within it.
+            window = reach + 1 if self.causal else 0
+            rows = (queries, keys, values, self.starts, self.longest)
+            return efficient_packed.attend_efficiently(*rows, scaling, window, self.causal)[None]
         if dropout:
             # varlen_attn without its fixed dropout of 0: torch keeps the generator's state on the
             # device for the backward pass, also in a CUDA graph.
@@ -192,43 +207,99 @@ def draw_seed(device: torch.device) -> Tensor:
 
 
 def varlen_attention(
-    layout: Layout, window: int | None, dtype: torch.dtype, *, causal: bool = False
+    layout: Layout,
+    window: int | None,
+    dtype: torch.dtype,
+    *,
+    causal: bool = False,
+    kernel: PackedKernel = "varlen",
 ) -> VarlenAttention:
     """Build the attention of a packed batch, once for all layers."""
     longest = min(layout.max_seqlen, layout.ids.shape[1])
-    return VarlenAttention(starts_of(layout), longest, window, dtype, causal)
+    return VarlenAttention(starts_of(layout), longest, window, dtype, causal, kernel)
 
 
-def obstacle(
-    *,
-    capability: tuple[int, int] | None,
-    dtype: torch.dtype,
-    head: int,
-    softcap: float | None,
-    dropout: float,
-    causal: bool = False,
-) -> str | None:
-    """Reason why a GPU of that compute capability has no such attention; None: it has.
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class PackedRows:
+    """Facts of packed rows and of a GPU that decide which kernel attends within them."""
 
-    A `capability` of None stands for a GPU that is new enough.
-    """
-    if capability is not None and capability < _OLDEST:
-        return f"the GPU has compute capability {capability[0]}.{capability[1]}, which is below 8.0"
-    if dtype not in _HALF:
-        return (
-            f"attention is computed in {str(dtype).removeprefix('torch.')}, not in half precision"
-        )
+    capability: tuple[int, int] | None
+    """Compute capability of the GPU; None stands for one that is new enough."""
+    dtype: torch.dtype
+    head: int
+    softcap: float | None = None
+    dropout: float = 0.0
+    causal: bool = False
+    window: int | None = None
+    """As in `attention.choose`."""
+    longest: int | None = None
+    """Upper bound of the sequences' lengths; None: unknown."""
+    flash: bool = True
+    """This torch has the flash kernel, and it may be taken."""
+
+
+def kernel_for(rows: PackedRows) -> tuple[PackedKernel | None, str]:
+    """Choose the fastest kernel for packed rows; else None and the reason why there is none."""
+    if rows.softcap is not None:
+        reason = _capped_obstacle(rows)
+        return ("softcapped" if reason is None else None), reason or ""
+    no_flash = _flash_obstacle(rows)
+    if no_flash is None:
+        return "varlen", ""
+    reason = efficient_packed.obstacle(
+        capability=rows.capability,
+        dtype=rows.dtype,
+        head=rows.head,
+        dropout=rows.dropout,
+        window=rows.window,
+        longest=rows.longest,
+        causal=rows.causal,
+    )
+    if reason is None:
+        return "varlen_efficient", ""
+    return None, f"{no_flash}, and {reason}"
+
+
+def _flash_obstacle(rows: PackedRows) -> str | None:
+    """Reason why the flash kernel cannot take the rows; None: it can."""
+    capability, head = rows.capability, rows.head
+    if not rows.flash:
+        return "this torch has no flash kernel"
+    if capability is not None and capability < FLASH_SINCE:
+        return f"the flash kernel needs compute capability 8.0, not {dotted(capability)}"
+    if rows.dtype not in _HALF:
+        return f"the flash kernel does not compute in {dtype_name(rows.dtype)}"
     # Between 192 and 224 the backward pass exists on some GPUs only.
-    if head % 8 or head > _LARGEST_HEAD or 192 < head <= 224:
-        return f"heads of {head}"
-    if softcap is not None and head not in CAPPED_HEADS:
-        return f"its logits are soft-capped at {softcap}, and it has heads of {head}"
-    if softcap is not None and causal:
-        return f"its logits are soft-capped at {softcap}, and each token sees those before it alone"
-    large = softcap is None and head > _LARGEST_DROPPED
-    if dropout > 0 and large and capability not in (None, *_DROPS_LARGE):
-        return f"it has attention dropout {dropout} and heads of {head}"
+    if head % 8 or head > LARGEST_HEAD or 192 < head <= 224:
+        return f"the flash kernel takes no heads of {head}"
+    if rows.dropout > 0 and head > _LARGEST_DROPPED and capability not in (None, *_DROPS_LARGE):
+        return f"the flash kernel takes no attention dropout {rows.dropout} with heads of {head}"
     return None
+
+
+def _capped_obstacle(rows: PackedRows) -> str | None:
+    """Reason why the kernel for soft-capped logits cannot take the rows; None: it can."""
+    capped = f"its logits are soft-capped at {rows.softcap}"
+    if reason := triton_obstacle(rows.capability, rows.dtype):
+        return f"{capped}, and {reason}"
+    if rows.dtype not in _HALF:
+        return f"{capped}, and attention is computed in {dtype_name(rows.dtype)}"
+    if rows.head not in CAPPED_HEADS:
+        return f"{capped}, and it has heads of {rows.head}"
+    return f"{capped}, and each token sees those before it alone" if rows.causal else None
+
+
+def triton_obstacle(capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
+    """Reason why trainfit's own attention kernels do not run on a GPU in a dtype; None: they do."""
+    since = BF16_SINCE if dtype == torch.bfloat16 else TRITON_SINCE
+    if capability is None or capability >= since:
+        return None
+    return f"its kernel needs compute capability {dotted(since)}, not {dotted(capability)}"
+
+
+def dotted(capability: tuple[int, int]) -> str:
+    """Write a compute capability as NVIDIA does."""
+    return ".".join(map(str, capability))
 
 
 @_constant
@@ -238,9 +309,15 @@ def capability(index: int | None) -> tuple[int, int]:
 
 
 @_constant
+def for_nvidia() -> bool:
+    """Tell if this torch has NVIDIA's kernels; AMD's have no sliding window."""
+    return torch.version.hip is None
+
+
+@_constant
 def flash_exists() -> bool:
-    """Tell if this torch has NVIDIA's flash kernels; AMD's have no sliding window."""
-    return torch.version.hip is None and torch.backends.cuda.is_flash_attention_available()
+    """Tell if this torch has NVIDIA's flash kernels."""
+    return for_nvidia() and torch.backends.cuda.is_flash_attention_available()
 
 
 @_constant

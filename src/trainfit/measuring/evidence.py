@@ -17,6 +17,7 @@ from trainfit.measuring.trace import (
     CompilerSeen,
     Operator,
     ProductsSeen,
+    QuantizedSeen,
     SwitchesSeen,
     Trace,
     cuda_in_use,
@@ -226,6 +227,19 @@ def products_of(trace: Trace) -> ProductsSeen:
     )
 
 
+_CODES = {"unsigned char": "nf4", "signed char": "int8"}
+_QUANTIZED = ("trainfit::quantized_linear", "trainfit::quantized_linear_backward")
+
+
+def quantized_of(trace: Trace) -> QuantizedSeen:
+    """Count the products with codes by the dtype of the codes, and the bytes of these."""
+    calls = [op for op in trace.operators if op.name in _QUANTIZED and len(op.dtypes) > 1]
+    return QuantizedSeen(
+        products=dict(Counter(_CODES.get(op.dtypes[1], op.dtypes[1]) for op in calls)),
+        nbytes=sum(math.prod(op.shapes[1]) for op in calls),
+    )
+
+
 def _product(operator: Operator) -> tuple[str | None, float]:
     """Dtype and multiplications of a product; None for another operator."""
     if operator.name.startswith(_TEMPLATE) and operator.dtypes:
@@ -263,6 +277,7 @@ _KERNELS = {
     "aten::_scaled_dot_product_attention_math": "math",
     "aten::_scaled_dot_product_flash_attention_for_cpu": "cpu",
     "torch_attn::_varlen_attn": "varlen",
+    "trainfit::efficient_attention": "varlen_efficient",
     "trainfit::disentangled_attention": "disentangled",
     "trainfit::softcapped_attention": "softcapped",
     "flash_attn::_flash_attn_forward": "flash",
@@ -292,7 +307,7 @@ _DROPOUT = {
     "trainfit::softcapped_attention": 9,
     _FLASH: 7,
 }
-"""Position of the dropout among the inputs; torch's kernel for packed rows has none."""
+"""Position of the dropout among the inputs; torch's kernels for packed rows have none."""
 _SOFTMAX = ("aten::_softmax", "aten::_safe_softmax")
 
 

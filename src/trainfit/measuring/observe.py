@@ -142,7 +142,7 @@ class Observation:
         self._looked_at, self._looked_steps = weakref.ref(optimizer), count
         self._ended.enter_context(_watching_loaders(self._given, self._loaders))
         self._ended.enter_context(self._passes.counted(list(self._counts)))
-        self._look = self._ended.enter_context(looking(count, self._given))
+        self._look = self._ended.enter_context(looking(count, self._given, optimizer=optimizer))
 
     def _end_look(self, optimizer: Any) -> None:
         look, self._look = self._look, None

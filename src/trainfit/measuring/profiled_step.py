@@ -16,6 +16,7 @@ from trainfit.measuring.evidence import (
     compiler_of,
     is_forward_attention,
     products_of,
+    quantized_of,
     switches,
     work_of,
 )
@@ -51,6 +52,7 @@ def looking(
     given: Sequence[Any],
     sequences: int | None = None,
     *,
+    optimizer: Any = None,
     begins: Callable[[], None] = lambda: None,
     ends: Callable[[], None] = lambda: None,
 ) -> Iterator[Look]:
@@ -80,7 +82,8 @@ def looking(
     try:
         trace = profiling.end()
         seen = gather(trace, step=step, given=given, seconds=worked, sequences=sequences)
-        look.evidence = replace(seen, seconds=time.perf_counter() - began - worked)
+        spent = time.perf_counter() - began - worked
+        look.evidence = replace(seen, seconds=spent, moments=moments_of(optimizer))
     except _UNREADABLE as error:  # a torch with other events must not end a run
         look.obstacle = f"{type(error).__name__}: {error}"
 
@@ -125,12 +128,14 @@ def gather(
         device_name=torch.cuda.get_device_name() if cuda else "",
         torch=torch.__version__,
         products=products_of(trace),
+        quantized=quantized_of(trace),
         attention=attention_of(trace),
         compiler=compiler_of(trace),
         batches=seen if sequences is None else replace(seen, sequences=sequences),
         switches=switches(),
         updates=_sums((kind, count) for _, kind, count in updates),
         optimizers={name: kind for name, kind, _ in updates},
+        fetched=trace.calls("trainfit::host_fetch_"),
         recomputed=_recomputed(trace),
         zeroed=_zeroed(trace),
         clipped=_clipped(trace),
@@ -138,6 +143,7 @@ def gather(
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
         gathered=sum(op.name.startswith(_GATHERED) for op in trace.operators),
+        offloaded_bytes=sum(k.copied for k in trace.kernels if k.name.startswith(_OUT)),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
         parts=parts,
         launches=launches,
@@ -145,6 +151,7 @@ def gather(
     )
 
 
+_OUT = "Memcpy DtoH (Device -> Pinned"
 _KINDS = {"fused": "aten::_fused_", "foreach": "aten::_foreach_", "compiled": "Torch-Compiled"}
 """How an optimizer updates, by its operators; the first that is found decides."""
 
@@ -167,15 +174,39 @@ def _updates(trace: Trace) -> list[tuple[str, str, int]]:
     return sorted(found, key=lambda update: order.index(update[1])) or _unmarked_updates(trace)
 
 
-_UNMARKED = (("fused", "aten::_fused_adamw_"), ("single", "aten::addcdiv"))
+_UNMARKED = (
+    ("AdamW", "fused", "aten::_fused_adamw_"),
+    ("SmallAdamW", "own", "trainfit::adamw_"),
+    ("AdamW", "single", "aten::addcdiv"),
+)
 
 
 def _unmarked_updates(trace: Trace) -> list[tuple[str, str, int]]:
     """Updates of trainfit's loop, which runs AdamW's operators without calling its step."""
-    for kind, start in _UNMARKED:
+    for name, kind, start in _UNMARKED:
         if count := sum(op.name.startswith(start) for op in trace.operators):
-            return [("AdamW", kind, count)]
+            return [(name, kind, count)]
     return []
+
+
+def moments_of(optimizer: Any) -> dict[str, int]:
+    """Bytes of an optimizer's state by dtype and place; counts of steps are left out."""
+    import torch
+
+    total: Counter[str] = Counter()
+    for part in getattr(optimizer, "optimizers", (optimizer,)):
+        for state in getattr(part, "state", {}).values():
+            for value in state.values() if isinstance(state, dict) else ():
+                if isinstance(value, torch.Tensor) and value.numel() > 1:
+                    total[f"{str(value.dtype).removeprefix('torch.')} on {_place(value)}"] += (
+                        value.nbytes
+                    )
+    return dict(total)
+
+
+def _place(tensor: Any) -> str:
+    """Name of the memory that a tensor is in."""
+    return "the host" if cuda_in_use() and tensor.device.type == "cpu" else str(tensor.device.type)
 
 
 def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:

@@ -40,7 +40,7 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
         requested |= {"workers": ON_GPU, "pinned_memory": None}
     return requested | {
         "mixed_precision": "off" if plan.precision == "fp32" else plan.precision,
-        "fused_optimizer": plan.optimizer == "adamw_fused",
+        "fused_optimizer": plan.optimizer.startswith("adamw_"),
         "flash_attention": flash or None,
         "cuda_graphs": plan.cuda_graph or (plan.compile and plan.compile_mode in _GRAPH_MODES),
         "gradient_clipping": clips,
@@ -69,7 +69,7 @@ def save_receipt(
         return None
     wanted = wanted_by(plan, clips=max_grad_norm is not None)
     if own_optimizer:  # the plan's was not used
-        wanted["fused_optimizer"] = None
+        wanted |= {"fused_optimizer": None, "optimizer": None}
     receipt = make_receipt(str(run), evidence, wanted)
     receipt.save(run / RECEIPT, parents=False)
     return receipt
@@ -174,6 +174,7 @@ def _of_transformers(caller: Any) -> dict[str, Scalar] | None:
     return found | {
         "mixed_precision": "bf16" if asked.bf16 else "fp16" if asked.fp16 else "off",
         "fused_optimizer": "fused" in str(asked.optim).lower(),
+        "optimizer": None,  # transformers has names of its own
         "gradient_accumulation": asked.gradient_accumulation_steps,
         "gradient_clipping": bool(asked.max_grad_norm),
     }

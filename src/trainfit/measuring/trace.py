@@ -19,6 +19,7 @@ from trainfit.runtime.environment import quiet_profiler
 _BACKWARD = "autograd::engine::evaluate_function"
 _DETAILED = re.compile(
     r"mm\b|mm_|linear_pointwise|attention|attn|aten::copy_|triton_tem|aten::convolution"
+    r"|quantized_linear"
 )
 """Operators whose inputs are read; reading those of every operator would take a second."""
 _ATTENTION = re.compile(r"attention|attn")
@@ -243,8 +244,8 @@ class AttentionSeen(Record):
     """Attention kernels of the step."""
 
     calls: dict[str, int] = field(default_factory=dict)
-    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, varlen, flex, and two of
-    trainfit's own, disentangled and softcapped."""
+    """Forward calls by kernel: flash, efficient, cudnn, math, cpu, flex; on packed rows varlen,
+    varlen_efficient, and two of trainfit's own, disentangled and softcapped."""
     masked: bool = False
     """True if scaled_dot_product_attention was given a mask."""
     dtype: str | None = None
@@ -328,6 +329,16 @@ class SwitchesSeen(Record):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class QuantizedSeen(Record):
+    """Products with weights in 4 or 8 bits."""
+
+    products: dict[str, int] = field(default_factory=dict)
+    """Number of products by format: nf4 or int8."""
+    nbytes: int = 0
+    """Bytes of the codes of all products; a weight counts in each of its own."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence(Record):
     """Evidence of one step."""
 
@@ -337,6 +348,7 @@ class Evidence(Record):
     device_name: str = ""
     torch: str = ""
     products: ProductsSeen = ProductsSeen()
+    quantized: QuantizedSeen = QuantizedSeen()
     attention: AttentionSeen = AttentionSeen()
     compiler: CompilerSeen = CompilerSeen()
     batches: BatchesSeen = BatchesSeen()
@@ -345,6 +357,10 @@ class Evidence(Record):
     """Calls that updated weights, by kind: fused, foreach, single, compiled, own (kernels)."""
     optimizers: dict[str, str] = field(default_factory=dict)
     """Kind of update by optimizer; of two alike, the slower kind."""
+    moments: dict[str, int] = field(default_factory=dict)
+    """Bytes of the optimizer's state by dtype and place, such as `bfloat16 on cuda`."""
+    fetched: int = 0
+    """Copies of moments from the host's memory."""
     recomputed: int = 0
     """Operators of the forward pass that ran inside the backward pass."""
     zeroed: bool | None = None
@@ -358,6 +374,8 @@ class Evidence(Record):
     """Launches of Liger's kernels."""
     gathered: int = 0
     """Parts of a sharded model that FSDP2 made whole in the forward pass."""
+    offloaded_bytes: int = 0
+    """Bytes copied from the GPU to pinned host memory."""
     kernels: dict[str, float] = field(default_factory=dict)
     """Milliseconds of the longest kernels."""
     parts: dict[str, float] = field(default_factory=dict)

@@ -6,45 +6,17 @@ returns a judgement, or the reason why the optimization cannot apply to the run.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import NamedTuple
-
 from trainfit.core.records import ReceiptItem, Scalar
-from trainfit.measuring.trace import AttentionSeen, Evidence
+from trainfit.measuring.attention_verdicts import attention, attention_dropout, flash_attention
+from trainfit.measuring.judgement import Judgement, ReceiptRule
+from trainfit.measuring.trace import Evidence
+from trainfit.measuring.update_verdicts import fused_optimizer, offload, optimizer
 
 _HALF = ("bf16", "fp16")
 _OFF = (None, False, "off", "none", "fp32", 0)
 _FP32_SHARE = 0.01
 """Least share of fp32 products for exact kernels to count as evidence against TF32."""
-_FUSED = ("fused", "compiled", "own")
-_HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
-"""Optimizers of torch with a fused kernel."""
-
-
 ON_GPU = "data on the GPU"  # requested in place of loader processes
-
-
-@dataclass(frozen=True, slots=True)
-class Judgement:
-    """Observed value of a setting, with its evidence and the fix where it is not as requested."""
-
-    observed: Scalar
-    evidence: str
-    fix: str = ""
-    right: bool | None = None
-    """False if the observation is not as requested; None: compare the values."""
-    on: bool | None = None
-    """True if the optimization is on; None: the observed value says so."""
-
-
-class ReceiptRule(NamedTuple):
-    """An item of the receipt."""
-
-    title: str
-    judge: Callable[[Scalar, Evidence], Judgement | str]
-    elsewhere: str = ""
-    """Reason why it does not apply without a GPU."""
 
 
 def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
@@ -104,6 +76,17 @@ def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
     )
 
 
+def quantization(requested: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the dtype of the codes that products of the step were made with."""
+    found = seen.quantized
+    if not found.products and not seen.attention.calls and not seen.attention.softmaxes:
+        return "no block of a model ran in the step; a frozen encoder runs before it"
+    counts = ", ".join(f"{count} with {kind}" for kind, count in found.products.items()) or "none"
+    evidence = f"matrix products by the codes of their weights: {counts}; {found.nbytes:,} bytes"
+    observed = max(found.products, key=lambda kind: found.products[kind], default="none")
+    return Judgement(observed, evidence, f"build the model with model.quantization={requested}")
+
+
 def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the names of the kernels; by torch's switch where no kernel tells."""
     products, switch = seen.products, seen.switches.tf32
@@ -120,100 +103,6 @@ def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
     fix = "torch.backends.cuda.matmul.fp32_precision = 'tf32', or device.tf32=true"
     return Judgement(observed, evidence, fix)
-
-
-def fused_optimizer(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the operators that updated the weights."""
-    if not seen.updates:
-        return "no optimizer step was seen"
-    calls = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
-    names = ", ".join(f"{name} ({kind})" for name, kind in seen.optimizers.items())
-    evidence = f"calls that updated the weights: {calls}" + (f", by {names}" if names else "")
-    able = [kind for name, kind in seen.optimizers.items() if name in _HAVE_FUSED]
-    observed = all(kind in _FUSED for kind in able or seen.updates)
-    if not observed:
-        evidence += "; the fused kernel was not called"
-    fix = (
-        "build AdamW with fused=True; it takes floating-point weights of one device, "
-        "so look for a fallback that was taken silently"
-    )
-    return Judgement(observed, evidence, fix)
-
-
-# ── attention ─────────────────────────────────────────────────────────────────────────────────
-
-_SDPA = ("flash", "efficient", "cudnn", "math", "cpu")
-_OWN = {
-    "disentangled": "the model has attention of its own",
-    "softcapped": "the model caps its logits, which the flash kernel does not do",
-}
-_LARGEST_HEAD = 256
-
-
-def attention(requested: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the kernel that was called most."""
-    found = seen.attention
-    if found.kernel is None and not found.softmaxes:
-        return "no attention was computed in the step"
-    observed = found.kernel or "eager"
-    calls = ", ".join(f"{count} {kernel}" for kernel, count in found.calls.items())
-    evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
-    if found.masked:
-        evidence += ", with a mask"
-    right = {"sdpa": observed in _SDPA, "own": True, "flash": _is_flash(found)}.get(
-        str(requested), requested == observed
-    )
-    fix = "see flash_attention" if requested == "flash" else _attention_fix(str(requested))
-    return Judgement(observed, evidence, fix, right)
-
-
-def _attention_fix(requested: str) -> str:
-    return {
-        "sdpa": "build the model with attn_implementation='sdpa'",
-        "varlen": "packed rows in half precision on compute capability 8.0 or newer",
-        "disentangled": "packed rows on a GPU with Triton",
-        "softcapped": "packed rows on a GPU with Triton",
-    }.get(requested, f"build the model with attn_implementation={requested!r}")
-
-
-def attention_dropout(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the number that the attention kernel was given."""
-    found = seen.attention
-    if found.dropout is None:
-        return "no attention kernel ran that tells its dropout"
-    evidence = f"the {found.kernel} kernel was given dropout {found.dropout:g}"
-    return Judgement(found.dropout, evidence, "train with model.attention_dropout as planned")
-
-
-def flash_attention(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the kernel, and what kept it from running."""
-    found = seen.attention
-    if found.kernel is None or found.kernel in _OWN:
-        return _OWN.get(found.kernel or "", "no attention kernel ran")
-    observed = _is_flash(found)
-    cause, fix = _no_flash(seen)
-    evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
-    return Judgement(observed, evidence, fix)
-
-
-def _is_flash(found: AttentionSeen) -> bool:
-    """True for a flash kernel, or cuDNN's without a mask, which newer GPUs prefer."""
-    return found.kernel in ("flash", "varlen") or (found.kernel == "cudnn" and not found.masked)
-
-
-def _no_flash(seen: Evidence) -> tuple[str, str]:
-    found = seen.attention
-    if found.masked:
-        return "a mask was passed, which the flash kernel does not take", (
-            "pack sequences (training on packed rows needs no mask), or pass is_causal"
-        )
-    if found.dtype not in _HALF:
-        return f"it was given {found.dtype}, and takes half precision", "mixed precision"
-    if found.head is not None and found.head > _LARGEST_HEAD:
-        return f"heads of {found.head} are too large for it", "a model with smaller heads"
-    if seen.switches.flash is False:
-        return "torch's switch for it is off", "torch.backends.cuda.enable_flash_sdp(True)"
-    return "torch chose another", "see torch.backends.cuda.can_use_flash_attention"
 
 
 # ── the compiler ──────────────────────────────────────────────────────────────────────────────
@@ -270,6 +159,13 @@ def checkpointing(_: Scalar, seen: Evidence) -> Judgement | str:
     evidence = f"{again} operators of the forward pass ran in the backward pass"
     fix = "model.gradient_checkpointing_enable(), with the model in training mode"
     return Judgement(again > 0, evidence, fix, again > 0)
+
+
+def offloading(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the bytes that went to pinned host memory."""
+    evidence = f"{seen.offloaded_bytes:,} bytes were copied to pinned host memory in the step"
+    fix = "optimization.offload_activations=true takes tensors of 1 MiB and more, in training alone"
+    return Judgement(seen.offloaded_bytes > 0, evidence, fix)
 
 
 def packing(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -387,7 +283,10 @@ def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
 VERDICTS = {
     "mixed_precision": ReceiptRule("Mixed Precision", mixed_precision),
     "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
+    "quantization": ReceiptRule("Quantized Weights", quantization),
     "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
+    "optimizer": ReceiptRule("Optimizer", optimizer),
+    "offload_optimizer": ReceiptRule("Moments on the Host", offload, "there is no GPU to free"),
     "attention": ReceiptRule("Attention Path", attention),
     "attention_dropout": ReceiptRule("Attention Dropout", attention_dropout),
     "flash_attention": ReceiptRule("Flash Attention", flash_attention, "its kernel is for GPUs"),
@@ -396,6 +295,9 @@ VERDICTS = {
     "liger": ReceiptRule("Liger Kernels", liger, "its kernels are for GPUs"),
     "sharding": ReceiptRule("Sharded Weights (FSDP2)", sharding),
     "gradient_checkpointing": ReceiptRule("Gradient Checkpointing", checkpointing),
+    "offload_activations": ReceiptRule(
+        "Activations on the Host", offloading, "there is no GPU to take them from"
+    ),
     "packing": ReceiptRule("Sequence Packing", packing),
     "effective_batch": ReceiptRule("Effective Batch Size", effective_batch),
     "gradient_accumulation": ReceiptRule("Gradient Accumulation", accumulation),

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from trainfit.hardware.model_shapes import ModelSizes
-from trainfit.planning import decide
+from trainfit.packing import PackedCut
+from trainfit.planning import loading_choices
 from trainfit.planning.cuts import FixedSettings
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import Target
@@ -28,6 +29,8 @@ _WORKSPACE = 0.5 * 2**30
 """Workspaces of cuBLAS and kernels, and the allocator's rounding."""
 _LOSS_BYTES = 10
 """Bytes per logit: half-precision logits, float32 ones and their gradient."""
+_STORED = {"nf4": 0.53, "int8": 1.1}
+"""Bytes of a quantized weight, with its share of the scales."""
 _SLACK = 1.02
 """Steps of other seeds and epochs are longer by so much."""
 
@@ -91,9 +94,10 @@ def bounded(
         longest=longest,
         # A CPU may compute all scores.
         attention=fixed.attention.value if gpu and not scores else "own",
-        evaluated=decide.eval_batch(question, rows).value * longest,
+        evaluated=loading_choices.eval_batch(question, rows).value * longest,
         ranks=ranks,
         captured=gpu,
+        sequences=cutting.cut.slots if isinstance(cutting.cut, PackedCut) else 0,
     )
     method = question.workload.method
     taken = bound(sizes, fixed.arguments, method, load)
@@ -168,6 +172,8 @@ class Load:
     ranks: int = 1
     captured: bool = True
     """Steps may be captured, with the activations in a pool of their own."""
+    sequences: int = 0
+    """Slots for sequences in a packed row; 0 for padded rows."""
 
 
 def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load) -> Taken:
@@ -179,24 +185,33 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     trained = {"full": weights, "frozen": head}.get(method, adapters + head)
     stored = 4 if arguments.get("dtype", "float32") == "float32" else 2
     casts = 2 * weights if half and stored == 4 else 0
-    fused = arguments.get("optimizer", "adamw_fused") == "adamw_fused"
     block = block_bytes(sizes, half=half, method=method)
     # Besides the blocks: embeddings, the head, and the gradients of a block under way.
     passing = 2 * block + _attention_bytes(sizes, load, half)
     saved = 0.0 if method == "frozen" else sizes.layers * (block + _scores(sizes, load))
     activations = load.tokens * (saved + passing) + _loss(sizes, arguments, load)
+    activations += _per_sequence(sizes, load)
     if load.captured and method != "frozen":
         activations *= 2
     activations += load.evaluated * passing
     if method == "full":  # the embedding's dense gradient, twice while it is summed up
         activations += 2 * 4 * sizes.vocabulary * sizes.hidden
+    wide = stored * weights + casts
+    workspace = _WORKSPACE
+    kind = arguments.get("quantization", "none")
+    if kind != "none":
+        # Biases and norms stay wide, and so does the matrix in use, which may be two in one.
+        codes = sizes.layers * block_weights(sizes)
+        wide -= int(codes * (wide / weights - _STORED[kind]))
+        largest = sizes.hidden * max(2 * sizes.inner, sizes.attention + 2 * sizes.keys)
+        workspace += 2 * 4 * largest
     parts = {
-        "weights": stored * weights + casts,
+        "weights": wide,
         "adapters": 4 * adapters,
         "gradients": 4 * trained * (1 if load.ranks == 1 else 2),
-        "optimizer": 8 * trained + (0 if fused else 8 * trained),
+        "optimizer": _state(arguments, trained, method),
         "activations": activations,
-        "workspace": _WORKSPACE,
+        "workspace": workspace,
     }
     total = sum(parts.values())
     return Taken(
@@ -210,6 +225,30 @@ def bound(sizes: ModelSizes, arguments: dict[str, Any], method: str, load: Load)
     )
 
 
+_STATE = {"adamw_fused": 8, "adamw_bf16": 4, "adamw_8bit": 3}
+"""Bytes per trained weight of the optimizers that take no memory in an update."""
+_OTHER_STATE = 16
+"""The same for all others, with the copies and temporaries of an update."""
+_SLOTS = 4 * 4 * 8 * 2**20
+"""Bytes on the GPU for moments that are in the host's memory."""
+
+
+def fetched_bytes(arguments: dict[str, Any]) -> int:
+    """Bytes per trained weight that an update fetches from the host."""
+    kind = arguments.get("optimizer", "adamw_fused")
+    return _STATE[kind] if arguments.get("offload_optimizer") else 0
+
+
+def _state(arguments: dict[str, Any], trained: float, method: str) -> float:
+    """Bound the optimizer's state and what its update takes."""
+    kind = arguments.get("optimizer", "adamw_fused")
+    each = _STATE.get(kind, _OTHER_STATE)
+    if kind == "adamw_8bit" and method != "full":
+        each = 8  # small matrices keep float32 moments
+    total = each * trained
+    return min(total, _SLOTS) if arguments.get("offload_optimizer") else total
+
+
 def _adapters(sizes: ModelSizes, arguments: dict[str, Any]) -> int:
     """Bound the weights of adapters on the projections of attention."""
     wide = 4 * sizes.hidden + 2 * (sizes.attention + sizes.keys)
@@ -221,6 +260,18 @@ def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
     if load.attention != "disentangled":
         return 8.0 * load.longest if load.attention in ("sdpa", "own") else 0.0
     return 2 * sizes.heads * 2 * load.longest * (2 if half else 4) * 2
+
+
+def _per_sequence(sizes: ModelSizes, load: Load) -> float:
+    """Bytes that the memory-efficient kernel takes for each sequence as if it were the longest.
+
+    Every block saves a number per row; a backward pass under way sums three gradients in fp32.
+    """
+    if load.attention != "varlen_efficient":
+        return 0.0
+    sequences = load.sequences + load.tokens // load.longest + 1  # the last ones cover the filler
+    rows = sequences * sizes.heads * (load.longest + 128)
+    return 4.0 * rows * (sizes.layers + 3 * (sizes.attention // sizes.heads + 128))
 
 
 def _scores(sizes: ModelSizes, load: Load) -> float:

@@ -43,6 +43,9 @@ class FixedSettings:
     attention: Choice
     effective: Choice
     checkpointing: Choice | None
+    offloaded: Choice
+    budget: Choice
+    """Share of the activations that compiled blocks keep."""
     cuttings: tuple[Cutting, ...]
     """Cuts, the largest micro-batches first."""
     plain: int
@@ -52,8 +55,7 @@ class FixedSettings:
     @property
     def key(self) -> tuple[Any, ...]:
         """Key of the step: GPUs with the same key run the same."""
-        wide = self.precision.value == "fp32"  # bf16 and fp16 have the same size
-        return wide, self.packed.value, self.attention.value
+        return self.precision.value, self.packed.value, self.attention.value
 
 
 def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> FixedSettings:
@@ -63,7 +65,7 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     packed = decide.packing(question, gpu, precise.value)
     effective = decide.effective_batch(question, ranks)
     cap = decide.cap_tokens(question, effective.value, ranks)
-    attention = decide.attention_path(question, packed.value, gpu)
+    attention = decide.attention_path(question, packed.value, gpu, precise.value)
     cuttings = _cuttings(question, packed.value, effective.value, cap, ranks)
     coarser: tuple[Cutting, ...] = ()
     if gpu is not None and gpu.slug is not None and not packed.value and not _cut_by_hand(question):
@@ -72,10 +74,21 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         "precision": precise.value,
         "optimizer": decide.optimizer(question).value,
     }
+    if question.pinned("quantization"):
+        arguments["quantization"] = question.pinned("quantization")
+    if decide.offload(question, gpu).value:
+        arguments["offload_optimizer"] = True
     if packed.value:
-        arguments["attention"] = "varlen"
+        efficient = attention.value == "varlen_efficient"
+        arguments["attention"] = "varlen_efficient" if efficient else "varlen"
         if arguments.get("attention_dropout") is None:  # by default, packed rows have none
             arguments["attention_dropout"] = 0.0
+    offloaded = decide.offloaded(question, gpu)
+    if offloaded.value:
+        arguments["offload_activations"] = True
+    budget = decide.activation_budget(question)
+    if budget.value < 1:
+        arguments["activation_budget"] = budget.value
     if question.workload.method != "full":
         arguments["dtype"] = _DTYPES[precise.value]
     return FixedSettings(
@@ -86,6 +99,8 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
         attention=attention,
         effective=effective,
         checkpointing=decide.pinned(question, "gradient_checkpointing"),
+        offloaded=offloaded,
+        budget=budget,
         cuttings=(*coarser, *cuttings),
         plain=len(coarser),
         arguments=arguments,
@@ -155,13 +170,12 @@ def target_for(profile: HardwareProfile, memory_gib: float | None = None) -> Tar
     if gpu is None:
         free = _steady(profile.memory_available_gib) if memory_gib is None else memory_gib
         return Target(sm_count=1, compute_capability="0.0", capacity=int(free * GIB))
-    if memory_gib is None:
-        others = gpu.state.memory_used_by_others_gib or 0.0
-        memory_gib = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
+    others = gpu.state.memory_used_by_others_gib or 0.0
+    free = max(gpu.memory_gib - CONTEXT_GIB - others, 0.1)
     return Target(
         sm_count=gpu.sm_count or 1,
         compute_capability=gpu.compute_capability,
-        capacity=int(memory_gib * GIB),
+        capacity=int((free if memory_gib is None else min(free, memory_gib)) * GIB),
     )
 
 

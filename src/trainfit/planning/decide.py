@@ -6,17 +6,21 @@ import math
 from dataclasses import replace
 from typing import Any
 
+from trainfit.core.errors import BadInput
+from trainfit.core.libraries import has
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Gpu, HardwareProfile
+from trainfit.hardware.catalogue import find
+from trainfit.kernels.supported import EFFICIENT_SINCE, FLASH_SINCE, TRITON_SINCE
 from trainfit.packing.steps import check_whole
 from trainfit.planning import cpu_choice
-from trainfit.planning.question import MAX_WORKERS, Choice, Question, at_home, lacks, workers
+from trainfit.planning.estimator.step_time import host_link
+from trainfit.planning.question import Choice, Question, lacks
 
-VARLEN_SINCE = 8.0
-"""Least compute capability with variable-length attention in torch."""
 _HALF = ("bf16", "fp16")
 _PACKED = {
     "varlen": "the flash kernel on packed rows: no mask in memory",
+    "varlen_efficient": "torch's memory-efficient kernel on packed rows: no mask in memory",
     "softcapped": "trainfit's kernel for soft-capped logits on packed rows: no scores in memory",
     "disentangled": "DeBERTa's three terms in one kernel on packed rows: no scores in memory",
 }
@@ -33,6 +37,14 @@ def pinned(question: Question, name: str) -> Choice | None:
 
 def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> Choice:
     """Choose the dtype of matrix products."""
+    choice = _precision(question, profile, ranks)
+    if choice.value == "fp16" and question.fp16_overflows:
+        kept = "hidden states, which leave fp16's range in this model, stay in fp32"
+        return replace(choice, why=f"{choice.why}; {kept}")
+    return choice
+
+
+def _precision(question: Question, profile: HardwareProfile, ranks: int) -> Choice:
     gpu = profile.gpu
     choice = pinned(question, "precision")
     if choice is not None:
@@ -40,7 +52,7 @@ def precision(question: Question, profile: HardwareProfile, ranks: int = 1) -> C
         if reason is None:
             return choice
         others = {name: pin for name, pin in question.pins.items() if name != "precision"}
-        free = precision(replace(question, pins=others), profile, ranks)
+        free = _precision(replace(question, pins=others), profile, ranks)
         why = f"{choice.value} was asked for ({choice.why}), and {reason}"
         return Choice(value=free.value, why=why)
     if gpu is None:
@@ -69,6 +81,21 @@ def threads(question: Question, profile: HardwareProfile, ranks: int = 1) -> Cho
     if choice is not None or profile.gpus:
         return choice
     return cpu_choice.choose(question, profile, ranks).threads
+
+
+def quantization(question: Question, profile: HardwareProfile) -> Choice | None:
+    """Return the format of frozen matrices, with what widens them; None where none are frozen."""
+    choice = pinned(question, "quantization")
+    if choice is None or question.workload.method == "full":
+        return None
+    if choice.value == "none":
+        open_ = question.pins["quantization"].origin == "default"
+        return replace(choice, why="frozen weights are used as they are") if open_ else choice
+    why = f"{choice.why}: a frozen matrix is widened for each product with it"
+    here = bool(profile.gpus) and not profile.simulated
+    if choice.value == "nf4" and here and not has("bitsandbytes"):
+        why += ", by torch's operations, since bitsandbytes is not installed"
+    return replace(choice, why=why, alternatives=("none: as it is in memory",))
 
 
 def tf32(question: Question, gpu: Gpu | None) -> Choice:
@@ -108,19 +135,70 @@ def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
 def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str | None:
     if gpu is None:
         return "the CPU has no variable-length attention"
-    if gpu.vendor != "nvidia" or float(gpu.compute_capability) < VARLEN_SINCE:
-        return f"{gpu.name} has no variable-length attention (it needs NVIDIA's 8.0 or newer)"
-    if precise not in _HALF:
-        return f"variable-length attention needs half precision, not {precise}"
+    if gpu.vendor != "nvidia":
+        return f"{gpu.name} has no variable-length attention (it needs NVIDIA's kernels)"
     if question.pinned("flash") is False:
         return "model.use_flash_attention is false"
-    return question.unpackable
+    if question.unpackable is not None:
+        return question.unpackable
+    if question.packed_attention in _TRITON:
+        return _no_triton(gpu, precise)
+    no_flash = _no_flash(gpu, precise)
+    return None if no_flash is None else _no_efficient(question, gpu, no_flash)
 
 
-def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
+_TRITON = ("softcapped", "disentangled")
+"""Kernels for packed rows that are trainfit's own."""
+
+
+def _no_triton(gpu: Gpu, precise: Precision) -> str | None:
+    """Reason why trainfit's own kernel for packed rows does not run; None: it does."""
+    if precise not in _HALF:
+        return f"its kernel for packed rows needs half precision, not {precise}"
+    if _capability(gpu) < TRITON_SINCE:
+        least = ".".join(map(str, TRITON_SINCE))
+        return f"its kernel for packed rows needs compute capability {least}, and {_own(gpu)}"
+    return None
+
+
+def _no_flash(gpu: Gpu, precise: Precision) -> str | None:
+    """Reason why the flash kernel for packed rows does not run; None: it does."""
+    if _capability(gpu) < FLASH_SINCE:
+        least = ".".join(map(str, FLASH_SINCE))
+        return f"the flash kernel needs compute capability {least}, and {_own(gpu)}"
+    return None if precise in _HALF else f"the flash kernel needs half precision, not {precise}"
+
+
+def _no_efficient(question: Question, gpu: Gpu, no_flash: str) -> str | None:
+    """Reason why the memory-efficient kernel cannot stand in for the flash one; None: it can."""
+    if _capability(gpu) < EFFICIENT_SINCE:
+        return f"{no_flash}, too old for packed rows"
+    if dropout := question.arguments.get("attention_dropout"):
+        return f"{no_flash}, and the memory-efficient one has no attention dropout {dropout} there"
+    window = question.window
+    if window is not None and window < question.workload.max_length:
+        return (
+            f"{no_flash}, and the memory-efficient one has no sliding window of {window} tokens "
+            "to both sides"
+        )
+    return None
+
+
+def _own(gpu: Gpu) -> str:
+    return f"{gpu.name} has {gpu.compute_capability}"
+
+
+def _capability(gpu: Gpu) -> tuple[int, int]:
+    major, _, minor = gpu.compute_capability.partition(".")
+    return int(major), int(minor or 0)
+
+
+def attention_path(
+    question: Question, packed: bool, gpu: Gpu | None, precise: Precision = "bf16"
+) -> Choice:
     """Choose the attention path by name."""
     if packed:
-        return Choice(value=question.packed_attention, why=_PACKED[question.packed_attention])
+        return _packed_path(question, gpu, precise)
     if question.own_attention:
         return Choice(value="own", why=question.unpackable or "the model's own code on padded rows")
     where = (
@@ -131,87 +209,58 @@ def attention_path(question: Question, packed: bool, gpu: Gpu | None) -> Choice:
     return Choice(value="sdpa", why=where)
 
 
+def _packed_path(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
+    """Name the kernel for packed rows; torch's memory-efficient one stands in for flash."""
+    kernel = question.packed_attention
+    no_flash = None if gpu is None or kernel != "varlen" else _no_flash(gpu, precise)
+    if no_flash is None:
+        return Choice(value=kernel, why=_PACKED[kernel])
+    kernel = "varlen_efficient"
+    return Choice(
+        value=kernel, why=f"{_PACKED[kernel]}; {no_flash}", alternatives=("sdpa on padded rows",)
+    )
+
+
 def optimizer(question: Question) -> Choice:
-    """Choose the implementation of AdamW."""
-    return pinned(question, "optimizer") or Choice(
+    """Choose the optimizer, or the implementation of AdamW."""
+    asked = pinned(question, "optimizer")
+    if asked is not None:
+        return replace(asked, why="; ".join(filter(None, [asked.why, _KEPT.get(asked.value)])))
+    return Choice(
         value="adamw_fused",
         why="one kernel for all weights, and no temporaries",
         alternatives=("adamw: the same numbers, a kernel per weight",),
     )
 
 
-def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
-    """Choose workers, pinned memory, persistence and prefetching of the loader."""
-    gpu, cores = profile.gpu, profile.cpu.cores
-    most = workers(cores, None if gpu is None else gpu.memory_gib)
-    home = data_on_gpu(question, gpu).value
-    count = pinned(question, "num_workers") or Choice(
-        value=most,
-        why=f"{cores} {'assumed' if profile.cpu.assumed else 'usable'} cores less two, "
-        f"at most {MAX_WORKERS}"
-        + ("" if gpu is None else ", at most one per 3 GB of GPU memory")
-        + ("; none is started while the data is on the GPU" if home else ""),
-    )
-    pin = pinned(question, "pin_memory") or Choice(
-        value=gpu is not None,
-        why="copies to the GPU overlap with computing" if gpu else "there is no GPU to copy to",
-    )
-    stay: Choice | None = None
-    ahead: Choice | None = None
-    if count.value:
-        stay = pinned(question, "persistent_workers")
-        ahead = pinned(question, "prefetch_factor")
-    without = "there are no workers"
-    return {
-        "num_workers": count,
-        "pin_memory": pin,
-        "persistent_workers": stay
-        or Choice(
-            value=bool(count.value), why="no start-up each epoch" if count.value else without
-        ),
-        "prefetch_factor": ahead
-        or Choice(
-            value=2 if count.value else None,
-            why="steps ahead per worker" if count.value else without,
-        ),
-    }
+_KEPT = {
+    "adamw_bf16": "4 bytes of moments per weight instead of 8",
+    "adamw_8bit": "2 bytes of moments per weight instead of 8",
+    "adafactor": "sums of rows and columns instead of moments",
+    "muon": "4 bytes of momentum per weight of a matrix instead of 8",
+}
+"""State of optimizers that keep less than AdamW."""
+OFFLOADED = ("adamw_fused", "adamw_bf16")
+"""Optimizers whose moments can be in the host's memory."""
+_CAPTURED = ("adamw_fused", "adamw_bf16", "adamw_8bit")
+"""Optimizers that never wait for the GPU."""
 
 
-def data_on_gpu(question: Question, gpu: Gpu | None) -> Choice:
-    """Choose whether the tokens are kept on the GPU, which then needs no loader process."""
-    asked = pinned(question, "data_on_gpu")
-    obstacle = _data_elsewhere(question, gpu)
-    if asked is not None and (obstacle is None or not asked.value):
-        return asked
-    if obstacle is not None:
-        return Choice(value=False, why=obstacle)
-    return Choice(
-        value=True,
-        why="copied once; each step is gathered there, and no loader process is started",
-        alternatives=("false: batches come from loader processes",),
-    )
-
-
-def _data_elsewhere(question: Question, gpu: Gpu | None) -> str | None:
-    """Reason why the data stays on the host; None: it need not."""
-    if gpu is None:
-        return "there is no GPU"
-    if not question.gathers or question.workload.method == "frozen":
-        return "its batches are made on the host"
-    if question.pinned("num_workers") and question.pinned("data_on_gpu") is not True:
-        return "training.num_workers asks for loader processes"
-    lengths, sequences = question.workload.lengths, question.workload.sequences
-    tokens = sum(lengths) * sequences // max(1, len(lengths))
-    return None if at_home(tokens, gpu.memory_gib) else f"{tokens:,} tokens are too many for it"
-
-
-def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> Choice:
-    """Choose the batch of evaluation; it may be large where the memory is `roomy`."""
-    times, word = (8, "eight times") if roomy else (2, "twice")
-    return pinned(question, "eval_batch_size") or Choice(
-        value=max(8, times * batch_size),
-        why=f"{word} the training batch: evaluation keeps no activations",
-    )
+def offload(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose whether AdamW's moments are in the host's memory."""
+    asked = pinned(question, "offload_optimizer")
+    if asked is None or not asked.value:
+        return asked or Choice(value=False, why="the moments stay on the GPU, beside the weights")
+    kind = optimizer(question).value
+    if kind not in OFFLOADED:
+        raise BadInput(
+            f"optimization.offload_optimizer is for {' and '.join(OFFLOADED)}, not {kind}",
+            "use one of these, or set it to false",
+        )
+    if gpu is None or gpu.vendor != "nvidia":
+        return Choice(value=False, why="needs an NVIDIA GPU; it was asked for")
+    _, link = host_link(None if gpu.slug is None else find(gpu.slug))
+    return replace(asked, why=f"{asked.why}; the moments cross {link} twice in each step")
 
 
 def effective_batch(question: Question, ranks: int) -> Choice:
@@ -244,6 +293,26 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
     return tokens if most is None else min(tokens, check_whole("micro_batch_tokens", most))
 
 
+def offloaded(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose where activations wait for the backward pass."""
+    asked = pinned(question, "offload_activations")
+    if asked is None or not asked.value:
+        return asked or Choice(value=False, why="activations stay on the GPU, where they are quick")
+    if gpu is None:
+        return Choice(value=False, why="there is no GPU to take them from; it was asked for")
+    if question.workload.method == "frozen":
+        return Choice(value=False, why="a frozen encoder saves none; it was asked for")
+    return asked
+
+
+def activation_budget(question: Question) -> Choice:
+    """Choose the share of activations that compiled blocks keep."""
+    asked = pinned(question, "activation_budget")
+    if asked is None:
+        return Choice(value=1.0, why="compiled blocks keep what torch's partitioner saves")
+    return replace(asked, value=float(asked.value), why=f"{asked.why}; it acts on compiled blocks")
+
+
 def captured(
     question: Question, profile: HardwareProfile, checkpointing: str, ranks: int = 1
 ) -> Choice:
@@ -270,12 +339,16 @@ def _no_capture(
         return "CUDA graphs are for NVIDIA's GPUs"
     if question.uncapturable is not None:
         return question.uncapturable
+    if offloaded(question, gpu).value:
+        return "activations go to the host and back, which a graph cannot"
     if ranks > 1:
         return "ranks agree on each step before it is finished"
     if question.pinned("sharding") not in (None, "none"):
         return "sharded weights are gathered in every layer"
-    if optimizer(question).value != "adamw_fused":
-        return "only the fused AdamW never waits for the GPU"
+    if optimizer(question).value not in _CAPTURED:
+        return "only the fused kernels of AdamW never wait for the GPU"
+    if offload(question, gpu).value:
+        return "the optimizer's moments come from the host in each step"
     if checkpointing != "none":
         return "recomputation reads the random state, which a graph cannot"
     if question.pinned("compile") is True and question.pinned("compile_mode") in _GRAPH_MODES:

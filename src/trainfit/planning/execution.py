@@ -107,8 +107,13 @@ def step_flops(sizes: ModelSizes, method: str, cutting: Cutting, tokens: float) 
     return flops_of(sizes, method).of_step(lengths) * tokens / sum(lengths)
 
 
-def ways_of(sizes: ModelSizes, method: str, cutting: Cutting, rates: Rates | None) -> list[Way]:
-    """Estimate every way to run the steps of a cut, eager first; none where no peak is known."""
+def ways_of(
+    sizes: ModelSizes, method: str, cutting: Cutting, rates: Rates | None, fetched: int = 0
+) -> list[Way]:
+    """Estimate every way to run the steps of a cut, eager first; none where no peak is known.
+
+    `fetched` are bytes per trained weight that come from the host for an update.
+    """
     if rates is None:
         return []
     pace, fitted = _PACES.get(sizes.family, _BERT), calibration()
@@ -117,6 +122,7 @@ def ways_of(sizes: ModelSizes, method: str, cutting: Cutting, rates: Rates | Non
     computed = step_flops(sizes, method, cutting, cutting.computed) / peak
     trained = count_weights(sizes) if method == "full" else 0
     update = _UPDATE_BYTES * trained / (rates.bandwidth * fitted.copy)
+    update += fetched * trained / rates.link
     blocks = cutting.cut.micro_batches * sizes.layers
     forward = fitted.forward_launch_seconds * rates.forward_launch
     backward = fitted.backward_launch_seconds * rates.backward_launch

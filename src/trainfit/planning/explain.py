@@ -9,7 +9,7 @@ from typing import Any
 from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
-from trainfit.planning import decide
+from trainfit.planning import decide, loading_choices
 from trainfit.planning.cuts import FixedSettings, Selection
 from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
@@ -39,8 +39,10 @@ def choices_for(
     fill = best.cutting.tokens / best.cutting.computed
     most = question.pinned("micro_batch_tokens")
     limit = "" if most is None else f"at most {most:,} as pinned, "
+    quantized = decide.quantization(question, profile)
     return {
         "precision": fixed.precision,
+        **({} if quantized is None else {"quantization": quantized}),
         **({} if fixed.threads is None else {"num_threads": fixed.threads}),
         "tf32": fixed.tf32,
         "packed": fixed.packed,
@@ -56,13 +58,27 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
+        **_memory_savers(question, fixed),
         "optimizer": decide.optimizer(question),
-        "data_on_gpu": decide.data_on_gpu(question, profile.gpu),
-        **decide.loader(question, profile),
-        "eval_batch_size": decide.eval_batch(
+        **_offload(question, profile.gpu),
+        "data_on_gpu": loading_choices.data_on_gpu(question, profile.gpu),
+        **loading_choices.loader(question, profile),
+        "eval_batch_size": loading_choices.eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
+
+
+def _offload(question: Question, gpu: Gpu | None) -> dict[str, Choice]:
+    """Explain where the moments are, where somebody asked."""
+    asked = question.pinned("offload_optimizer") is not None
+    return {"offload_optimizer": decide.offload(question, gpu)} if asked else {}
+
+
+def _memory_savers(question: Question, fixed: FixedSettings) -> dict[str, Choice]:
+    """Choices that trade time for memory, where somebody asked for them."""
+    choices = {"activation_budget": fixed.budget, "offload_activations": fixed.offloaded}
+    return {name: made for name, made in choices.items() if question.pinned(name) is not None}
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

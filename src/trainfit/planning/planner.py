@@ -22,7 +22,7 @@ from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.hardware.gpus import catalogue_gpu
 from trainfit.packing import Cut, PackedCut, PaddedCut
 from trainfit.planning import decide
-from trainfit.planning.bounds import bounded
+from trainfit.planning.bounds import bounded, fetched_bytes
 from trainfit.planning.cpu_choice import choose
 from trainfit.planning.cuts import (
     FixedSettings,
@@ -47,6 +47,7 @@ from trainfit.planning.execution import (
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
 from trainfit.planning.fit import WORTH_IT, Cutting, Fitter, Speed, StepCandidate
 from trainfit.planning.question import Choice, Question
+from trainfit.planning.savers import cheapest, savings
 from trainfit.planning.sharding import sharded
 
 _SAMPLE = 256
@@ -68,7 +69,8 @@ def plan(
     `measured` has the rates of `check --measure`, which make the times more accurate. `here`: the
     job is about to run on this machine, so a bound of its memory will do.
     """
-    target = target_for(profile, memory_gib)
+    caps = (memory_gib, question.pinned("memory_gib"))
+    target = target_for(profile, min((cap for cap in caps if cap is not None), default=None))
     if here and question.sizes is not None:
         made = _by_bound(question, profile, target, ranks, measured)
         if made is not None:
@@ -79,18 +81,23 @@ def plan(
     if found is not None:
         return found
     start(1)
-    fixed = fixed_settings(question, profile, ranks)
-    if fixed.plain and may_compile(question, profile):  # a compiled step beside small depths
-        start(2)
-    fitter = fitter_for(question, fixed, (target,))
-    made = _planned(question, profile, fixed, fitter, 0, target, ranks, measured, exact=True)
 
-    def replan(gained: int) -> Plan:
-        roomy = replace(target, capacity=target.capacity + gained)
-        fitter = fitter_for(question, fixed, (roomy,))
-        return _planned(question, profile, fixed, fitter, 0, roomy, ranks, measured, exact=True)
+    def attempt(one: Question, advise: bool = False) -> Plan:
+        fixed = fixed_settings(one, profile, ranks)
+        if fixed.plain and may_compile(one, profile):  # a compiled step beside small depths
+            start(2)
 
-    made = sharded(question, made, machines, replan)
+        def with_more(gained: int) -> Plan:
+            roomy = replace(target, capacity=target.capacity + gained)
+            fitter = fitter_for(one, fixed, (roomy,))
+            how: Any = {"exact": True, "advise": advise}
+            return _planned(one, profile, fixed, fitter, 0, roomy, ranks, measured, **how)
+
+        return sharded(one, with_more(0), machines, with_more)
+
+    made = cheapest(question, profile, attempt)
+    if not made.fits:
+        made = attempt(question, advise=True)
     caches.write(place, made)
     return made
 
@@ -152,14 +159,14 @@ def curve(
     question: Question, profile: HardwareProfile, chosen: Plan
 ) -> list[tuple[int, MemoryEstimate]]:
     """Estimate memory for batch sizes around a plan, for its plot."""
-    fixed = fixed_settings(question, profile, chosen.ranks)
+    arguments = chosen.task.arguments | {"compile": False}
     capacity = chosen.memory.capacity_gib if chosen.memory else None
     target = target_for(profile, capacity)
     length = question.workload.max_length
     sizes = sorted({1, *(max(1, round(chosen.batch_size * f)) for f in (0.25, 0.5, 1, 1.5, 2, 3))})
     many = min(chosen.gradient_accumulation_steps, 2)
     cuttings = [_full(size, length, many, chosen.packed) for size in sizes]
-    fitter = Fitter(question.factory, fixed.arguments, question.layers, cuttings, (target,))
+    fitter = Fitter(question.factory, arguments, question.layers, cuttings, (target,))
     speed = Speed(gpu=None, precision=chosen.precision, tf32=False)
     found = fitter.candidates(0, (chosen.gradient_checkpointing,), speed)
     by_size = {c.cutting.rows * c.cutting.width // length: c for c in found}
@@ -205,6 +212,7 @@ def _planned(
     measured: Measurements | None = None,
     *,
     exact: bool,
+    advise: bool = True,
 ) -> Plan:
     speed = _speed(profile, fixed, measured)
     held = with_margin(target, fixed)
@@ -230,7 +238,9 @@ def _planned(
     if exact and fits and best.taken.fits is None:
         best = timed(fitter.exact(best, held, speed))
         fits = bool(best.taken.fits)
-    advice = () if fits else what_would_fit(question, fixed.arguments, best, held, exact)
+    advice = (
+        () if fits or not advise else what_would_fit(question, fixed.arguments, best, held, exact)
+    )
     how = {"compile": compiled, "cuda_graph": graph}
     made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, how)
     return replace(made, advice=advice)
@@ -281,7 +291,7 @@ def _timed_bound(
     best = bounded(question, fixed, cutting, target, ranks)
     if best is None or sizes is None:
         return None
-    ways = ways_of(sizes, method, cutting, speed.rates)
+    ways = ways_of(sizes, method, cutting, speed.rates, fetched_bytes(fixed.arguments))
     steps = steps_of_job(question, fixed.effective.value)
     way, compiled = execution(question, profile, ways, steps, captured=bool(graph.value))
     seconds = None if way is None else way.seconds
@@ -324,6 +334,7 @@ def _written(
     time = time_of(question, best, speed, ranks, fixed.effective.value)
     choices = choices_for(question, profile, fixed, chosen, held, how)
     compiled = how["compile"].value
+    memory = memory_of(best, target, gpu, fits, compiled)
     lengths = sorted(question.workload.lengths)
     return Plan(
         fits=fits,
@@ -356,10 +367,15 @@ def _written(
         compile_mode=question.pinned("compile_mode") or "default",
         liger=bool(question.pinned("liger")),
         reduce_dtype=question.pinned("reduce_dtype") or "fp32",
-        memory=memory_of(best, target, gpu, fits, compiled),
+        memory=memory,
         time=time,
         reasons=tuple(
-            Reason(setting=name, value=c.value, why=c.why, alternatives=c.alternatives)
+            Reason(
+                setting=name,
+                value=c.value,
+                why=c.why,
+                alternatives=(*c.alternatives, *savings(question, name, memory)),
+            )
             for name, c in choices.items()
         ),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),

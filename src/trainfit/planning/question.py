@@ -50,6 +50,11 @@ class Question(Record):
     """The model's own code attends to padded rows, where the memory margin is wider."""
     packed_attention: str = "varlen"
     """Kernel for packed rows: varlen, softcapped, or disentangled for a DeBERTa."""
+    window: int | None = None
+    """Tokens that layers with a sliding window see to either side, at least; None: all layers see
+    every token."""
+    fp16_overflows: bool = False
+    """Hidden states leave the range of fp16, so that sums stay in fp32 there."""
     not_recomputed: str | None = None
     """Reason why the blocks cannot be computed again in the backward pass; None: they can."""
     no_liger: str | None = "Liger is for transformers' models"
@@ -62,6 +67,8 @@ class Question(Record):
     """True for next-token prediction on blocks of one length, without packing or padding."""
     indivisible: bool = False
     """A step cannot be cut: its loss does not add up over micro-batches."""
+    savers: tuple[str, ...] = ()
+    """Settings that the planner may change where the job does not fit otherwise."""
     watts: float | None = None
     price_per_hour: float | None = None
     data: str | None = None

@@ -16,6 +16,10 @@ _GATHERED = 2
 """Layers whose weights a rank holds whole at a time."""
 
 
+_SHARDED = ("adamw_fused", "adamw", "adamw_bf16")
+"""Optimizers whose state is sharded like the weights."""
+
+
 def shards_of(sharding: str, ranks: int, machines: int) -> int:
     """Number of ranks that share one copy of the model."""
     return {"none": 1, "fsdp": ranks, "hybrid": ranks // machines}[sharding]
@@ -31,18 +35,15 @@ def sharded(
     pin = pinned(question, "sharding")
     if pin is not None and pin.value == "none":
         return plan
+    obstacle = _obstacle(plan)
     if pin is None:
-        if (
-            plan.ranks == 1
-            or plan.fits
-            or plan.memory is None
-            or plan.device != "cuda"
-            or replan is None
-        ):
+        if not _is_short(plan) or obstacle is not None or replan is None:
             return plan
         kind, why = "fsdp", "the model with its optimizer does not fit one GPU"
     else:
         kind, why = str(pin.value), pin.why
+        if obstacle is not None:
+            raise BadInput(f"sharding is {kind}, {obstacle[0]}", obstacle[1])
     if kind == "hybrid" and plan.ranks % machines:
         raise BadInput(
             f"sharding is hybrid, and {plan.ranks} ranks are not divided evenly by machines",
@@ -65,6 +66,23 @@ def sharded(
         reasons=(*roomy.reasons, reason),
         memory=_spread(memory, gained / GIB, shards),
     )
+
+
+def _is_short(plan: Plan) -> bool:
+    """Tell a plan of several GPUs of which one does not hold the model."""
+    return plan.ranks > 1 and not plan.fits and plan.memory is not None and plan.device == "cuda"
+
+
+def _obstacle(plan: Plan) -> tuple[str, str] | None:
+    """Setting of a plan that does not go with sharding, and the fix."""
+    if plan.quantization != "none":
+        fix = "set optimization.sharding=none, or model.quantization=none"
+        return "and quantized weights are not shared among ranks", fix
+    if plan.optimizer in _SHARDED and not plan.offload_optimizer:
+        return None
+    asked = "offload_optimizer" if plan.offload_optimizer else plan.optimizer
+    fix = f"use {', '.join(_SHARDED)} on the GPU, or optimization.sharding=none"
+    return f"which does not go with {asked}", fix
 
 
 def _sharers(shards: int) -> str:

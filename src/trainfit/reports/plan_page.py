@@ -56,7 +56,8 @@ def about(plan: Plan) -> list[str]:
     named = plan.task.arguments.get("name", "")
     weights = _parameters(plan)
     words = [f"{'Job' if own else 'Model'} {named}" if named else "", weights]
-    words += ["" if own else f"method {load.method}"]
+    stored = "" if plan.quantization == "none" else f" on {plan.quantization} weights"
+    words += ["" if own else f"method {load.method}{stored}"]
     what = f"sequences of up to {load.max_length:,} tokens" if load.max_length > 1 else "samples"
     folds = "" if load.trainings == 1 else f" in each of {load.trainings} trainings"
     epochs = f"{load.epochs:.3g} {'epoch' if load.epochs == 1 else 'epochs'}{folds}"
@@ -70,7 +71,7 @@ def about(plan: Plan) -> list[str]:
 
 def _parameters(plan: Plan) -> str:
     """Count the parameters by the memory of the weights; without an estimate, say nothing."""
-    if plan.memory is None or plan.sharding != "none":
+    if plan.memory is None or plan.sharding != "none" or plan.quantization != "none":
         return ""
     width = 4 if plan.weights_dtype == "float32" else 2
     count = plan.memory.weights_gib * 2**30 / width

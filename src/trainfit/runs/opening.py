@@ -10,7 +10,15 @@ from trainfit.core.plan_records import Precision
 from trainfit.core.records import Record
 
 AttentionKind = Literal[
-    "sdpa", "varlen", "disentangled", "softcap", "mask", "own", "products", "frozen"
+    "sdpa",
+    "varlen",
+    "varlen_efficient",
+    "disentangled",
+    "softcap",
+    "mask",
+    "own",
+    "products",
+    "frozen",
 ]
 _KERNELS = {"flash": "Flash", "efficient": "memory-efficient", "math": "math"}
 _MOST_CLASSES = 20
@@ -23,8 +31,8 @@ class AttentionPath(Record):
     """The code that computes attention in this run."""
 
     kind: AttentionKind
-    """sdpa: by `kernels`. varlen, disentangled, softcap: a kernel for packed rows. mask: SDPA with
-    a mask on packed rows. own, products: the model's code on padded rows. frozen: none."""
+    """sdpa: by `kernels`. mask: SDPA with a mask on packed rows. own, products: the model's code on
+    padded rows. frozen: none. The others are kernels for packed rows."""
     kernels: tuple[str, ...] = ()
     """SDPA's kernels on a GPU, the preferred one first."""
     dropout: float = 0.0
@@ -41,6 +49,8 @@ class AttentionPath(Record):
         return {
             "varlen": "SDPA Flash Attention backend enabled (its variable-length kernel on"
             f" {rows})",
+            "varlen_efficient": "Attention: torch's memory-efficient kernel with lengths on"
+            f" {rows}",
             "disentangled": "Attention: trainfit's Triton kernel for disentangled attention"
             f" on {rows}",
             "softcap": f"Attention: trainfit's Triton kernel for soft-capped logits on {rows}",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from threading import Thread
 from types import CodeType
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -28,15 +28,17 @@ def compile_model(
     *,
     dynamic: bool | None = None,
     backend: str | Callable[..., Any] = "inductor",
+    budget: float = 1.0,
 ) -> Model:
     """Compile `model` in place and return it; its state dict keeps its keys.
 
     torch compiles at the first call. If the compiler fails there, the model warns once and runs
     eagerly from then on; an error in the model's own forward is raised unchanged. `mode` is one of
     torch.compile's. With `dynamic` the code takes inputs of any size; None lets torch compile for
-    the first sizes and again for others, at most eight times.
+    the first sizes and again for others, at most eight times. With a `budget` below 1 the backward
+    pass keeps that share of the activations, and computes the cheapest of the others again.
     """
-    return _compiled(model, mode, dynamic, backend, _as_given, [model], _warn)
+    return _compiled(model, mode, dynamic, backend, _as_given, [model], _warn, budget)
 
 
 def _compiled(
@@ -47,6 +49,7 @@ def _compiled(
     take: Callable[[Arguments], Arguments],
     alike: Sequence[torch.nn.Module],
     failed: Failed,
+    budget: float = 1.0,
 ) -> Model:
     """Compile a model, one of those `alike`, whose arguments by position pass through `take`."""
     import torch
@@ -62,7 +65,7 @@ def _compiled(
     # nn.Module.compile with a frame of trainfit in between. The tracer skips frames of torch.nn:
     # without it a bare nn.Sequential is not compiled, and a hook breaks the graph.
     compiled = torch.compile(forward, mode=mode, dynamic=dynamic, backend=backend)
-    model._compiled_call_impl = _guarded(alike, eager, compiled, take, failed)
+    model._compiled_call_impl = _guarded(alike, eager, compiled, take, failed, budget)
     return model
 
 
@@ -72,6 +75,7 @@ def compile_blocks(
     *,
     dynamic: bool | None = None,
     backend: str | Callable[..., Any] = "inductor",
+    budget: float = 1.0,
     failed: Failed | None = None,
 ) -> Model:
     """Compile each of the model's repeated blocks, whose code is the same and is compiled once.
@@ -83,7 +87,7 @@ def compile_blocks(
     blocks = repeated_blocks(model)
     alike, take = blocks or [model], _with_gradient if blocks else _as_given
     for block in alike:
-        _compiled(block, mode, dynamic, backend, take, alike, failed or _warn)
+        _compiled(block, mode, dynamic, backend, take, alike, failed or _warn, budget)
     return model
 
 
@@ -213,6 +217,7 @@ def _guarded(
     compiled: Callable[..., Any],
     take: Callable[[Arguments], Arguments],
     failed: Failed,
+    budget: float,
 ) -> Callable[..., Any]:
     """Wrap a `compiled` call: if the compiler fails, it and those `alike` run eagerly."""
     from torch._dynamo.exc import TorchDynamoException
@@ -221,10 +226,11 @@ def _guarded(
     # Compiles the backward pass in the call too: in the first backward(), torch's default, there
     # would be no fallback. Made once, since making it is slower than using it.
     both_passes = config.patch(force_non_lazy_backward_lowering=True)
+    within = _keeping(budget) if budget < 1 else nullcontext()
 
     def call(*args: Any, **kwargs: Any) -> Any:
         try:
-            with both_passes:
+            with both_passes, within:
                 return compiled(*take(args), **kwargs)
         except TorchDynamoException as error:  # the base of Inductor's errors too
             cause = in_one_line(getattr(error, "inner_exception", error))
@@ -237,3 +243,41 @@ def _guarded(
         return outcome
 
     return call
+
+
+def _keeping(budget: float) -> AbstractContextManager[None]:
+    """Return a context in which new graphs keep that share of the activations.
+
+    Results of random operations are kept in any case.
+    """
+    from torch._functorch import config as functorch
+    from torch._inductor import config as inductor
+    from torch._inductor.custom_graph_pass import CustomGraphPass
+
+    from trainfit.kernels.random_results import LEAST_BUDGET, keep_random
+
+    class KeepRandom(CustomGraphPass):  # type: ignore[misc]
+        def __call__(self, graph: torch.fx.Graph) -> None:
+            keep_random(graph)
+
+        def uuid(self) -> str:  # part of the key in the cache of compiled code
+            return "trainfit.keep_random"
+
+    share = functorch.patch(activation_memory_budget=max(budget, LEAST_BUDGET))
+    marked = inductor.patch(joint_custom_pre_pass=KeepRandom())
+    return _Both(share, marked)
+
+
+class _Both:
+    """Two contexts as one that can be entered again, unlike those of contextlib."""
+
+    def __init__(self, first: AbstractContextManager[Any], second: AbstractContextManager[Any]):
+        self._contexts = first, second
+
+    def __enter__(self) -> None:
+        for context in self._contexts:
+            context.__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self._contexts):
+            context.__exit__(*error)

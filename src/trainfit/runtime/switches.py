@@ -19,6 +19,7 @@ from trainfit.runtime.environment import cuda_started, has_segments, set_variabl
 _CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
 _REPRODUCIBLE = (":4096:8", ":16:8")  # the values that torch accepts as deterministic
 _KERNELS = {"flash": "FLASH_ATTENTION", "efficient": "EFFICIENT_ATTENTION", "math": "MATH"}
+_GIB = 2**30
 _MAX_SEED = 2**32 - 1  # numpy takes no larger one
 
 
@@ -156,6 +157,30 @@ def seed(value: int, restore: ExitStack) -> Change:
     return Change(name="seed", requested=value, before=before, after=torch.initial_seed())
 
 
+def memory_gib(most: float, restore: ExitStack) -> Change:
+    """Bound the memory that torch reserves on the current GPU; this starts CUDA."""
+    import torch
+
+    if not most > 0:
+        raise BadInput(f"memory_gib is {most}", "give what may be used, above 0")
+    if not torch.cuda.is_available():
+        note = "there is no GPU whose memory could be bounded"
+        return Change(name="memory_gib", requested=most, before=None, after=None, note=note)
+    cuda: Any = torch.cuda
+    _, total = cuda.mem_get_info()
+    before = cuda.get_per_process_memory_fraction()
+    restore.callback(cuda.set_per_process_memory_fraction, before)
+    cuda.set_per_process_memory_fraction(min(1.0, most * _GIB / total))
+    reads = round(cuda.get_per_process_memory_fraction() * total / _GIB, 3)
+    return Change(
+        name="memory_gib",
+        requested=most,
+        before=round(before * total / _GIB, 3),
+        after=most if reads == round(most, 3) else reads,
+        note="" if most * _GIB <= total else "the GPU has no more",
+    )
+
+
 def empty_cache(on: bool, _restore: ExitStack) -> Change:
     """Return unused cached memory to the GPU; there is nothing to undo."""
     import torch
@@ -270,6 +295,7 @@ _SWITCHES: dict[str, Callable[[Any, ExitStack], Change]] = {
     "num_threads": num_threads,
     "attention": attention,
     "seed": seed,
+    "memory_gib": memory_gib,
     "empty_cache": empty_cache,
 }
 

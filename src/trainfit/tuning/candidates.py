@@ -288,7 +288,10 @@ def _switch(name: str, space: Space, plan: Plan) -> Iterator[Variant]:
                 yield Variant(plan=changed(plan, **{name: value}))
 
 
-_optimizer = partial(_switch, "optimizer")
+def _optimizer(space: Space, plan: Plan) -> Iterator[Variant]:
+    """The implementations of AdamW alone: other optimizers train other models."""
+    if plan.optimizer in BY_NAME["optimizer"].tries and not plan.offload_optimizer:
+        yield from _switch("optimizer", space, plan)
 
 
 def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:

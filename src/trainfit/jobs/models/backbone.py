@@ -12,13 +12,14 @@ import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Quantization
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.building import build_anywhere, unscript
 from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
@@ -26,6 +27,7 @@ from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import OWN_ATTENTION, model_obstacle
+from trainfit.kernels.varlen import PackedRows
 from trainfit.measuring.flops import sliding_window
 
 if TYPE_CHECKING:
@@ -73,6 +75,7 @@ def build_encoder(
     attention_dropout: float | None = None,
     feed_forward_dropout: float | None = None,
     dtype: WeightsDtype = "float32",
+    quantization: Quantization = "none",
     published: bool = False,
 ) -> PreTrainedModel:
     """Build a bidirectional encoder without a head or a pooler.
@@ -84,7 +87,8 @@ def build_encoder(
     text_config = config.get_text_config()
     _set_dropout(text_config, _ATTENTION_DROPOUT, attention_dropout)
     configured = _set_dropout(text_config, _FEED_FORWARD_DROPOUT, feed_forward_dropout)
-    model = build_anywhere(partial(sources.create, config, place, getattr(torch, dtype)))
+    build = partial(sources.create, config, place, getattr(torch, dtype), quantization)
+    model = build_anywhere(build)
     if feed_forward_dropout and not configured:
         _drop_outputs(_feed_forwards(model), feed_forward_dropout)
     _take_attention(model, published=published)
@@ -163,8 +167,9 @@ def _encode_own(
 
     Distances within a sequence are the same in a packed row. MPNet's forward takes such a mask.
     """
-    reason = own_obstacle(model, layout, demanded=path == "varlen")
-    if path == "varlen" and reason is not None:
+    demanded = path in ("varlen", "varlen_efficient")
+    reason = own_obstacle(model, layout, demanded=demanded)
+    if demanded and reason is not None:
         raise BadInput(
             f"no packed attention for {model.config.model_type} here: {reason}",
             "set attention to auto",
@@ -187,30 +192,51 @@ def _encode_own(
     )
 
 
-def packed_obstacle(
-    model: PreTrainedModel, traits: Traits, dtype: torch.dtype | None = None
-) -> str | None:
-    """Reason why no kernel attends within packed rows on the model's device; None if one does.
+PackedPath = Literal["varlen", "varlen_efficient", "softcapped", "disentangled"]
+"""Kernel that attends within packed rows."""
 
-    `dtype` is that of matrix products, by default the current one.
+
+def packed_path(
+    model: PreTrainedModel,
+    traits: Traits,
+    dtype: torch.dtype | None = None,
+    longest: int | None = None,
+) -> tuple[PackedPath | None, str]:
+    """Name the kernel for packed rows on the model's device; else None and the reason.
+
+    `dtype` is that of matrix products, by default the current one. Sequences are no longer than
+    `longest`.
     """
     device = model.device
+    dtype = dtype or attention.computed_in(device.type, model.dtype)
     if traits.own_attention:
-        return own_obstacle(model, None)
+        reason = own_obstacle(model, None, dtype=dtype)
+        return ("disentangled" if reason is None else None), reason or ""
     if device.type != "cuda":
-        return f"the rows are on the device {device.type}"
-    return attention.missing(traits.softcap) or varlen.obstacle(
-        capability=varlen.capability(device.index),
-        dtype=dtype or attention.computed_in(device.type, model.dtype),
-        head=traits.head,
-        softcap=traits.softcap,
-        dropout=traits.attention_dropout if model.training else 0.0,
-        causal=traits.causal,
+        return None, f"the rows are on the device {device.type}"
+    if missing := attention.missing(traits.softcap):
+        return None, missing
+    return varlen.kernel_for(
+        PackedRows(
+            capability=varlen.capability(device.index),
+            dtype=dtype,
+            head=traits.head,
+            softcap=traits.softcap,
+            dropout=traits.attention_dropout if model.training else 0.0,
+            causal=traits.causal,
+            window=traits.window,
+            longest=longest,
+            flash=varlen.flash_exists(),
+        )
     )
 
 
 def own_obstacle(
-    model: PreTrainedModel, layout: Layout | None, *, demanded: bool = False
+    model: PreTrainedModel,
+    layout: Layout | None,
+    *,
+    dtype: torch.dtype | None = None,
+    demanded: bool = False,
 ) -> str | None:
     """Reason why a model with its own attention cannot take packed rows here; None if it can."""
     device = model.device if layout is None else layout.ids.device
@@ -222,6 +248,7 @@ def own_obstacle(
     return disentangled.obstacle(
         model.config,
         capability=varlen.capability(device.index) if on_gpu else None,
+        dtype=dtype or attention.computed_in(device.type, model.dtype),
         longest=None if layout is None else layout.max_seqlen,
     )
 

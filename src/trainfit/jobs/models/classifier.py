@@ -16,9 +16,10 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
-from trainfit.jobs.models.backbone import build_encoder, encode, packed_obstacle, traits_of
+from trainfit.jobs.models.backbone import build_encoder, encode, packed_path, traits_of
 from trainfit.jobs.models.building import build_anywhere
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
+from trainfit.jobs.models.float16_range import keep_in_range
 from trainfit.jobs.models.own_heads import OwnHead, fill_head, find_head
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.kernels.layout import Layout, lay_out
@@ -200,6 +201,7 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
         attention_dropout=settings.attention_dropout,
         feed_forward_dropout=settings.feed_forward_dropout,
         dtype=settings.dtype,
+        quantization=settings.quantization,
         published=head is not None,
     )
     if head is not None:
@@ -208,6 +210,7 @@ def _build(settings: ClassifierSettings, config: PretrainedConfig | None) -> Enc
     train_by(encoder, settings)
     if settings.liger:
         use_liger(encoder)
+    keep_in_range(encoder)
     return EncoderClassifier(encoder, settings, head)
 
 
@@ -287,11 +290,10 @@ class EncoderClassifier(nn.Module):
         with torch.no_grad() if self.settings.method == "frozen" else nullcontext():
             return encode(self.encoder, self.traits, input_ids, layout, token_type_ids, path=path)
 
-    @property
-    def packs_here(self) -> bool:
-        """True if a kernel attends within packed rows with these settings on this device."""
+    def packs_here(self, longest: int) -> bool:
+        """Tell if a kernel attends to packed sequences of such lengths with these settings."""
         allowed = self.settings.attention != "masked"
-        return allowed and packed_obstacle(self.encoder, self.traits) is None
+        return allowed and packed_path(self.encoder, self.traits, longest=longest)[0] is not None
 
     def classify(self, pooled: Tensor) -> Tensor:
         """Compute the logits of pooled sequences `[sequences, width]`."""

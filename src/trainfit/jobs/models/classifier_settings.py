@@ -8,15 +8,17 @@ from typing import Annotated, Any, Literal
 from trainfit.conf.schema import EncoderModel, TokensModel
 from trainfit.core.codec import Range, decode
 from trainfit.core.errors import BadConfig, BadInput
+from trainfit.core.plan_records import Quantization
 
 Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
 Method = Literal["full", "frozen", "lora", "dora"]
 Pooling = Literal["auto", "none", "mean", "first", "last", "max", "attention_kv", "attention_query"]
-Attention = Literal["auto", "varlen", "masked"]
+Attention = Literal["auto", "varlen", "varlen_efficient", "masked"]
 Checkpointing = Literal["none", "selective", "full"]
 Probability = Annotated[float, Range(0, 1)]
 _AS_CONFIGURED = (
+    "quantization",
     "pooling",
     "pool_tokens",
     "head_dropout",
@@ -45,6 +47,8 @@ class ClassifierSettings:
     dtype: WeightsDtype = "float32"
     """Dtype of the encoder's weights; head, pooler and adapters stay in float32."""
     method: Method = "full"
+    quantization: Quantization = "none"
+    """Format of the matrices in the encoder's blocks, where they are not trained."""
     pooling: Pooling = "mean"
     """auto: as the head does that transformers gives the model; its decoders stay causal.
 
@@ -54,7 +58,8 @@ class ClassifierSettings:
     pool_tokens: Annotated[int, Range(1)] = 1
     """The k of first-k and last-k pooling."""
     attention: Attention = "auto"
-    """auto: variable-length kernels for packed rows where available, else a mask."""
+    """auto: variable-length kernels for packed rows where available, else a mask. varlen: such a
+    kernel or an error; varlen_efficient: torch's memory-efficient one."""
     attention_dropout: Probability | None = None
     """None: the value of the model's config."""
     feed_forward_dropout: Probability | None = None
@@ -68,6 +73,15 @@ class ClassifierSettings:
     lora_rank: Annotated[int, Range(1)] = 16
     lora_alpha: Annotated[float, Range(0)] = 32
     lora_dropout: Probability = 0.05
+
+    def __post_init__(self) -> None:
+        """Raise BadInput for weights in 4 or 8 bits that would have to be trained."""
+        if self.quantization != "none" and self.method == "full":
+            raise BadInput(
+                f"quantization is {self.quantization}, and method=full trains the weights, which "
+                "so few bits cannot hold",
+                "set model.method to lora or dora, or model.freeze_encoder=true",
+            )
 
 
 def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:

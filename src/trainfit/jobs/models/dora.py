@@ -9,6 +9,8 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
+from trainfit.kernels.quantized_linear import QuantizedLinear
+
 
 class CompilableDora(DoraLinearLayer):
     """DoRA's addition to the output of its layer, in operations that torch.compile can trace."""
@@ -36,7 +38,11 @@ class CompilableDora(DoraLinearLayer):
         scale = (self.weight / norm).view(1, -1)
         bias: Any = getattr(base_layer, "bias", None)
         if base_result is None:
-            base_result = functional.linear(x, weight)
+            base_result = (
+                base_layer.without_bias(x)  # `weight` would be kept for the backward pass
+                if isinstance(base_layer, QuantizedLinear)
+                else functional.linear(x, weight)
+            )
         elif bias is not None:
             base_result = base_result - bias
         adapted: Tensor = lora_B(lora_A(x))

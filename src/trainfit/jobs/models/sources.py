@@ -5,14 +5,17 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from trainfit.core.errors import BadInput, refusing
 from trainfit.core.libraries import import_generation
+from trainfit.core.plan_records import Quantization
 from trainfit.data.model_files import plain_config, read_config, read_weights, unreadable
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
@@ -23,9 +26,9 @@ from trainfit.hardware.model_shapes import (
     transformers_config,
 )
 from trainfit.jobs.models.classifier_settings import Weights
+from trainfit.jobs.models.quantizing import draw, quantize_blocks
 
 if TYPE_CHECKING:
-    import torch
     from transformers import PretrainedConfig, PreTrainedModel
 
 _BIDIRECTIONAL: dict[str, dict[str, Any]] = {
@@ -67,31 +70,45 @@ def find(
     return config, None if weights == "random" else place
 
 
-def create(config: PretrainedConfig, place: str | None, dtype: torch.dtype) -> PreTrainedModel:
-    """Create the model with weights from `place`, or random ones."""
+def create(
+    config: PretrainedConfig,
+    place: str | None,
+    dtype: torch.dtype,
+    quantization: Quantization = "none",
+) -> PreTrainedModel:
+    """Create the model with weights from `place`, or random ones, and quantize its blocks."""
     import_generation()
-    from transformers import AutoModel
-
     if place is None:
         text = config.get_text_config()
         with refusing(partial(unbuildable, text.model_type)):
-            _check_room(text, dtype)
-            random: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
-                text, dtype=dtype, trust_remote_code=False
-            )
-        return random
-    kept, key = _KEPT.get(), (place, str(dtype), config.to_json_string())
+            _check_room(text, dtype, quantization)
+            return draw(partial(_random, text, dtype), quantization)
+    kept, key = _KEPT.get(), (place, f"{dtype} {quantization}", config.to_json_string())
     if kept is not None and key in kept:
         return _again(kept[key])
-    model, complete = _read(config, place, dtype)
+    device = torch.get_default_device()
+    narrow = quantization != "none" and device.type != "meta"
+    with torch.device("cpu") if narrow else nullcontext():
+        model, complete = _read(config, place, dtype)
     if name := find_nonfinite(model):  # a damaged file would spoil every step
         raise BadInput(f"the weight {name} of {place} is not finite", "get another copy of it")
+    if quantization != "none":
+        quantize_blocks(model, quantization, device)
     if kept is not None and complete:
         for oldest in list(kept)[: 1 - _MOST_KEPT]:
             del kept[oldest]
         kept[key] = model
         return _again(model)
     return model
+
+
+def _random(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    from transformers import AutoModel
+
+    made: PreTrainedModel = AutoModel.from_config(  # type: ignore[no-untyped-call]
+        config, dtype=dtype, trust_remote_code=False
+    )
+    return made
 
 
 def _again(model: PreTrainedModel) -> PreTrainedModel:
@@ -169,20 +186,13 @@ def _class_of(config: PretrainedConfig) -> type[PreTrainedModel]:
     return kind
 
 
-def _check_room(config: PretrainedConfig, dtype: torch.dtype) -> None:
+def _check_room(config: PretrainedConfig, dtype: torch.dtype, quantization: Quantization) -> None:
     """Raise BadInput before weights are allocated that do not fit this machine."""
-    import torch
-    from transformers import AutoModel
-
     if torch.get_default_device().type == "meta":
         return
     with torch.device("meta"):
-        model = AutoModel.from_config(  # type: ignore[no-untyped-call]
-            config, dtype=dtype, trust_remote_code=False
-        )
-    check_room(
-        sum(one.numel() * one.element_size() for one in model.parameters()), config.model_type
-    )
+        model = draw(partial(_random, config, dtype), quantization)
+    check_room(sum(one.nbytes for one in model.parameters()), config.model_type)
 
 
 @contextmanager

@@ -103,7 +103,8 @@ def _run(request: Request) -> Answer:
             step()
     kept = [*model.parameters(), *model.buffers()]
     weights = sum(_storages(kept).values())
-    found = _answer(request, recorder, weights, _state_bytes(optimizers, kept), repeated or set())
+    state = _state_bytes(optimizers, kept, recorder)
+    found = _answer(request, recorder, weights, state, repeated or set())
     adapters = _adapter_bytes(model)
     return replace(
         found,
@@ -145,6 +146,8 @@ def _family(model: torch.nn.Module) -> str:
     modules = list(model.modules())
     if any(isinstance(module, torch.nn.modules.conv._ConvNd) for module in modules):
         return ""
+    if not all(weight.is_floating_point() for weight in model.parameters()):
+        return ""  # no step with quantized weights was recorded
     types = [getattr(getattr(module, "config", None), "model_type", None) for module in modules]
     own = [type(m).__name__ for m in modules if type(m).__module__.startswith("trainfit.")]
     return next((str(name) for name in [*types, *own] if name), "")
@@ -184,11 +187,17 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
         torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
 
 
-def _state_bytes(optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor]) -> int:
+def _state_bytes(
+    optimizers: list[torch.optim.Optimizer], kept: list[torch.Tensor], recorder: Recorder
+) -> int:
     """Bytes of optimizers' state and of their copies of weights in another precision."""
     weights = _storages(kept)
-    held = ((dict(each.state), each.param_groups) for each in optimizers)
-    state = _storages(t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor))
+    held = (
+        (dict(each.state), each.param_groups, getattr(each, "moment_slots", []))
+        for each in optimizers
+    )
+    found = [t for t in tree_iter(list(held)) if isinstance(t, torch.Tensor)]
+    state = _storages(t for t in found if not recorder.is_elsewhere(t))
     return sum(nbytes for key, nbytes in state.items() if key not in weights)
 
 
@@ -233,11 +242,11 @@ def _answer(
 
 
 def _hide(factory: str) -> None:
-    """Hide libraries that transformers imports where they are installed, for losses of images.
+    """Hide libraries that transformers and peft import where they are installed, and do not use.
 
-    A step of the user's own may need them.
+    bitsandbytes names a CUDA device while it is imported. A step of the user's own may need them.
     """
-    for name in ("scipy", "sklearn"):
+    for name in ("scipy", "sklearn", "bitsandbytes"):
         if factory.startswith(_PROBES):
             sys.modules.setdefault(name, None)  # type: ignore[arg-type]
         elif sys.modules.get(name, sys) is None:

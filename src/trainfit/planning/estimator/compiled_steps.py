@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
+from trainfit.kernels.random_results import LEAST_BUDGET, keep_random
 from trainfit.planning.estimator.fused_graphs import FusedGraph, like
 
 traced_blocks: Counter[str] = Counter()
@@ -70,10 +71,13 @@ def _eager(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None:
+def simulate(
+    blocks: Iterable[nn.Module], carriers: Iterable[type] = (), budget: float = 1.0
+) -> None:
     """Make blocks run as compiled ones; those that are alike are traced once.
 
-    `carriers` are dataclasses that bring tensors to a block among its arguments.
+    `carriers` are dataclasses that bring tensors to a block among its arguments. `budget` is the
+    share of the activations that is kept for the backward pass.
     """
     traced_blocks["traced"] += 1
     for kind in carriers:
@@ -82,7 +86,7 @@ def simulate(blocks: Iterable[nn.Module], carriers: Iterable[type] = ()) -> None
     setattr(fx.GraphModule, "__deepcopy__", lambda graph, _memo: graph)  # noqa: B010
     traced: dict[Any, Callable[..., Any]] = {}
     for block in blocks:
-        block._compiled_call_impl = _call(block, traced)
+        block._compiled_call_impl = _call(block, traced, budget)
 
 
 def _register(kind: type) -> None:
@@ -96,7 +100,9 @@ def _register(kind: type) -> None:
     )
 
 
-def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[..., Any]:
+def _call(
+    block: nn.Module, traced: dict[Any, Callable[..., Any]], budget: float
+) -> Callable[..., Any]:
     """Return the call of a compiled block; `traced` is shared by the blocks of one model.
 
     They differ by their weights alone. Blocks of another model may differ in dropout or
@@ -118,7 +124,7 @@ def _call(block: nn.Module, traced: dict[Any, Callable[..., Any]]) -> Callable[.
         )
         if key not in traced:
             constants = [None if at in places else item for at, item in enumerate(flat)]
-            traced[key] = _trace(block, names, constants, places, spec)
+            traced[key] = _trace(block, names, constants, places, spec, budget)
             _trace_now(traced[key], weights, tensors)
         return traced[key](weights, tensors)
 
@@ -142,7 +148,12 @@ def _signature(tensors: list[torch.Tensor]) -> tuple[Any, ...]:
 
 
 def _trace(
-    block: nn.Module, names: list[str], constants: list[Any], places: list[int], spec: Any
+    block: nn.Module,
+    names: list[str],
+    constants: list[Any],
+    places: list[int],
+    spec: Any,
+    budget: float,
 ) -> Callable[..., Any]:
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
@@ -160,7 +171,7 @@ def _trace(
         plain,
         fw_compiler=lambda graph, _inputs: FusedGraph(graph),
         bw_compiler=lambda graph, _inputs: FusedGraph(graph),
-        partition_fn=_partition,
+        partition_fn=functools.partial(_partition, budget=budget),
         decompositions=select_decomp_table(),
     )
 
@@ -184,15 +195,20 @@ def _marking_checkpoints() -> Iterator[None]:
         yield
 
 
-def _partition(joint: fx.GraphModule, inputs: Any, **options: Any) -> Any:
+def _partition(joint: fx.GraphModule, inputs: Any, *, budget: float, **options: Any) -> Any:
     """Split into forward and backward graph with torch's partitioner."""
-    from torch._functorch import partitioners
+    from torch._functorch import config, partitioners
 
     def unchanged(_joint: Any, forward: Any, backward: Any, *_rest: Any) -> tuple[Any, Any]:
         return forward, backward
 
     # On a GPU the random state of recomputed operations is in a generator, not in a tensor.
-    with _exchanged(partitioners, "functionalize_rng_ops", unchanged):
+    with (
+        _exchanged(partitioners, "functionalize_rng_ops", unchanged),
+        config.patch(activation_memory_budget=max(budget, LEAST_BUDGET)),
+    ):
+        if budget < 1:
+            keep_random(joint.graph)
         return partitioners.min_cut_rematerialization_partition(joint, inputs, **options)
 
 

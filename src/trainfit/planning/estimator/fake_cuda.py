@@ -92,6 +92,8 @@ class OnOneDevice(TorchFunctionMode):
             return func(*args)
         if func is torch.Tensor.cuda:
             return args[0]
+        if func is torch.device:  # it takes no device in the place of a name
+            return self._exchanged(func(*args, **(kwargs or {})))
         kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
         return func(*map(self._exchanged, args), **kwargs)
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.nn.attention.varlen  # makes the operation known
 
-from trainfit.kernels import disentangled
+from trainfit.core.libraries import has
+from trainfit.kernels import disentangled, efficient_packed, quantized  # noqa: F401 - known by it
 
 aten = torch.ops.aten
 _THREADS = {"7.5": 1024, "8.6": 1536, "8.7": 1536, "8.9": 1536, "12.0": 1536, "12.1": 1536}
@@ -19,8 +21,14 @@ _SUMS = 4 << 20
 """Partial sums of a convolution's weight gradient: 1 to 8 MiB were recorded."""
 _FLASH_BACKWARD = aten._scaled_dot_product_flash_attention_backward
 _VARLEN_BACKWARD = (torch.ops.torch_attn._varlen_attn_backward, aten._flash_attention_backward)
+_MUCH_SHARED = ("8.0", "9.0", "10.0")
+"""Compute capabilities whose shared memory holds the largest tiles."""
+_EFFICIENT = torch.ops.trainfit.efficient_attention
+_EFFICIENT_BACKWARD = torch.ops.trainfit.efficient_attention_backward
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
+_BITSANDBYTES = has("bitsandbytes")  # before it is hidden
+_QUANTIZED = (torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,21 +53,17 @@ def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
     """Bytes that the kernel of an operation allocates while it runs."""
     if func is aten.sum.dim_IntList:
         return _column_sums(args[0], args[1], device)
-    if func._overloadpacket is aten.convolution:
-        return _convolution(args[0], args[1], args[3], args[8])
-    if func._overloadpacket is aten.convolution_backward:
-        return _convolution(args[1], args[2], args[4], args[9]) + _SUMS
-    if func._overloadpacket is _FLASH_BACKWARD:
-        return _attention_backward(args[1])
-    if func._overloadpacket in _VARLEN_BACKWARD:
-        return _varlen_backward(query=args[1], key=args[2], starts=args[6])
-    if func._overloadpacket is _DISENTANGLED:
-        return _distance_products(query=args[0], positions=args[3])
-    if func._overloadpacket is _DISENTANGLED_BACKWARD:
-        # Two gradients of positions are summed from parts, beside the products.
-        products = _distance_products(query=args[1], positions=args[4])
-        return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
-    return 0
+    found = _BUFFERS.get(func._overloadpacket)
+    return 0 if found is None else found(args, device)
+
+
+def _widened(shape: list[int], itemsize: int) -> int:
+    """Bytes of a quantized weight in the dtype of its product.
+
+    Without bitsandbytes a slice of it is looked up by indices of four bytes, in fp32.
+    """
+    slices = 0 if _BITSANDBYTES else 12 * min(quantized.SLICE, math.prod(shape) // 2)
+    return quantized.widened_bytes(shape, itemsize) + slices
 
 
 def _convolution(x: torch.Tensor, weight: torch.Tensor, stride: list[int], groups: int) -> int:
@@ -107,6 +111,33 @@ def _varlen_backward(query: torch.Tensor, key: torch.Tensor, starts: torch.Tenso
     return 4 * rows * heads * (_multiple(head, 32) + 1) + expanded
 
 
+def _efficient_forward(query: torch.Tensor) -> int:
+    """Bytes of the result in fp32, which heads above 128 in half precision are summed in."""
+    return 4 * query.numel() if query.dtype in _HALF and query.shape[-1] > 128 else 0
+
+
+def _efficient_backward(
+    query: torch.Tensor, starts: torch.Tensor, longest: int, device: Device
+) -> int:
+    """Bytes of the memory-efficient backward pass on a packed row.
+
+    The query's gradient is summed in fp32 tiles with a lock each, for every sequence as if it were
+    the longest; so are parts of those of keys and values where the registers do not hold them.
+    Beside them is a number per row, in fp32 the sum of a product that is made before.
+    """
+    tokens, heads, head = query.shape
+    half, pairs = query.dtype in _HALF, (starts.shape[0] - 1) * heads
+    large = half and head <= 128 and device.compute_capability in _MUCH_SHARED
+    height, width = (64, 64) if head <= 64 else (128 if large else 64, 128)
+    tiles = math.ceil(longest / height) * math.ceil(head / width)
+    sums = tiles * (16 + 4 * height * width)
+    if half and head > height:
+        splits = max(1, min(math.ceil(longest / 64), 200 // pairs))
+        sums += 2 * 4 * splits * 64 * _multiple(head, 64)
+    product = 0 if half else 4 * query.numel()
+    return max(pairs * sums + 4 * tokens * heads, product)
+
+
 def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
     """Bytes of one product per token, head, distance and side of a pair."""
     tokens, heads, _ = query.shape
@@ -135,3 +166,35 @@ def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int
 
 def _multiple(size: int, of: int) -> int:
     return -(-size // of) * of
+
+
+def _disentangled_backward(args: tuple[Any, ...]) -> int:
+    """Bytes of the products, and of the parts that two gradients of positions are summed from."""
+    products = _distance_products(query=args[1], positions=args[4])
+    return products + 4 * (disentangled.SPLITS + 1) * int(args[4].numel())
+
+
+def _varlen(args: tuple[Any, ...], _device: Device) -> int:
+    return _varlen_backward(query=args[1], key=args[2], starts=args[6])
+
+
+def _quantized(args: tuple[Any, ...], _device: Device) -> int:
+    return _widened(args[-1], args[0].element_size())
+
+
+_BUFFERS: dict[Any, Callable[[tuple[Any, ...], Device], int]] = {
+    aten.convolution: lambda args, _: _convolution(args[0], args[1], args[3], args[8]),
+    aten.convolution_backward: lambda args, _: (
+        _convolution(args[1], args[2], args[4], args[9]) + _SUMS
+    ),
+    _FLASH_BACKWARD: lambda args, _: _attention_backward(args[1]),
+    **dict.fromkeys(_VARLEN_BACKWARD, _varlen),
+    _EFFICIENT: lambda args, _: _efficient_forward(args[0]),
+    _EFFICIENT_BACKWARD: lambda args, device: _efficient_backward(
+        query=args[1], starts=args[4], longest=args[7], device=device
+    ),
+    _DISENTANGLED: lambda args, _: _distance_products(query=args[0], positions=args[3]),
+    _DISENTANGLED_BACKWARD: lambda args, _: _disentangled_backward(args),
+    **dict.fromkeys(_QUANTIZED, _quantized),
+}
+"""Bytes of the kernels of operations, by their arguments."""

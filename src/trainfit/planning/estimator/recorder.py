@@ -22,15 +22,17 @@ from trainfit.planning.estimator.allocator import Event
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 from trainfit.planning.estimator.quick_fakes import Call, QuickFakes, Recipe, describe, learn
 from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import attach, compute, work_of
+from trainfit.planning.estimator.step_work import QUANTIZED, attach, compute, works_of
 
 aten = torch.ops.aten
 HANDLES = 2
 """Threads that call cuBLAS, each with a workspace: the program's and autograd's."""
 _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
-_MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm})
+_MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm}) | QUANTIZED
 _BY_VALUE = _INDEXING | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
 """Operations whose result may depend on values."""
+_HOST = "trainfit::host_zeros"
+"""Makes a tensor in the host's memory."""
 Entry = tuple[int, int | tuple[int, ...]]
 """(name, bytes) or (name, bytes on each device) for an allocation, (name, -1) for its end."""
 
@@ -42,7 +44,7 @@ class _Seen(NamedTuple):
     product: bool
     buffers: tuple[int, ...]
     """Bytes that its kernel allocates while it runs, by device."""
-    work: Work | None
+    works: tuple[Work, ...]
 
 
 @cache
@@ -77,6 +79,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._live: dict[int, tuple[int, weakref.ref[Any]]] = {}
         """Name and storage by the address of the storage."""
         self._heard: list[Work] | None = None
+        self._elsewhere: dict[int, torch.UntypedStorage] = {}
+        """Storages in the host's memory."""
         self._names = 0
         self._compiled = False
 
@@ -119,6 +123,10 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             self._follow(tensor)
 
+    def is_elsewhere(self, tensor: torch.Tensor) -> bool:
+        """Tell a tensor in the host's memory."""
+        return tensor.untyped_storage()._cdata in self._elsewhere
+
     def watch_gradients(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         """Count the gradients among the live bytes from now on."""
         for parameter in parameters:
@@ -142,18 +150,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             fake = func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor)
             return args[0].fake_device if fake else func(*args, **kwargs)
         with torch._C.DisableTorchFunction():
-            call = None if func._overloadpacket in _BY_VALUE else describe(func, args, kwargs)
+            odd = func._overloadpacket in _BY_VALUE or func.name() == _HOST
+            call = None if odd else describe(func, args, kwargs)
             if call is None:
                 return self._run(func, args, kwargs)[0]
             known = self._seen[torch._C._current_graph_task_id() != -1]
             seen = known.get(call.key)
             if seen is not None:
                 return self._repeat(seen, call)
-            out, work, buffers = self._run(func, args, kwargs)
+            out, works, buffers = self._run(func, args, kwargs)
             recipe = learn(out, call, describe(func, args, kwargs))
             if recipe is not None:
                 known[call.key] = _Seen(
-                    recipe, func._overloadpacket in _MATRIX_PRODUCTS, buffers, work
+                    recipe, func._overloadpacket in _MATRIX_PRODUCTS, buffers, works
                 )
             return out
 
@@ -164,13 +173,13 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._take_workspace()
         self.follow(made)
         self.pass_through(seen.buffers)
-        if seen.work is not None:
-            self.note(seen.work)
+        for work in seen.works:
+            self.note(work)
         return out
 
     def _run(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, Work | None, tuple[int, ...]]:
+    ) -> tuple[Any, tuple[Work, ...], tuple[int, ...]]:
         """Run an operation; return its result, its work and its kernel's buffers."""
         args = self._without_masks(func, args)
         if func is aten.masked_select.default:
@@ -178,22 +187,24 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             func, args = aten.index.Tensor, (x, self._rows_of(mask))
         known, values = compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            return values if known else self._guess(func, args[0]), None, ()
+            return values if known else self._guess(func, args[0]), (), ()
         if func is aten.nonzero.default:
             rows = len(values) if known else self._guess_rows(args[0])
             out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
         else:
             out = func(*args, **kwargs)
+        if func.name() == _HOST:
+            self._elsewhere[out.untyped_storage()._cdata] = out.untyped_storage()
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
         attach(out, values if known else None)
         self.follow(item for item in tree_iter(out) if isinstance(item, torch.Tensor))
         buffers = tuple(temporary_bytes(func, args, device) for device in self._devices)
         self.pass_through(buffers)
-        work = work_of(func, args, kwargs, out)
-        if work is not None:
+        works = works_of(func, args, kwargs, out)
+        for work in works:
             self.note(work)
-        return out, work, buffers
+        return out, works, buffers
 
     def note(self, work: Work) -> None:
         """Count an operation."""
@@ -225,7 +236,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _follow(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key in self._live:
+        if key in self._live or key in self._elsewhere:
             return
         self._names += 1
         name, size = self._names, storage.nbytes()

@@ -9,6 +9,7 @@ was not measured, so none is given.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
@@ -25,8 +26,11 @@ from trainfit.hardware.catalogue import GpuSpec
 class Work(Record):
     """Least work of one kernel: operations and bytes."""
 
-    kind: Literal["product", "attention", "own_attention", "slow", "copy", "call"]
-    """A call is no kernel but the entry into compiled code, which takes CPU time."""
+    kind: Literal[
+        "product", "attention", "own_attention", "slow", "copy", "call", "link", "transfer"
+    ]
+    """A call is no kernel but the entry into compiled code, which takes CPU time. A link's work is
+    a copy from the host that an update waits for, a transfer one beside the kernels."""
     flops: int
     skipped: int
     """Floating-point operations that the kernel leaves out because they are masked."""
@@ -114,6 +118,8 @@ class Seconds:
     launches: float = 0.0
     update_kernels: float = 0.0
     update_launches: float = 0.0
+    transfers: float = 0.0
+    """Copies between GPU and host, which run beside the kernels."""
 
     def plus(self, other: Seconds, share: float = 1.0) -> Seconds:
         """Add a share of the other."""
@@ -122,6 +128,7 @@ class Seconds:
             self.launches + share * other.launches,
             self.update_kernels + share * other.update_kernels,
             self.update_launches + share * other.update_launches,
+            self.transfers + share * other.transfers,
         )
 
     def step(self, computed: float = 1.0, started: float = 1.0, *, captured: bool = False) -> float:
@@ -134,7 +141,7 @@ class Seconds:
         if captured:
             return kernels + REPLAY_SECONDS
         launches = started * self.launches + self.update_launches
-        return smooth_maximum(kernels, launches)
+        return max(smooth_maximum(kernels, launches), computed * self.transfers)
 
 
 def smooth_maximum(kernels: float, launches: float) -> float:
@@ -154,6 +161,27 @@ class Rates:
     forward_launch: float = 1.0
     backward_launch: float = 1.0
     """Time of a launch relative to the calibration's host."""
+    link: float = 24e9
+    """Bytes per second between GPU and host, in one direction."""
+
+
+_PCIE_LANE = 0.75e9
+"""Bytes per second that a lane of PCIe 3.0 carries in large copies, three quarters of its raw rate;
+each generation doubles it."""
+
+
+def host_link(gpu: GpuSpec | None) -> tuple[float, str]:
+    """Bytes per second between the host and a GPU, and the link's name.
+
+    Where the catalogue does not say, as for GPUs with NVLink, x16 of their time's PCIe is assumed.
+    """
+    found = None if gpu is None else re.search(r"PCIe (\d)\.0 x(\d+)", gpu.link)
+    major = "8" if gpu is None else gpu.compute_capability.partition(".")[0]
+    usual = {"7": 3, "8": 4}.get(major, 5)
+    generation, lanes = (usual, 16) if found is None else (int(found[1]), int(found[2]))
+    rate = _PCIE_LANE * 2 ** (generation - 3) * lanes
+    assumed = "assumed, " if found is None else ""
+    return rate, f"PCIe {generation}.0 x{lanes} ({assumed}{rate / 1e9:.0f} GB/s)"
 
 
 def rates(
@@ -185,6 +213,7 @@ def rates(
         bandwidth=gpu.bandwidth_gbs * 1e9 * share("copy"),
         forward_launch=share("launch_forward"),
         backward_launch=share("launch_backward"),
+        link=host_link(gpu)[0],
     )
 
 
@@ -194,8 +223,12 @@ def seconds(done: Iterable[Done], rates: Rates, fitted: Calibration | None = Non
     total = Seconds()
     for item in done:
         work = item.work
+        if work.kind == "transfer":
+            spent = Seconds(transfers=item.times * work.nbytes / rates.link)
+            total = total.plus(spent)
+            continue
         peak = rates.half if work.half and rates.half is not None else rates.full
-        kernel = item.times * _kernel_seconds(work, peak, rates.bandwidth, fitted)
+        kernel = item.times * _kernel_seconds(work, peak, rates, fitted)
         launch = item.times * _launch_seconds(work, rates, fitted)
         spent = Seconds(0, 0, kernel, launch) if work.update else Seconds(kernel, launch)
         total = total.plus(spent)
@@ -212,15 +245,17 @@ def _launch_seconds(work: Work, rates: Rates, fitted: Calibration) -> float:
     return fitted.forward_launch_seconds * rates.forward_launch
 
 
-def _kernel_seconds(work: Work, peak: float, bandwidth: float, fitted: Calibration) -> float:
+def _kernel_seconds(work: Work, peak: float, rates: Rates, fitted: Calibration) -> float:
     if work.kind == "call":
         return 0.0
+    if work.kind == "link":
+        return work.nbytes / rates.link
     flops = work.flops - work.skipped
     arithmetic = flops / (peak * _share_of_peak(work, flops, fitted)) if flops else 0.0
     share = fitted.slow if work.kind == "slow" else fitted.copy
     if work.nbytes < fitted.cache_bytes:
         share *= fitted.cached
-    return max(arithmetic, work.nbytes / (bandwidth * share)) + fitted.kernel_seconds
+    return max(arithmetic, work.nbytes / (rates.bandwidth * share)) + fitted.kernel_seconds
 
 
 def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:

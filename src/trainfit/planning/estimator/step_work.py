@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_iter, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from trainfit.kernels import quantized
 from trainfit.planning.estimator.quick_fakes import VALUES
 from trainfit.planning.estimator.step_time import Work
 
@@ -107,6 +109,8 @@ _PRODUCTS_OF = {
 """Matrix products per tile of scores, of kernels with other numbers than the usual ones."""
 _PACKED = _packets("_flash_attention_forward _flash_attention_backward")
 """Attention on packed rows with dropout."""
+_EFFICIENT = "efficient_attention"
+"""Operation on packed rows by torch's memory-efficient kernel, as fast as that on padded ones."""
 _BACKWARD = 5
 """Products of attention's backward pass: two for each forward product, and the scores again."""
 _SLOW = _packets("""
@@ -115,14 +119,51 @@ _SLOW = _packets("""
 """)
 """Reductions over long strides and scattered reads: well below the bandwidth of a plain copy."""
 
-_UPDATES = ("_foreach_", "_fused_")
+_UPDATES = ("_foreach_", "_fused_", "adamw_", "host_")
 """Operations of the optimizer's update."""
 
 
-def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
-    """Work of one operation, or None where no kernel runs."""
+_FETCH, _STORE = "trainfit::host_fetch_", "trainfit::host_store_"
+"""Copies from and to the host; those to it overlap with the others, since a link has two ways."""
+QUANTIZED = frozenset(
+    {torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward}
+)
+"""Products with a weight that is widened before them."""
+
+
+def works_of(func: Any, args: Any, kwargs: Any, out: Any) -> tuple[Work, ...]:
+    """Work of the kernels of one operation; empty where none runs."""
+    if func._overloadpacket in QUANTIZED:
+        return _quantized_works(args[0], args[1:-1], args[-1], out)
+    work = _work_of(func, args, kwargs, out)
+    return () if work is None else (work,)
+
+
+def _quantized_works(
+    x: torch.Tensor, packed: Any, shape: list[int], out: torch.Tensor
+) -> tuple[Work, Work]:
+    """Work of widening a weight, and of the product with it."""
+    wide = quantized.widened_bytes(shape, out.element_size())
+    rows = x.numel() // x.shape[-1]
+    read = sum(tensor_bytes(each) for each in packed if each is not None)
+    backward = torch._C._current_graph_task_id() != -1
+    half = out.dtype in (torch.bfloat16, torch.float16)
+    product = Work(
+        kind="product",
+        flops=2 * rows * shape[0] * shape[1],
+        skipped=0,
+        nbytes=tensor_bytes(x) + wide + tensor_bytes(out),
+        half=half,
+        aligned=all(size % 8 == 0 for size in (rows, *shape)),
+        backward=backward,
+        update=False,
+    )
+    return replace(product, kind="copy", flops=0, nbytes=read + wide), product
+
+
+def _work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
     packet = func._overloadpacket
-    if func.is_view or packet in _FREE:
+    if func.is_view or packet in _FREE or func.name() == _STORE:
         return None
     inputs = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
     outputs = [t for t in tree_iter(out) if isinstance(t, torch.Tensor)] or _written(func, args)
@@ -134,7 +175,9 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
         flops=flops,
         skipped=skipped,
         again=again,
-        nbytes=sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
+        nbytes=tensor_bytes(outputs[0])
+        if func.name() == _FETCH
+        else sum(map(tensor_bytes, inputs)) + sum(map(tensor_bytes, outputs)),
         half=outputs[0].dtype in (torch.bfloat16, torch.float16),
         aligned=all(size % 8 == 0 for t in inputs for size in t.shape[-2:]),
         backward=torch._C._current_graph_task_id() != -1,
@@ -144,10 +187,13 @@ def work_of(func: Any, args: Any, kwargs: Any, out: Any) -> Work | None:
 
 def _kind(func: Any, flops: int) -> Any:
     packet = func._overloadpacket
+    if func.name() == _FETCH:
+        return "link"
     if packet in _PRODUCTS:
         return "product"
     if flops:
-        return "own_attention" if func.namespace == "trainfit" else "attention"
+        own = func.namespace == "trainfit" and not func.__name__.startswith(_EFFICIENT)
+        return "own_attention" if own else "attention"
     return "slow" if packet in _SLOW else "copy"
 
 
@@ -182,6 +228,8 @@ def _packed_flops(func: Any, args: Any, kwargs: Any) -> tuple[int, int, int]:
         lengths = starts.diff().double()
         seen = lengths if reach < 0 else lengths.clamp(max=2 * reach + 1)
         pairs = (lengths * seen).sum().item()
+    if given.get("causal"):
+        pairs /= 2
     name = func.__name__.removesuffix(".default")
     forward = _PRODUCTS_OF.get(name.removesuffix("_backward"), 2)
     if "backward" not in name:

@@ -42,7 +42,11 @@ def rungs_for(
     made = [
         rung("TF32", best.runtime.tf32, runtime={"tf32": True}),
         rung("mixed precision", best.precision != "fp32", plan=planned("precision")),
-        rung("fused AdamW", best.optimizer == "adamw_fused", plan=planned("optimizer")),
+        rung(
+            "fused AdamW",
+            best.optimizer == "adamw_fused",
+            plan=planned("optimizer", "offload_optimizer"),
+        ),
         rung("set_to_none", True, naive={"zeroed": False}),
         rung("loader workers", best.num_workers, plan=planned("num_workers", "prefetch_factor")),
         rung("pinned memory", best.pin_memory, plan={"pin_memory": True}),

@@ -20,7 +20,7 @@ from trainfit.tuning.tuned_cache import Interval, Status, Trial, TrialCandidate
 
 NAIVE_BATCH = 8
 """Batch size of the baseline: the default of transformers' Trainer."""
-FUSIBLE = ("sdpa", "varlen")
+FUSIBLE = ("sdpa", "varlen", "varlen_efficient")
 """Attention paths whose padded form is scaled_dot_product_attention."""
 
 
@@ -84,6 +84,7 @@ def naive_plan(best: Plan) -> Plan:
         compile_mode="default",
         cuda_graph=False,
         optimizer="adamw",
+        offload_optimizer=False,
         data_on_gpu=False,
         num_workers=0,
         pin_memory=False,
