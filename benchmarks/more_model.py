@@ -88,9 +88,10 @@ def random_cases(count: int, seed: int = 0) -> Iterable[tuple[str, list[str], fl
     for number in range(count):
         among = draws.choice([0, 1, 2], p=[0.4, 0.45, 0.15])
         name = str(draws.choice((SMALL, LARGE, HUGE)[among]))
-        method = "lora" if among == 2 else str(draws.choice(METHODS))
-        cap = round(float(np.exp(draws.uniform(np.log(6), np.log(80 if among else 24)))), 1)
-        longest = int(draws.choice([128, 256, 512]))
+        method = str(draws.choice(("lora", "dora", "full") if among == 2 else METHODS))
+        most = 80 if draws.random() < 0.3 else (12 if among else 9)  # most caps are tight
+        cap = round(float(np.exp(draws.uniform(np.log(6), np.log(most)))), 1)
+        longest = int(draws.choice([256, 512, 512]))
         shape = str(draws.choice(["even", "short", "equal"]))
         lengths = {
             "even": draws.integers(16, longest + 1, 1000),

@@ -79,8 +79,8 @@ def fold_card(
     how, data = model.settings, dataset.metadata
     trained = {name: getattr(config.training, name) for name in _TRAINING}
     rounded = {} if how.quantization == "none" else {"quantization": how.quantization}
-    settings = {"method": how.method, **rounded, "pooling": how.pooling} | trained
-    settings["seed"] = config.seed
+    settings = {"method": how.method, **rounded, "pooling": how.pooling, "seed": config.seed}
+    settings |= trained
     base = None if chosen.weights == "random" else hub_name(config.model.name)
     code = code_for(
         facts,
