@@ -232,11 +232,19 @@ def equal_tokens(count: int, length: int) -> Any:
     )
 
 
+def least(method: str) -> dict[str, Any]:
+    """Arguments of a step that take the least memory."""
+    moved = {"checkpointing": "full", "offload_activations": True, "offload_optimizer": True}
+    return moved | ({} if method == "full" else {"quantization": "nf4"})
+
+
 def run_step(case: dict[str, Any], steps: int) -> dict[str, Any]:
     """Steps of the planner's probe in this process; running out of memory is a result."""
     device, plan = ("cuda" if CUDA else "cpu"), case["plan"]
     arguments = dict(plan["task"]["arguments"])
     arguments["micro_batches"] = min(3, plan["gradient_accumulation_steps"])
+    if not case["fits"]:
+        arguments |= least(arguments["method"])
     gc.collect()
     if CUDA:
         torch.cuda.empty_cache()
