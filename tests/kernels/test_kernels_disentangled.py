@@ -143,14 +143,9 @@ def test_which_models_it_takes(change: dict[str, Any], reason: str | None) -> No
 
 def test_which_batches_it_takes() -> None:
     config = deberta().encoder.config
-    for capability, dtype in ((None, torch.bfloat16), ((7, 5), torch.float16)):
-        found = disentangled.obstacle(config, capability=capability, dtype=dtype, longest=256)
-        assert found is None
-    for capability, longest, said in (((9, 0), 257, "257"), ((7, 5), 8, "8.0, not 7.5")):
-        found = disentangled.obstacle(
-            config, capability=capability, dtype=torch.bfloat16, longest=longest
-        )
-        assert said in str(found)
+    assert disentangled.obstacle(config, capability=None, longest=256) is None
+    assert "257" in str(disentangled.obstacle(config, capability=(9, 0), longest=257))
+    assert "8.0, not 7.5" in str(disentangled.obstacle(config, capability=(7, 5), longest=8))
 
 
 @pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed")

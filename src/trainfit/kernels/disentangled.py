@@ -158,14 +158,13 @@ def obstacle(
     config: PretrainedConfig,
     *,
     capability: tuple[int, int] | None,
-    dtype: torch.dtype,
     longest: int | None = None,
 ) -> str | None:
-    """Reason why a GPU of that compute capability cannot run this in a dtype; None: it can.
+    """Reason why a GPU of that compute capability cannot run this; None: it can.
 
     A `capability` of None stands for a GPU that is new enough.
     """
-    if reason := triton_obstacle(capability, dtype):
+    if reason := triton_obstacle(capability):
         return reason
     reason = model_obstacle(config.to_dict())
     if reason is None and longest is not None and longest > _most(config):

@@ -28,8 +28,9 @@ EFFICIENT_SINCE = (5, 0)
 """Least compute capability of torch's memory-efficient kernel, in float16 and float32."""
 BF16_SINCE = (8, 0)
 """Least compute capability of either kernel in bfloat16."""
-TRITON_SINCE = (7, 5)
-"""Least compute capability with matrix units that Triton uses; in bfloat16 `BF16_SINCE`."""
+TRITON_SINCE = (8, 0)
+"""Least compute capability of trainfit's own attention kernels. Compiled for 7.5 by Triton 3.6 they
+use no matrix units, and with heads of 64 take 80 KiB of shared memory, where a T4 has 64."""
 LARGEST_HEAD = 256
 """Largest size of a head that the kernels for packed rows take."""
 _HEADS = (16, 32, 64, 128)

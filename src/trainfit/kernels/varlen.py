@@ -23,7 +23,6 @@ from trainfit.kernels import efficient_packed
 from trainfit.kernels.efficient_packed import dtype_name
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import (
-    BF16_SINCE,
     CAPPED_HEADS,
     FLASH_SINCE,
     LARGEST_HEAD,
@@ -280,7 +279,7 @@ def _flash_obstacle(rows: PackedRows) -> str | None:
 def _capped_obstacle(rows: PackedRows) -> str | None:
     """Reason why the kernel for soft-capped logits cannot take the rows; None: it can."""
     capped = f"its logits are soft-capped at {rows.softcap}"
-    if reason := triton_obstacle(rows.capability, rows.dtype):
+    if reason := triton_obstacle(rows.capability):
         return f"{capped}, and {reason}"
     if rows.dtype not in _HALF:
         return f"{capped}, and attention is computed in {dtype_name(rows.dtype)}"
@@ -289,12 +288,11 @@ def _capped_obstacle(rows: PackedRows) -> str | None:
     return f"{capped}, and each token sees those before it alone" if rows.causal else None
 
 
-def triton_obstacle(capability: tuple[int, int] | None, dtype: torch.dtype) -> str | None:
-    """Reason why trainfit's own attention kernels do not run on a GPU in a dtype; None: they do."""
-    since = BF16_SINCE if dtype == torch.bfloat16 else TRITON_SINCE
-    if capability is None or capability >= since:
+def triton_obstacle(capability: tuple[int, int] | None) -> str | None:
+    """Reason why trainfit's own attention kernels do not run on a GPU; None: they do."""
+    if capability is None or capability >= TRITON_SINCE:
         return None
-    return f"its kernel needs compute capability {dotted(since)}, not {dotted(capability)}"
+    return f"its kernel needs compute capability {dotted(TRITON_SINCE)}, not {dotted(capability)}"
 
 
 def dotted(capability: tuple[int, int]) -> str:

@@ -208,9 +208,8 @@ def packed_path(
     `longest`.
     """
     device = model.device
-    dtype = dtype or attention.computed_in(device.type, model.dtype)
     if traits.own_attention:
-        reason = own_obstacle(model, None, dtype=dtype)
+        reason = own_obstacle(model, None)
         return ("disentangled" if reason is None else None), reason or ""
     if device.type != "cuda":
         return None, f"the rows are on the device {device.type}"
@@ -219,7 +218,7 @@ def packed_path(
     return varlen.kernel_for(
         PackedRows(
             capability=varlen.capability(device.index),
-            dtype=dtype,
+            dtype=dtype or attention.computed_in(device.type, model.dtype),
             head=traits.head,
             softcap=traits.softcap,
             dropout=traits.attention_dropout if model.training else 0.0,
@@ -232,11 +231,7 @@ def packed_path(
 
 
 def own_obstacle(
-    model: PreTrainedModel,
-    layout: Layout | None,
-    *,
-    dtype: torch.dtype | None = None,
-    demanded: bool = False,
+    model: PreTrainedModel, layout: Layout | None, *, demanded: bool = False
 ) -> str | None:
     """Reason why a model with its own attention cannot take packed rows here; None if it can."""
     device = model.device if layout is None else layout.ids.device
@@ -248,7 +243,6 @@ def own_obstacle(
     return disentangled.obstacle(
         model.config,
         capability=varlen.capability(device.index) if on_gpu else None,
-        dtype=dtype or attention.computed_in(device.type, model.dtype),
         longest=None if layout is None else layout.max_seqlen,
     )
 
