@@ -145,6 +145,8 @@ def whole_buffer(owner: nn.Module, name: str, buffer: torch.Tensor, device: str)
     if "inv_freq" in name:
         half = buffer.numel()
         return 10_000.0 ** -(torch.arange(half, device=device) / half)
+    if "token_type" in name:
+        return torch.zeros(buffer.shape, dtype=buffer.dtype, device=device)
     if buffer.dtype in (torch.long, torch.int32):
         return torch.arange(buffer.numel(), device=device).view(buffer.shape)
     return torch.full(buffer.shape, float(getattr(owner, "scalar_embed_scale", 1.0)), device=device)
