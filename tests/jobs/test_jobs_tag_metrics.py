@@ -7,10 +7,10 @@ import pytest
 import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from seqeval import metrics as seqeval
 
 from trainfit.jobs.tag_metrics import by_kind, has_spans, tag_intervals, tag_metrics
 
+seqeval = pytest.importorskip("seqeval.metrics")
 SCHEMES = {
     "iob": ["O", "B-PER", "I-PER", "B-LOC", "I-LOC"],
     "iobes": ["O", "B-A", "I-A", "E-A", "S-A", "B-B-C", "I-B-C", "S-B-C"],

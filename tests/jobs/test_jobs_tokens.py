@@ -11,8 +11,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from seqeval.metrics import f1_score
-from seqeval.metrics.sequence_labeling import get_entities
 
 from job_tiny import SECRET, be_quick, words
 from trainfit.cli.main import run as run_command
@@ -24,6 +22,8 @@ from trainfit.hpo.studies import read_setting
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.registry import job_module
 
+f1_score = pytest.importorskip("seqeval.metrics").f1_score
+get_entities = pytest.importorskip("seqeval.metrics.sequence_labeling").get_entities
 FIRST, LAST = ("Anna", "Bo", "Cleo"), ("Alder", "Birch")
 FILLERS = ("left", "saw", "the", "small", "house", "Alder")
 Sentences = list[list[tuple[str, str]]]

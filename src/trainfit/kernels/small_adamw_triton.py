@@ -181,7 +181,8 @@ def _coded(
     gradient = tl.load(gradients + at, mask=inside, other=0.0).to(tl.float32)
     mean = tl.load(signed + tl.load(means + at, mask=inside, other=0).to(tl.int32))
     square = tl.load(unsigned + tl.load(squares + at, mask=inside, other=0).to(tl.int32))
-    mean = mean * tl.load(mean_scales + row, mask=held, other=0.0)[:, None]
+    # Beyond the end there is code 0, which is no zero: it would count among the largest.
+    mean = tl.where(inside, mean * tl.load(mean_scales + row, mask=held, other=0.0)[:, None], 0.0)
     square = square * tl.load(square_scales + row, mask=held, other=0.0)[:, None]
     weight, mean, square = _adamw(
         weight, gradient, mean, square, corrected + 2 * place, rate,

@@ -290,9 +290,10 @@ def _capped_obstacle(rows: PackedRows) -> str | None:
 
 def triton_obstacle(capability: tuple[int, int] | None) -> str | None:
     """Reason why trainfit's own attention kernels do not run on a GPU; None: they do."""
-    if capability is None or capability >= TRITON_SINCE:
-        return None
-    return f"its kernel needs compute capability {dotted(TRITON_SINCE)}, not {dotted(capability)}"
+    if capability is not None and capability < TRITON_SINCE:  # torch 2.11 cannot trace >=
+        needed = f"compute capability {dotted(TRITON_SINCE)}"
+        return f"its kernel needs {needed}, not {dotted(capability)}"
+    return None
 
 
 def dotted(capability: tuple[int, int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections import Counter
@@ -143,7 +144,7 @@ def gather(
         convolutions=trace.calls("aten::convolution", "aten::_convolution"),
         liger=sum(k.launches for k in trace.kernels if _LIGER.search(k.name)),
         gathered=sum(op.name.startswith(_GATHERED) for op in trace.operators),
-        offloaded_bytes=sum(k.copied for k in trace.kernels if k.name.startswith(_OUT)),
+        offloaded_bytes=_offloaded(trace),
         kernels={kernel.name: kernel.seconds * 1e3 for kernel in trace.kernels[:_SHOWN]},
         parts=parts,
         launches=launches,
@@ -152,6 +153,22 @@ def gather(
 
 
 _OUT = "Memcpy DtoH (Device -> Pinned"
+_AS_BYTES = ("unsigned char", "unsigned char")
+
+
+def _offloaded(trace: Trace) -> int:
+    """Bytes copied to pinned memory.
+
+    Before 2.12 torch tells of no copy how long it is: then by the copies of bytes, out and back.
+    """
+    copies = [kernel for kernel in trace.kernels if kernel.name.startswith(_OUT)]
+    told = sum(kernel.copied for kernel in copies)
+    if told or not copies:
+        return told
+    found = (op for op in trace.operators if op.name == "aten::copy_")
+    return sum(math.prod(op.shapes[0]) for op in found if tuple(op.dtypes[:2]) == _AS_BYTES) // 2
+
+
 _KINDS = {"fused": "aten::_fused_", "foreach": "aten::_foreach_", "compiled": "Torch-Compiled"}
 """How an optimizer updates, by its operators; the first that is found decides."""
 
