@@ -23,6 +23,7 @@ import head_tables
 import job_tables
 import ladder_docs
 import loss_curves
+import memory_tables
 import real_data
 import settings_tables
 import speed_tables
@@ -39,6 +40,7 @@ TABLES = (
     | settings_tables.TABLES
     | compat.TABLES
     | head_tables.TABLES
+    | memory_tables.TABLES
     | real_data.TABLES
 )
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)

@@ -77,14 +77,14 @@ _ARMS = {
 def script_speeds() -> str:
     """Samples per second of plain scripts and of the same with changes, in alternating runs.
 
-    Records that have all arms replace earlier ones, whose changes were fewer.
+    Of each script the newest record counts: earlier ones are of earlier changes.
     """
     paths = sorted(RESULTS.glob("*-own-script-*.json"))
     found = [one for path in paths for one in json.loads(path.read_text())["records"]]
     rows = []
     for case, title in _SCRIPTS.items():
         rates = [_rates(one["rows"], case) for one in found]
-        last = [one for one in rates if "compiled" in one] or rates
+        last = [one for one in rates if "graphs" in one][-1:]
         own = {arm: [rate for one in last for rate in one.get(arm, [])] for arm in _ARMS}
         if own["plain"] and own["unpadded"] and own["graphs"]:
             plain = median(own["plain"])

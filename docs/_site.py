@@ -31,7 +31,8 @@ from trainfit.hardware.model_shapes import model_shapes
 ROOT = Path(__file__).parent.parent
 _TASKS = ("nli", "textclass", "gpt")
 _GUIDES = (
-    *("tuning", "memory", "batch-size", "ladder", "time-to-result", "speed", "gpt", "many-gpus", "estimate"),
+    *("tuning", "memory", "batch-size", "ladder", "time-to-result", "speed", "gpt"),
+    *("many-gpus", "estimate"),
     *("troubleshooting", "safety", "integrations", "hardware-optimizer"),
     *("platforms", "compat", "models"),
 )

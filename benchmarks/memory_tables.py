@@ -1,0 +1,57 @@
+"""Table of models under caps of memory, from the records of more_model.py."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from result_files import RESULTS, table
+
+_GIB = 2**30
+_TITLES = {
+    "7b lora": "Mistral-7B, LoRA",
+    "7b qlora": "Mistral-7B, QLoRA",
+    "gemma-4b dora": "Gemma-3-4B, DoRA",
+    "gemma-4b qdora": "Gemma-3-4B, QDoRA",
+    "gemma-1b full": "Gemma-3-1B, full",
+    "deberta-large full": "DeBERTa-v3-large, full",
+}
+_USUAL = {"optimizer": "adamw_fused", "quantization": "none", "gradient_checkpointing": "none"}
+_SHOWN = ("quantization", "optimizer", "offload_optimizer", "offload_activations")
+
+
+def capped_models() -> str:
+    """Predicted and measured peaks of the named cases, in GiB."""
+    paths = sorted(RESULTS.glob("*-more-model-*.json"))
+    found = [one for path in paths for one in json.loads(path.read_text())["results"]]
+    rows = [_row(one) for one in found if one["name"] in _TITLES and one["status"] == "finished"]
+    heads = ("model", "cap", "taken", "predicted", "measured", "error", "reserved", "samples/s")
+    return table(heads, rows) if rows else ""
+
+
+def _row(one: dict[str, Any]) -> tuple[str, ...]:
+    predicted = one["predicted"]["memory"]["peak_allocated_gib"]
+    measured, reserved = one["peak_allocated"] / _GIB, one["peak_reserved"] / _GIB
+    return (
+        _TITLES[one["name"]],
+        f"{one['cap_gib']} GiB",
+        _savers(one["savers"]),
+        f"{predicted:.2f}",
+        f"{measured:.2f}",
+        f"{predicted / measured - 1:+.1%}",
+        f"{reserved:.2f}",
+        f"{one['samples_per_second']:.0f}",
+    )
+
+
+def _savers(chosen: dict[str, Any]) -> str:
+    """Settings that save memory, as words of a command."""
+    words = [f"checkpointing {chosen['gradient_checkpointing']}"]
+    for name in _SHOWN:
+        if chosen[name] not in (False, _USUAL.get(name)):
+            words.append(f"{name}={str(chosen[name]).lower()}")
+    return ", ".join(words)
+
+
+TABLES: dict[str, Callable[[], str]] = {"more-model": capped_models}
