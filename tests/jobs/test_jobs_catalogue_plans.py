@@ -6,6 +6,7 @@ import pytest
 
 import trainfit
 from trainfit.hardware.model_shapes import OWN_GPT, ModelShape, model_shapes
+from trainfit.planning.savers import count_savers
 
 FAMILIES = {
     shape.config["model_type"]: shape
@@ -23,8 +24,10 @@ def test_a_model_of_every_family_is_planned(shape: ModelShape) -> None:
     assert plan.memory is not None
     weights = plan.memory.weights_gib * 2**30 / shape.parameters
     assert 1.9 < weights < 4.4  # bytes of a weight, with the head and without a pooler
-    # In full training a weight has a gradient and two moments, all in float32.
-    assert plan.fits == (16 * shape.parameters < plan.memory.capacity_gib * 2**30)
+    # In full training a weight has a gradient and two moments, all in float32; what does not fit
+    # so may fit with moments elsewhere or rounded.
+    plain = plan.fits and not count_savers(plan)
+    assert plain == (16 * shape.parameters < plan.memory.capacity_gib * 2**30)
 
 
 @pytest.mark.soak

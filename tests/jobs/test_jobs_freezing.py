@@ -153,13 +153,21 @@ def test_every_gpu_of_a_comparison_decides_for_itself(monkeypatch: pytest.Monkey
 
 @pytest.mark.soak
 @pytest.mark.skipif(not os.environ.get("TRAINFIT_SOAK"), reason="set TRAINFIT_SOAK=1, or make soak")
-def test_a_billion_weights_are_frozen_on_a_t4_by_the_estimator():
-    shape = model_shape("gemma-3-1b-it").config
-    embedding = shape["vocab_size"] * shape["hidden_size"]
-    blocks = shape["num_hidden_layers"] * 3 * shape["hidden_size"] * shape["intermediate_size"]
-    assert 16 * (embedding + blocks) > 13 * GIB
+def test_four_billion_weights_are_frozen_on_a_t4_by_the_estimator():
+    """A billion are trained in full, with their moments on the host; four take it all alone."""
+    sizes = {}
+    for name in ("gemma-3-1b-it", "gemma-3-4b-it"):
+        shape = model_shape(name).config
+        embedding = shape["vocab_size"] * shape["hidden_size"]
+        blocks = shape["num_hidden_layers"] * 3 * shape["hidden_size"] * shape["intermediate_size"]
+        sizes[name] = embedding + blocks
+    assert 16 * sizes["gemma-3-1b-it"] > 13 * GIB
+    assert 4 * sizes["gemma-3-4b-it"] > 11 * GIB
     words = ("model.freeze_encoder=auto", "model.name=gemma-3-1b-it")
-    made = job_plan.plan("textclass", *words, gpu="t4")
+    whole = job_plan.plan("textclass", *words, gpu="t4")
+    assert (whole.workload.method, whole.fits, whole.offload_optimizer) == ("full", True, True)
+    large = ("model.freeze_encoder=auto", "model.name=gemma-3-4b-it")
+    made = job_plan.plan("textclass", *large, gpu="t4")
     assert (made.workload.method, made.fits) == ("frozen", True)
     adapted = job_plan.plan("textclass", *words, "model.method=dora", gpu="t4")
     assert (adapted.workload.method, adapted.fits) == ("dora", True)
