@@ -92,6 +92,32 @@ def test_losses_and_gradients_are_those_of_eager_passes(name: str) -> None:
     assert graphs.obstacle is None
 
 
+def test_batches_of_ever_other_sizes_are_replayed_soon() -> None:
+    eager, model, graphs = twins(max_position_embeddings=256)
+    draw, sizes = torch.Generator().manual_seed(0), set()
+    for at in range(60):
+        drawn = (60 + 18 * torch.randn(4, generator=draw)).clamp(8, 128).int().tolist()
+        sizes.add(-(-sum(drawn) // 32))
+        given = inputs("bert", tuple(drawn), seed=at)
+        torch.testing.assert_close(step(model, given), step(eager, given), rtol=1e-6, atol=1e-6)
+    assert len(sizes) > 4
+    assert graphs.replayed >= 50
+    assert graphs.captured <= 5
+
+
+def test_a_size_that_comes_often_gets_a_graph_of_its_own() -> None:
+    _, model, graphs = twins(max_position_embeddings=256)
+    large, small = (100, 100, 90, 89), (80, 80, 80, 80)  # of 379 tokens, and of 320
+    for at in range(4):
+        step(model, inputs("bert", large, seed=at))
+    before = graphs.captured
+    for at in range(40):
+        step(model, inputs("bert", small, seed=at))
+    assert (before, graphs.captured) == (1, 2)
+    assert graphs.eager == 1 + 1
+    assert {one.tokens for lane in graphs._lanes for one in lane.graphs} == {384, 320}
+
+
 @pytest.mark.parametrize(("name", "head"), [("bert", "tokens"), ("bert", "body")])
 def test_other_heads(name: str, head: str) -> None:
     eager, model, graphs = twins(name, head)

@@ -223,6 +223,42 @@ def test_graphs_are_timed_apart(with_graphs: float, added: float) -> None:
     assert line.endswith("times as fast as your script alone (±0.00), same losses")
 
 
+def test_turns_go_on_while_new_sizes_are_captured() -> None:
+    model = trainfit.unpadded(classifier()).train()
+    [facts] = facts_in(model)
+    facts.graphs = graphs = BodyGraphs()
+    now, turns = 0.0, Turns(clock=lambda: now)
+    turns.facts.append(facts)
+    for at in range(160):
+        way = turns._current
+        now += {0: 3.0, 1: 4.0, 2: 1.0}[way]
+        if way == GRAPHS and at < 90:  # in each of their turns so far
+            graphs.captured += 1
+        turns.stepped()
+    assert turns.gain is not None
+    assert turns.gain.times == pytest.approx(3.0)
+    assert turns.alone is not None
+    assert turns.alone.times == pytest.approx(0.75)
+    assert not graphs.off
+
+
+@pytest.mark.parametrize("sizes_come", ["always new", "never"])
+def test_unpadding_that_is_a_bit_slower_is_left(sizes_come: str) -> None:
+    model = trainfit.unpadded(classifier()).train()
+    [facts] = facts_in(model)
+    facts.graphs = graphs = BodyGraphs()
+    now, turns = 0.0, Turns(clock=lambda: now)
+    turns.facts.append(facts)
+    for at in range(260):
+        jitter = 0.2 * (at % 7)
+        now += jitter + {0: 3.0, 1: 3.1, 2: 3.1}[turns._current]
+        graphs.eager += sizes_come == "always new"
+        turns.stepped()
+    assert turns.gain is not None
+    assert turns.gain.times < 1 < turns.gain.times + 3 * turns.gain.error
+    assert facts.off
+
+
 class Loop4:
     """A training whose steps take the time of the way that they go."""
 
@@ -281,8 +317,8 @@ def test_a_training_that_is_too_short_is_not_compiled() -> None:
 def test_a_training_of_unknown_length_is_compiled_once_it_was_long() -> None:
     loop = Loop4(0.5, left=None, step=1.0)
     loop.run(270)
-    # By then it has lasted 200 s at 1 s to a step, and may be expected to last them again.
-    assert loop.ways.index("compiled") == pytest.approx(201, abs=2)
+    # By then it has lasted 133 s at 1 s to a step, and may be expected to last them again.
+    assert loop.ways.index("compiled") == pytest.approx(135, abs=2)
     assert loop.ways[-1] == "compiled"
 
 

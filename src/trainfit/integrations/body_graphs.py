@@ -3,14 +3,16 @@
 A small step waits for Python, which starts hundreds of kernels one by one; a graph starts them all
 at once. The packed tokens of a batch are filled up to one of a few sizes. The first batch of a size
 runs eagerly, because kernels are chosen and compiled in it; at the second one both passes are
-captured. Head, loss, clipping and optimizer are the script's own, and gradients reach the weights
-through autograd as they do without graphs.
+captured. A graph serves smaller batches too, until their size has come often. Head, loss, clipping
+and optimizer are the script's own, and gradients reach the weights through autograd as they do
+without graphs.
 """
 
 from __future__ import annotations
 
 import logging
 import weakref
+from collections import Counter
 from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass, field, replace
@@ -26,7 +28,10 @@ from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_state import BodyState, body_state
 from trainfit.integrations.captured_passes import (
+    COARSE,
+    FINE,
     SLACK,
+    WIDE,
     BodyCall,
     BodyGraph,
     BodyReplay,
@@ -34,6 +39,7 @@ from trainfit.integrations.captured_passes import (
     Run,
     bound_of,
     generator_of,
+    size_of,
     sort_call,
 )
 from trainfit.integrations.gradient_memory import GradientMemory
@@ -44,6 +50,8 @@ _LOG = logging.getLogger("trainfit")
 Record = Callable[[Callable[[], None]], Callable[[], None]]
 """Captures what a function does on the device, and returns what does it again."""
 _OUTPUTS = {"last_hidden_state", "pooler_output"}
+_OFTEN = 32
+"""Batches of a size, in larger graphs, after which the filler costs more than another capture."""
 _MOST = 24
 """Sizes that are captured; batches of further ones run eagerly."""
 _LANES = 4
@@ -90,6 +98,8 @@ class BodyGraphs:
     """Reasons for eager passes."""
     _lanes: list[_Lane] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
+    _met: Counter[Any] = field(default_factory=Counter)
+    """Batches of a size that went by a larger graph."""
     _state: BodyState | None = None
     _renewals: int = 0
     _replayed_before: int = 0
@@ -144,12 +154,11 @@ class BodyGraphs:
             self._say(f"more than {_LANES} forward passes come before the backward pass")
             return None
         call.bound = self._longest = max(self._longest, bound_of(call.batch.longest, body.config))
-        graph = _fitting(lane, call)
+        graph = _fitting(lane, call, SLACK) or self._wide(lane, call)
         if graph is None:
-            key = (call.case, call.size, call.bound)
-            alike = [one for one in lane.graphs if one.call.blocks is call.blocks]
-            if self._full or len(alike) >= _MOST:
+            if self._no_more(lane, call):
                 return None
+            key = (call.case, call.size, call.bound)
             if key not in self._seen:
                 self._seen.add(key)
                 self.eager += 1
@@ -158,6 +167,20 @@ class BodyGraphs:
                 return replace(call, blocks=None).warm_up()
             graph = self._captured(lane, call, state)
         return None if graph is None else self._replay(lane, graph, call, state)
+
+    def _wide(self, lane: _Lane, call: BodyCall) -> BodyGraph | None:
+        """Find a larger graph for a size that has not come often, or choose the size to capture."""
+        wide = _fitting(lane, call, WIDE)
+        call.size = size_of(call.batch.tokens, COARSE if wide is None else FINE)
+        if wide is None:
+            return None
+        key = (call.case, call.size)
+        self._met[key] += 1
+        return wide if self._met[key] <= _OFTEN or self._no_more(lane, call) else None
+
+    def _no_more(self, lane: _Lane, call: BodyCall) -> bool:
+        alike = [one for one in lane.graphs if one.call.blocks is call.blocks]
+        return self._full or len(alike) >= _MOST
 
     def _free_lane(self) -> _Lane | None:
         for lane in self._lanes:
@@ -189,6 +212,7 @@ class BodyGraphs:
     def _clear(self) -> None:
         self._lanes.clear()
         self._seen.clear()
+        self._met.clear()
         self._targets = None
 
     def _same(self, state: BodyState) -> bool:
@@ -265,9 +289,10 @@ class BodyGraphs:
         return graph.kind(**dict.fromkeys(graph.names, hidden))
 
 
-def _fitting(lane: _Lane, call: BodyCall) -> BodyGraph | None:
-    """Find the smallest graph that a batch fits into."""
-    least, most = call.batch.tokens, max(call.size, call.batch.tokens * (1 + SLACK))
+def _fitting(lane: _Lane, call: BodyCall, slack: float) -> BodyGraph | None:
+    """Find the smallest graph that a batch fits into, with a share of filler at the most."""
+    least = call.batch.tokens
+    most = max(size_of(least, FINE), least * (1 + slack))
     fitting = [
         graph
         for graph in lane.graphs

@@ -21,10 +21,10 @@ Run = Callable[[UnpaddedRows, dict[str, Any], BodyBlocks | None], Any]
 
 _PER_TOKEN = ("input_ids", "token_type_ids", "position_ids")
 _UNREAD = ("num_items_in_batch",)
-_STEPS = 16
-"""Sizes between a power of two and the next."""
-SLACK = 1 / _STEPS
-"""Share of filler up to which the graph of a larger size is taken."""
+FINE, COARSE = 16, 8
+"""Sizes between a power of two and the next: of batches that come often, and of the first ones."""
+SLACK, WIDE = 1 / FINE, 1 / 4
+"""Share of filler up to which a larger graph serves for good, and until a size has come often."""
 
 
 @dataclass(eq=False, repr=False)
@@ -39,10 +39,8 @@ class BodyCall:
     blocks: BodyBlocks | None = None
     """Blocks to run compiled; None: as they are."""
     bound: int = 0
-
-    @property
-    def size(self) -> int:
-        return _size(self.batch.tokens)
+    size: int = 0
+    """Tokens with filler."""
 
     @property
     def case(self) -> tuple[Any, ...]:
@@ -246,9 +244,9 @@ def sort_call(body: Any, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) 
     return BodyCall(batch, run, tensors, others, autocast)
 
 
-def _size(tokens: int) -> int:
-    """Round a number of tokens up to one of a few sizes."""
-    step = max(32, (1 << (tokens - 1).bit_length()) // 2 // _STEPS)
+def size_of(tokens: int, sizes: int) -> int:
+    """Round a number of tokens up to one of so many sizes between powers of two."""
+    step = max(32, (1 << (tokens - 1).bit_length()) // 2 // sizes)
     return -(-tokens // step) * step
 
 

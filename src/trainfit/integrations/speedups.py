@@ -83,8 +83,8 @@ class SpeedUp(Record):
             said += f", {self.compiled:.2f} by compiling on top"
             said += _LATER if self.compiled < 1 else ""
         said += f"; {self.times:.2f} times as fast as your script alone (±{self.error:.2f})"
-        slower = self.times + self.error < 1
-        return said + (", so that all later steps had padding" if slower else ", same losses")
+        slower = ", so that all later steps had padding"
+        return said + (slower if self.times < 1 else ", same losses")
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[str]:

@@ -26,12 +26,12 @@ _BLOCK = 5
 
 The others are timed together: a wait for the GPU after each would hide what runs beside it.
 """
-_TURNS = 4
-"""Turns of each way."""
+_TURNS, _MOST_TURNS = 4, 12
+"""Turns of each way, and the most where sizes are still captured in many of them."""
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
-_COMPILING = 30.0
+_COMPILING = 20.0
 """Seconds that compiling and capturing anew may take."""
 _SAVED = 0.15
 """Share of a step that compiling is expected to save."""
@@ -111,10 +111,16 @@ class Turns:
             now, way = self._clock(), self._way(turn)
             if way < GRAPHS or other == self._other:
                 self.seconds[way].append((now - self._last) / place)
-        if done == len(self._ways) * _TURNS * _BLOCK:
+        if done % _BLOCK == 0 and done > 0 and self._enough(done // _BLOCK):
             self._end()
         elif done % _BLOCK == 0:
             self._switch(self._way(done // _BLOCK))
+
+    def _enough(self, turns: int) -> bool:
+        """Tell if all ways have had their turns, and enough of them could be timed."""
+        each, rest = divmod(turns, len(self._ways))
+        timed = all(len(self.seconds[way]) >= _FEWEST for way in self._ways)
+        return rest == 0 and each >= (_TURNS if timed else _MOST_TURNS)
 
     def _consider(self) -> None:
         """Begin the first comparison, or that with compiled blocks where it pays."""
@@ -162,7 +168,7 @@ class Turns:
         compiling, self._ways = COMPILED in self._ways, ()
         way = self._best_compiled() if compiling else self._best()
         self.gain = gain_of(self.seconds[PADDED], self.seconds[way])
-        slower = self.gain.times + self.gain.error < 1
+        slower = self.gain.times < 1
         self._switch(PADDED if slower else way)
         if compiling or slower or way != GRAPHS or not self._blocks():
             self._leave()
