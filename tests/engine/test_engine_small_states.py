@@ -22,7 +22,7 @@ from trainfit.engine.optimizer import adopt, build_optimizer
 from trainfit.engine.shared import Shared
 from trainfit.engine.small_states import SmallAdamW
 from trainfit.engine.updates import host_moments, update_once
-from trainfit.kernels import host_copies
+from trainfit.kernels import saved_on_host
 
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "adamw_bf16"},
@@ -241,6 +241,6 @@ def test_adafactor_steps_by_the_learning_rate() -> None:
 
 def test_moments_that_the_host_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=100)
-    monkeypatch.setattr(host_copies.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(saved_on_host.psutil, "virtual_memory", lambda: free)
     with pytest.raises(OutOfMemory, match="memory is too small"):
-        host_copies.pin([torch.zeros(30)], object())
+        saved_on_host.pin([torch.zeros(30)], object())

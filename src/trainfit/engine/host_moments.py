@@ -19,7 +19,7 @@ from torch import Tensor
 
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.small_states import Piece
-from trainfit.kernels.host_copies import host_fetch_, host_store_, host_zeros, pin
+from trainfit.kernels.saved_on_host import host_fetch_, host_store_, host_zeros, pin
 from trainfit.kernels.small_adamw import laid_out
 
 BUCKET = 8 * 2**20

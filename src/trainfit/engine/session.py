@@ -28,8 +28,8 @@ from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
 from trainfit.runs import timeline
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import RunSetup
+from trainfit.runs.run_folder import Journal
 from trainfit.runtime import compile_seconds
 
 

@@ -16,7 +16,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded
 from trainfit.data.device_tokens import device_tokens
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
-from trainfit.engine.divided import collect, own_batches
+from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.jobs import tuned_plans

@@ -48,8 +48,8 @@ from trainfit.jobs.side_folds import side_folds
 from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import DataSetup
+from trainfit.runs.run_folder import Journal
 
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig

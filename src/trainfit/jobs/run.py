@@ -44,8 +44,8 @@ from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_da
 from trainfit.measuring.receipt import save_receipt
 from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
-from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
+from trainfit.runs.run_folder import Tracker
 from trainfit.runtime import applied, start_gpu
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

@@ -21,8 +21,8 @@ from trainfit.core.files import LARGEST_LOG, open_regular, read_text
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, HardwareProfile, Receipt
 from trainfit.runs import timeline
-from trainfit.runs.event_log import EVENTS, METRICS, SETUP, as_event, parse_row
 from trainfit.runs.opening import RunSetup
+from trainfit.runs.run_folder import EVENTS, METRICS, SETUP, as_event, parse_row
 
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
