@@ -24,7 +24,7 @@ from torch import Tensor
 from trainfit.core.errors import reason
 from trainfit.data.batches import Batch
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.engine.step import StepNumbers
+from trainfit.engine.step_numbers import StepNumbers
 
 Work = Callable[[Sequence[Batch], Tensor], StepNumbers]
 """Takes a whole step: micro-batches on the device, and the weight of the step."""

@@ -33,7 +33,8 @@ from trainfit.engine.gradient_buckets import GradientBuckets
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.relaunch import RestartChanges, restarts_left
-from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
+from trainfit.engine.step import LossScale, accumulate, finish, out_of_graphs
+from trainfit.engine.step_numbers import StepNumbers
 from trainfit.kernels.saved_on_host import SavedOnHost
 
 

@@ -23,7 +23,7 @@ from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_s
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.shared import Shared
-from trainfit.engine.step import Reading, Readings, Waits
+from trainfit.engine.step_numbers import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker

@@ -26,14 +26,16 @@ from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
     adopt,
     build_optimizer,
+    host_moments,
+    is_adamw,
     keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
+    trained_parameters,
 )
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
-from trainfit.engine.updates import host_moments, is_adamw, trained_parameters
 from trainfit.kernels.quantized import count_weights
 from trainfit.packing import PackedCut, PaddedCut
 from trainfit.runs import run_folder, timeline
