@@ -29,7 +29,7 @@ from trainfit.doctor.finding import (
 )
 from trainfit.doctor.signs import read_log
 from trainfit.hardware.catalogue import GpuSpec, find
-from trainfit.runs.event_log import LOG
+from trainfit.runs.run_folder import LOG
 from trainfit.runs.reader import Columns, RunPart, finite, read_run, settled
 
 WAITS = 0.10
