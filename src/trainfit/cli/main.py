@@ -57,7 +57,7 @@ _PLACES = {
     "watch": "report",
     "predict": "inference",
     "sample": "inference",
-    "run": "run_script",
+    "run": "verify",
     "completion": "job_words",
 }
 """Modules of commands that share one; each is a function of its own name there."""
