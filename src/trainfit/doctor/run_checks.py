@@ -29,8 +29,8 @@ from trainfit.doctor.finding import (
 )
 from trainfit.doctor.signs import read_log
 from trainfit.hardware.catalogue import GpuSpec, find
-from trainfit.runs.run_folder import LOG
 from trainfit.runs.reader import Columns, RunPart, finite, read_run, settled
+from trainfit.runs.run_folder import LOG
 
 WAITS = 0.10
 """Share of the time from which on waiting for data is the bottleneck."""

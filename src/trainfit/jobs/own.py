@@ -24,6 +24,7 @@ from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
+from trainfit.core.tables import text_facts
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
@@ -55,6 +56,10 @@ class OwnResult(Record):
     metric: str
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
+
+    def __repr__(self) -> str:
+        """Metrics for a terminal."""
+        return text_facts(f"{self.task} {self.status}: {self.run}", self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)

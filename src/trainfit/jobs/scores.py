@@ -14,6 +14,7 @@ import numpy as np
 
 from trainfit.core.files import read_text, write_whole
 from trainfit.core.records import Event, Record, RunResult
+from trainfit.core.tables import text_facts
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
 from trainfit.jobs.targets import Outputs, Scores, target_of
@@ -58,6 +59,10 @@ class JobResult(Record):
     """Metrics over the held-out parts of all folds together."""
     by_label: dict[str, Metrics] = field(default_factory=dict)
     problem_type: str = "single_label_classification"
+
+    def __repr__(self) -> str:
+        """Metrics for a terminal."""
+        return text_facts(f"{self.task} {self.status}: {self.run}", self.metrics)
 
 
 def judge(
