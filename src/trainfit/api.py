@@ -24,7 +24,7 @@ _RUNS = Path("runs")
 def train(task: str | type[Job], *overrides: str, resume: str | Path | None = None) -> Any:
     """Train a job, score it on held-out data and export the model; return the result record.
 
-    `resume` is a run folder to continue; it goes on with its own configuration.
+    `resume` is a run folder to continue; it continues with its own configuration.
     """
     from trainfit.jobs import configuration, registry
     from trainfit.runs import run_folder

@@ -71,7 +71,7 @@ class JobFile:
         )
 
     def _run(self) -> list[str]:
-        """Return the command of a job that goes on with what an earlier one has left."""
+        """Return the command of a job that continues what an earlier one left."""
         words = list(self.words)
         away = self.kind != "slurm"  # a job in a container has its runs on a volume
         if away and not any(word.startswith(("runs_dir=", "--output")) for word in words):

@@ -295,7 +295,7 @@ def _resolved(rdzv: str) -> tuple[socket.AddressFamily, Any]:
 
 
 def own_address(rdzv: str) -> str:
-    """Address of this machine on the way to the meeting place; its name may mean a loopback."""
+    """Address of this machine that reaches the rendezvous; its name may mean a loopback."""
     family, place = _resolved(rdzv)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing, only chooses the interface
@@ -303,7 +303,7 @@ def own_address(rdzv: str) -> str:
 
 
 def is_here(rdzv: str) -> bool:
-    """Tell if the meeting place is an address of this machine."""
+    """True if the rendezvous is an address of this machine."""
     family, place = _resolved(rdzv)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -314,7 +314,7 @@ def is_here(rdzv: str) -> bool:
 
 
 def interface_to(rdzv: str) -> str | None:
-    """Name of the network interface on the way to the meeting place."""
+    """Name of the network interface that reaches the rendezvous; None where none is found."""
     import psutil
 
     own = own_address(rdzv)

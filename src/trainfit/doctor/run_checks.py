@@ -88,7 +88,7 @@ class RunFacts:
         return bool(self.part.gpus) or (self.plan is not None and self.plan.gpu is not None)
 
     def said(self, kind: str) -> list[Event]:
-        """Events of one kind."""
+        """Return the run's events of one kind."""
         return [event for event in self.part.events if event.kind == kind]
 
 

@@ -142,7 +142,7 @@ class CapturedSteps:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Capture the step inside a block anew: its profile shows operators beside kernels."""
+        """Capture the step in a block again: its profile then shows operators beside kernels."""
         self.renew = True
         try:
             yield

@@ -33,7 +33,7 @@ from trainfit.runtime import eagerly
 
 @dataclass(slots=True)
 class _Share:
-    """Part of this rank in the evaluation under way."""
+    """Part of this rank in the running evaluation."""
 
     world: World
     sharded: bool

@@ -169,7 +169,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
 
 
 def keep_rates_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Make the learning rates tensors, which a captured update reads anew at each replay."""
+    """Make the learning rates tensors, which a captured update reads at each replay."""
     for group in optimizer.param_groups:
         group["lr"] = torch.full((), group["lr"], device=group["params"][0].device)
 

@@ -1,9 +1,9 @@
 """Steps that recover when memory runs out.
 
 The step is repeated after the cache is freed; if memory runs out again, it is cut into smaller
-micro-batches. Each try starts anew: same sequences, random state and buffers restored, no
-gradients. A finer cut changes only memory use. It is kept and recorded, so that a run can be
-replayed.
+micro-batches. Each try starts from the beginning: same sequences, random state and buffers
+restored, no gradients. A finer cut changes only memory use. It is kept and recorded, so that a run
+can be replayed.
 """
 
 from __future__ import annotations

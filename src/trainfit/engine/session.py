@@ -112,7 +112,7 @@ class Session:
         self.go_on()
 
     def go_on(self) -> None:
-        """Restart the clock."""
+        """Start the clock of the window again, after a pause."""
         self.mark = time.perf_counter()
         self.compiled, self.captured = self._preparing()
 

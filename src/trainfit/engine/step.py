@@ -54,7 +54,7 @@ class LossScale:
         self.quiet_steps = torch.tensor(0.0, device=device)
 
     def reset(self) -> None:
-        """Begin anew, in the same memory."""
+        """Set the scale to its first value, in the same memory."""
         self.factor.fill_(_FIRST_SCALE)
         self.quiet_steps.zero_()
 
@@ -221,7 +221,7 @@ _ALONE = (torch.optim.Adafactor, torch.optim.Muon)
 
 
 def _update_foreign(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
-    """Have an optimizer other than AdamW make its update."""
+    """Update with an optimizer other than AdamW."""
     if isinstance(optimizer, Combined):
         for part in optimizer.optimizers:
             update_once(part, finite)

@@ -256,7 +256,7 @@ def open_journal(path: Path) -> JournalStorage:
 
 @contextmanager
 def kernel_lock(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock of a file; filelock's Timeout after so many seconds."""
+    """Hold the lock of a file; filelock's Timeout when `seconds` have passed."""
     lock = FileLock(path, timeout=seconds)
     try:
         lock.acquire()

@@ -253,7 +253,7 @@ Batches = list[tuple[Sequence[int], Callable[[], dict[str, Any]]]]
 
 
 def _padded(tokens: Tokens, batch_size: int, pad_id: int, device: torch.device) -> Batches:
-    """Pad rows of like length; the longest come first, so that memory runs out early or never.
+    """Pad rows of similar length; the longest come first, so that memory runs out early or never.
 
     Rows for a GPU have a few widths, which can be captured; a CPU computes as little as possible.
     """

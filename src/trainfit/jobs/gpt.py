@@ -182,7 +182,7 @@ def _token_folder(composed: Composed, progress: Progress | None) -> Path:
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
-    """Train and export what the configuration asks for; `resume` continues a run."""
+    """Train and export the configured model; `resume` continues a run."""
     result: GptResult = train_job(
         composed, lambda world: prepare(composed, world=world), show, resume=resume
     )

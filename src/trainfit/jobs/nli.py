@@ -42,7 +42,7 @@ def build_model(model: EncoderModel, **decided: Any) -> EncoderClassifier:
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
-    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
+    """Train, score and export the configured model; `resume` continues a run."""
     result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
     return result
 

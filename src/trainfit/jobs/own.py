@@ -332,7 +332,7 @@ class OwnTask:
         return summed(losses, batch[COUNT], self.indivisible)
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """Call the job's hook."""
+        """Call the job's own after_step."""
         self._job.after_step(model, step)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:

@@ -121,7 +121,7 @@ class Prepared(Protocol):
 
 @dataclass(kw_only=True)
 class Run:
-    """A job under way in this process."""
+    """A running job in this process."""
 
     prepared: Prepared
     plan: Plan

@@ -104,7 +104,7 @@ def summarise(
     stopped: bool,
     problem_type: str = "single_label_classification",
 ) -> JobResult:
-    """Summarise all folds."""
+    """Make the result of a job from the scores of its folds."""
     return JobResult(
         task=task,
         run=str(run),

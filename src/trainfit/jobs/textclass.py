@@ -46,7 +46,7 @@ _LEARN_FROM = 100_000
 
 
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
-    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
+    """Train, score and export the configured model; `resume` continues a run."""
     result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
     return result
 
@@ -82,7 +82,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 
 
 def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
-    """The training texts, read anew at each call."""
+    """Return a function that reads the training texts; each call reads them from the start."""
     data, kind = config.data, kind_of(config)
     if isinstance(data, TokensData) and data.train is None:
         rows, _ = make_tagged(data.scale, config.seed)

@@ -1,4 +1,4 @@
-"""Memory of the host beside the GPU's: copies to and fro, and activations that wait there.
+"""Memory of the host beside the GPU's: copies in both directions, and activations that wait there.
 
 What autograd saves in a forward pass is copied out on a stream of its own while the pass goes on,
 and copied back, ahead of its use, while the backward pass runs. The numbers are the same bits.
@@ -139,7 +139,7 @@ class SavedOnHost:
         self._known.clear()
 
     def takes(self, tensor: Tensor) -> bool:
-        """Tell if a tensor lies on a GPU, and so cannot be had cheaper there."""
+        """True for a tensor on a GPU: others gain nothing from a copy to the host."""
         return tensor.is_cuda
 
     def copy_out(self, storage: torch.UntypedStorage, device: torch.device) -> tuple[Any, Any]:
@@ -193,7 +193,7 @@ class SavedOnHost:
         return copy
 
     def _wait_until(self, most: int) -> None:
-        """Let go of storages that were copied out, until so many bytes are on their way."""
+        """Free storages that were copied out, until at most `most` bytes are still being copied."""
         while self._leaving and self._leaving_bytes > most:
             event, _, nbytes = self._leaving.popleft()
             self.wait(event)  # so that the main stream may write to the memory again

@@ -158,7 +158,7 @@ _AS_BYTES = ("unsigned char", "unsigned char")
 def _offloaded(trace: Trace) -> int:
     """Bytes copied to pinned memory.
 
-    Before 2.12 torch tells of no copy how long it is: then by the copies of bytes, out and back.
+    Before 2.12 torch does not say the size of a copy: then by the copies of bytes, out and back.
     """
     copies = [kernel for kernel in trace.kernels if kernel.name.startswith(_OUT)]
     told = sum(kernel.copied for kernel in copies)

@@ -30,7 +30,7 @@ def sharded(
 ) -> Plan:
     """Shard a plan, as the question pins it or where several ranks can share what does not fit.
 
-    `replan` plans with so many bytes more; None where memory is plenty, and is left as it is.
+    `replan` plans with the given number of bytes more; None where memory is plenty.
     """
     pin = pinned(question, "sharding")
     if pin is not None and pin.value == "none":

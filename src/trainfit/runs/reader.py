@@ -32,7 +32,7 @@ Columns = Mapping[str, Floats]
 STRETCHES = 300
 """Stretches of a line that keep two points each: more than a plot has pixels to tell apart."""
 _MOST_BYTES = 1 << 28
-"""Bytes of a growing file that are read at once; the next look goes on from there."""
+"""Bytes of a growing file that are read at once; the next look continues from there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +267,7 @@ class Tail:
 
 
 def _is_newer(one: Path, other: Path) -> bool:
-    """Tell a run that goes on after its end: its metrics are younger than its result."""
+    """True for a run that was continued after its end: its metrics are newer than its result."""
     try:
         return one.stat().st_mtime > other.stat().st_mtime
     except OSError:

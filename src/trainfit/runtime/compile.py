@@ -1,4 +1,4 @@
-"""Compile a model in place, and go on without the compiler when it fails."""
+"""Compile a model in place, and continue without the compiler when it fails."""
 
 from __future__ import annotations
 
