@@ -70,8 +70,8 @@ def rank_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--max-restarts", type=click.IntRange(0, 1000), help="Restarts of ranks that died."
         ),
-        click.option("--rdzv", metavar="HOST:PORT", help="Where several machines meet."),
-        click.option("--nodes", type=click.IntRange(1, 10_000), default=1, help="Machines."),
+        click.option("--rdzv", metavar="HOST:PORT", help="Where the machines find each other."),
+        click.option("--nodes", type=click.IntRange(1, 10_000), default=1, help="Machines to use."),
         click.option(
             "--gpus", metavar="all|N|0,2", help="GPUs of this machine; without any, CPU ranks."
         ),

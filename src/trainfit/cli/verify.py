@@ -29,7 +29,7 @@ class WithCommand(click.Command):
 
 @click.command(cls=WithCommand)
 @click.argument("run", required=False)
-@click.option("--strict", is_flag=True, help="End with 1 where something asked for is not active.")
+@click.option("--strict", is_flag=True, help="Exit with 1 where something requested is not active.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 @click.option("--markdown", is_flag=True, help="Print the status report as Markdown.")
 @click.option(
