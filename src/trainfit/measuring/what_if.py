@@ -61,7 +61,7 @@ class WhatIf(Record):
 
     name: str
     percent: float
-    """Steps per second gained, of those now."""
+    """Share of a step's time that it saves."""
     error: float | None
     """Median error of recorded checks in points; None: none is recorded."""
     why: str
@@ -70,7 +70,7 @@ class WhatIf(Record):
     def line(self) -> str:
         """Say it in one line."""
         error = "error not recorded" if self.error is None else f"±{self.error:.0f} points"
-        return f"{self.name}: {self.percent:+.0f}% ({error}): {self.why}; {self.change}"
+        return f"{self.name}: {self.percent:.0f}% less time ({error}): {self.why}; {self.change}"
 
 
 class Step(NamedTuple):
@@ -137,7 +137,7 @@ def what_if(
         if (answer := estimate(facts)) is None:
             continue
         after, why = answer
-        percent = 100 * (step.seconds / after.seconds - 1)
+        percent = 100 * (1 - after.seconds / step.seconds)
         if percent >= _LEAST:
             change = words.get(framework, words["torch"])
             found.append(
