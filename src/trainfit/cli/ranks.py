@@ -331,5 +331,5 @@ def _exit_code(error: Any) -> int:
             return code
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        raise RunFailed(f"rank {rank} was ended by {name}", "go on with --resume")
+        raise RunFailed(f"rank {rank} was ended by {name}", "continue with --resume")
     return 1

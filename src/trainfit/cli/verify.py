@@ -58,7 +58,7 @@ def command(
     if as_json and markdown:
         raise BadInput("--json and --markdown were both given", "give one of them")
     if (run is None) == (words is None):
-        raise BadInput("there is not one thing to verify", "give RUN, or -- and a command")
+        raise BadInput("verify takes a run or a command", "give RUN, or -- and a command")
     code, verified = 0, None
     if words is not None:
         code, verified = _observe(words, quiet=(as_json or markdown) and output is None)

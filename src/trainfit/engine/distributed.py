@@ -148,7 +148,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     )
     if not gone:
         return None
-    return RunFailed("another rank has died", "see its message, and go on with --resume")
+    return RunFailed("another rank has died", "see its message, and continue with --resume")
 
 
 @contextmanager

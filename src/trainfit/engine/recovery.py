@@ -59,7 +59,7 @@ class MustRestart(OutOfMemory):
 
     def __init__(self, what: str, fix: str = "", change: RestartChanges | None = None) -> None:
         """Set the changes for the next start."""
-        again = "torchrun starts it again" if restarts_left() > 0 else "go on with --resume"
+        again = "torchrun starts it again" if restarts_left() > 0 else "continue with --resume"
         super().__init__(what, fix or f"{again} from the newest checkpoint")
         self.change = change or RestartChanges()
 
@@ -265,13 +265,13 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
         return (
             f"memory ran out, and the step cannot be cut: {parts.indivisible}",
             "take a smaller batch or a smaller model, or checkpoint activations, "
-            "and go on with --resume",
+            "and continue with --resume",
         )
     tokens = parts.settings.cuts[-1].tokens
     return (
         f"memory ran out with the finest cut, {tokens} tokens at a time",
         "shorten the sequences (data.max_length), checkpoint activations "
-        "(model.use_gradient_checkpointing) or take a smaller model, and go on with --resume",
+        "(model.use_gradient_checkpointing) or take a smaller model, and continue with --resume",
     )
 
 

@@ -247,7 +247,7 @@ def _look(run: Path, launch: Launch, resume: bool) -> _Found:
     """Find the newest good checkpoint; refuse a run's folder without `resume` or a restart."""
     resume = resume or launch.is_restart(run)
     if not resume and checkpoint.listed(run):
-        raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
+        raise BadInput(f"{run} holds a run already", "continue with --resume, or start a new one")
     run.mkdir(parents=True, exist_ok=True)
     checkpoint.clear_unfinished(run)
     folder, faults = checkpoint.latest_good(run)

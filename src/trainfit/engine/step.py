@@ -274,7 +274,7 @@ def _update_whole(optimizer: torch.optim.Optimizer) -> None:
             if versions != [tensor._version for tensor in watched]:
                 raise OutOfMemory(
                     "memory ran out in the middle of an update, which cannot be undone",
-                    "go on with --resume from the newest checkpoint, with a smaller batch or model",
+                    "continue with --resume from the newest checkpoint, with a smaller batch",
                 ) from None
             for parameter in [p for p in optimizer.state if p not in before]:
                 del optimizer.state[parameter]  # it may be incomplete

@@ -4,7 +4,7 @@
     RUN/results.json                             of the whole job
 
 Under cross-validation each fold has these in a folder of its own, RUN/fold-1 and so on. A fold is
-done when its scores are written, so a job that was killed goes on where it was.
+done when its scores are written, so a job that was killed continues where it was.
 """
 
 from __future__ import annotations

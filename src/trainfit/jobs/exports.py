@@ -132,7 +132,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise RunFailed(
             f"cannot write {folder} ({getattr(error, 'strerror', None) or error})",
-            f"free some space and go on with --resume {folder.parent}",
+            f"free some space and continue with --resume {folder.parent}",
         ) from error
 
 

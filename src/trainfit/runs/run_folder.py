@@ -97,7 +97,7 @@ class Journal:
             file.flush()
         except OSError as error:
             what = f"cannot write {file.name} ({error.strerror})"
-            raise RunFailed(what, "free some space and go on with --resume") from error
+            raise RunFailed(what, "free some space and continue with --resume") from error
         return True
 
 
