@@ -53,6 +53,13 @@ BASES: dict[str, tuple[str, ...]] = {
 }
 """Optimizations that are on; `checkpointed` is one whose absence is the gain."""
 CHANGES = ("bf16", "tf32", "fused", "unpadded", "attention", "graphs", "checkpointing", "compile")
+MADE = {
+    "plain": ("bf16", "tf32", "fused", "unpadded", "attention"),
+    "half": ("fused", "unpadded", "compile"),
+    "checkpointed": ("checkpointing",),
+    "packed": ("graphs",),
+}
+"""Changes to each base; the others would be made twice."""
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -170,10 +177,17 @@ def observed(training: Training) -> dict[str, Any]:
         "step_seconds": median(training.times),
         "host_seconds": host_seconds(training),
         "memory_share": share,
+        "padding_share": padding_of(training.batches),
         "evidence": json.loads(
             json.dumps(codec.encode(seen.evidence))
         ),  # plain text, torch.version too
     }
+
+
+def padding_of(batches: list[dict[str, torch.Tensor]]) -> float:
+    """Share of padding in all batches; the step that is profiled has but one of them."""
+    masks = [batch["attention_mask"] for batch in batches]
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
 
 
 def host_seconds(training: Training) -> float:
@@ -192,6 +206,7 @@ def estimates(case: dict[str, Any], rates: dict[str, float]) -> dict[str, float]
         codec.decode(Evidence, case["evidence"], "evidence"),
         step_seconds=case["step_seconds"],
         memory_share=case["memory_share"],
+        padding_share=case["padding_share"],
         rates=rates,
     )
     return {one.name: one.percent for one in found}
@@ -218,7 +233,7 @@ def compare(name: str, base: str, given: argparse.Namespace, tell: Any) -> None:
     case = {"model": name, "base": base} | observed(before)
     given.cases.append(case)
     predicted = estimates(case, given.rates)
-    for change in given.changes:
+    for change in [one for one in given.changes if one in MADE[base]]:
         changed = after(on, change)
         pointless = change == "attention" and name.startswith("deberta")  # it has but one
         if changed is None or pointless or time.monotonic() > given.ends:
