@@ -79,6 +79,11 @@ def find_world() -> World:
     )
 
 
+def current_world() -> World:
+    """Return the ranks that have joined; this process alone outside of `joined`."""
+    return find_world() if dist.is_initialized() else World()
+
+
 @contextmanager
 def joined(device: str, *, shards: bool = False) -> Iterator[tuple[World, torch.device]]:
     """Join the process group for a block; yields the rank and its device.

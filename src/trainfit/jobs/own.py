@@ -31,7 +31,8 @@ from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.run import Run, Show, train_job
+from trainfit.jobs.run import Run
+from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
@@ -379,8 +380,3 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
             raise BadInput(f"data({name!r}) gives no samples", "give at least one")
     test = validation if test is None else test
     return PreparedJob(composed=composed, job=job, train=train, validation=validation, test=test)
-
-
-def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
-    """Train, judge and export a job; `resume` continues a run."""
-    return train_job(composed, lambda _world: prepare(composed), show, resume=resume)

@@ -41,6 +41,7 @@ from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
+from trainfit.jobs.registry import job_module
 from trainfit.measuring.receipt import save_receipt
 from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
@@ -241,14 +242,11 @@ class Run:
 
 
 @timeline.recording()
-def train_job(
-    composed: Composed,
-    prepare: Callable[[World], Prepared],
-    show: Show | None = None,
-    *,
-    resume: Path | None = None,
-) -> Any:
-    """Train, judge and export a job, in a new folder or in that of a run to resume."""
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
+    """Train, score and export a job, in a new folder or in that of a run to resume.
+
+    Returns the job's result record.
+    """
     show = show or Show()
     with show.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
@@ -259,28 +257,22 @@ def train_job(
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
         with child_ahead(profile):
             with show.busy("preparing the data"), timeline.stage("data"):
-                prepared = prepare(world)
+                prepared: Prepared = job_module(composed.task).prepare(composed)
             with show.busy("planning"), timeline.stage("plan"):
                 plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
         for text in _notes(prepared, profile, plan) if resume is None else ():
             show.note(text)
-        with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
-            run = Run(
-                prepared=prepared,
-                plan=plan,
-                folder=folder,
-                profile=profile,
-                world=world,
-                device=device,
-                show=show,
-            )
-            with timeline.stage("end"):
-                result = prepared.judge(run, resume is not None)
-                if world.first and result.status == "finished":
-                    result.save(folder / "results.json", parents=False)
-                    job_times.learn(folder)
+        with (
+            writing(folder, world),
+            opened(prepared, plan, profile, folder, show=show) as run,
+            timeline.stage("end"),
+        ):
+            result = prepared.judge(run, resume is not None)
+            if world.first and result.status == "finished":
+                result.save(folder / "results.json", parents=False)
+                job_times.learn(folder)
             return result
 
 
@@ -305,7 +297,7 @@ def compare_run(
 def opened(
     prepared: Prepared, plan: Plan, profile: HardwareProfile, folder: Path, **others: Any
 ) -> Iterator[Run]:
-    """Open a run that is planned, with the ranks joined and torch's switches set."""
+    """Open a run that is planned: ranks join, unless they have, and torch's switches are set."""
     with (
         joined(profile.device) as (world, device),
         applied(job_plan.runtime_settings(prepared.config, plan)),
