@@ -19,7 +19,6 @@ from trainfit.data.tokens import IGNORED, IntArray, Tokens
 from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
-from trainfit.jobs import tuned_plans
 from trainfit.jobs.models.backbone import PackedPath, Traits, packed_path
 from trainfit.jobs.models.classifier import EncoderClassifier, Head, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
@@ -146,11 +145,7 @@ def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], 
 
 def opening(parts: Parts, plan: Plan) -> RunSetup:
     """Record the settings in effect, with the attention that the model will really take."""
-    return replace(
-        describe(parts, _attention(parts, plan.workload.max_length)),
-        method=plan.workload.method,
-        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
-    )
+    return describe(parts, _attention(parts, plan.workload.max_length))
 
 
 def _attention(parts: Parts, longest: int) -> AttentionPath | None:

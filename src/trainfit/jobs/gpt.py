@@ -238,7 +238,6 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
     """Record the settings in effect, with the tokens and the batch."""
     return replace(
         describe(parts),
-        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
         pretraining=PretrainingSetup(
             train_tokens=data.header.train.tokens,
             held_out_tokens=data.header.validation.tokens,

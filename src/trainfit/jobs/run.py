@@ -179,12 +179,13 @@ class Run:
         return result
 
     def _named(self, setup: RunSetup, fold: int) -> RunSetup:
-        """Add the names of model and method, and the counts of the data."""
+        """Add the names of model and method, the tuned speed, and the counts of the data."""
         model = getattr(self.prepared.config, "model", None)
         return replace(
             setup,
             model=self.prepared.composed.task.rpartition(":")[2] if model is None else model.name,
             method=None if model is None else self.plan.workload.method,
+            tuned_samples_per_second=tuned_plans.tuned_rate(self.plan),
             data=self.prepared.counts(fold),
         )
 
