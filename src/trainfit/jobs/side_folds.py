@@ -67,7 +67,7 @@ class SideFolds:
         self.run.show.note(f"{where} meanwhile: {named}")
 
     def wait(self, number: int) -> Literal["ours", "done", "left", "stopped"]:
-        """Wait until another process has ended a fold, done or not, or a signal asks to stop."""
+        """Wait for a fold that trains beside, until it is done or left, or one asks to stop."""
         process = self.processes.get(number)
         if process is None:
             return "ours"
