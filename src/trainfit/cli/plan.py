@@ -18,7 +18,7 @@ from trainfit.core import codec
 if TYPE_CHECKING:
     from trainfit.conf import Composed
     from trainfit.core.plan_records import Plan
-    from trainfit.planning.communication import ClusterRow
+    from trainfit.planning.sharding import ClusterRow
 
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
@@ -137,7 +137,7 @@ def _ways(
     """Compare the ways to share the job, beside a plan for one GPU."""
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
-    from trainfit.planning.communication import compare_ways
+    from trainfit.planning.sharding import compare_ways
 
     alone = job_plan.answer(composed, question, profile)
     if made.ranks == 1 or alone.memory is None or not profile.gpus:
@@ -151,7 +151,7 @@ def _show_ways(
 ) -> None:
     from trainfit.cli.ranks import whole_folds
     from trainfit.hardware.catalogue import find
-    from trainfit.planning.communication import link_rate
+    from trainfit.planning.sharding import link_rate
     from trainfit.reports import terminal
     from trainfit.reports.plan_page import cluster_page
 
