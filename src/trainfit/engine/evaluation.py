@@ -46,7 +46,7 @@ class _Share:
 
 _ALONE = _Share(World(), False)
 _NOW: ContextVar[_Share] = ContextVar("evaluation")
-"""Of this thread: another may judge a model beside the evaluation."""
+"""Share of this thread; another may score a model at the same time."""
 
 
 @contextmanager
