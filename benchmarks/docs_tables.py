@@ -4,8 +4,9 @@
     python benchmarks/docs_tables.py --outputs  # also runs the commands whose output is shown
 
 A page marks the place of a table with `<!-- table NAME -->` and `<!-- end of table -->`, and the
-place of a command's output with `<!-- output COMMAND -->` and `<!-- end of output -->`. A test
-compares every table with its record.
+place of a command's output with `<!-- output COMMAND -->` and `<!-- end of output -->`;
+`<!-- output 16 + 8 of COMMAND -->` shows the first 16 and the last 8 lines. A test compares every
+table with its record.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ TABLES = (
     | real_data.TABLES
 )
 _TABLE = re.compile(r"(<!-- table ([\w-]+) -->\n).*?(<!-- end of table -->)", re.DOTALL)
-_OUTPUT = re.compile(r"(<!-- output (.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL)
+_OUTPUT = re.compile(
+    r"(<!-- output (?:(\d+) \+ (\d+) of )?(.+?) -->\n).*?(<!-- end of output -->)", re.DOTALL
+)
 
 
 def with_tables(text: str) -> str:
@@ -61,13 +64,16 @@ def with_outputs(text: str) -> str:
     """Text of a page with every marked command run and its output shown."""
 
     def shown(match: re.Match[str]) -> str:
-        words = shlex.split(match[2])[1:]
+        start, first, last, command, end = match.groups()
+        words = shlex.split(command)[1:]
         done = subprocess.run(
             [sys.executable, "-m", "trainfit", *words], capture_output=True, text=True, check=True
         )
-        lines = (line.rstrip() for line in done.stdout.splitlines())
+        lines = [line.rstrip() for line in done.stdout.splitlines()]
+        if first is not None:
+            lines = [*lines[: int(first)], "…", *lines[-int(last) :]]
         body = "\n".join(lines)
-        return f"{match[1]}\n```text\n$ {match[2]}\n{body}\n```\n\n{match[3]}"
+        return f"{start}\n```text\n$ {command}\n{body}\n```\n\n{end}"
 
     return _OUTPUT.sub(shown, text)
 

@@ -24,7 +24,7 @@ _RUNS = Path("runs")
 def train(task: str | type[Job], *overrides: str, resume: str | Path | None = None) -> Any:
     """Train a job, score it on held-out data and export the model; return the result record.
 
-    `resume` is a run folder to continue; it goes on with its own configuration.
+    `resume` is a run folder to continue; it continues with its own configuration.
     """
     from trainfit.jobs import configuration, registry
     from trainfit.runs import run_folder
@@ -34,7 +34,7 @@ def train(task: str | type[Job], *overrides: str, resume: str | Path | None = No
     if resume is None:
         return module.train(configuration.configure(name, overrides))
     if overrides:
-        raise BadInput(f"resume with {overrides[0]}", "a run goes on with its own configuration")
+        raise BadInput(f"resume with {overrides[0]}", "a run continues with its own configuration")
     run = run_folder.find(resume, _RUNS)
     return module.train(configuration.configured_by(run, name), resume=run)
 

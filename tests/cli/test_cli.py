@@ -132,7 +132,9 @@ def test_help_is_quick():
 @pytest.mark.parametrize("name", COMMANDS)
 def test_every_command_has_help(name: str, capsys: pytest.CaptureFixture[str]):
     assert run([name, "--help"]) == 0
-    assert COMMANDS[name] in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert COMMANDS[name] in shown
+    assert "\\b" not in shown, "click's mark for lines that are not wrapped"
 
 
 def test_no_command_shows_the_help(capsys: pytest.CaptureFixture[str]):

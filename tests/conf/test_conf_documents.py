@@ -142,7 +142,6 @@ def on(task: str, profile: HardwareProfile, data: str) -> Iterator[None]:
             chosen=nothing,
             datasets=(dataset,),
             ids=((),),
-            build=nothing,
             baselines=nothing,
         )
 

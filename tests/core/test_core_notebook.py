@@ -1,10 +1,16 @@
 import math
+from dataclasses import replace
 from html.parser import HTMLParser
 
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plan_example import PLAN
+from trainfit.core.records import Event
 from trainfit.core.tables import html_table
+from trainfit.hpo.final import StudyResult
+from trainfit.jobs.scores import JobResult
+from trainfit.tuning.tuned_cache import Interval, TuneResult
 
 
 class Reader(HTMLParser):
@@ -55,3 +61,33 @@ def test_a_long_list_is_cut_and_counted():
     assert html_table([1, 2]) == "1, 2"
     assert html_table(list(range(13_356))).endswith("6, 7, … (13,356 in all)")
     assert html_table([math.nan]) == "nan"
+
+
+def test_results_print_as_a_few_lines():
+    events = (Event(kind="oom", step=1, seconds=1.0, text="x" * 200),) * 100
+    job = JobResult(
+        task="nli",
+        run="runs/nli-1",
+        status="finished",
+        metrics={"f1": 2 / 3, "count": 96, "confusion": [[1, 2], [3, 4]]},
+        baselines={},
+        events=events,
+        seconds=1.0,
+    )
+    assert repr(job) == "nli finished: runs/nli-1\nf1     0.6667\ncount  96"
+    one = Interval(value=10.0, low=9.0, high=11.0)
+    tuned = TuneResult(
+        best=PLAN,
+        trials=(),
+        seconds=180.0,
+        changes={"compile": True},
+        samples_per_second=replace(one, value=12.0),
+        planned_samples_per_second=one,
+    )
+    assert repr(tuned) == "0 trials in 180 s: 1.20 times the planned speed\ncompile  yes"
+    study = StudyResult(study="a", best=None, trials={"complete": 3}, seconds=1.0)
+    assert repr(study) == "Study a\ncomplete  3"
+    lines = repr(PLAN).splitlines()
+    assert lines[0] == PLAN.verdict()
+    assert [line.split()[0] for line in lines[1:]] == [one.setting for one in PLAN.reasons]
+    assert max(map(len, lines)) <= 100

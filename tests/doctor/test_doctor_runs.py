@@ -14,7 +14,7 @@ from trainfit.core.plan_records import MemoryEstimate, Plan, RuntimeSettings, Ta
 from trainfit.core.records import Event, RunResult
 from trainfit.doctor import examine_run
 from trainfit.doctor.run_checks import CHECKS
-from trainfit.runs.event_log import Journal
+from trainfit.runs.run_folder import Journal
 
 PLAN = Plan(
     fits=True,

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trainfit.engine import captured, recovery
 from trainfit.engine.captured import CapturedSteps
-from trainfit.engine.step import StepNumbers
+from trainfit.engine.step_numbers import StepNumbers
 
 
 class Replayed:

@@ -14,7 +14,7 @@ from engine_ranks import DeepTask, on_ranks
 from engine_toy import ToyTask, settings
 from torch import Tensor, nn
 
-from trainfit.engine.divided import collect, own_batches
+from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.loop import train
 
 

@@ -16,7 +16,8 @@ from trainfit.data.batches import StepLoader, to_device
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.step import Readings, loss_scale, plain_step
+from trainfit.engine.step import loss_scale, plain_step
+from trainfit.engine.step_numbers import Readings
 from trainfit.packing import ladder
 from trainfit.runtime import applied
 

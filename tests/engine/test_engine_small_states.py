@@ -14,15 +14,15 @@ from engine_toy import Crash, CrashAt, ToyTask, final_bits, settings
 from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, OutOfMemory
-from trainfit.engine import setup, small_states
+from trainfit.engine import adamw_moments, setup
+from trainfit.engine.adamw_moments import SmallAdamW
 from trainfit.engine.checkpoint import latest_good, read_tensors
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
-from trainfit.engine.optimizer import adopt, build_optimizer
+from trainfit.engine.optimizer import adopt, build_optimizer, host_moments
 from trainfit.engine.shared import Shared
-from trainfit.engine.small_states import SmallAdamW
-from trainfit.engine.updates import host_moments, update_once
-from trainfit.kernels import host_copies
+from trainfit.engine.step import update_once
+from trainfit.kernels import saved_on_host
 
 KINDS: dict[str, dict[str, Any]] = {
     "bf16": {"kind": "adamw_bf16"},
@@ -37,7 +37,7 @@ PARTS = [pytest.param(options, id=name) for name, options in KINDS.items()]
 
 @pytest.fixture(autouse=True)
 def small_weights_are_coded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_states, "LEAST", 64)
+    monkeypatch.setattr(adamw_moments, "LEAST", 64)
 
 
 def chosen(task: ToyTask, options: dict[str, Any], **changes: Any) -> LoopSettings:
@@ -106,7 +106,7 @@ def test_moments_take_few_bytes(kind: str, dtypes: set[torch.dtype], each: float
 
 
 def test_small_weights_keep_float32_moments(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(small_states, "LEAST", 4096)
+    monkeypatch.setattr(adamw_moments, "LEAST", 4096)
     model = nn.Linear(64, 63)
     made = build_optimizer(model, OptimizerSettings(kind="adamw_8bit", learning_rate=0.1))
     assert {t.dtype for state in made.state.values() for t in state.values()} == {torch.float32}
@@ -241,6 +241,6 @@ def test_adafactor_steps_by_the_learning_rate() -> None:
 
 def test_moments_that_the_host_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     free = SimpleNamespace(available=100)
-    monkeypatch.setattr(host_copies.psutil, "virtual_memory", lambda: free)
+    monkeypatch.setattr(saved_on_host.psutil, "virtual_memory", lambda: free)
     with pytest.raises(OutOfMemory, match="memory is too small"):
-        host_copies.pin([torch.zeros(30)], object())
+        saved_on_host.pin([torch.zeros(30)], object())

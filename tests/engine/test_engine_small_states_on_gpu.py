@@ -14,11 +14,11 @@ from test_engine_captured_on_gpu import Task
 from torch import nn
 
 from trainfit.core.plan_records import RuntimeSettings
-from trainfit.engine import small_states
+from trainfit.engine import adamw_moments
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
-from trainfit.engine.optimizer import build_optimizer
-from trainfit.engine.updates import host_moments, update_once
+from trainfit.engine.optimizer import build_optimizer, host_moments
+from trainfit.engine.step import update_once
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.trace import Evidence
 from trainfit.packing import ladder
@@ -30,7 +30,7 @@ OFFLOADED = ("adamw_fused", "adamw_bf16")
 
 @pytest.fixture(autouse=True)
 def deterministic(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(small_states, "LEAST", 512)
+    monkeypatch.setattr(adamw_moments, "LEAST", 512)
     with applied(RuntimeSettings(deterministic=True)):
         yield
 
@@ -157,7 +157,7 @@ def test_memory_is_predicted_within_three_percent(
 
     if offloaded and kind not in OFFLOADED:
         pytest.skip("its moments stay on the GPU")
-    monkeypatch.setattr(small_states, "LEAST", 4096)
+    monkeypatch.setattr(adamw_moments, "LEAST", 4096)
     arguments: dict[str, Any] = {
         "name": "bert-base",
         "rows": 8,

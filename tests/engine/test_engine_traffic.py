@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from trainfit.engine import loop
 from trainfit.engine.loop import train
-from trainfit.planning.communication import ModelBytes, sent_between, sent_inside
-from trainfit.planning.sharding import shards_of
+from trainfit.planning.sharding import ModelBytes, sent_between, sent_inside, shards_of
 from trainfit.runtime.compile import repeated_blocks
 
 

@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from trainfit.core.errors import BadInput
 from trainfit.engine.optimizer import parameter_groups
 from trainfit.hardware.model_shapes import model_shape
-from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import (
     Gpt,
     GptShape,
@@ -25,6 +24,7 @@ from trainfit.jobs.models.gpt_model import (
     gpt_shape,
     summed_cross_entropy,
 )
+from trainfit.jobs.standard_export import from_gpt2, to_gpt2
 
 SMALL = GptShape(vocab_size=61, block_size=16, n_layer=3, n_head=4, n_embd=32)
 

@@ -21,8 +21,8 @@ from trainfit.engine.setup import describe
 from trainfit.jobs import classification
 from trainfit.packing import PackedCut, PaddedCut, ladder
 from trainfit.reports.run_report import report
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import DataSetup, RunSetup
+from trainfit.runs.run_folder import Journal
 from trainfit.runtime import applied
 
 DOCUMENT = (

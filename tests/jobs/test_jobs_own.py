@@ -27,7 +27,7 @@ from trainfit.jobs import registry
 from trainfit.jobs.batch_shape import find_shape
 from trainfit.jobs.job import config_class
 from trainfit.jobs.own import prepare
-from trainfit.runs.event_log import METRICS
+from trainfit.runs.run_folder import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
 FAST = ("epochs=1", "device.num_threads=1", "device.mixed_precision=off", "training.num_workers=0")

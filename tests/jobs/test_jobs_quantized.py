@@ -40,8 +40,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.predict import predict_texts
 from trainfit.jobs.run import Show
-from trainfit.kernels.quantized import packed_bytes
-from trainfit.kernels.quantized_linear import QuantizedLinear, widened_state
+from trainfit.kernels.quantized import QuantizedLinear, packed_bytes, widened_state
 from trainfit.measuring.flops import count_flops
 from trainfit.planning.estimator.estimate import estimate
 from trainfit.runtime import compile_blocks

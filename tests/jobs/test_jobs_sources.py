@@ -26,9 +26,8 @@ from trainfit.core.codec import decode, encode
 from trainfit.core.errors import BadConfig, BadInput
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.classifier import build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
-from trainfit.jobs.nli import build_model as nli_model
-from trainfit.jobs.textclass import build_model as textclass_model
 
 
 def test_importing_the_tasks_imports_no_torch() -> None:
@@ -197,9 +196,10 @@ def test_the_jobs_build_what_their_configuration_says(freeze: bool) -> None:
         freeze_encoder=freeze,
         use_gradient_checkpointing=True,
     )
-    nli = nli_model(model, overrides=TINY["bert-base"])
+    tiny = TINY["bert-base"]
+    nli = build_classifier(settings_from(model, classes=2, overrides=tiny))
     assert nli(**rows().padded).shape == (4, 2)
     assert nli.settings.method == ("frozen" if freeze else "lora")
     assert nli.encoder.is_gradient_checkpointing
-    texts = textclass_model(model, classes=5, overrides=TINY["bert-base"])
+    texts = build_classifier(settings_from(model, classes=5, overrides=tiny))
     assert texts(**rows().packed).shape == (4, 5)

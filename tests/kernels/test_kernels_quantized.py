@@ -17,12 +17,14 @@ from trainfit.core.libraries import has, import_bitsandbytes
 from trainfit.kernels import quantized
 from trainfit.kernels.quantized import (
     Packed,
+    QuantizedLinear,
+    count_weights,
     dequantized,
     packed_bytes,
     quantize,
     quantized_linear,
+    widened_state,
 )
-from trainfit.kernels.quantized_linear import QuantizedLinear, count_weights, widened_state
 
 KINDS: Any = ("nf4", "int8")
 CPU = torch.device("cpu")

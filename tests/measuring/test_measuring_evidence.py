@@ -17,7 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from trainfit import kernels
 from trainfit.core.errors import TrainfitWarning
 from trainfit.kernels.disentangled import disentangled_attention
-from trainfit.kernels.quantized_linear import QuantizedLinear
+from trainfit.kernels.quantized import QuantizedLinear
 from trainfit.kernels.varlen import softcapped_attention
 from trainfit.measuring.trace import Profiling
 from trainfit.runtime import compile_blocks

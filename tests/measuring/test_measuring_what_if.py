@@ -181,7 +181,7 @@ class Event:
 
 
 def test_kernels_belong_to_the_operators_that_started_them() -> None:
-    from trainfit.measuring.step_parts import parts_of
+    from trainfit.measuring.profiled_step import parts_of
 
     operators = [
         Event("aten::linear", 0, 20, key=1),

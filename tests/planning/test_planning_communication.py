@@ -12,7 +12,7 @@ from plan_example import PLAN
 from trainfit.cli.main import run
 from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.hardware.catalogue import find, gpus
-from trainfit.planning.communication import (
+from trainfit.planning.sharding import (
     GIB,
     ModelBytes,
     compare_ways,

@@ -11,7 +11,7 @@ import torch
 from plan_example import make_plan
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import TaskSpec, Workload
-from trainfit.engine.host_moments import BUCKET
+from trainfit.engine.adamw_moments import BUCKET
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape, sizes_of

@@ -14,8 +14,8 @@ import numpy as np
 
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Receipt, ReceiptItem, RunResult
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import AttentionPath, RunSetup
+from trainfit.runs.run_folder import Journal
 from trainfit.tuning.ladder.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 

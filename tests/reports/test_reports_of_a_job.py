@@ -11,7 +11,7 @@ import torch
 from job_tiny import SECRET, be_quick, nli_words
 from trainfit.cli.main import run
 from trainfit.core.records import GpuState, HardwareProfile, Receipt, RunResult
-from trainfit.engine import trackers
+from trainfit.engine import observers
 from trainfit.hardware.nvml import open_sampler
 from trainfit.jobs.scores import FoldScores, JobResult
 
@@ -115,9 +115,9 @@ def test_samples_are_written_beside_the_log_and_not_too_often(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     now = [0.0]
-    monkeypatch.setattr(trackers, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(observers, "time", SimpleNamespace(monotonic=lambda: now[0]))
     path = tmp_path / "gpus.jsonl"
-    track = trackers.make_tracker(path, lambda: [{"index": 0, "temperature_c": 60}])
+    track = observers.make_tracker(path, lambda: [{"index": 0, "temperature_c": 60}])
     for step, seconds in ((1, 0.0), (2, 0.4), (3, 1.2), (4, 1.3), (5, 9.0)):
         now[0] = seconds
         track({"kind": "train", "step": step})
@@ -130,7 +130,7 @@ def test_samples_are_written_beside_the_log_and_not_too_often(
 def test_without_a_gpu_nothing_is_asked(tmp_path: Path):
     if torch.cuda.is_available():
         pytest.skip("there is a GPU here")
-    assert trackers.gpu_trackers(tmp_path) == ()
+    assert observers.gpu_trackers(tmp_path) == ()
 
 
 class Driver:

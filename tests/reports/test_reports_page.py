@@ -16,8 +16,8 @@ from report_runs import LADDER, SETUP, write_end, write_run
 from trainfit.cli.main import run as cli
 from trainfit.core.plan_records import Plan
 from trainfit.reports.run_report import Report, place, report
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import DataSetup
+from trainfit.runs.run_folder import Journal
 
 Make = Callable[..., Plan]
 

@@ -16,8 +16,7 @@ from rich.console import Console
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Event, RunResult
-from trainfit.engine.observers import TrainRow
-from trainfit.engine.trackers import open_trackers
+from trainfit.engine.observers import TrainRow, open_trackers
 from trainfit.jobs.metrics import binary_metrics
 from trainfit.jobs.scores import FoldScores, JobResult, summarise
 from trainfit.reports import training_lines

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 from trainfit.core.records import Event
-from trainfit.runs.event_log import Journal, forget_after
 from trainfit.runs.reader import read_part, read_run
+from trainfit.runs.run_folder import Journal, forget_after
 
 OOM = Event(kind="oom", step=3, seconds=1.5, text="memory ran out")
 LATE = Event(kind="skipped", step=9, seconds=4.0, text="loss nan")

@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn import functional
 
-from trainfit.kernels.random_results import keep_random
+from trainfit.kernels.saved_on_host import keep_random
 from trainfit.runtime import compile_blocks
 
 

@@ -13,7 +13,7 @@ import pytest
 from trainfit.cli.main import run
 from trainfit.conf import compose
 from trainfit.core.records import Receipt
-from trainfit.engine import trackers
+from trainfit.engine import observers
 from trainfit.measuring import observe
 from trainfit.measuring.observe import Observed
 
@@ -37,7 +37,7 @@ def test_a_tracker_gets_neither_values_nor_a_command_with_a_secret(
     typed = ["trainfit", "train", f"data.data_dir={URL}", "--password", HIDDEN]
     monkeypatch.setattr(sys, "argv", typed)
     composed = compose("nli", [f"data.data_dir='{URL}'"])
-    [_] = trackers.open_trackers("wandb", tmp_path, composed)
+    [_] = observers.open_trackers("wandb", tmp_path, composed)
     assert HIDDEN not in wandb.told
     assert "https://***@example.org/data" in wandb.told
     assert sys.argv is typed

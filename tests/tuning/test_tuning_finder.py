@@ -138,7 +138,7 @@ def test_a_function_cannot_be_predicted_without_a_gpu():
 
 
 def test_a_gpu_of_the_catalogue_cannot_be_asked():
-    with pytest.raises(BadInput, match="not here"):
+    with pytest.raises(BadInput, match="not in this machine"):
         find(BatchSizeJob(factory=PROBE), as_if(trainfit.lookup("NVIDIA H200")))
 
 

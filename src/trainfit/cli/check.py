@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     help="Show a GPU of the catalogue as if it were here; `list` shows them all.",
 )
 @click.option(
-    "--measure", is_flag=True, help="Measure this machine for about ten seconds, and keep it."
+    "--measure", is_flag=True, help="Measure this machine for ten seconds, and store the rates."
 )
 def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     """Hardware, what it supports, and the settings to start from."""

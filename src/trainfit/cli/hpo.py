@@ -50,7 +50,7 @@ def command() -> None:
     """Search a job's settings over folds, with one worker or many.
 
     trainfit hpo nli hpo.trials=50 hpo.hours=8 searches what conf/nli/hpo/default.yaml lists. The
-    same command goes on where it was left, and joins the study from another machine where
+    same command continues where it was left, and joins the study from another machine where
     hpo.storage is a PostgreSQL, or a journal in a shared folder. A sweep such as
     training.learning_rate=interval(1e-5,1e-4) changes the space, and a plain value takes a key out
     of it.

@@ -29,7 +29,10 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     help="CSV, TSV, JSONL, JSON or Parquet with a column of texts, as the word after RUN.",
 )
 @click.option(
-    "--text-column", default="auto", show_default=True, help="auto: by its name, such as text."
+    "--text-column",
+    default="auto",
+    show_default=True,
+    help="Column of the texts.",
 )
 @click.option(
     "--second-column", default="auto", show_default=True, help="Column of a pair's second texts."
@@ -199,13 +202,13 @@ def _csv(rows: Sequence[dict[str, Any]]) -> str:
 @click.command()
 @click.argument("run")
 @click.option("--prompt", default="", help="What the text begins with; default: a new document.")
-@click.option("--tokens", default=200, show_default=True, type=MANY, help="At most.")
+@click.option("--tokens", default=200, show_default=True, type=MANY, help="Most tokens to write.")
 @click.option(
     "--temperature",
     default=0.8,
     show_default=True,
     type=Number(0, 1000),
-    help="Below 1: likelier tokens still likelier; 0: always the likeliest.",
+    help="Lower is less random; 0 always takes the likeliest token.",
 )
 @click.option(
     "--top-k",

@@ -151,13 +151,13 @@ SHELLS = ("bash", "zsh", "fish")
 @click.command()
 @click.argument("shell", type=click.Choice(SHELLS))
 def completion(shell: str) -> None:
-    r"""The script that lets a shell complete trainfit's words.
+    """The script that lets a shell complete trainfit's words.
 
     \b
     bash:  eval "$(trainfit completion bash)"   in ~/.bashrc
     zsh:   eval "$(trainfit completion zsh)"    in ~/.zshrc
     fish:  trainfit completion fish > ~/.config/fish/completions/trainfit.fish
-    """
+    """  # noqa: D301 (click reads the backspace, not the two characters)
     from click.shell_completion import get_completion_class
 
     from trainfit.cli.main import trainfit

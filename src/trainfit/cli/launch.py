@@ -71,7 +71,7 @@ class JobFile:
         )
 
     def _run(self) -> list[str]:
-        """Return the command of a job that goes on with what an earlier one has left."""
+        """Return the command of a job that continues what an earlier one left."""
         words = list(self.words)
         away = self.kind != "slurm"  # a job in a container has its runs on a volume
         if away and not any(word.startswith(("runs_dir=", "--output")) for word in words):
@@ -89,7 +89,7 @@ class JobFile:
 @click.argument("kind", type=click.Choice(tuple(_ENDS)))
 @click.argument("words", nargs=-1, type=click.UNPROCESSED, metavar="train|hpo TASK [WORDS]…")
 @click.option("--gpus", default="1", show_default=True, help="GPUs, or machines x GPUs: 2x8.")
-@click.option("--gpu", metavar="SLUG", help="Their kind: time and cores follow from the plan.")
+@click.option("--gpu", metavar="SLUG", help="Model of the GPUs; the plan gives time and cores.")
 @click.option("--cpus", type=click.IntRange(1, 1024), help="Cores of each machine.")
 @click.option("--time", "limit", metavar="HH:MM:SS", help="Limit of the allocation.")
 @click.option("--array", type=click.IntRange(1, 10_000), help="Workers of a study, a job each.")
@@ -115,8 +115,8 @@ def command(
     """A job file for Slurm, SkyPilot, Kubeflow or Docker.
 
     KIND is slurm, sky, kubeflow or docker. After it comes the command, such as train nli
-    data.data_dir=redsm5; options of launch stand before it. The job saves a checkpoint before its
-    allocation ends and goes on from it when it is started again.
+    data.data_dir=redsm5; options of launch come before it. The job saves a checkpoint before its
+    allocation ends and continues from it when it is started again.
     """
     nodes, each = _counted(gpus)
     task, composed = _checked(words)

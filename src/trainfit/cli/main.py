@@ -36,7 +36,7 @@ COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
     "tune": "Measure what is fastest on this machine, and keep it for train.",
-    "train": "Train a job, judge it on held-out data, and export the model.",
+    "train": "Train a job, score it on held-out data, and export the model.",
     "hpo": "Search a job's settings over folds, with one worker or many.",
     "launch": "A job file for Slurm, SkyPilot, Kubeflow or Docker.",
     "verify": "Show which settings were really active, by evidence of a step.",
@@ -57,7 +57,7 @@ _PLACES = {
     "watch": "report",
     "predict": "inference",
     "sample": "inference",
-    "run": "run_script",
+    "run": "verify",
     "completion": "job_words",
 }
 """Modules of commands that share one; each is a function of its own name there."""

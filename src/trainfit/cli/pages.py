@@ -328,7 +328,7 @@ def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
     """Page of a study's result."""
     best = result.best
     if best is None:
-        return Text(f"Stopped. The same command goes on: {again}")
+        return Text(f"Stopped. The same command continues: {again}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("best trial", str(best.trial))
     table.add_row("validation", f"{best.value:.4f}, the mean over folds")

@@ -18,7 +18,7 @@ from trainfit.core import codec
 if TYPE_CHECKING:
     from trainfit.conf import Composed
     from trainfit.core.plan_records import Plan
-    from trainfit.planning.communication import ClusterRow
+    from trainfit.planning.sharding import ClusterRow
 
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
@@ -32,16 +32,23 @@ FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
 @click.option(
-    "--gpus", metavar="N|MxN", help="On N GPUs, or M machines with N each: ways to share."
+    "--gpus", metavar="N|MxN", help="Compare ways to use N GPUs, or M machines with N each."
 )
 @click.option("--memory", type=ABOVE_0, metavar="GIB", help="Use no more of the GPU than this.")
-@click.option("--format", "form", type=click.Choice(FORMATS), default="table", show_default=True)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(FORMATS),
+    default="table",
+    show_default=True,
+    help="How to print the plan: for people, for a program, or as another tool's settings.",
+)
 @click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw memory against batch size, as SVG or PNG."
 )
-@click.option("--watts", type=ABOVE_0, help="What the machine draws, for the energy of the run.")
-@click.option("--price", type=ABOVE_0, help="What an hour costs, for the cost of the run.")
+@click.option("--watts", type=ABOVE_0, help="Power of the machine, for the energy of the run.")
+@click.option("--price", type=ABOVE_0, help="Price of an hour, for the cost of the run.")
 def command(
     task: str,
     overrides: tuple[str, ...],
@@ -58,8 +65,7 @@ def command(
     """Every setting of a run with its reason, for this machine or any GPU.
 
     TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
-    words; what they set is honoured, and the rest is planned around it. `hf`, `lightning`,
-    `accelerate`, `hydra` and `shell` print the plan for other programs.
+    words; what they set is kept, and the rest is planned around it.
     """
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
@@ -131,7 +137,7 @@ def _ways(
     """Compare the ways to share the job, beside a plan for one GPU."""
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
-    from trainfit.planning.communication import compare_ways
+    from trainfit.planning.sharding import compare_ways
 
     alone = job_plan.answer(composed, question, profile)
     if made.ranks == 1 or alone.memory is None or not profile.gpus:
@@ -145,7 +151,7 @@ def _show_ways(
 ) -> None:
     from trainfit.cli.ranks import whole_folds
     from trainfit.hardware.catalogue import find
-    from trainfit.planning.communication import link_rate
+    from trainfit.planning.sharding import link_rate
     from trainfit.reports import terminal
     from trainfit.reports.plan_page import cluster_page
 

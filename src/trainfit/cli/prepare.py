@@ -29,17 +29,19 @@ if TYPE_CHECKING:
 @click.option(
     "--output", required=True, type=click.Path(path_type=Path), help="A new folder to write."
 )
-@click.option("--vocab-size", default=30_000, show_default=True, help="Tokens to learn.")
+@click.option("--vocab-size", default=30_000, show_default=True, help="Size of the vocabulary.")
 @click.option("--special", multiple=True, help="A word that is one token; may be repeated.")
 @click.option("--tokenizer", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
 @click.option("--validation", default=0.05, show_default=True, help="Share of held-out documents.")
-@click.option("--separator", default="<|endoftext|>", show_default=True, help="Ends a document.")
-@click.option("--column", default="text", show_default=True, help="Of a table's texts.")
+@click.option("--separator", default="<|endoftext|>", show_default=True, help="End of a document.")
+@click.option("--column", default="text", show_default=True, help="Column of a table's texts.")
 @click.option(
-    "--seed", default=42, type=SEED, show_default=True, help="Decides which are held out."
+    "--seed", default=42, type=SEED, show_default=True, help="Seed of the held-out choice."
 )
 @click.option(
-    "--processes", type=click.IntRange(1, 1024), help="Default: as many as there are cores."
+    "--processes",
+    type=click.IntRange(1, 1024),
+    help="Processes to use; default: one per core.",
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 def command(

@@ -70,8 +70,8 @@ def rank_options(function: Callable[..., Any]) -> Callable[..., Any]:
         click.option(
             "--max-restarts", type=click.IntRange(0, 1000), help="Restarts of ranks that died."
         ),
-        click.option("--rdzv", metavar="HOST:PORT", help="Where several machines meet."),
-        click.option("--nodes", type=click.IntRange(1, 10_000), default=1, help="Machines."),
+        click.option("--rdzv", metavar="HOST:PORT", help="Where the machines find each other."),
+        click.option("--nodes", type=click.IntRange(1, 10_000), default=1, help="Machines to use."),
         click.option(
             "--gpus", metavar="all|N|0,2", help="GPUs of this machine; without any, CPU ranks."
         ),
@@ -295,7 +295,7 @@ def _resolved(rdzv: str) -> tuple[socket.AddressFamily, Any]:
 
 
 def own_address(rdzv: str) -> str:
-    """Address of this machine on the way to the meeting place; its name may mean a loopback."""
+    """Address of this machine that reaches the rendezvous; its name may mean a loopback."""
     family, place = _resolved(rdzv)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(place)  # sends nothing, only chooses the interface
@@ -303,7 +303,7 @@ def own_address(rdzv: str) -> str:
 
 
 def is_here(rdzv: str) -> bool:
-    """Tell if the meeting place is an address of this machine."""
+    """True if the rendezvous is an address of this machine."""
     family, place = _resolved(rdzv)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         try:
@@ -314,7 +314,7 @@ def is_here(rdzv: str) -> bool:
 
 
 def interface_to(rdzv: str) -> str | None:
-    """Name of the network interface on the way to the meeting place."""
+    """Name of the network interface that reaches the rendezvous; None where none is found."""
     import psutil
 
     own = own_address(rdzv)
@@ -331,5 +331,5 @@ def _exit_code(error: Any) -> int:
             return code
     if first.exitcode < 0:
         name = signal.Signals(-first.exitcode).name
-        raise RunFailed(f"rank {rank} was ended by {name}", "go on with --resume")
+        raise RunFailed(f"rank {rank} was ended by {name}", "continue with --resume")
     return 1

@@ -14,7 +14,7 @@ from trainfit.cli.main import Number
 @click.option(
     "--output",
     type=click.Path(path_type=Path, dir_okay=False),
-    help="Write there, in place of what is there.",
+    help="Write there; a file that is there is replaced.",
 )
 @click.option(
     "--format",
@@ -27,9 +27,9 @@ def command(runs: tuple[str, ...], output: Path | None, form: str | None, as_jso
     """Runs as one HTML page: scores, curves, plan, events.
 
     RUNS are folders of runs or studies, or their names under runs/; several are compared. The page
-    needs no other file and no network. It goes into the run's folder as report.html, and one of
-    several runs beside that of the first; its path is printed. Markdown and JSON are printed
-    themselves. With --output, all of them are written there and the path is printed.
+    needs no other file and no network. It goes into the folder of the (first) run as
+    report.html, and its path is printed. Markdown and JSON are printed themselves. With --output,
+    all of them are written there and the path is printed.
     """
     from trainfit.reports.run_report import FORMATS, place, report, write
 
@@ -46,17 +46,15 @@ def command(runs: tuple[str, ...], output: Path | None, form: str | None, as_jso
 
 @click.command()
 @click.argument("run", required=False)
-@click.option(
-    "--once", is_flag=True, help="Draw once and end; so it is where there is no terminal."
-)
+@click.option("--once", is_flag=True, help="Draw once and exit; the default without a terminal.")
 @click.option(
     "--every",
     type=Number(0.1, 86_400),
     default=1.0,
     show_default=True,
-    help="Seconds between two looks.",
+    help="Seconds between two updates.",
 )
-@click.option("--json", "as_json", is_flag=True, help="Where the run stands, as one JSON object.")
+@click.option("--json", "as_json", is_flag=True, help="Print its state as one JSON object.")
 def watch(run: str | None, once: bool, every: float, as_json: bool) -> int:
     """A running job in the terminal, from another terminal.
 

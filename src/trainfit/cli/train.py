@@ -37,7 +37,7 @@ _USE = {
 @click.option(
     "--resume",
     metavar="RUN|auto",
-    help="Go on with a run, by its folder; auto: with the one that these words have left, if any.",
+    help="Continue a run: its folder, or auto for one that the same words left unfinished, if any.",
 )
 @push_option
 @rank_options
@@ -51,7 +51,7 @@ def command(
     hub: str | None,
     ranks: AskedRanks,
 ) -> int:
-    """Train a job, judge it on held-out data, and export the model.
+    """Train a job, score it on held-out data, and export the model.
 
     TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are your data, a
     file or a folder, and key=value words such as cv.folds=5; `trainfit config TASK` shows the keys.
@@ -113,7 +113,7 @@ def _composed(
     if overrides:
         raise BadInput(
             f"--resume with {overrides[0]}",
-            "a run goes on with its own configuration: leave it out",
+            "a run continues with its own configuration: leave it out",
         )
     run = run_folder.find(resume, Path("runs"))
     return configured_by(run, task), run

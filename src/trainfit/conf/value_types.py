@@ -10,7 +10,7 @@ Auto = Literal["auto"]
 Switch = bool | Auto
 CompileMode = Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 Steps = Annotated[int, Range(1, 10**9)]
-"""Number of anything that is counted while a run goes on."""
+"""A count in a run, such as steps or epochs."""
 MOST_SEQUENCES = 8192
 Sequences = Annotated[int, Range(1, MOST_SEQUENCES)]
 """Sequences in a step; the search for the best cut takes time by their square."""

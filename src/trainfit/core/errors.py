@@ -167,7 +167,7 @@ def in_one_line(error: BaseException) -> str:
 
 @contextmanager
 def refusing(refusal: Callable[[str], BadInput]) -> Iterator[None]:
-    """Turn whatever a library raises for bad input into the error that `refusal` makes."""
+    """Turn an exception that a library raises for bad input into the error that `refusal` makes."""
     try:
         yield
     except (TrainfitError, KeyboardInterrupt, SystemExit, GeneratorExit):

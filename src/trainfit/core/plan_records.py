@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
@@ -36,6 +36,10 @@ class Reason(Record):
     alternatives: tuple[str, ...] = ()
 
 
+def _reason_table(reasons: Sequence[Reason]) -> str:
+    return text_table([(one.setting, shown(one.value), one.why) for one in reasons])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Recommendation(Record):
     """Settings to start from: the plan of a default job on a machine."""
@@ -61,6 +65,11 @@ class Recommendation(Record):
     """Threads of torch's CPU operations; None: torch's default, as with a GPU."""
     reasons: tuple[Reason, ...] = ()
     advice: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        """Settings with their reasons for a terminal."""
+        title = f"Settings to start from: {self.task}, {self.model}, method {self.method}"
+        return f"{title}\n{_reason_table(self.reasons)}".rstrip()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,5 +296,4 @@ class Plan(Record):
 
     def __repr__(self) -> str:
         """Verdict and settings for a terminal."""
-        rows = [(reason.setting, shown(reason.value), reason.why) for reason in self.reasons]
-        return f"{self.verdict()}\n{text_table(rows)}".rstrip()
+        return f"{self.verdict()}\n{_reason_table(self.reasons)}".rstrip()

@@ -10,6 +10,7 @@ _MOST = 8
 """Items of a list that are shown: a data set may have thousands of lengths."""
 _WIDTH = 100
 """Longest line of a table in a terminal."""
+_NESTED = (Mapping, list, tuple)
 _LEFT = ' style="text-align:left"'
 
 
@@ -47,6 +48,12 @@ def _scalar(value: Any) -> str:
     if value is None or isinstance(value, bool):
         return {None: "–", True: "yes", False: "no"}[value]
     return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def text_facts(title: str, facts: Mapping[str, Any]) -> str:
+    """Format a title with the numbers and words below it; lists and nested facts are left out."""
+    rows = [(name, _scalar(v)) for name, v in facts.items() if not isinstance(v, _NESTED)]
+    return f"{title}\n{text_table(rows)}".rstrip()
 
 
 def text_table(rows: Sequence[Sequence[str]]) -> str:

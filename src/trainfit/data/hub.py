@@ -190,7 +190,7 @@ def _status(error: Exception) -> int | None:
 
 
 def _why(error: Exception) -> str:
-    """Word an error without the library's words, in which a token might be."""
+    """Describe an error without the library's text, which may hold the access token."""
     from huggingface_hub import constants
 
     status = _status(error)

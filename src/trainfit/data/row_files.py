@@ -186,7 +186,7 @@ def _header(path: Path) -> list[str]:
     try:
         return [name.strip() for name in next(lines, [])]
     except csv.Error as error:
-        raise BadInput(f"{path}: the header cannot be read ({error})", "mend it") from None
+        raise BadInput(f"{path}: the header cannot be read ({error})", "fix it") from None
 
 
 def _place(path: Path, header: list[str], spellings: tuple[str, ...]) -> int:

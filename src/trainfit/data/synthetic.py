@@ -275,8 +275,8 @@ def make_texts(scale: Scale = "small", seed: int = 0, target: Target = "single")
 def make_pairs(scale: Scale = "small", seed: int = 0, target: Target = "single") -> Texts:
     """Make the synthetic pairs of a seed.
 
-    Several labels are the cues that both texts tell of the writer, and the number of a pair their
-    sum. A pair with one class has one cue in its second text, and asks if the first tells it.
+    Several labels are the cues that both texts share, and the number of a pair is their sum. A pair
+    with one class has one cue in its second text; the class says if the first text has it too.
     """
     random = np.random.default_rng((seed, 13))
     count = _PAIRS[scale]

@@ -274,7 +274,7 @@ def join_pairs(
     """Token ids and token types of pairs, which are rows of a text's and a second text's number.
 
     A pair that is too long loses the end of its first text. `encode` tokenises pairs as the model
-    reads them. None where it makes anything else of some pairs, the longest among them.
+    reads them. Returns None where that differs for some sampled pairs or the longest.
     """
     firsts, others = (_alone(tokenizer, part, max_length) for part in (texts, seconds))
     sizes = [firsts[i].size + others[j].size for i, j in pairs.tolist()]

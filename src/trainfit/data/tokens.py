@@ -239,7 +239,7 @@ def map_in_order(
 ) -> Iterator[tuple[T, R]]:
     """Yield each item with the result of `work` on its texts, in order.
 
-    With several processes, `work` is sent to each once, and only a few items are under way.
+    With several processes, `work` is sent to each once, and only a few items are in progress.
     """
     if processes == 1:
         for item, texts in items:

@@ -48,7 +48,7 @@ class Finding(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """Evidence of a fault; a field that is None is as the fault says."""
+    """Evidence of a fault; a field that is None takes the value of the fault in signs.yaml."""
 
     evidence: str
     severity: Severity | None = None

@@ -29,8 +29,8 @@ from trainfit.doctor.finding import (
 )
 from trainfit.doctor.signs import read_log
 from trainfit.hardware.catalogue import GpuSpec, find
-from trainfit.runs.event_log import LOG
 from trainfit.runs.reader import Columns, RunPart, finite, read_run, settled
+from trainfit.runs.run_folder import LOG
 
 WAITS = 0.10
 """Share of the time from which on waiting for data is the bottleneck."""
@@ -88,7 +88,7 @@ class RunFacts:
         return bool(self.part.gpus) or (self.plan is not None and self.plan.gpu is not None)
 
     def said(self, kind: str) -> list[Event]:
-        """Events of one kind."""
+        """Return the run's events of one kind."""
         return [event for event in self.part.events if event.kind == kind]
 
 

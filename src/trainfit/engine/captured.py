@@ -24,7 +24,7 @@ from torch import Tensor
 from trainfit.core.errors import reason
 from trainfit.data.batches import Batch
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.engine.step import StepNumbers
+from trainfit.engine.step_numbers import StepNumbers
 
 Work = Callable[[Sequence[Batch], Tensor], StepNumbers]
 """Takes a whole step: micro-batches on the device, and the weight of the step."""
@@ -142,7 +142,7 @@ class CapturedSteps:
 
     @contextmanager
     def renewed(self) -> Iterator[None]:
-        """Capture the step inside a block anew: its profile shows operators beside kernels."""
+        """Capture the step in a block again: its profile then shows operators beside kernels."""
         self.renew = True
         try:
             yield

@@ -79,6 +79,11 @@ def find_world() -> World:
     )
 
 
+def current_world() -> World:
+    """Return the ranks that have joined; this process alone outside of `joined`."""
+    return find_world() if dist.is_initialized() else World()
+
+
 @contextmanager
 def joined(device: str, *, shards: bool = False) -> Iterator[tuple[World, torch.device]]:
     """Join the process group for a block; yields the rank and its device.
@@ -148,7 +153,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     )
     if not gone:
         return None
-    return RunFailed("another rank has died", "see its message, and go on with --resume")
+    return RunFailed("another rank has died", "see its message, and continue with --resume")
 
 
 @contextmanager

@@ -177,5 +177,5 @@ def _one_line(what: str) -> Iterator[None]:
         text = (str(cause).splitlines() or [type(cause).__name__])[0]
         raise RunFailed(
             f"{what} on rank {rank} ({text})",
-            "free some space or make it writable, and go on with --resume",
+            "free some space or make it writable, and continue with --resume",
         ) from None

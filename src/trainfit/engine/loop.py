@@ -40,8 +40,8 @@ from trainfit.engine.session import Session
 from trainfit.engine.setup import describe
 from trainfit.engine.shared import Shared, take_over
 from trainfit.runs import timeline
-from trainfit.runs.event_log import Journal, Tracker
 from trainfit.runs.opening import RunSetup
+from trainfit.runs.run_folder import Journal, Tracker
 from trainfit.runtime import applied, eagerly
 
 

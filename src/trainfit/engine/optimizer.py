@@ -1,4 +1,4 @@
-"""Optimizers of a model: the classes and options, which weights decay, and learning rates."""
+"""Optimizers of a model: classes, options and state, which weights decay, and learning rates."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, reason
+from trainfit.engine.adamw_moments import SMALL, HostMoments, SmallAdamW, small_moments
 from trainfit.engine.loop_settings import OptimizerSettings, optimizer_classes
-from trainfit.engine.small_states import SMALL, SmallAdamW
-from trainfit.engine.updates import Combined, create_state, is_adamw, trained_parameters
 
 _HALF = (torch.bfloat16, torch.float16)
 
@@ -170,7 +169,7 @@ def set_rates(optimizer: torch.optim.Optimizer, rates: list[float]) -> None:
 
 
 def keep_rates_on_device(optimizer: torch.optim.Optimizer) -> None:
-    """Make the learning rates tensors, which a captured update reads anew at each replay."""
+    """Make the learning rates tensors, which a captured update reads at each replay."""
     for group in optimizer.param_groups:
         group["lr"] = torch.full((), group["lr"], device=group["params"][0].device)
 
@@ -185,3 +184,88 @@ def take_workspaces() -> None:
     """
     one = torch.ones(8, 8, requires_grad=True)
     (one @ one).sum().backward()  # type: ignore[no-untyped-call]
+
+
+# ── what an optimizer holds ─────────────────────────────────────────────────────────────────────
+
+
+def is_adamw(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `update_once` can take the optimizer's operations one at a time."""
+    groups = optimizer.param_groups
+    return isinstance(optimizer, SmallAdamW) or (
+        type(optimizer) is torch.optim.AdamW
+        and len({bool(group["fused"]) for group in groups}) == 1
+        and all(group["fused"] or group["foreach"] is False for group in groups)
+        and not any(isinstance(group["lr"], Tensor) and not group["fused"] for group in groups)
+        and not any(group[name] for group in groups for name in _UNUSUAL)
+    )
+
+
+_UNUSUAL = ("amsgrad", "maximize", "capturable", "differentiable")
+
+
+def trained_parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """List the parameters that the optimizer updates."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+class Combined(torch.optim.Optimizer):
+    """Several optimizers that are used as one, each for weights of its own."""
+
+    def __init__(self, *optimizers: torch.optim.Optimizer) -> None:
+        """Share the parameter groups of `optimizers`."""
+        self.optimizers = optimizers
+        super().__init__([p for one in optimizers for p in trained_parameters(one)], {})
+        self.param_groups = [group for one in optimizers for group in one.param_groups]
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # noqa: ARG002
+        """Update with each of them."""
+        from trainfit.engine.step import update_once
+
+        where = trained_parameters(self)[0].device
+        update_once(self, torch.ones((), dtype=torch.bool, device=where))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Collect the states of all of them, by number."""
+        return {str(n): one.state_dict() for n, one in enumerate(self.optimizers)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned."""
+        for number, optimizer in enumerate(self.optimizers):
+            optimizer.load_state_dict(state_dict[str(number)])
+        self.param_groups = [group for one in self.optimizers for group in one.param_groups]
+
+
+def create_state(optimizer: torch.optim.Optimizer, *, offload: bool = False) -> None:
+    """Create AdamW's state; torch would in the first step, where memory may run out.
+
+    With `offload` the moments are in the host's memory.
+    """
+    groups = optimizer.param_groups
+    host = None
+    if offload:
+        half = groups[0].get("moments") == "bf16"
+        host = HostMoments(groups, torch.bfloat16 if half else torch.float32)
+        setattr(optimizer, "host_moments", host)  # noqa: B010
+        setattr(optimizer, "moment_slots", host.slots)  # noqa: B010
+    for group in groups:
+        for parameter in group["params"]:
+            count = torch.tensor(0.0, dtype=torch.float32)
+            optimizer.state[parameter] = {
+                "step": count.to(parameter.device) if group["fused"] else count,
+                **(_moments(parameter, group) if host is None else host.of(parameter)),
+            }
+
+
+def host_moments(optimizer: torch.optim.Optimizer) -> HostMoments | None:
+    """Return the moments in the host's memory; None where they are on the device."""
+    return getattr(optimizer, "host_moments", None)
+
+
+def _moments(parameter: Tensor, group: dict[str, Any]) -> dict[str, Tensor]:
+    if "moments" in group:
+        return small_moments(parameter, group["moments"])
+    return {
+        name: torch.zeros_like(parameter, memory_format=torch.preserve_format)
+        for name in ("exp_avg", "exp_avg_sq")
+    }

@@ -1,9 +1,9 @@
 """Steps that recover when memory runs out.
 
 The step is repeated after the cache is freed; if memory runs out again, it is cut into smaller
-micro-batches. Each try starts anew: same sequences, random state and buffers restored, no
-gradients. A finer cut changes only memory use. It is kept and recorded, so that a run can be
-replayed.
+micro-batches. Each try starts from the beginning: same sequences, random state and buffers
+restored, no gradients. A finer cut changes only memory use. It is kept and recorded, so that a run
+can be replayed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ from trainfit.engine.gradient_buckets import GradientBuckets
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.relaunch import RestartChanges, restarts_left
-from trainfit.engine.step import LossScale, StepNumbers, accumulate, finish, out_of_graphs
+from trainfit.engine.step import LossScale, accumulate, finish, out_of_graphs
+from trainfit.engine.step_numbers import StepNumbers
 from trainfit.kernels.saved_on_host import SavedOnHost
 
 
@@ -58,7 +59,7 @@ class MustRestart(OutOfMemory):
 
     def __init__(self, what: str, fix: str = "", change: RestartChanges | None = None) -> None:
         """Set the changes for the next start."""
-        again = "torchrun starts it again" if restarts_left() > 0 else "go on with --resume"
+        again = "torchrun starts it again" if restarts_left() > 0 else "continue with --resume"
         super().__init__(what, fix or f"{again} from the newest checkpoint")
         self.change = change or RestartChanges()
 
@@ -264,13 +265,13 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
         return (
             f"memory ran out, and the step cannot be cut: {parts.indivisible}",
             "take a smaller batch or a smaller model, or checkpoint activations, "
-            "and go on with --resume",
+            "and continue with --resume",
         )
     tokens = parts.settings.cuts[-1].tokens
     return (
         f"memory ran out with the finest cut, {tokens} tokens at a time",
         "shorten the sequences (data.max_length), checkpoint activations "
-        "(model.use_gradient_checkpointing) or take a smaller model, and go on with --resume",
+        "(model.use_gradient_checkpointing) or take a smaller model, and continue with --resume",
     )
 
 

@@ -243,4 +243,4 @@ def disk_fix(error: BaseException, run: Path) -> str:
             return "the run's folder was removed while it was written to: start a new run"
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
     cure = "free some space" if full or "No space left" in str(error) else "make it writable"
-    return f"{cure} and go on with --resume {run}; the checkpoints before are as they were"
+    return f"{cure} and continue with --resume {run}; the checkpoints before are as they were"

@@ -23,13 +23,13 @@ from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_s
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.shared import Shared
-from trainfit.engine.step import Reading, Readings, Waits
+from trainfit.engine.step_numbers import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
 from trainfit.runs import timeline
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import RunSetup
+from trainfit.runs.run_folder import Journal
 from trainfit.runtime import compile_seconds
 
 
@@ -112,7 +112,7 @@ class Session:
         self.go_on()
 
     def go_on(self) -> None:
-        """Restart the clock."""
+        """Start the clock of the window again, after a pause."""
         self.mark = time.perf_counter()
         self.compiled, self.captured = self._preparing()
 

@@ -26,17 +26,19 @@ from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
     adopt,
     build_optimizer,
+    host_moments,
+    is_adamw,
     keep_rates_on_device,
     keep_trained_in_float32,
     take_workspaces,
+    trained_parameters,
 )
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
-from trainfit.engine.updates import host_moments, is_adamw, trained_parameters
-from trainfit.kernels.quantized_linear import count_weights
+from trainfit.kernels.quantized import count_weights
 from trainfit.packing import PackedCut, PaddedCut
-from trainfit.runs import event_log, timeline
+from trainfit.runs import run_folder, timeline
 from trainfit.runs.opening import AttentionPath, RunSetup
 from trainfit.runtime import compile_blocks, compile_model
 from trainfit.runtime.switches import attention_order
@@ -226,7 +228,7 @@ def place(parts: Parts, run: Path, frozen: Future[str | None], *, resume: bool) 
             events.append(("resumed", "from the beginning: there is no checkpoint yet", {}))
     events += _apply_changes(progress, found.changes, parts.settings)
     if parts.world.first:
-        event_log.forget_after(run, progress.step, progress.events)
+        run_folder.forget_after(run, progress.step, progress.events)
         launch.note(run)
     return Start(progress, found.folder is not None, tuple(events))
 
@@ -245,7 +247,7 @@ def _look(run: Path, launch: Launch, resume: bool) -> _Found:
     """Find the newest good checkpoint; refuse a run's folder without `resume` or a restart."""
     resume = resume or launch.is_restart(run)
     if not resume and checkpoint.listed(run):
-        raise BadInput(f"{run} holds a run already", "go on with --resume, or start a new one")
+        raise BadInput(f"{run} holds a run already", "continue with --resume, or start a new one")
     run.mkdir(parents=True, exist_ok=True)
     checkpoint.clear_unfinished(run)
     folder, faults = checkpoint.latest_good(run)

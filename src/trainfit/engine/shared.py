@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import StepLoader
 from trainfit.engine.loop_settings import LoopSettings
+from trainfit.engine.optimizer import host_moments, is_adamw
 from trainfit.engine.recovery import Buffers, Parts
 from trainfit.engine.saved_state import frozen_checksum
-from trainfit.engine.updates import host_moments, is_adamw
 
 
 @dataclass

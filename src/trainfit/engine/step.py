@@ -3,23 +3,32 @@
 A step's loss is divided by the weight of the whole step, which is known beforehand, so its gradient
 does not depend on how it is cut. Nothing here waits for the device: the loss and the norm stay
 tensors. The planner runs the same code on fake tensors to predict memory.
+
+AdamW has its state before the first step, and its operations are taken one at a time. Adafactor and
+Muon update one weight at a time, from a copy. Any other optimizer is asked for its own step().
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple, TypeVar
+from functools import partial
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.optim.adamw import adamw
 
+from trainfit.core.errors import OutOfMemory
 from trainfit.core.plan_records import Precision
+from trainfit.engine.adamw_moments import Piece, SmallAdamW, launch
 from trainfit.engine.fsdp import local
-from trainfit.engine.memory_errors import retried, write_once
-from trainfit.engine.updates import trained_parameters, update_once
+from trainfit.engine.memory_errors import is_out_of_memory, retried, write_once
+from trainfit.engine.optimizer import Combined, host_moments, is_adamw, trained_parameters
+from trainfit.engine.step_numbers import StepNumbers
 from trainfit.kernels.saved_on_host import SavedOnHost
+from trainfit.kernels.small_adamw import takes_lists
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE = 2.0**16
@@ -45,7 +54,7 @@ class LossScale:
         self.quiet_steps = torch.tensor(0.0, device=device)
 
     def reset(self) -> None:
-        """Begin anew, in the same memory."""
+        """Set the scale to its first value, in the same memory."""
         self.factor.fill_(_FIRST_SCALE)
         self.quiet_steps.zero_()
 
@@ -67,15 +76,6 @@ def loss_scale(precision: Precision, device: torch.device | str) -> LossScale | 
 Loss = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 """TrainTask.loss: the summed loss of a micro-batch."""
 Batch = TypeVar("Batch")
-
-
-class StepNumbers(NamedTuple):
-    """Loss and gradient norm of a step, still on the device."""
-
-    loss: Tensor
-    """Loss per unit of weight."""
-    grad_norm: Tensor
-    """Norm before clipping. The step was skipped where this or the loss is not finite."""
 
 
 def plain_step(
@@ -189,81 +189,169 @@ def _factor(norm: Tensor, max_grad_norm: float | None, scale: LossScale | None) 
     return scale.factor.reciprocal() if clip is None else clip / scale.factor
 
 
-class Reading(NamedTuple):
-    """Loss and gradient norm of a step as Python numbers."""
-
-    step: int
-    loss: float
-    grad_norm: float
+# ── the update of the weights: once or not at all, also where memory runs out in the middle ───────
 
 
-class Readings:
-    """Losses and norms on their way from the device, in order; reading them makes no step wait."""
+@torch.no_grad()
+def update_once(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Update every parameter that has a gradient, once, or none where it is not `finite`.
 
-    def __init__(self) -> None:
-        self._under_way: deque[tuple[int, Tensor, torch.cuda.Event | None]] = deque()
-
-    def add(self, step: int, numbers: StepNumbers) -> None:
-        """Copy the numbers of a step to the host, after the work that is queued."""
-        pair = torch.stack([numbers.loss.double(), numbers.grad_norm.double()])
-        if pair.device.type != "cuda":
-            self._under_way.append((step, pair, None))
+    AdamW's fused kernels read `finite` on the device; others make the CPU wait for the answer.
+    Memory may run out at any operation: torch's own step() would then have updated some parameters
+    and counted others, so AdamW's operations are taken one at a time here.
+    """
+    plain = is_adamw(optimizer)
+    if plain and optimizer.param_groups[0]["fused"]:
+        found_inf = retried(lambda: (~finite).float())
+        counted = retried(lambda: finite.float())
+        for number in range(len(optimizer.param_groups)):
+            _update_fused(optimizer, number, found_inf, counted)
+    elif isinstance(finite, FakeTensor) or retried(lambda: bool(finite)):
+        if not plain:
+            _update_foreign(optimizer, finite)
             return
-        copy = torch.empty(2, dtype=torch.float64, pin_memory=True)
-        copy.copy_(pair, non_blocking=True)
-        arrival = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        arrival.record()
-        self._under_way.append((step, copy, arrival))
-
-    def arrived(self, *, wait: bool = False) -> list[Reading]:
-        """Return the readings that arrived since the last call; with `wait`, all of them."""
-        readings = []
-        while self._under_way:
-            step, pair, arrival = self._under_way[0]
-            if arrival is not None and not arrival.query():  # type: ignore[no-untyped-call]
-                if not wait:
-                    break
-                arrival.synchronize()
-            self._under_way.popleft()
-            readings.append(Reading(step, *pair.tolist()))
-        return readings
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    _update_one(parameter, optimizer.state[parameter], group)
 
 
-_Gap = tuple[torch.cuda.Event, torch.cuda.Event, float]
+_ALONE = (torch.optim.Adafactor, torch.optim.Muon)
+"""Optimizers that can update one weight without the others."""
 
 
-class Waits:
-    """Adds up the time that a window of steps waited for data."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._seconds = 0.0
-        self._last: torch.cuda.Event | None = None
-        self._gaps: list[_Gap] = []
-
-    def begin(self, waited: float) -> None:
-        """Note the start of a step whose data took `waited` seconds to arrive."""
-        if not self._on_gpu:
-            self._seconds += waited
-        elif self._last is not None:
-            self._gaps.append((self._last, _mark(), waited))
-
-    def end(self) -> None:
-        """Note that the step's work is queued on the device."""
-        if self._on_gpu:
-            self._last = _mark()
-
-    def take(self) -> float:
-        """Return the seconds waited since the last call; the device must be idle."""
-        for end, begin, waited in self._gaps:
-            idle = end.elapsed_time(begin) / 1e3
-            self._seconds += min(waited, idle)
-        seconds, self._seconds = self._seconds, 0.0
-        self._last, self._gaps = None, []
-        return seconds
+def _update_foreign(optimizer: torch.optim.Optimizer, finite: Tensor) -> None:
+    """Update with an optimizer other than AdamW."""
+    if isinstance(optimizer, Combined):
+        for part in optimizer.optimizers:
+            update_once(part, finite)
+    elif type(optimizer) in _ALONE:
+        _update_singly(optimizer)
+    else:
+        _update_whole(optimizer)
 
 
-def _mark() -> torch.cuda.Event:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
-    return event
+def _update_singly(optimizer: torch.optim.Optimizer) -> None:
+    """Call step() for one weight at a time, from a copy again where memory runs out in between."""
+    groups = optimizer.param_groups
+    try:
+        for group in groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    optimizer.param_groups = [group | {"params": [parameter]}]
+                    retried(partial(_step_or_restore, optimizer, parameter))
+    finally:
+        optimizer.param_groups = groups
+
+
+def _step_or_restore(optimizer: torch.optim.Optimizer, parameter: Tensor) -> None:
+    state = optimizer.state.get(parameter, {})
+    written = [parameter, *(v for v in state.values() if isinstance(v, Tensor))]
+    before = [tensor.clone() for tensor in written]
+    try:
+        optimizer.step()
+    except Exception:
+        for tensor, copy in zip(written, before, strict=True):
+            retried(partial(tensor.copy_, copy))
+        if not state:
+            optimizer.state.pop(parameter, None)  # it may be incomplete
+        raise
+
+
+def _update_whole(optimizer: torch.optim.Optimizer) -> None:
+    """Call step(), again only where memory ran out before anything was written."""
+    before = set(optimizer.state)
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    watched = [t for t in (*trained_parameters(optimizer), *state) if isinstance(t, Tensor)]
+    versions = [tensor._version for tensor in watched]
+
+    def work() -> None:
+        try:
+            optimizer.step()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            if versions != [tensor._version for tensor in watched]:
+                raise OutOfMemory(
+                    "memory ran out in the middle of an update, which cannot be undone",
+                    "continue with --resume from the newest checkpoint, with a smaller batch",
+                ) from None
+            for parameter in [p for p in optimizer.state if p not in before]:
+                del optimizer.state[parameter]  # it may be incomplete
+            raise
+
+    retried(work)
+
+
+def _alike(optimizer: torch.optim.Optimizer, parameters: list[Tensor]) -> list[list[Tensor]]:
+    """Group parameters by device and dtype, and by those of their moments, as a kernel needs.
+
+    Small moments are updated one weight at a time where no kernel takes many.
+    """
+    alike: dict[Any, list[Tensor]] = {}
+    for number, parameter in enumerate(parameters):
+        moments = optimizer.state[parameter]["exp_avg"].dtype
+        many = not isinstance(optimizer, SmallAdamW) or takes_lists(local(parameter))
+        key = (parameter.device, parameter.dtype, moments, None if many else number)
+        alike.setdefault(key, []).append(parameter)
+    return list(alike.values())
+
+
+def _update_fused(
+    optimizer: torch.optim.Optimizer, number: int, found_inf: Tensor, counted: Tensor
+) -> None:
+    """Update a group by fused kernels, then count the step."""
+    group, host = optimizer.param_groups[number], host_moments(optimizer)
+    parameters: list[Tensor] = [p for p in group["params"] if p.grad is not None]
+    if not parameters:
+        return
+    counts = [optimizer.state[parameter]["step"] for parameter in parameters]
+    this_step = retried(lambda: torch._foreach_add(counts, 1))
+    steps = dict(zip(parameters, this_step, strict=True))
+
+    def update(pieces: list[Piece], of: list[Tensor]) -> None:
+        retried(lambda: launch(pieces, [steps[p] for p in of], group, found_inf))
+
+    if host is not None:
+        host.update(number, update)
+    else:
+        numbers = _numbers(optimizer)
+        for alike in _alike(optimizer, parameters):
+            pieces = [_piece(p, optimizer.state[p], numbers[p]) for p in alike]
+            update(pieces, alike)
+    write_once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
+
+
+def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
+    return {p: number for number, p in enumerate(trained_parameters(optimizer))}
+
+
+def _piece(parameter: Tensor, state: dict[str, Tensor], number: int) -> Piece:
+    moments = {name: local(value) for name, value in state.items() if name != "step"}
+    return Piece(local(parameter), local(cast(Tensor, parameter.grad)), moments, number)
+
+
+def _update_one(parameter: Tensor, state: dict[str, Tensor], group: dict[str, Any]) -> None:
+    """Update one parameter, from a copy again where memory runs out in between."""
+    weight, gradient = local(parameter), local(cast(Tensor, parameter.grad))
+    mean, square = local(state["exp_avg"]), local(state["exp_avg_sq"])
+    written = [weight, mean, square, state["step"]]
+
+    def work() -> None:
+        before = [tensor.clone() for tensor in written]
+        try:
+            counts, options = [state["step"]], _options(group) | {"foreach": False, "fused": False}
+            adamw([weight], [gradient], [mean], [square], [], counts, **options)
+        except Exception:
+            for tensor, copy in zip(written, before, strict=True):
+                retried(partial(tensor.copy_, copy))
+            raise
+
+    retried(work)
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Keyword arguments that AdamW's two functions share."""
+    beta1, beta2 = group["betas"]
+    same = {name: group[name] for name in ("lr", "weight_decay", "eps", "amsgrad", "maximize")}
+    return {"beta1": beta1, "beta2": beta2, **same}

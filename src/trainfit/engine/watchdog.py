@@ -125,7 +125,7 @@ def _own_address() -> tuple[socket.AddressFamily, str]:
 def _end_now() -> None:
     """End the process at once: the main thread may wait for the dead rank forever."""
     print(
-        "trainfit: another rank has died; see its message, and go on with --resume",
+        "trainfit: another rank has died; see its message, and continue with --resume",
         file=sys.stderr,
         flush=True,
     )

@@ -17,7 +17,7 @@ class _Search(ModuleType):
     def __call__(self, task: Any, *overrides: str) -> Any:
         """Search the settings of a job with one worker; return a StudyResult with the best trial.
 
-        The same call goes on where a study was left.
+        The same call continues a study where it was left.
         """
         from trainfit.core.libraries import HPO, need
 

@@ -23,6 +23,7 @@ from trainfit.core import codec
 from trainfit.core.errors import RunFailed, redact_values, redact_words
 from trainfit.core.files import write_whole
 from trainfit.core.records import Record
+from trainfit.core.tables import text_facts
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.search_space import as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide
@@ -56,6 +57,12 @@ class StudyResult(Record):
     seconds: float
     side_by_side: SideBySide | None = None
     """Trials that ran at the same time on one GPU; None where they ran one after another."""
+
+    def __repr__(self) -> str:
+        """Trials by their state, and the best one, for a terminal."""
+        best = self.best
+        found = {"value": best.value, "run": best.run} | best.params if best is not None else {}
+        return text_facts(f"Study {self.study}", self.trials | found)
 
 
 def search(task: str | type, *words: str) -> StudyResult:

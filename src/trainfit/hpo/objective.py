@@ -74,7 +74,7 @@ class Objective:
         """
         self.room = GpuShare()
         self.latest: Plan | None = None
-        """Plan of the trial under way."""
+        """Plan of the running trial."""
         self._job = registry.job_module(composed.task)
         self._base, self._metric, self._alike, self._show = composed, metric, alike, show
         self.profile = job_plan.machine(composed)

@@ -175,7 +175,7 @@ class Reporter(Observer):
         self._total = total_steps
 
     def on_evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Take in a score."""
+        """Report an evaluation's score to the pruner, and stop the trial where it loses."""
         value = metrics[self._metric]
         if math.isfinite(value):
             better = max if self._greater else min

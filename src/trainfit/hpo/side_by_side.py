@@ -103,7 +103,7 @@ def work_side_by_side(
 
 
 def start_helpers(opened: OpenStudy, objective: Objective, row: TrainRow | None) -> Processes:
-    """Start as many helpers as have room beside the trial under way, and make room for them."""
+    """Start as many helpers as have room beside the running trial, and make room for them."""
     trials = opened.study.get_trials(deepcopy=False)
     left = opened.setting.hpo.trials - sum(trial.state in FINISHED for trial in trials)
     if objective.latest is None:
@@ -152,9 +152,9 @@ class Helpers(Observer):
         self._step: int | None = None
         """Step of the last row of this fold."""
         self._timed: dict[tuple[int, int], tuple[int, float]] = {}
-        """Steps and seconds by effective batch and number of trials under way."""
+        """Steps and seconds by effective batch and number of running trials."""
         self._seen: tuple[float, int | None] = (-_LOOK_EVERY, 1)
-        """When the study was last looked at, and the trials under way."""
+        """Time of the last look at the study, and the trials that ran then."""
         self.result: SideBySide | None = None
         """Trials side by side; None while there are no helpers."""
 
@@ -184,7 +184,7 @@ class Helpers(Observer):
             self._start_all(row)
 
     def gain(self, workers: int) -> float | None:
-        """Steps of so many trials in the time of one step alone, at the same batch sizes."""
+        """Steps that `workers` trials take in the time of one step alone; None: not known yet."""
         both = [batch for batch, n in self._timed if n == workers and (batch, 1) in self._timed]
         spent = sum(self._timed[batch, workers][1] for batch in both)
         if spent < _TOGETHER:
@@ -227,7 +227,7 @@ class Helpers(Observer):
         return {process.pid for process in self._processes or () if process.poll() is None}
 
     def _under_way(self) -> int | None:
-        """Trials under way, this process's included; None while a helper warms up."""
+        """Running trials, this process's included; None while a helper warms up."""
         helpers = self.alive
         if not helpers:
             return 1

@@ -115,7 +115,7 @@ def using_database() -> Iterator[None]:
     except OSError as error:
         raise RunFailed(
             f"cannot read or write {error.filename2 or error.filename} ({reason(error)})",
-            "make it writable and run the same command again: it goes on where it was",
+            "make it writable and run the same command again: it continues where it was",
         ) from error
     except (optuna.exceptions.StorageInternalError, SQLAlchemyError) as error:
         cause = error.__cause__ or error
@@ -127,7 +127,7 @@ def using_database() -> Iterator[None]:
             ) from None
         raise RunFailed(
             f"the database of the study cannot be used ({why})",
-            "look after it and run the same command again: it goes on where it was",
+            "look after it and run the same command again: it continues where it was",
         ) from None
 
 
@@ -256,7 +256,7 @@ def open_journal(path: Path) -> JournalStorage:
 
 @contextmanager
 def kernel_lock(path: Path, seconds: float) -> Iterator[None]:
-    """Hold the lock of a file; filelock's Timeout after so many seconds."""
+    """Hold the lock of a file; filelock's Timeout when `seconds` have passed."""
     lock = FileLock(path, timeout=seconds)
     try:
         lock.acquire()

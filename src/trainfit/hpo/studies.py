@@ -173,7 +173,7 @@ class OpenStudy:
     notes: tuple[str, ...]
 
     def desk(self) -> TrialQueue:
-        """Queue of its trials."""
+        """Return the queue of the study's trials."""
         return TrialQueue(
             study=self.study,
             database=self.database,

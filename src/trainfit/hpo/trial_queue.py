@@ -105,8 +105,8 @@ class Outcome:
     """Outcome of a trial in this process."""
 
     kind: Literal["complete", "pruned", "stopped", "crowded", "failed", "lost"]
-    """stopped: by a signal, another worker goes on; crowded: it has too little memory beside other
-    trials; lost: another worker has it already."""
+    """stopped: by a signal, another worker continues it; crowded: it has too little memory beside
+    other trials; lost: another worker has it already."""
     value: float | None = None
     reason: str = ""
     facts: Mapping[str, Any] = field(default_factory=dict)

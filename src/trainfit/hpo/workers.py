@@ -253,7 +253,7 @@ def _verdict(codes: Sequence[int | None], asked: bool, logs: Path) -> Literal["d
     said = [_last_line(path) for path in sorted(logs.glob("*.log"))]
     reason = next((text for text in said if text), f"exit codes {list(codes)}")
     raise RunFailed(
-        f"all workers ended early ({reason})", f"see {logs}; the same command goes on from here"
+        f"all workers ended early ({reason})", f"see {logs}; the same command continues from here"
     )
 
 

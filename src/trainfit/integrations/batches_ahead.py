@@ -22,7 +22,7 @@ _PATCHED = "_trainfit_fetched"
 
 
 class _Batch(NamedTuple):
-    """A batch under way; without indices, the sampler had no more."""
+    """A batch that is being fetched; without indices, the sampler had no more."""
 
     indices: Any = None
     data: Future[Any] | None = None

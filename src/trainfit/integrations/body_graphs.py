@@ -216,7 +216,7 @@ class BodyGraphs:
         self._targets = None
 
     def _same(self, state: BodyState) -> bool:
-        """Forget all graphs if weights, or what else a pass reads, are not those captured."""
+        """True if weights, and what else a pass reads, are those captured; else drop all graphs."""
         known, self._state = self._state, state
         if known is not None and state.key == known.key:
             return True

@@ -50,7 +50,7 @@ class TrainfitCallback(TrainerCallback):
         return made
 
     def on_train_begin(self, args: TrainingArguments, *_: Any, **kwargs: Any) -> None:
-        """Follow the model."""
+        """Start to count the model's tokens and operations, and to gather evidence."""
         model = kwargs["model"]
         self.meter.attach(model, probe=not args.torch_compile)
         self.meter.follow_forward(model)

@@ -38,7 +38,7 @@ class TrainfitLightningCallback(Callback):
         """Receipt of the last training."""
 
     def on_train_start(self, _trainer: Any, pl_module: Any) -> None:
-        """Follow the model."""
+        """Start to count the model's tokens and operations, and to gather evidence."""
         self.meter.attach(pl_module)
         self._observing.begin()
 

@@ -32,7 +32,7 @@ _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
 _COMPILING = 20.0
-"""Seconds that compiling and capturing anew may take."""
+"""Seconds that compiling and capturing again may take."""
 _SAVED = 0.15
 """Share of a step that compiling is expected to save."""
 

@@ -255,7 +255,7 @@ def _restore(batch: UnpaddedRows, output: Any) -> Any:
 
 
 def _pool(body: Any, hidden: Tensor) -> Tensor:
-    """Compute the pooled outputs anew: the packed row had but one first token."""
+    """Compute the pooled outputs again: the packed row had only one first token."""
     activation = getattr(body, "pooler_activation", None)  # ALBERT's pooler is a matrix
     pooled: Tensor = (
         body.pooler(hidden) if activation is None else activation(body.pooler(hidden[:, 0]))

@@ -16,10 +16,9 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded
 from trainfit.data.device_tokens import device_tokens
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
-from trainfit.engine.divided import collect, own_batches
+from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
-from trainfit.jobs import tuned_plans
 from trainfit.jobs.models.backbone import PackedPath, Traits, packed_path
 from trainfit.jobs.models.classifier import EncoderClassifier, Head, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
@@ -146,11 +145,7 @@ def ideal_seconds(model: EncoderModel, plan: Plan) -> Callable[[Sequence[int]], 
 
 def opening(parts: Parts, plan: Plan) -> RunSetup:
     """Record the settings in effect, with the attention that the model will really take."""
-    return replace(
-        describe(parts, _attention(parts, plan.workload.max_length)),
-        method=plan.workload.method,
-        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
-    )
+    return describe(parts, _attention(parts, plan.workload.max_length))
 
 
 def _attention(parts: Parts, longest: int) -> AttentionPath | None:
@@ -253,7 +248,7 @@ Batches = list[tuple[Sequence[int], Callable[[], dict[str, Any]]]]
 
 
 def _padded(tokens: Tokens, batch_size: int, pad_id: int, device: torch.device) -> Batches:
-    """Pad rows of like length; the longest come first, so that memory runs out early or never.
+    """Pad rows of similar length; the longest come first, so that memory runs out early or never.
 
     Rows for a GPU have a few widths, which can be captured; a CPU computes as little as possible.
     """

@@ -103,7 +103,7 @@ def metric_of(composed: Composed) -> str:
 
 
 def _with_notes(composed: Composed) -> Composed:
-    """Add notes on what was inferred from the labels, and on a model that nobody named."""
+    """Add notes on what was inferred from the labels, and on a model that was not named."""
     config, notes = composed.config, list(composed.notes)
     if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed

@@ -4,7 +4,7 @@
     RUN/results.json                             of the whole job
 
 Under cross-validation each fold has these in a folder of its own, RUN/fold-1 and so on. A fold is
-done when its scores are written, so a job that was killed goes on where it was.
+done when its scores are written, so a job that was killed continues where it was.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from trainfit.jobs.model_card import fold_card
 from trainfit.jobs.model_facts import check_vocabulary
 from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.models.classifier import EncoderClassifier, try_building
-from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier, try_building
+from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Run
@@ -48,8 +48,8 @@ from trainfit.jobs.side_folds import side_folds
 from trainfit.jobs.targets import OneClass, Outputs, target_of
 from trainfit.jobs.text_baselines import Arrays
 from trainfit.runs import timeline
-from trainfit.runs.event_log import Journal
 from trainfit.runs.opening import DataSetup
+from trainfit.runs.run_folder import Journal
 
 if TYPE_CHECKING:
     from trainfit.jobs.configuration import EncoderConfig
@@ -69,8 +69,6 @@ class PreparedEncoder:
     """One, or one for each fold; `test` is what its score is taken on, and nothing else."""
     ids: tuple[Sequence[str], ...]
     """Identifiers of what is in each `test`."""
-    build: Callable[..., EncoderClassifier]
-    """The model of the configuration, with what the plan decided."""
     baselines: Callable[[], Arrays]
     """Data of the baselines that the models must beat."""
     use: dict[str, Any] = field(default_factory=dict)
@@ -392,8 +390,8 @@ def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
     """Build the model; weights are drawn, or quantized, on the device that it trains on."""
     asked, weights = prepared.config.model, prepared.chosen.weights
-    build = partial(prepared.build, asked, weights=weights, **model_decisions(plan, asked))
+    classes, decided = len(prepared.datasets[0].metadata["classes"]), model_decisions(plan, asked)
+    settings = settings_from(asked, classes=classes, weights=weights, **decided)
     if weights == "random" or plan.quantization != "none":
-        return on_device(birthplace(plan, device), build)()
-    model: EncoderClassifier = build()
-    return model
+        return on_device(birthplace(plan, device), partial(build_classifier, settings))()
+    return build_classifier(settings)

@@ -35,12 +35,18 @@ from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
 from trainfit.data.tokenizers import is_learned, load_bpe
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.jobs.models.gpt2 import from_gpt2, to_gpt2
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
-from trainfit.jobs.standard_export import part_of, plain_tensors, save_adapter, write_standard
-from trainfit.kernels.quantized_linear import widened_state
+from trainfit.jobs.standard_export import (
+    from_gpt2,
+    part_of,
+    plain_tensors,
+    save_adapter,
+    to_gpt2,
+    write_standard,
+)
+from trainfit.kernels.quantized import widened_state
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -126,7 +132,7 @@ def written_whole(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise RunFailed(
             f"cannot write {folder} ({getattr(error, 'strerror', None) or error})",
-            f"free some space and go on with --resume {folder.parent}",
+            f"free some space and continue with --resume {folder.parent}",
         ) from error
 
 

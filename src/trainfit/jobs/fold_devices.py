@@ -13,7 +13,7 @@ _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
 def give_folds(names: Sequence[str]) -> None:
-    """Have this process train on the first GPU, and processes beside it on the others."""
+    """Set the variables for folds on several GPUs: the first for this process, others for more."""
     set_variables({_VISIBLE: names[0], _OTHERS: ",".join(names[1:])})
 
 

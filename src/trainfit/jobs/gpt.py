@@ -21,8 +21,8 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
-from trainfit.data.token_preparation import Preparation, Progress, embedded_tokens, text_tokens
-from trainfit.engine.distributed import World, first_says, gather
+from trainfit.data.token_preparation import Preparation, embedded_tokens, text_tokens
+from trainfit.engine.distributed import World, current_world, first_says, gather
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
@@ -35,7 +35,8 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
-from trainfit.jobs.run import Run, Show, train_job
+from trainfit.jobs.run import Run
+from trainfit.jobs.run import train as train
 from trainfit.measuring import flops
 from trainfit.packing import ladder
 from trainfit.runs import timeline
@@ -149,19 +150,13 @@ class PreparedGpt:
         return _ended(self, run, result)
 
 
-def prepare(
-    composed: Composed,
-    *,
-    world: World | None = None,
-    progress: Progress | None = None,
-    nested: bool = True,
-) -> PreparedGpt:
+def prepare(composed: Composed, *, nested: bool = True) -> PreparedGpt:
     """Open the tokens that are named, or those of a text, made by the first rank."""
     del nested  # there are no folds
     config = composed.config
     assert isinstance(config, GptConfig)
-    world = world or World()
-    folder = first_says(world, str(_token_folder(composed, progress)) if world.first else "")
+    world = current_world()
+    folder = first_says(world, str(_token_folder(composed)) if world.first else "")
     data = open_tokens(Path(folder), survey=world.first)
     size = _vocabulary(config, data)
     settled = replace(config, model=replace(config.model, vocab_size=size))
@@ -169,24 +164,16 @@ def prepare(
     return PreparedGpt(composed=replace(composed, config=settled), data=data)
 
 
-def _token_folder(composed: Composed, progress: Progress | None) -> Path:
+def _token_folder(composed: Composed) -> Path:
     """Return the folder of tokens that is named, or that of a text or the standard library."""
     config, text = composed.config, gpt_choice.text_of(composed)
     assert isinstance(config, GptConfig)
     if text is not None:
-        return text_tokens(text, gpt_choice.preparation(config), progress)
+        return text_tokens(text, gpt_choice.preparation(config))
     if config.data.data_dir is not None:
         return Path(config.data.data_dir)
     how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
-    return embedded_tokens(how, progress)
-
-
-def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> GptResult:
-    """Train and export what the configuration asks for; `resume` continues a run."""
-    result: GptResult = train_job(
-        composed, lambda world: prepare(composed, world=world), show, resume=resume
-    )
-    return result
+    return embedded_tokens(how)
 
 
 def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
@@ -251,7 +238,6 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
     """Record the settings in effect, with the tokens and the batch."""
     return replace(
         describe(parts),
-        tuned_samples_per_second=tuned_plans.tuned_rate(plan),
         pretraining=PretrainingSetup(
             train_tokens=data.header.train.tokens,
             held_out_tokens=data.header.validation.tokens,

@@ -87,7 +87,10 @@ def preparation(config: GptConfig) -> Preparation:
 
 
 def fitted(composed: Composed, gpu: GpuSpec | None = None) -> Composed:
-    """Choose what nobody set for the text of the job; `gpu` is one that is not in this machine."""
+    """Choose the settings that are left at auto, for the job's text.
+
+    `gpu` is a GPU that is not in this machine.
+    """
     place, config = text_of(composed), composed.config
     if place is None or ORIGIN in composed.origins.values():
         return composed

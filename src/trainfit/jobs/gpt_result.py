@@ -15,6 +15,7 @@ import numpy as np
 from trainfit.conf import GptConfig
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Record
+from trainfit.core.tables import text_facts
 from trainfit.engine.observers import TrainRow
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.runs.reader import Columns, read_part
@@ -89,6 +90,12 @@ class GptResult(Record):
     def metrics(self) -> dict[str, float]:
         """Validation loss by its name."""
         return {} if self.val_loss is None else {"val_loss": self.val_loss}
+
+    def __repr__(self) -> str:
+        """Figures for a terminal."""
+        names = ("steps", "train_loss", "val_loss", "tokens_per_second", "mfu", "seconds")
+        figures = {name: getattr(self, name) for name in names}
+        return text_facts(f"{self.task} {self.status}: {self.run}", figures)
 
 
 def iter_line(row: TrainRow) -> str:

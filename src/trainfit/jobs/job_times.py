@@ -50,12 +50,12 @@ _LONG = 2 * 3600.0
 _KEPT = 256
 """Factors that are kept, the last learned."""
 _MOST = 20.0
-"""A factor beyond it tells of an accident, not of the machine."""
+"""Largest factor that is learned; a larger one is an accident, not the machine."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class JobLoad:
-    """Work of a job beside its steps."""
+    """Work of a job outside its training steps."""
 
     evaluated: int = 0
     """Tokens of an evaluation."""
@@ -67,7 +67,7 @@ class JobLoad:
 
 
 def load_of(config: Any, question: Question, evaluated: float, judged: float = 0.0) -> JobLoad:
-    """Return what a configured job does beside its steps, by the tokens to evaluate and judge."""
+    """Return the work of a job outside its steps, by the tokens to evaluate and to score."""
     work, training = question.workload, config.training
     evaluations = None
     if training.eval_steps is not None:
@@ -137,7 +137,7 @@ def _by_operations(plan: Plan, question: Question) -> float | None:
 
 
 def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
-    """Return the plan's time with steps of so many seconds."""
+    """Return the plan's time with steps of `step` seconds."""
     told, load = plan.time, question.workload
     if told is not None and (step is None or told.step_seconds == step):
         return told
@@ -171,7 +171,7 @@ def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
 
 
 def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict[str, float]:
-    """Seconds of each stage by rule, with steps of so many seconds."""
+    """Seconds of each stage by rule, with steps of `step` seconds."""
     work = question.workload
     trainings, per_epoch = work.trainings, math.ceil(work.sequences / plan.effective_batch_size)
     steps = per_epoch * work.epochs

@@ -41,7 +41,7 @@ _SPLITS = {
 
 
 def settle_sources(composed: Composed) -> Composed:
-    """Replace a folder of splits by its files, and `auto` by the names of the columns."""
+    """Replace a folder of splits by its files, and columns left at `auto` by their names."""
     config: Any = composed.config
     if not isinstance(config, TextFilesConfig) or config.data.train is None:
         return composed

@@ -142,7 +142,7 @@ def code_for(
 
 
 def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, float]]:
-    """Bootstrap the accuracy and the F1, 95%, by drawing the table of counts anew.
+    """Bootstrap the accuracy and the F1, 95%, by resampling the table of counts.
 
     F1 is that of the second of two classes, or the mean over more, as in the scores.
     """

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from trainfit.conf import Composed, NliConfig
-from trainfit.conf.schema import EncoderModel
 from trainfit.data.folds import Folds, IntArray, check_folds, make_folds
 from trainfit.data.redsm5 import (
     CRITERIA,
@@ -23,28 +20,7 @@ from trainfit.data.synthetic import make_corpus
 from trainfit.jobs.baselines import pair_arrays
 from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
 from trainfit.jobs.encoder import PreparedEncoder
-from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
-from trainfit.jobs.models.classifier_settings import settings_from
-from trainfit.jobs.run import Show, train_job
-from trainfit.jobs.scores import JobResult
-
-CLASSES = 2
-"""Number of classes: no evidence and evidence."""
-
-
-def build_model(model: EncoderModel, **decided: Any) -> EncoderClassifier:
-    """The classifier a configuration asks for, with what was `decided` for it.
-
-    `decided` are fields of ClassifierSettings; those that the configuration leaves at auto must
-    be among them.
-    """
-    return build_classifier(settings_from(model, classes=CLASSES, **decided))
-
-
-def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
-    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
-    return result
+from trainfit.jobs.run import train as train
 
 
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
@@ -70,7 +46,6 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         chosen=chosen,
         datasets=tuple(datasets),
         ids=tuple([corpus.ids[post] for post in corpus.post_of[part.test]] for part in parts),
-        build=build_model,
         baselines=partial(pair_arrays, corpus, parts, config.seed),
         use={"criteria": dict(zip(codes, corpus.criteria, strict=True))},
     )

@@ -161,7 +161,7 @@ def _example(model: _Rows, count: int, width: int, exported: Exported) -> tuple[
 
 @contextmanager
 def _quietly() -> Iterator[None]:
-    """Silence the exporter, which tells of operators that no model here has."""
+    """Silence the exporter, which warns of operators that no model here has."""
     before = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:

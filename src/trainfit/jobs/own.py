@@ -24,13 +24,15 @@ from trainfit.core.errors import BadInput
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
+from trainfit.core.tables import text_facts
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.run import Run, Show, train_job
+from trainfit.jobs.run import Run
+from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
@@ -55,6 +57,10 @@ class OwnResult(Record):
     metric: str
     peak_memory_gib: float | None
     events: tuple[Event, ...] = ()
+
+    def __repr__(self) -> str:
+        """Metrics for a terminal."""
+        return text_facts(f"{self.task} {self.status}: {self.run}", self.metrics)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,14 +232,9 @@ class PreparedJob:
 
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
-        rate = tuned_plans.tuned_rate(run.plan)
-        extras: dict[str, Any] = {
-            "opening": lambda parts: replace(
-                describe(parts),
-                tuned_samples_per_second=rate,
-                samples=int(self.lengths.max()) == 1,
-            )
-        }
+        del run
+        alike = int(self.lengths.max()) == 1
+        extras: dict[str, Any] = {"opening": lambda parts: replace(describe(parts), samples=alike)}
         if type(self.job).optimizer is not Job.optimizer:
             extras["make_optimizer"] = self._optimizer
         return extras
@@ -327,7 +328,7 @@ class OwnTask:
         return summed(losses, batch[COUNT], self.indivisible)
 
     def after_step(self, model: nn.Module, step: int) -> None:
-        """Call the job's hook."""
+        """Call the job's own after_step."""
         self._job.after_step(model, step)
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
@@ -374,8 +375,3 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
             raise BadInput(f"data({name!r}) gives no samples", "give at least one")
     test = validation if test is None else test
     return PreparedJob(composed=composed, job=job, train=train, validation=validation, test=test)
-
-
-def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
-    """Train, judge and export a job; `resume` continues a run."""
-    return train_job(composed, lambda _world: prepare(composed), show, resume=resume)

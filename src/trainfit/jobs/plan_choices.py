@@ -1,4 +1,4 @@
-"""Choices beside the planner's: freeze the encoder, and how a GPT computes its loss.
+"""Choices that are made around the planner: freeze the encoder, and how a GPT computes its loss.
 
 Nothing here imports torch.
 """
@@ -44,7 +44,7 @@ def choose_freezing(
 
 
 def _may_freeze(composed: Composed) -> bool:
-    """True where nobody set the method and the weights are pretrained."""
+    """True where the method is left at its default and the weights are pretrained."""
     config = composed.config
     if isinstance(config, GptConfig) or config.model.freeze_encoder != "auto":
         return False

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput
 from trainfit.data.token_files import Ids
-from trainfit.engine.divided import collect, own_batches
+from trainfit.engine.evaluation import collect, own_batches
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.kernels.fused_ops import IGNORED
 from trainfit.packing.steps import divide_up

@@ -41,11 +41,12 @@ from trainfit.engine.shared import Shared
 from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
+from trainfit.jobs.registry import job_module
 from trainfit.measuring.receipt import save_receipt
 from trainfit.planning.cpu_choice import child_ahead
 from trainfit.runs import run_folder, timeline
-from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
+from trainfit.runs.run_folder import Tracker
 from trainfit.runtime import applied, start_gpu
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -121,7 +122,7 @@ class Prepared(Protocol):
 
 @dataclass(kw_only=True)
 class Run:
-    """A job under way in this process."""
+    """A running job in this process."""
 
     prepared: Prepared
     plan: Plan
@@ -178,12 +179,13 @@ class Run:
         return result
 
     def _named(self, setup: RunSetup, fold: int) -> RunSetup:
-        """Add the names of model and method, and the counts of the data."""
+        """Add the names of model and method, the tuned speed, and the counts of the data."""
         model = getattr(self.prepared.config, "model", None)
         return replace(
             setup,
             model=self.prepared.composed.task.rpartition(":")[2] if model is None else model.name,
             method=None if model is None else self.plan.workload.method,
+            tuned_samples_per_second=tuned_plans.tuned_rate(self.plan),
             data=self.prepared.counts(fold),
         )
 
@@ -241,14 +243,11 @@ class Run:
 
 
 @timeline.recording()
-def train_job(
-    composed: Composed,
-    prepare: Callable[[World], Prepared],
-    show: Show | None = None,
-    *,
-    resume: Path | None = None,
-) -> Any:
-    """Train, judge and export a job, in a new folder or in that of a run to resume."""
+def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
+    """Train, score and export a job, in a new folder or in that of a run to resume.
+
+    Returns the job's result record.
+    """
     show = show or Show()
     with show.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
@@ -259,28 +258,22 @@ def train_job(
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
         with child_ahead(profile):
             with show.busy("preparing the data"), timeline.stage("data"):
-                prepared = prepare(world)
+                prepared: Prepared = job_module(composed.task).prepare(composed)
             with show.busy("planning"), timeline.stage("plan"):
                 plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
         for text in _notes(prepared, profile, plan) if resume is None else ():
             show.note(text)
-        with writing(folder, world), applied(job_plan.runtime_settings(prepared.config, plan)):
-            run = Run(
-                prepared=prepared,
-                plan=plan,
-                folder=folder,
-                profile=profile,
-                world=world,
-                device=device,
-                show=show,
-            )
-            with timeline.stage("end"):
-                result = prepared.judge(run, resume is not None)
-                if world.first and result.status == "finished":
-                    result.save(folder / "results.json", parents=False)
-                    job_times.learn(folder)
+        with (
+            writing(folder, world),
+            opened(prepared, plan, profile, folder, show=show) as run,
+            timeline.stage("end"),
+        ):
+            result = prepared.judge(run, resume is not None)
+            if world.first and result.status == "finished":
+                result.save(folder / "results.json", parents=False)
+                job_times.learn(folder)
             return result
 
 
@@ -305,7 +298,7 @@ def compare_run(
 def opened(
     prepared: Prepared, plan: Plan, profile: HardwareProfile, folder: Path, **others: Any
 ) -> Iterator[Run]:
-    """Open a run that is planned, with the ranks joined and torch's switches set."""
+    """Open a run that is planned: ranks join, unless they have, and torch's switches are set."""
     with (
         joined(profile.device) as (world, device),
         applied(job_plan.runtime_settings(prepared.config, plan)),

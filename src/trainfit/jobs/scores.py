@@ -14,6 +14,7 @@ import numpy as np
 
 from trainfit.core.files import read_text, write_whole
 from trainfit.core.records import Event, Record, RunResult
+from trainfit.core.tables import text_facts
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
 from trainfit.jobs.targets import Outputs, Scores, target_of
@@ -59,6 +60,10 @@ class JobResult(Record):
     by_label: dict[str, Metrics] = field(default_factory=dict)
     problem_type: str = "single_label_classification"
 
+    def __repr__(self) -> str:
+        """Metrics for a terminal."""
+        return text_facts(f"{self.task} {self.status}: {self.run}", self.metrics)
+
 
 def judge(
     dataset: Dataset,
@@ -99,7 +104,7 @@ def summarise(
     stopped: bool,
     problem_type: str = "single_label_classification",
 ) -> JobResult:
-    """Summarise all folds."""
+    """Make the result of a job from the scores of its folds."""
     return JobResult(
         task=task,
         run=str(run),

@@ -18,7 +18,7 @@ _SPELLINGS = {"L": "E", "U": "S", "M": "I"}
 """Letters of BILOU and BMES, as those of IOBES."""
 _DRAWS = 1000
 _GROUPS = 2000
-"""Sentences by the hundred thousand are drawn in so many random groups, which spread as they do."""
+"""Random groups in which very many sentences are resampled; their spread is the same."""
 
 
 class _Counted(NamedTuple):
@@ -31,7 +31,7 @@ class _Counted(NamedTuple):
     """Types of spans, or the tags."""
 
     def by_kind(self) -> list[IntArray]:
-        """Count each by kind."""
+        """Count hits, predictions and true spans of each kind."""
         every = (self.hits, self.said, self.there)
         return [np.bincount(part[:, 1], minlength=len(self.kinds)) for part in every]
 

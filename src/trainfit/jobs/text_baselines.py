@@ -33,7 +33,7 @@ Arrays = dict[str, NDArray[Any]]
 _MOST = 50_000
 """Maximum number of texts that the regression learns from."""
 _QUICK_LABELS = 10
-"""Number of labels that have a regression each on so many texts; more have fewer."""
+"""Number of labels up to which each has a regression on `_MOST` texts; with more, on fewer."""
 _PARTS = ("train", "validation", "test")
 _FIELDS = ("starts", "lengths", "labels")
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed, TextFilesConfig
-from trainfit.conf.schema import EncoderModel, PairsData, TokensData
+from trainfit.conf.schema import PairsData, TokensData
 from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.labels import class_order
 from trainfit.data.row_files import check_file
@@ -25,30 +25,11 @@ from trainfit.jobs.configuration import (
 )
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.known_data import columns_of
-from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
-from trainfit.jobs.models.classifier_settings import settings_from
-from trainfit.jobs.run import Show, train_job
-from trainfit.jobs.scores import JobResult
+from trainfit.jobs.run import train as train
 from trainfit.jobs.text_baselines import text_arrays
-
-
-def build_model(model: EncoderModel, *, classes: int, **decided: Any) -> EncoderClassifier:
-    """The classifier a configuration asks for, with what was `decided` for it.
-
-    `decided` are fields of ClassifierSettings; those that the configuration leaves at auto must
-    be among them.
-    """
-    return build_classifier(settings_from(model, classes=classes, **decided))
-
 
 _LEARN_FROM = 100_000
 """Texts that a tokenizer is learned from, at most."""
-
-
-def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> JobResult:
-    """Train, judge and export what the configuration asks for; `resume` goes on with a run."""
-    result: JobResult = train_job(composed, lambda _world: prepare(composed), show, resume=resume)
-    return result
 
 
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
@@ -65,7 +46,6 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     whole = _load(config, chosen)
     plain = config.cv.folds is None or not nested
     datasets = whole if plain else _nested(whole, config)
-    classes = len(datasets[0].metadata["classes"])
     return PreparedEncoder(
         composed=composed,
         chosen=chosen,
@@ -73,7 +53,6 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
         ids=tuple(
             [str(row) for row in data.test.rows] for data in datasets if data.test.rows is not None
         ),
-        build=lambda model, **decided: build_model(model, classes=classes, **decided),
         baselines=partial(
             text_arrays, datasets, config.seed, special=chosen.tokenizer.all_special_ids
         ),
@@ -82,7 +61,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
 
 
 def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
-    """The training texts, read anew at each call."""
+    """Return a function that reads the training texts; each call reads them from the start."""
     data, kind = config.data, kind_of(config)
     if isinstance(data, TokensData) and data.train is None:
         rows, _ = make_tagged(data.scale, config.seed)

@@ -43,7 +43,7 @@ class MaskedAttention:
         windowed: bool,
         softcap: float | None,
     ) -> Tensor:
-        """Attend; heads come before tokens going in, after them coming out."""
+        """Attend: from `[B, heads, tokens, head]` to `[B, tokens, heads, head]`."""
         mask = self.windowed if windowed else self.full
         if softcap is not None:
             return _softcapped(query, key, value, mask, scaling, dropout, softcap)

@@ -1,23 +1,93 @@
-"""Activations that wait for the backward pass in pinned host memory instead of on the GPU.
+"""Memory of the host beside the GPU's: copies in both directions, and activations that wait there.
 
 What autograd saves in a forward pass is copied out on a stream of its own while the pass goes on,
 and copied back, ahead of its use, while the backward pass runs. The numbers are the same bits.
 A storage is copied once, however many tensors view it; small ones and weights stay where they are.
+
+The copies of an optimizer's state are operators, so that a profile shows them and the estimator
+tells them from work on the GPU.
 """
 
 from __future__ import annotations
 
 import re
+import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.checkpoint import CheckpointPolicy
+
+from trainfit.core.errors import OutOfMemory
+
+
+@torch.library.custom_op("trainfit::host_zeros", mutates_args=())
+def host_zeros(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:  # noqa: ARG001
+    """Make a flat tensor in the host's memory; `like` is one on the device."""
+    return torch.zeros(size, dtype=dtype, device="cpu")
+
+
+@host_zeros.register_fake
+def _(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
+    return like.new_empty(size, dtype=dtype, device="cpu")
+
+
+def pin(tensors: Sequence[Tensor], owner: object) -> None:
+    """Pin memory where it is, until `owner` is gone.
+
+    torch's own pinned memory is rounded up to a power of two, which may double it.
+    """
+    fix = "set optimization.offload_optimizer=false, or optimization.optimizer=adamw_bf16"
+    needed, free = sum(t.nbytes for t in tensors), psutil.virtual_memory().available
+    if needed > free:
+        sizes = f"{needed / 2**30:.1f} GiB of moments, and {free / 2**30:.1f} GiB are free"
+        raise OutOfMemory(f"the host's memory is too small for {sizes}", fix)
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for tensor in tensors:
+        if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
+            raise OutOfMemory(
+                f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
+                f"{fix}; or raise the limit of locked memory",
+            )
+        # It holds the tensor: memory must not be freed before it is released.
+        weakref.finalize(owner, _release, tensor).atexit = False
+
+
+def _release(tensor: Tensor) -> None:
+    runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    runtime.cudaHostUnregister(tensor.data_ptr())
+
+
+@torch.library.custom_op("trainfit::host_fetch_", mutates_args={"into"})
+def host_fetch_(into: Tensor, held: Tensor) -> None:
+    """Copy from the host to the device, without waiting."""
+    into.copy_(held, non_blocking=True)
+
+
+@torch.library.custom_op("trainfit::host_store_", mutates_args={"held"})
+def host_store_(held: Tensor, found: Tensor) -> None:
+    """Copy from the device to the host, without waiting."""
+    held.copy_(found, non_blocking=True)
+
+
+@host_fetch_.register_fake
+def _(into: Tensor, held: Tensor) -> None:  # noqa: ARG001
+    return None
+
+
+@host_store_.register_fake
+def _(held: Tensor, found: Tensor) -> None:  # noqa: ARG001
+    return None
+
+
+# ── activations that wait on the host ───────────────────────────────────────────────────────────
 
 SMALLEST = 1 << 20
 """Bytes below which a copy costs more than the memory is worth."""
@@ -69,7 +139,7 @@ class SavedOnHost:
         self._known.clear()
 
     def takes(self, tensor: Tensor) -> bool:
-        """Tell if a tensor lies on a GPU, and so cannot be had cheaper there."""
+        """True for a tensor on a GPU: others gain nothing from a copy to the host."""
         return tensor.is_cuda
 
     def copy_out(self, storage: torch.UntypedStorage, device: torch.device) -> tuple[Any, Any]:
@@ -123,7 +193,7 @@ class SavedOnHost:
         return copy
 
     def _wait_until(self, most: int) -> None:
-        """Let go of storages that were copied out, until so many bytes are on their way."""
+        """Free storages that were copied out, until at most `most` bytes are still being copied."""
         while self._leaving and self._leaving_bytes > most:
             event, _, nbytes = self._leaving.popleft()
             self.wait(event)  # so that the main stream may write to the memory again
@@ -177,3 +247,20 @@ def _is_weight(tensor: Tensor) -> bool:
         node = node.next_functions[0][0]
     found = getattr(node, "variable", None)  # of the node that adds up a leaf's gradient
     return isinstance(found, torch.nn.Parameter)
+
+
+# ── random results that are kept ────────────────────────────────────────────────────────────────
+
+LEAST_BUDGET = 1e-6
+"""At a budget of 0 the partitioner would keep nothing at all, these results included."""
+
+
+def keep_random(graph: fx.Graph) -> None:
+    """Mark the results of random operations, attention with dropout too, as kept.
+
+    torch's partitioner, given a budget for activations, may draw a dropout's mask again in the
+    backward pass, and it is another one: the gradients would be wrong without a word.
+    """
+    for node in graph.nodes:
+        if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
+            node.meta["recompute"] = CheckpointPolicy.MUST_SAVE

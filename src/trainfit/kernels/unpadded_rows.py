@@ -106,7 +106,7 @@ class PaddedRowsAttention:
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
     ) -> Tensor:
-        """Attend; heads come before tokens going in, after them coming out."""
+        """Attend: from `[B, heads, tokens, head]` to `[B, tokens, heads, head]`."""
         parts = (
             self.rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value)
         )
@@ -138,7 +138,7 @@ class UnpaddedAttention:
         softcap: float | None,
         **options: Any,
     ) -> Tensor:
-        """Attend; heads come before tokens going in, after them coming out."""
+        """Attend: from `[B, heads, tokens, head]` to `[B, tokens, heads, head]`."""
         # Rotary embeddings may have made queries and keys float32, but never the values.
         dtype = computed_in(query.device.type, value.dtype)
         attended = self._of((dtype, query.shape[-1], softcap, dropout))

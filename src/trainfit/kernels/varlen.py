@@ -1,7 +1,7 @@
 """Variable-length attention: a kernel on a packed row, which needs no mask.
 
-It is torch's flash kernel, its memory-efficient one where that cannot be had (efficient_packed.py),
-or trainfit's own for soft-capped logits.
+It is torch's flash kernel; where that is not available, torch's memory-efficient one
+(efficient_packed.py), or trainfit's own for soft-capped logits.
 
 `obstacle` says where there is no kernel; it looks at numbers alone, so that a planner can ask
 for a GPU that is not here. Everything runs inside a compiled graph and never waits for the GPU.
@@ -138,7 +138,7 @@ class VarlenAttention:
         windowed: bool,
         softcap: float | None,
     ) -> Tensor:
-        """Attend; heads come before tokens going in, after them coming out."""
+        """Attend: from `[B, heads, tokens, head]` to `[B, tokens, heads, head]`."""
         reach = self.window - 1 if windowed and self.window is not None else -1
         ahead = 0 if self.causal else reach
         # The output has the query's strides, and the backward pass copies it unless contiguous.

@@ -1,4 +1,4 @@
-"""Profile of one step of a run, gathered as evidence."""
+"""Profile of one step of a run: gathered as evidence, and its time by kind of work."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ from trainfit.measuring.evidence import (
     switches,
     work_of,
 )
-from trainfit.measuring.step_parts import parts_of
 from trainfit.measuring.timing import synchronize
-from trainfit.measuring.trace import Evidence, Profiling, Trace, cuda_in_use, optimizer_of
+from trainfit.measuring.trace import Evidence, Operator, Profiling, Trace, cuda_in_use, optimizer_of
 
 WARM_UP = 10
 """Steps before the profiled one, in which kernels are chosen and shapes compiled."""
@@ -159,7 +158,7 @@ _AS_BYTES = ("unsigned char", "unsigned char")
 def _offloaded(trace: Trace) -> int:
     """Bytes copied to pinned memory.
 
-    Before 2.12 torch tells of no copy how long it is: then by the copies of bytes, out and back.
+    Before 2.12 torch does not say the size of a copy: then by the copies of bytes, out and back.
     """
     copies = [kernel for kernel in trace.kernels if kernel.name.startswith(_OUT)]
     told = sum(kernel.copied for kernel in copies)
@@ -275,3 +274,45 @@ def _clipped(trace: Trace) -> bool:
         {"aten::_foreach_mul_", "aten::mul_"},
     )
     return all(names & part for part in parts)
+
+
+# ── the step by its kind of work ────────────────────────────────────────────────────────────────
+
+PRODUCTS, HALF_PRODUCTS, ATTENTION = "products", "half_products", "attention"
+UPDATE, LOADING, OTHER = "update", "loading", "other"
+
+_ATTENTION = re.compile(r"attention|attn|softmax|aten::bmm$|aten::baddbmm$")
+"""Attention without a kernel of its own is batched products around a softmax."""
+_PRODUCT = re.compile(r"mm$|_addmm_activation|convolution|linear_pointwise|triton_tem")
+_HALF = {"c10::BFloat16", "c10::Half"}
+_LOADING = re.compile(r"enumerate\(DataLoader\)")
+
+
+def parts_of(trace: Trace) -> tuple[dict[str, float], dict[str, int]]:
+    """Seconds of the step's work, and its operators that have some, by their kind.
+
+    On a GPU the time is that of kernels; those of no operator are the rest.
+    """
+    seconds: dict[str, float] = {}
+    launches: dict[str, int] = {}
+    for operator in trace.operators:
+        if operator.own_seconds > 0:
+            kind = _kind(operator)
+            seconds[kind] = seconds.get(kind, 0.0) + operator.own_seconds
+            launches[kind] = launches.get(kind, 0) + 1
+    unknown = sum(kernel.seconds for kernel in trace.kernels) - sum(seconds.values())
+    if trace.kernels and unknown > 0:
+        seconds[OTHER] = seconds.get(OTHER, 0.0) + unknown
+    return seconds, launches
+
+
+def _kind(operator: Operator) -> str:
+    if operator.updating:
+        return UPDATE
+    if _LOADING.match(operator.name):
+        return LOADING
+    if _ATTENTION.search(operator.name):
+        return ATTENTION
+    if _PRODUCT.search(operator.name):
+        return HALF_PRODUCTS if _HALF & set(operator.dtypes) else PRODUCTS
+    return OTHER

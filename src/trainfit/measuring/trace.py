@@ -79,7 +79,7 @@ class Trace:
 
 
 class Profiling:
-    """Running profiler."""
+    """A profiler that runs, until `end`."""
 
     def __init__(self) -> None:
         """Start it; raises RuntimeError if another profiler runs."""

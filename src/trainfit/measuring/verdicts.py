@@ -7,10 +7,17 @@ returns a judgement, or the reason why the optimization cannot apply to the run.
 from __future__ import annotations
 
 from trainfit.core.records import ReceiptItem, Scalar
-from trainfit.measuring.attention_verdicts import attention, attention_dropout, flash_attention
-from trainfit.measuring.judgement import Judgement, ReceiptRule
+from trainfit.measuring.kernel_verdicts import (
+    Judgement,
+    ReceiptRule,
+    attention,
+    attention_dropout,
+    flash_attention,
+    fused_optimizer,
+    offload,
+    optimizer,
+)
 from trainfit.measuring.trace import Evidence
-from trainfit.measuring.update_verdicts import fused_optimizer, offload, optimizer
 
 _HALF = ("bf16", "fp16")
 _OFF = (None, False, "off", "none", "fp32", 0)

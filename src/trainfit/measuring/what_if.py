@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from trainfit.core.records import Record
 from trainfit.hardware.catalogue import lookup
-from trainfit.measuring import step_parts as part
+from trainfit.measuring import profiled_step as part
 from trainfit.measuring.trace import Evidence
 from trainfit.planning.estimator.step_time import calibration, reference, smooth_maximum
 

@@ -1,4 +1,4 @@
-"""Padded micro-batches of sequences of like length, where attention cannot take packed rows.
+"""Padded micro-batches of sequences of similar length, where attention cannot take packed rows.
 
 All of them have one of a few shapes, so that each shape is compiled, or captured as a CUDA graph,
 once. Rows without a sequence fill a shape up.
@@ -25,7 +25,7 @@ from trainfit.packing.steps import (
 MOST_SHAPES = 8
 """Shapes of a cut: each takes memory and seconds to compile or to capture."""
 _LEAST_GAIN = 0.015
-"""Share of the tokens that one more width must save: steps of another mix are captured anew."""
+"""Share of the tokens that one more width must save: steps of another mix are captured again."""
 _MULTIPLE = 16
 """Widths are multiples of it: SDPA copies a mask of any other width."""
 _MOST_PLACES = 256

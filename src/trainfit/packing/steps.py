@@ -111,7 +111,7 @@ def _take_evenly(ordered: IntArray, count: int, offset: int) -> tuple[IntArray, 
 
 
 def _shuffle_strata(ordered: IntArray, keys: NDArray[np.uint64], effective_batch: int) -> IntArray:
-    """Shuffle sequences of like length among themselves: every epoch's steps are new sets.
+    """Shuffle sequences of similar length among themselves: every epoch's steps are new sets.
 
     A stratum has one sequence for each step.
     """

@@ -256,7 +256,7 @@ def _adapters(sizes: ModelSizes, arguments: dict[str, Any]) -> int:
 
 
 def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
-    """Bytes per token of one attention under way: DeBERTa's products with distances, or a mask."""
+    """Bytes per token that attention holds as it runs: DeBERTa's scores by distance, or a mask."""
     if load.attention != "disentangled":
         return 8.0 * load.longest if load.attention in ("sdpa", "own") else 0.0
     return 2 * sizes.heads * 2 * load.longest * (2 if half else 4) * 2
@@ -265,7 +265,7 @@ def _attention_bytes(sizes: ModelSizes, load: Load, half: bool) -> float:
 def _per_sequence(sizes: ModelSizes, load: Load) -> float:
     """Bytes that the memory-efficient kernel takes for each sequence as if it were the longest.
 
-    Every block saves a number per row; a backward pass under way sums three gradients in fp32.
+    Every block saves a number per row; the running backward pass sums three gradients in fp32.
     """
     if load.attention != "varlen_efficient":
         return 0.0

@@ -102,7 +102,7 @@ def flops_of(sizes: ModelSizes, method: str) -> ModelFlops:
 
 
 def step_flops(sizes: ModelSizes, method: str, cutting: Cutting, tokens: float) -> float:
-    """Necessary operations of a step of so many tokens on a rank."""
+    """Necessary operations of a rank's step of `tokens` tokens."""
     lengths = cutting.lengths or (cutting.width,) * cutting.rows
     return flops_of(sizes, method).of_step(lengths) * tokens / sum(lengths)
 
@@ -177,7 +177,7 @@ def execution(
 
 
 def _weigh(eager: float, compiled: float, steps: float, cost: float) -> Choice:
-    """Compile where a job of so many steps saves more by it than it costs."""
+    """Compile where that saves more in `steps` steps than it costs."""
     gain, saved = eager / compiled, steps * (eager - compiled)
     if saved <= cost or gain < _LEAST_GAIN:
         why = f"it would save {max(saved, 0):.0f} s of the job and cost {cost:.0f} s"

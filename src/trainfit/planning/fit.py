@@ -54,7 +54,7 @@ class Cutting:
 
     @property
     def shape(self) -> dict[str, Any]:
-        """Arguments of a probe."""
+        """Arguments that give the shape of a probe's step."""
         slots = self.cut.slots if isinstance(self.cut, PackedCut) else None
         return {
             "rows": self.rows,

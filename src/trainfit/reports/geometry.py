@@ -210,7 +210,7 @@ class PlacedRow:
 
 @dataclass(frozen=True, slots=True)
 class IntervalsView:
-    """Rows on one axis."""
+    """Positions of a chart with an interval per row, on one axis."""
 
     rows: tuple[PlacedRow, ...]
     ticks: tuple[Label, ...]

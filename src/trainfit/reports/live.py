@@ -20,8 +20,8 @@ from trainfit.core.records import Event, Record
 from trainfit.reports import terminal
 from trainfit.reports.model import MISSING, duration, shown
 from trainfit.reports.writers import spark
-from trainfit.runs.event_log import EVENTS, LOG, METRICS, as_event
 from trainfit.runs.reader import Tail, gpus_in, number, read_object
+from trainfit.runs.run_folder import EVENTS, LOG, METRICS, as_event
 
 _KEPT = 2000
 """Rows kept in memory: more than a terminal is wide."""

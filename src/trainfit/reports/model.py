@@ -158,7 +158,7 @@ class Table(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Facts(Record):
-    """Names and values."""
+    """A list of names with a value each."""
 
     kind: str = "facts"
     title: str = ""
@@ -167,7 +167,7 @@ class Facts(Record):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Remark(Record):
-    """A sentence."""
+    """A sentence of a report."""
 
     kind: str = "remark"
     text: str

@@ -12,7 +12,7 @@ from rich.text import Text
 
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TimeEstimate, shown
 from trainfit.core.settings import SETTINGS
-from trainfit.planning.communication import ClusterRow
+from trainfit.planning.sharding import ClusterRow
 from trainfit.reports import terminal
 from trainfit.reports.model import Form
 from trainfit.reports.model import shown as in_units

@@ -336,12 +336,12 @@ def _scatter(path: Path) -> Iterator[Lines]:
 
 
 def four(value: float | None) -> str:
-    """A score with four digits."""
+    """Format a score with four digits."""
     return cell(None) if value is None else f"{value:.4f}"
 
 
 def pair(ends: Sequence[float | None] | None) -> str:
-    """An interval with three digits."""
+    """Format an interval with three digits."""
     if ends is None or None in ends:
         return cell(None)
     return f"{ends[0]:.3f}–{ends[1]:.3f}"

@@ -19,8 +19,15 @@ from rich.text import Text
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.records import Event, RunResult
-from trainfit.engine.observers import Observer, TrainRow, plain_line, tokens_part
-from trainfit.engine.trackers import check_installed, gpu_trackers, open_trackers
+from trainfit.engine.observers import (
+    Observer,
+    TrainRow,
+    check_installed,
+    gpu_trackers,
+    open_trackers,
+    plain_line,
+    tokens_part,
+)
 from trainfit.hardware.catalogue import find
 from trainfit.jobs.gpt_result import GptResult, iter_line, targets
 from trainfit.jobs.metrics import Metrics

@@ -21,8 +21,8 @@ from trainfit.core.files import LARGEST_LOG, open_regular, read_text
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, HardwareProfile, Receipt
 from trainfit.runs import timeline
-from trainfit.runs.event_log import EVENTS, METRICS, SETUP, as_event, parse_row
 from trainfit.runs.opening import RunSetup
+from trainfit.runs.run_folder import EVENTS, METRICS, SETUP, as_event, parse_row
 
 Row = Mapping[str, Any]
 Floats = NDArray[np.float64]
@@ -32,7 +32,7 @@ Columns = Mapping[str, Floats]
 STRETCHES = 300
 """Stretches of a line that keep two points each: more than a plot has pixels to tell apart."""
 _MOST_BYTES = 1 << 28
-"""Bytes of a growing file that are read at once; the next look goes on from there."""
+"""Bytes of a growing file that are read at once; the next look continues from there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -267,7 +267,7 @@ class Tail:
 
 
 def _is_newer(one: Path, other: Path) -> bool:
-    """Tell a run that goes on after its end: its metrics are younger than its result."""
+    """True for a run that was continued after its end: its metrics are newer than its result."""
     try:
         return one.stat().st_mtime > other.stat().st_mtime
     except OSError:

@@ -49,7 +49,7 @@ STAGES = (
 
 @dataclass(eq=False)
 class _Open:
-    """A stage under way."""
+    """A running stage."""
 
     name: str
     fold: int | None
@@ -106,7 +106,7 @@ _current: ContextVar[_Timeline | None] = ContextVar("timeline", default=None)
 
 @contextmanager
 def recording(*, from_process_start: bool = False) -> Iterator[None]:
-    """Record the stages of a block; within another recording that one goes on."""
+    """Record the stages of a block; within another recording that one continues."""
     if _current.get() is not None:
         yield
         return
@@ -145,7 +145,7 @@ def stage(name: str, fold: int | None = None) -> Iterator[None]:
 
 
 def took(name: str, seconds: float) -> None:
-    """Record seconds that passed in the stage under way as those of another one inside it."""
+    """Record seconds of the running stage as those of another stage inside it."""
     timeline = _current.get()
     if timeline is None or seconds <= 0 or not timeline.stack:
         return

@@ -1,4 +1,4 @@
-"""Compile a model in place, and go on without the compiler when it fails."""
+"""Compile a model in place, and continue without the compiler when it fails."""
 
 from __future__ import annotations
 
@@ -254,7 +254,7 @@ def _keeping(budget: float) -> AbstractContextManager[None]:
     from torch._inductor import config as inductor
     from torch._inductor.custom_graph_pass import CustomGraphPass
 
-    from trainfit.kernels.random_results import LEAST_BUDGET, keep_random
+    from trainfit.kernels.saved_on_host import LEAST_BUDGET, keep_random
 
     class KeepRandom(CustomGraphPass):  # type: ignore[misc]
         def __call__(self, graph: torch.fx.Graph) -> None:

@@ -87,7 +87,7 @@ class Clock(Observer):
             self._begin(step)
 
     def on_event(self, event: Event) -> None:
-        """Raise OutOfMemory where the engine would go on with smaller micro-batches."""
+        """Raise OutOfMemory where the engine would continue with smaller micro-batches."""
         if event.kind == "oom":
             raise OutOfMemory(event.text, "")
 

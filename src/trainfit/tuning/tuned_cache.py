@@ -21,6 +21,7 @@ from trainfit.core.errors import TrainfitWarning
 from trainfit.core.files import cache_folder
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile, Record, Scalar
+from trainfit.core.tables import text_facts
 from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import Interval as Interval
 from trainfit.planning.estimator.depths import folder_content
@@ -94,6 +95,12 @@ class TuneResult(Record):
         if self.samples_per_second is None or self.planned_samples_per_second is None:
             return None
         return self.samples_per_second.value / self.planned_samples_per_second.value
+
+    def __repr__(self) -> str:
+        """Gain and changed settings for a terminal."""
+        speed = "no speed" if self.gain is None else f"{self.gain:.2f} times the planned speed"
+        title = f"{len(self.trials)} trials in {self.seconds:.0f} s: {speed}"
+        return text_facts(title, self.changes)
 
 
 def folder_prefix(process: int) -> str:

@@ -9,7 +9,7 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.kernels.quantized_linear import QuantizedLinear
+from trainfit.kernels.quantized import QuantizedLinear
 
 
 class CompilableDora(DoraLinearLayer):

@@ -24,7 +24,7 @@ _LARGEST_INPUT = 256.0
 
 
 def keep_in_range(model: Any) -> None:
-    """Have a model that float16 cannot hold compute what it can; others stay as they are."""
+    """Make a model whose values exceed float16 compute them scaled; others are unchanged."""
     if model.config.model_type not in OVERFLOWS_FP16:
         return
     model.get_input_embeddings().register_forward_hook(_wide_output)

@@ -1,17 +1,22 @@
-"""Config and weights of an encoder, from the catalogue, a folder, the hub or a config."""
+"""Config and weights of an encoder, from the catalogue, a folder, the hub or a config.
+
+Blocks that are quantized are so while they are built, one matrix at a time; embeddings, norms,
+biases and whatever is outside the repeated blocks keep their dtype.
+"""
 
 from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
-from functools import partial
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from trainfit.core.errors import BadInput, refusing
 from trainfit.core.libraries import import_generation
@@ -26,10 +31,12 @@ from trainfit.hardware.model_shapes import (
     transformers_config,
 )
 from trainfit.jobs.models.classifier_settings import Weights
-from trainfit.jobs.models.quantizing import draw, quantize_blocks
+from trainfit.kernels.quantized import QuantizedLinear
+from trainfit.runtime import repeated_blocks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
 
 _BIDIRECTIONAL: dict[str, dict[str, Any]] = {
     "gemma3_text": {"use_bidirectional_attention": True},
@@ -273,3 +280,67 @@ def _in_catalogue(name: str) -> ModelShape | None:
 def unbuildable(what: str, reason: str) -> BadInput:
     """Word the refusal of a config that transformers cannot build."""
     return BadInput(f"cannot build a {what}: {reason}", "give values that transformers knows")
+
+
+# ── quantized blocks ────────────────────────────────────────────────────────────────────────────
+
+
+def draw(build: Callable[[], PreTrainedModel], kind: Quantization) -> PreTrainedModel:
+    """Build a model with random weights; those that are quantized are drawn one by one."""
+    device = torch.get_default_device()
+    if kind == "none":
+        return build()
+    with _linears_on_meta():
+        model = build()
+    if device.type != "meta":
+        inside = _linears(model)
+        for linear in model.modules():
+            if type(linear) is nn.Linear and linear not in inside:
+                _draw(model, linear, device)
+    quantize_blocks(model, kind, device)
+    return model
+
+
+def quantize_blocks(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
+    """Quantize the linear layers of the blocks on `device`; weights without values are drawn.
+
+    A layer with values stays where it is, so that folds share it in the host's memory.
+    """
+    inside = _linears(model)
+    if not inside:
+        raise BadInput(
+            f"{model.config.model_type} has no linear layers in its blocks to quantize",
+            "set model.quantization=none, or choose another model",
+        )
+    for parent in list(model.modules()):
+        for name, linear in list(parent.named_children()):
+            if linear not in inside or not isinstance(linear, nn.Linear):
+                continue
+            if linear.weight.is_meta and device.type != "meta":
+                _draw(model, linear, device)
+            setattr(parent, name, QuantizedLinear.of(linear, kind, device))
+            linear.to_empty(device="meta")  # `inside` still holds it
+
+
+def _linears(model: nn.Module) -> set[nn.Module]:
+    """Linear layers inside the repeated blocks; of all the model where no block repeats."""
+    blocks = repeated_blocks(model) or [model]
+    return {layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear}
+
+
+def _draw(model: Any, linear: nn.Linear, device: torch.device) -> None:
+    """Give a layer without values random ones, as torch and then the model's class draw them."""
+    linear.to_empty(device=device)
+    linear.reset_parameters()
+    model._init_weights(linear)
+
+
+@contextmanager
+def _linears_on_meta() -> Iterator[None]:
+    """Build linear layers without values inside a block, and everything else with them."""
+    plain = nn.Linear.__init__
+    nn.Linear.__init__ = partialmethod(plain, device="meta")  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Linear.__init__ = plain  # type: ignore[method-assign]

@@ -25,7 +25,7 @@ from torch.utils import _pytree as pytree
 from torch.utils import checkpoint
 from torch.utils._python_dispatch import _disable_current_modes
 
-from trainfit.kernels.random_results import LEAST_BUDGET, keep_random
+from trainfit.kernels.saved_on_host import LEAST_BUDGET, keep_random
 from trainfit.planning.estimator.fused_graphs import FusedGraph, like
 
 traced_blocks: Counter[str] = Counter()

@@ -18,7 +18,7 @@ class FakeSavedOnHost(SavedOnHost):
     """The same order of copies as on a GPU, without any."""
 
     def takes(self, tensor: Tensor) -> bool:
-        """Tell a fake, which stands for a tensor on a GPU."""
+        """True for a fake tensor, which stands for one on a GPU."""
         return isinstance(tensor, FakeTensor)
 
     def copy_out(self, storage: torch.UntypedStorage, device: torch.device) -> tuple[Any, Any]:  # noqa: ARG002

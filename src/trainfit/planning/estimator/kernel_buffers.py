@@ -119,11 +119,11 @@ def _efficient_forward(query: torch.Tensor) -> int:
 def _efficient_backward(
     query: torch.Tensor, starts: torch.Tensor, longest: int, device: Device
 ) -> int:
-    """Bytes of the memory-efficient backward pass on a packed row.
+    """Bytes that the memory-efficient backward pass allocates on a packed row.
 
-    The query's gradient is summed in fp32 tiles with a lock each, for every sequence as if it were
-    the longest; so are parts of those of keys and values where the registers do not hold them.
-    Beside them is a number per row, in fp32 the sum of a product that is made before.
+    The query's gradient is summed in fp32 tiles, each with a lock, and every sequence has as many
+    tiles as the longest. Gradients of keys and values that do not fit the registers have tiles too.
+    One number per row and head is stored besides; in fp32 a product of the query's size is first.
     """
     tokens, heads, head = query.shape
     half, pairs = query.dtype in _HALF, (starts.shape[0] - 1) * heads

@@ -79,7 +79,7 @@ class Recipe(NamedTuple):
     """How to make the result of an operation from the fakes of its call."""
 
     leaves: tuple[_Leaf | None, ...]
-    """For each leaf of the result; None is None."""
+    """One for each leaf of the result; None for a leaf that is None."""
     spec: Any
     """Structure of the result; None for a single leaf."""
 

@@ -49,7 +49,7 @@ class _Seen(NamedTuple):
 
 @cache
 def _seen_on(_devices: tuple[Device, ...]) -> tuple[dict[Any, _Seen], dict[Any, _Seen]]:
-    """Operations of forward and of backward passes by the key of their call."""
+    """Return the caches of operations seen in forward and in backward passes, by their call."""
     return {}, {}
 
 
@@ -101,7 +101,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self.masks + self.unknown.total()
 
     def entries(self, first: int, end: int) -> list[Entry]:
-        """Part of the log."""
+        """Return the entries of the log from `first` up to `end`."""
         return self._log[first:end]
 
     def name_of(self, tensor: torch.Tensor) -> int | None:
@@ -209,7 +209,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return out, works, buffers
 
     def note(self, work: Work) -> None:
-        """Count an operation."""
+        """Add an operation to the work of the step."""
         if self._compiled:
             work = replace(work, compiled=True)
         self.work[work] += 1
@@ -266,7 +266,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes -= taken[1]
 
     def hold(self, size: int) -> torch.UntypedStorage:
-        """Allocate a storage of so many bytes."""
+        """Allocate a storage of `size` bytes."""
         made = self.mode.make(((size,), (1,), 0, torch.uint8))
         self._follow(made)
         return made.untyped_storage()

@@ -132,7 +132,7 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
     began = perf_counter()
     profile = detect() if profile is None else profile
     if profile.simulated:
-        raise BadInput("the GPU is not here to be asked", "plan for it instead: trainfit plan")
+        raise BadInput("the GPU is not in this machine", "plan for it instead: trainfit plan")
     if not profile.gpus or profile.torch is None or profile.torch.backend not in ("cuda", "rocm"):
         return _on_cpu(job, profile, began)
     from trainfit.runtime import applied

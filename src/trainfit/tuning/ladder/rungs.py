@@ -46,7 +46,7 @@ THOUGHTFUL = Naive(eager=False, shuffled=False, zeroed=False)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rung:
-    """One optimization."""
+    """One optimization of the ladder, as a change of the plan before it."""
 
     name: str
     what: str
