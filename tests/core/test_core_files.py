@@ -31,6 +31,11 @@ def test_bytes_and_text_are_written_as_given(tmp_path: Path):
     assert (tmp_path / "c").read_bytes() == "é".encode()
 
 
+def test_half_a_character_is_a_question_mark(tmp_path: Path):
+    write_whole(tmp_path / "page", "a run in \udcff, or \ud800 in its file")
+    assert (tmp_path / "page").read_text() == "a run in ?, or ? in its file"
+
+
 def test_the_cache_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path))
     assert cache_folder() == tmp_path

@@ -104,9 +104,10 @@ def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> No
     """Write `content` to `path` so that a reader, or a crash, never sees half of it.
 
     Without `parents`, a missing folder is an error and not made: a folder that someone removed
-    must not come back with part of its files.
+    must not come back with part of its files. Half of a surrogate pair, which a damaged file or a
+    file name may bring, becomes a question mark.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
