@@ -12,7 +12,7 @@ import warnings
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainfit.core.errors import BadInput, TrainfitWarning, brief, reason
 
@@ -47,6 +47,13 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(handle)
         raise
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file to write at its end; OSError for a pipe, which would wait for a reader."""
+    if path.exists():
+        open_regular(path).close()
+    return path.open("a", encoding="utf-8")
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:

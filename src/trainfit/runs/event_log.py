@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from trainfit.core import codec
 from trainfit.core.errors import RunFailed, TrainfitError, reason, redact, redact_values
-from trainfit.core.files import open_regular, write_whole
+from trainfit.core.files import open_regular, open_to_append, write_whole
 from trainfit.core.records import Event
 from trainfit.runs.opening import RunSetup
 
@@ -133,8 +133,6 @@ def _json(row: Any) -> str:
 
 def _append_to(path: Path) -> TextIO:
     try:
-        if path.exists():
-            open_regular(path).close()  # a pipe would wait for a reader
-        return path.open("a", encoding="utf-8")
+        return open_to_append(path)
     except OSError as error:
         raise RunFailed(f"cannot write {path} ({reason(error)})", "make it writable") from error
