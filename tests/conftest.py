@@ -1,4 +1,4 @@
-"""Rules for every test: a limit, no GPU or soak test by accident, no cache of the user's.
+"""Rules for every test: a limit, no GPU or soak test by accident, nothing left in the checkout.
 
 A test that hangs fails after its limit with a stack, and a process that cannot even be interrupted
 is ended by faulthandler (see pyproject.toml). Soak tests have a longer limit; with
@@ -31,6 +31,8 @@ collect_ignore = (
 SOAK_LIMIT = 480.0
 """Seconds for a soak test without a limit of its own."""
 _STARTED = time.monotonic()
+_ROOT = Path(__file__).parent.parent
+_IN_CHECKOUT = pytest.StashKey[set[str]]()
 
 # In the background of a shell Ctrl-C is ignored, and children of the tests would inherit that.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -40,7 +42,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ["HF_HUB_OFFLINE"] = "1"
 
 # Once for all: the estimator starts other processes, in seconds, where the path is another.
-sys.path.append(str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.append(str(_ROOT / "benchmarks"))
 # Helpers of one folder serve others too, also where only one folder is run.
 sys.path += [str(path) for path in sorted(Path(__file__).parent.iterdir()) if path.is_dir()]
 
@@ -78,6 +80,28 @@ def pytest_collection_finish() -> None:
     """Leave modules out of the collections of garbage, each of which would look at all of them."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
+    """Note what is in the checkout before any fixture of the test."""
+    item.stash[_IN_CHECKOUT] = _checkout()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
+    """Fail a test that leaves something in the checkout (with -n, tests beside it too)."""
+    yield
+    left = _checkout() - item.stash[_IN_CHECKOUT]
+    assert not left, f"a test wrote {', '.join(sorted(left))}: give it runs_dir, or another folder"
+
+
+def _checkout() -> set[str]:
+    """Names in the checkout and in its runs/, but for the caches of tools."""
+    names = {entry.name for entry in os.scandir(_ROOT) if not entry.name.startswith(".")}
+    runs = os.scandir(_ROOT / "runs") if "runs" in names else ()
+    return names.union(f"runs/{entry.name}" for entry in runs)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

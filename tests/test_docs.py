@@ -47,6 +47,8 @@ SLOW = {
     "trainfit plan gpt --gpu a30 --model gpt-small",
     "trainfit plan textclass --gpu rtx_4090 model.name=qwen2.5-7b model.method=qlora",
     "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20",
+    "trainfit train textclass model.name=modernbert-tiny model.method=lora"
+    " model.quantization=int8 training.max_steps=4",
 }
 """Pages with scripts, and commands, that plan or train for many seconds."""
 
@@ -60,7 +62,14 @@ def params(shown: list[tuple[str, str]]) -> list[Any]:
 
 @pytest.mark.usefixtures("tiny_default")
 @pytest.mark.parametrize(("page", "line"), params(SHOWN))
-def test_a_shown_command_runs(page: str, line: str, capsys: pytest.CaptureFixture[str]):
+def test_a_shown_command_runs(
+    page: str,
+    line: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    monkeypatch.chdir(tmp_path)  # some train
     assert run(shlex.split(line)[1:]) == 0
     assert capsys.readouterr().out
 

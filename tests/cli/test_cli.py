@@ -359,3 +359,18 @@ def test_imports_look_for_no_garbage_and_later_code_does():
     with quick_imports():
         assert not gc.isenabled()
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["doctor", "train.log"], "Got unexpected extra argument (train.log); `trainfit doctor"),
+        (["plan"], "Missing argument 'TASK'; `trainfit plan"),
+        (["launch"], "Choose from: slurm, sky, kubeflow, docker; `trainfit launch"),
+    ],
+)
+def test_a_wrong_word_names_the_help_in_one_line(words, said, capsys):
+    assert run(words) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.endswith("--help` shows what it takes")
+    assert said in line

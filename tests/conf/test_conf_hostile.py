@@ -36,6 +36,19 @@ def test_no_key_with_a_number_takes_one_out_of_bounds(task: str, value: str):
             compose(task, [f"{key}={value}"])
 
 
+@pytest.mark.parametrize(
+    ("word", "said"),
+    [
+        ("training.num_epochs=0", "training.num_epochs is 0; use a number (0.0001 to 1,000,000)"),
+        ("training.learning_rate=inf", "training.learning_rate is inf; use a number (0 to 10)"),
+    ],
+)
+def test_a_wrong_number_is_shown_as_it_was_given(word: str, said: str):
+    with pytest.raises(BadInput) as caught:
+        compose("textclass", [word])
+    assert str(caught.value) == said
+
+
 @pytest.mark.parametrize("key", ["runs_dir", "model.name", "data.data_dir"])
 @pytest.mark.parametrize("value", ["''", "' '", "a" * 256, "a/" * 2050, "x" * 30_000])
 def test_a_path_that_no_system_takes_is_refused(key: str, value: str):

@@ -5,7 +5,14 @@ from pathlib import Path
 import pytest
 
 from trainfit.core.errors import BadInput
-from trainfit.core.files import cache_folder, check_regular, open_regular, read_text, write_whole
+from trainfit.core.files import (
+    cache_folder,
+    check_regular,
+    open_regular,
+    open_to_append,
+    read_text,
+    write_whole,
+)
 
 
 def test_a_failed_write_leaves_the_old_file_and_no_rest(
@@ -29,6 +36,21 @@ def test_bytes_and_text_are_written_as_given(tmp_path: Path):
     write_whole(tmp_path / "c", "é")
     assert (tmp_path / "a" / "b").read_bytes() == b"\x00\xff"
     assert (tmp_path / "c").read_bytes() == "é".encode()
+
+
+def test_nothing_waits_for_the_reader_of_a_pipe(tmp_path: Path):
+    os.mkfifo(tmp_path / "timeline.jsonl")
+    with pytest.raises(OSError, match="it is a pipe"):
+        open_to_append(tmp_path / "timeline.jsonl")
+    for line in ("one\n", "two\n"):
+        with open_to_append(tmp_path / "new") as file:
+            file.write(line)
+    assert (tmp_path / "new").read_text() == "one\ntwo\n"
+
+
+def test_half_a_character_is_a_question_mark(tmp_path: Path):
+    write_whole(tmp_path / "page", "a run in \udcff, or \ud800 in its file")
+    assert (tmp_path / "page").read_text() == "a run in ?, or ? in its file"
 
 
 def test_the_cache_folder_can_be_chosen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

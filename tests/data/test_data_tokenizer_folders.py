@@ -211,3 +211,15 @@ def test_a_template_with_an_unknown_token_is_one_line(tmp_path: Path):
     path.write_text(json.dumps(fields))
     with pytest.raises(BadInput, match=r"unknown special token '\[NEW\]'"):
         load_tokenizer(str(folder))
+
+
+def test_an_absurd_id_of_a_token_is_one_line_at_once(tmp_path: Path):
+    """The library would count up to it, several times."""
+    folder = tokenizer_folder(tmp_path / "model", "wordpiece")
+    load_tokenizer(str(folder)).save_pretrained(folder)
+    path = folder / "tokenizer.json"
+    fields = json.loads(path.read_text())
+    fields["model"]["vocab"][next(reversed(fields["model"]["vocab"]))] = 2 * 10**9
+    path.write_text(json.dumps(fields))
+    with pytest.raises(BadInput, match="its vocabulary has the id 2000000000, and no token"):
+        load_tokenizer(str(folder))

@@ -144,6 +144,8 @@ cuda out of memory
 CUDA OUT OF MEMORY!
 "CUDA out of memory"
 2026-03-04 11:02:57 ERROR CUDA out of memory
+2026-03-04 11:02:57 CUDA out of memory
+2026-03-04T11:02:57.123Z CUDA out of memory
 [rank0]: RuntimeError: CUDA out of memory.
 Trial 7 failed with RuntimeError('CUDA out of memory')
 torch.cuda.OutOfMemoryError: CUDA out of memory.
@@ -168,6 +170,33 @@ def test_every_spelling_of_out_of_memory_is_known_and_counted_once(line: str):
         assert finding.id == "cuda_oom"
         assert "times" not in finding.evidence
         assert "training.batch_size" in finding.mend.splitlines()[0]
+
+
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-8-sig"])
+def test_a_log_with_a_byte_order_mark_is_read(encoding: str, tmp_path: Path):
+    log = tmp_path / "train.log"
+    log.write_text("CUDA out of memory\nstep 4\n", encoding=encoding)
+    assert [finding.id for finding in read_log(log)] == ["cuda_oom"]
+
+
+@pytest.mark.parametrize(
+    ("line", "fault"),
+    [
+        ("MemoryError", "host_oom"),
+        ("[rank3]: MemoryError", "host_oom"),
+        ("terminate called after throwing an instance of 'std::bad_alloc'", "host_oom"),
+        ("Bus error (core dumped)", "shm_full_log"),
+        ("run.sh: line 7:  4077 Bus error               python train.py", "shm_full_log"),
+        (
+            "OutOfResources: out of resource: shared memory, Required: 9, Hardware limit: 8",
+            "triton_resources",
+        ),
+        ("    except MemoryError:", None),
+        ("Bus error rates are discussed below", None),
+    ],
+)
+def test_a_line_is_the_sign_of_its_fault_and_of_no_other(line: str, fault: str | None):
+    assert [finding.id for finding in diagnose_text(line)] == ([fault] if fault else [])
 
 
 @pytest.mark.parametrize(

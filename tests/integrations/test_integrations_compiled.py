@@ -32,11 +32,8 @@ LABELS = torch.tensor([0, 2, 1, 1])
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
+def _compiled_anew() -> Iterator[None]:
     yield
-    torch.set_num_threads(before)
     torch._dynamo.reset()
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +29,6 @@ from trainfit.integrations.unpadding import facts_in
 
 FIRST, LAST, WIDE = (5, 11, 1, 8), (9, 2, 7, 10), (30, 40, 20, 33)
 LABELS = torch.tensor([0, 2, 1, 1])
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def graphed(model: Any) -> BodyGraphs:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 from typing import Any
@@ -23,14 +22,6 @@ from trainfit.kernels.layout import Layout
 _FIRST = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert")
 READS_FIRST = (*_FIRST, "deberta-v3", "deberta", "mpnet", "modernbert-cls")
 ENCODERS = (*READS_FIRST, "modernbert-mean")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def test_every_family_that_is_taken_is_compared_here() -> None:

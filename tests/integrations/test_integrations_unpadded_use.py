@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import inspect
 import pickle
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,14 +30,6 @@ from trainfit.core.errors import BadInput
 
 LABELS = {"labels": torch.tensor([0, 2, 1, 1])}
 CASES = [("bert", "classes"), ("deberta-v3", "classes"), ("llama", "causal")]
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def inputs_of(name: str, head: str) -> dict[str, Any]:

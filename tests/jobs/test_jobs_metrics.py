@@ -9,6 +9,8 @@ from sklearn import metrics as reference
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs.metrics import (
+    RANGES,
+    NumberMetrics,
     binary_metrics,
     by_group,
     class_metrics,
@@ -105,6 +107,31 @@ def test_the_spread_over_folds_is_students(values):
             0.95, len(values) - 1, loc=np.mean(values), scale=stats.sem(values)
         )
         assert (found.low, found.high) == pytest.approx((low, high))
+
+
+@pytest.mark.parametrize(
+    ("name", "values", "ends"),
+    [
+        ("f1", (0.91, 1.0, 1.0), (None, 1)),  # Student's own upper end is 1.099
+        ("auc", (0.0, 0.1, 0.0), (0, None)),
+        ("accuracy", (0.0, 1.0), (0, 1)),
+        ("rmse", (0.1, 3.0), (0, None)),
+        ("spearman", (-0.9, 0.95), (-1, 1)),
+        ("pearson", (-0.1, 0.0), (None, None)),
+        ("score of a job of one's own", (0.1, 3.0), (None, None)),
+    ],
+)
+def test_an_interval_ends_where_the_range_of_its_metric_does(name, values, ends):
+    found = over_folds([{name: value} for value in values])[name]
+    whole = stats.t.interval(0.95, len(values) - 1, np.mean(values), stats.sem(values))
+    expected = [free if end is None else end for end, free in zip(ends, whole, strict=True)]
+    assert [found.low, found.high] == pytest.approx(expected)
+
+
+def test_every_metric_over_folds_has_a_range():
+    numbers = set(NumberMetrics.__slots__) - {"count"}
+    classes = binary_metrics(np.array([0, 1]), np.array([0.1, 0.9])).scalars()
+    assert set(RANGES) == numbers | set(classes)
 
 
 def test_a_figure_that_a_fold_lacks_is_averaged_over_the_others():

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -103,12 +104,14 @@ def test_it_follows_from_fold_to_fold(tmp_path: Path):
     assert standing.whole_eta_seconds == pytest.approx(70 * rows[9]["step_seconds"])
 
 
-def test_a_silent_run_says_for_how_long(growing: Path):
-    past = time.time() - 600
-    os.utime(growing / "metrics.jsonl", (past, past))
+def test_a_silent_run_says_for_how_long(growing: Path, monkeypatch: pytest.MonkeyPatch):
+    now = time.time()
+    os.utime(growing / "metrics.jsonl", (now - 600, now - 600))
+    monkeypatch.setattr(time, "time", lambda: now)
     standing = Watcher(growing).look()
     assert standing.status == "quiet"
     assert "no line for 10 min 0 s" in drawn(standing)
+    assert "no line for 10 min 0 s" in drawn(replace(standing, run="a/long/path" * 20))
 
 
 def test_it_ends_with_the_run(growing: Path, monkeypatch: pytest.MonkeyPatch):

@@ -158,7 +158,7 @@ def run(arguments: list[str]) -> int:
             print(error.format_message())
             return 0
         except click.ClickException as error:
-            return _fail(error.format_message(), 2)
+            return _fail(_with_help(error), 2)
         except TrainfitError as error:
             return _fail(str(error), error.exit_code)
         except (click.Abort, KeyboardInterrupt):
@@ -175,6 +175,15 @@ def run(arguments: list[str]) -> int:
             hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
             return _fail(f"internal error, {type(error).__name__}: {first}; {hint}", 1)
     return code if isinstance(code, int) else 0
+
+
+def _with_help(error: click.ClickException) -> str:
+    """Add the command's --help to a message that says what is wrong and not what is right."""
+    message = " ".join(error.format_message().split())  # choices come a line each
+    context = getattr(error, "ctx", None)
+    if context is None or ";" in message or "Did you mean" in message:
+        return message
+    return f"{message.rstrip('.')}; `{context.command_path} --help` shows what it takes"
 
 
 def _lacking(error: Exception, command: str) -> BadInput | None:

@@ -88,7 +88,7 @@ class Training:
     eval_batch_size: Sequences | Auto
     effective_batch_size: Sequences | Auto
     """Sequences per optimizer step, over all ranks. auto: batch_size × accumulation × ranks."""
-    num_epochs: Amount
+    num_epochs: Annotated[float, Range(0.0001, 10**6)]
     max_steps: Steps | None
     """Optimizer steps of the run; null: as num_epochs says."""
     learning_rate: Rate

@@ -289,7 +289,7 @@ def _revive(data: Any) -> Any:
 
 
 def _mismatch(kind: Any, data: Any, path: str) -> BadInput:
-    shown = json.dumps(encode(data), default=str)
+    shown = str(data) if isinstance(data, float) else json.dumps(encode(data), default=str)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     what = f"{path or 'value'} is {shown}"
     hint = ""

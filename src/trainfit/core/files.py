@@ -12,7 +12,7 @@ import warnings
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from trainfit.core.errors import BadInput, TrainfitWarning, brief, reason
 
@@ -47,6 +47,13 @@ def open_regular(path: Path) -> BufferedReader:
     except BaseException:
         os.close(handle)
         raise
+
+
+def open_to_append(path: Path) -> TextIO:
+    """Open a text file to write at its end; OSError for a pipe, which would wait for a reader."""
+    if path.exists():
+        open_regular(path).close()
+    return path.open("a", encoding="utf-8")
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:
@@ -104,9 +111,10 @@ def write_whole(path: Path, content: str | bytes, *, parents: bool = True) -> No
     """Write `content` to `path` so that a reader, or a crash, never sees half of it.
 
     Without `parents`, a missing folder is an error and not made: a folder that someone removed
-    must not come back with part of its files.
+    must not come back with part of its files. Half of a surrogate pair, which a damaged file or a
+    file name may bring, becomes a question mark.
     """
-    data = content.encode() if isinstance(content, str) else content
+    data = content.encode("utf-8", "replace") if isinstance(content, str) else content
     if parents:
         path.parent.mkdir(parents=True, exist_ok=True)
     handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")

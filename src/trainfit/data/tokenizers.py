@@ -52,6 +52,10 @@ def has_tokenizer(folder: Path) -> bool:
     return any(next(folder.glob(pattern), None) for pattern in _FILES)
 
 
+_HIGHEST = 10**7
+"""Highest id of a token; the largest vocabularies have some 300,000."""
+
+
 def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
     """Load the tokenizer of a hub id or a local folder.
 
@@ -68,9 +72,8 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
             reach(place)
     files = tokenizer_files(place)
     by_file = [kind for name, kind in _CLASSES.items() if (Path(place) / name).is_file()]
-    if unknown := _unknown_special(Path(place) / "tokenizer.json"):
-        what = f"its template has the unknown special token {brief(unknown)}"
-        raise BadInput(f"no tokenizer in {place}: {what}", NO_TOKENIZER_FIX)
+    if fault := _fatal_fault(Path(place) / "tokenizer.json"):
+        raise BadInput(f"no tokenizer in {place}: {fault}", NO_TOKENIZER_FIX)
     reasons = []
     for kind in by_file if learned else ("AutoTokenizer", *by_file):
         try:
@@ -92,15 +95,20 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
     raise BadInput(f"no tokenizer in {place}: {reasons[0].rstrip('.')}", fix)
 
 
-def _unknown_special(path: Path) -> str | None:
-    """Find a token that a template adds and does not know, at which the library would panic."""
+def _fatal_fault(path: Path) -> str | None:
+    """Find a number at which the library would count for minutes, or a token at which it panics."""
     try:
-        written = json.loads(read_text(path))["post_processor"]
+        fields = json.loads(read_text(path))
+        vocabulary = fields["model"]["vocab"]
+        highest = max(vocabulary.values()) if isinstance(vocabulary, dict) else 0
+        if highest > _HIGHEST:
+            return f"its vocabulary has the id {highest}, and no token may be beyond {_HIGHEST:,}"
+        written = fields["post_processor"]
         for template in [written, *written.get("processors", ())]:
             parts = [*template.get("single", ()), *template.get("pair", ())]
             added = [part["SpecialToken"]["id"] for part in parts if "SpecialToken" in part]
             if unknown := [repr(one) for one in added if one not in template["special_tokens"]]:
-                return unknown[0]
+                return f"its template has the unknown special token {brief(unknown[0])}"
     except (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError):
         pass  # whoever loads it says more
     return None

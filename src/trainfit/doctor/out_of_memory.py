@@ -61,7 +61,8 @@ _BEFORE = (
 """Words after which a line states what happened; the start of a line does too."""
 
 
-_HERE = rf"(?:^[ \t]*[\"'`]?|{'|'.join(f'(?<={re.escape(text)})' for text in _BEFORE)})"
+_TIME = r"(?<=\d[ \t])|(?<=\dZ[ \t])"
+_HERE = rf"(?:^[ \t]*[\"'`]?|{_TIME}|{'|'.join(f'(?<={re.escape(text)})' for text in _BEFORE)})"
 
 
 def stated(words: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -86,7 +87,11 @@ def _expression(sign: Any) -> str:
 def read_log(path: Path) -> tuple[Finding, ...]:
     """Find the faults in the log file at `path`."""
     try:
-        with TextIOWrapper(open_regular(path), "utf-8", "replace", newline=None) as file:
+        raw = open_regular(path)
+        # PowerShell's > writes UTF-16.
+        encoding = "utf-16" if raw.read(2) in (BOM_UTF16_LE, BOM_UTF16_BE) else "utf-8-sig"
+        raw.seek(0)
+        with TextIOWrapper(raw, encoding, "replace", newline=None) as file:
             return diagnose(_blocks(file))
     except OSError as error:
         raise BadInput(

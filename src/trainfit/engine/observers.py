@@ -20,6 +20,7 @@ from typing import Any
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, redact_values, redact_words
+from trainfit.core.files import open_to_append
 from trainfit.core.records import Event, Record, RunResult
 from trainfit.hardware.nvml import Sample, load_nvml, open_sampler
 from trainfit.measuring.timing import GIB
@@ -317,7 +318,7 @@ def make_tracker(path: Path, sample: Callable[[], list[Sample]]) -> Tracker:
             return
         last = now
         if taken := sample():
-            with path.open("a") as file:
+            with open_to_append(path) as file:
                 file.write(json.dumps({"step": row["step"], "gpus": taken}) + "\n")
 
     return track

@@ -65,6 +65,14 @@ class NumberMetrics:
         return {name: value for name, value in values.items() if value is not None}
 
 
+RANGES = {
+    **dict.fromkeys(("accuracy", "precision", "recall", "f1", "macro_f1", "auc"), (0.0, 1.0)),
+    **dict.fromkeys(("mse", "rmse", "mae"), (0.0, math.inf)),
+    **dict.fromkeys(("pearson", "spearman"), (-1.0, 1.0)),
+}
+"""Lowest and highest possible value of each metric."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
     """Mean and spread of a metric over folds."""
@@ -73,7 +81,7 @@ class Spread:
     std: float | None
     """Sample standard deviation (n - 1); None for a single fold, as is the interval."""
     low: float | None
-    """Lower end of the 95% confidence interval of the mean, by Student's t."""
+    """Lower end of the 95% confidence interval of the mean: Student's, in the metric's range."""
     high: float | None
 
 
@@ -197,11 +205,17 @@ def rank_auc(labels: IntArray, scores: Floats) -> float | None:
 def over_folds(folds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
     """Mean and spread of each metric over the folds that have it."""
     names = dict.fromkeys(name for fold in folds for name in fold)
-    return {name: spread([fold[name] for fold in folds if name in fold]) for name in names}
+    return {
+        name: spread([fold[name] for fold in folds if name in fold], *RANGES.get(name, ()))
+        for name in names
+    }
 
 
-def spread(values: Sequence[float]) -> Spread:
-    """Mean of the values with standard deviation and confidence interval."""
+def spread(values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf) -> Spread:
+    """Mean of the values with standard deviation and confidence interval.
+
+    A mean cannot leave the range of its values: without that part the interval covers it as often.
+    """
     count = len(values)
     mean = math.fsum(values) / count
     if count < 2:
@@ -210,7 +224,8 @@ def spread(values: Sequence[float]) -> Spread:
 
     std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
     margin = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
-    return Spread(mean=mean, std=std, low=mean - margin, high=mean + margin)
+    low, high = max(lowest, mean - margin), min(highest, mean + margin)
+    return Spread(mean=mean, std=std, low=low, high=high)
 
 
 def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: int) -> Metrics:

@@ -206,7 +206,8 @@ def frame(now: Standing) -> RenderableType:
         parts += ["", _gpus(now)]
     if now.events:
         parts += ["", *_events(now)]
-    title = Text.assemble((now.run, "bold"), "  ", (_state(now), _STYLES.get(now.status, "yellow")))
+    # A long path is cut off at its end.
+    title = Text.assemble((_state(now), _STYLES.get(now.status, "yellow")), "  ", (now.run, "bold"))
     return Panel(Group(*parts), title=title, title_align="left", padding=(1, 2))
 
 

@@ -32,7 +32,7 @@ from trainfit.core.errors import (
     redact_values,
     redact_words,
 )
-from trainfit.core.files import check_path, is_file, open_regular, write_whole
+from trainfit.core.files import check_path, is_file, open_regular, open_to_append, write_whole
 from trainfit.core.libraries import version_of
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event
@@ -152,9 +152,7 @@ def _json(row: Any) -> str:
 
 def _append_to(path: Path) -> TextIO:
     try:
-        if path.exists():
-            open_regular(path).close()  # a pipe would wait for a reader
-        return path.open("a", encoding="utf-8")
+        return open_to_append(path)
     except OSError as error:
         raise RunFailed(f"cannot write {path} ({reason(error)})", "make it writable") from error
 

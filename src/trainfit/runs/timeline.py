@@ -21,6 +21,8 @@ from typing import Any
 
 import psutil
 
+from trainfit.core.files import open_to_append
+
 FILE = "timeline.jsonl"
 FIRST_UPDATE = "first update"
 """Name of the row without seconds that marks the first finished update of a training."""
@@ -81,7 +83,7 @@ class _Timeline:
         if self.folder is None:
             return
         with suppress(OSError):  # no run fails for its time line
-            with (self.folder / FILE).open("a", encoding="utf-8") as file:
+            with open_to_append(self.folder / FILE) as file:
                 file.writelines(self.waiting)
             self.waiting.clear()
 
