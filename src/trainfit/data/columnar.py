@@ -95,7 +95,9 @@ def _unrecognised(
     """Word the refusal of columns that are not known; `words` name them, for this job."""
     if not any(found):
         return BadInput(f"{place} has no columns", "begin with a line such as text,label")
-    fix = f"{shown_columns(found)}; write {words}"
+    fix = shown_columns(found)
+    if all(_is_name(name) for name in found if name):
+        fix += f"; write {words}"
     fix += f", or take the job {job}" if job and "text" in missing else ""
     return BadInput(f"{place}: no column is recognised as {' or '.join(missing)}", fix)
 
