@@ -87,7 +87,7 @@ def test_random_weights_learn_a_tokenizer_and_say_so(
         ({"model_type": "deberta-v2", "pooler_hidden_act": "nowhere"}, "cannot build .*nowhere"),
         ({"model_type": "deberta-v2", "conv_kernel_size": 3, "conv_act": "nowhere"}, "conv_act"),
         ({"model_type": "llama", "rope_scaling": {"rope_type": "nowhere"}}, "cannot .*nowhere"),
-        ({"max_position_embeddings": 4}, "the model has 4 positions; set data.max_length to 4"),
+        ({"max_position_embeddings": 4}, "has 4 positions; set it to 4 or less"),
     ],
 )
 def test_a_model_that_cannot_be_built_or_used_is_one_line(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.columnar import choose_columns
 from trainfit.data.row_files import column_names, find_separator, read_rows
 
@@ -40,6 +40,9 @@ def choose(found: list[str], wanted: dict[str, str] = BOTH) -> dict[str, str]:
         ("query passage score", PAIR, "query passage score"),
         ("tokens ner_tags", {"tokens": "auto", "tags": "auto"}, "tokens ner_tags"),
         ("words labels", {"tokens": "auto", "tags": "auto"}, "words labels"),
+        ("id qid1 qid2 question1 question2 is_duplicate", PAIR, "question1 question2 is_duplicate"),
+        ("tweet_id content label_id", BOTH, "content label_id"),
+        ("Class_Index Title Description", BOTH, "Description Class_Index"),
         ("comment", {"text": "auto"}, "comment"),
         ("remarks", {"text": "auto"}, "remarks"),
         ("remarks label", {"text": "auto"}, "remarks"),
@@ -59,7 +62,8 @@ def test_columns_are_told_by_their_names(header: str, wanted: dict[str, str], ex
         (["text"], "no column is recognised as label; its columns are text"),
         (["text", "text", "label"], "has the column text twice"),
         (["what a bad film it was", "0"], "begin with a line such as text,label"),
-        ([], "no column is recognised"),
+        ([], "has no columns; begin with a line"),
+        (["id", "tokens", "ner_tags"], "or take the job tokens"),
     ],
 )
 def test_unknown_columns_are_listed_but_no_text(header: list[str], message: str):
@@ -122,3 +126,33 @@ def test_other_json_is_refused(tmp_path: Path, content: str):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(BadInput, match="not a list of JSON objects"):
         column_names(tmp_path / "a.json")
+
+
+@pytest.mark.parametrize("orient", ["records", "columns", "index", "list", "data"])
+def test_json_of_any_orientation_is_read(tmp_path: Path, orient: str):
+    frame = pd.DataFrame(ROWS[:5])
+    path = tmp_path / "a.json"
+    if orient == "list":
+        path.write_text(json.dumps(frame.to_dict("list")))
+    elif orient == "data":
+        path.write_text(json.dumps({"version": "1", "data": ROWS[:5]}, indent=2))
+    else:
+        frame.to_json(path, orient=orient)
+    assert column_names(path) == ["review", "sentiment"]
+    assert [row for _, row in read_rows(path, ["review", "sentiment"])] == ROWS[:5]
+
+
+def test_lines_of_json_may_be_in_a_json_file(tmp_path: Path):
+    path = tmp_path / "a.json"
+    for rows in (ROWS[:1], ROWS[:3]):
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert [row for _, row in read_rows(path, ["review", "sentiment"])] == rows
+
+
+def test_western_bytes_are_read_and_told_once(tmp_path: Path):
+    text = "Café “déjà vu” – 5 €"
+    path = tmp_path / "a.csv"
+    path.write_text(f"text,label\n{text},a\nplain,b\n", encoding="windows-1252")
+    with pytest.warns(TrainfitWarning, match=r"a\.csv is not UTF-8 and is read as Windows-1252"):
+        assert [row["text"] for _, row in read_rows(path, ["text"])] == [text, "plain"]
+    assert len(list(read_rows(path, ["text"]))) == 2

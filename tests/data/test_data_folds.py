@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from sklearn.model_selection import StratifiedGroupKFold, StratifiedKFold
 
 from trainfit.core.errors import BadInput
-from trainfit.data.folds import Fold, Folds, check_apart, check_folds, make_folds, split
+from trainfit.data.folds import Fold, Folds, check_apart, check_folds, keep_rare, make_folds, split
 
 
 @settings(max_examples=25)
@@ -94,3 +94,14 @@ def test_folds_are_scikit_learns(items, count, seed, grouped):
     every = np.arange(strata.size)
     made = make_folds(every, strata, own, folds=count, share=0.2, seed=seed)
     assert [(one.train.tolist(), one.validation.tolist()) for one in made] == expected
+
+
+def test_the_only_items_of_a_class_are_kept_with_their_groups():
+    strata = np.array([0, 0, 1, 2, 2, 0])
+    rest, held = keep_rare(np.array([0, 3]), np.array([1, 2, 4, 5]), strata, None)
+    assert (rest.tolist(), held.tolist()) == ([0, 2, 3], [1, 4, 5])
+    groups = np.array([0, 1, 1, 2, 3, 3])
+    rest, held = keep_rare(np.array([0, 3]), np.array([1, 2, 4, 5]), strata, groups)
+    assert (rest.tolist(), held.tolist()) == ([0, 1, 2, 3], [4, 5])
+    rest, held = keep_rare(np.array([0]), np.array([2]), strata, None)
+    assert held.tolist() == [2]  # something must be held out

@@ -32,7 +32,7 @@ BAD_JSONL = {
 }
 BAD_BYTES = {
     "has a NUL": "text,label\nprivate,1\n".encode("utf-16-le"),
-    "is not UTF-8 text": "text,label\nprivaté,1\n".encode("latin-1"),
+    "is not UTF-8 text": ("text,label\n" + "это личное,1\n" * 9).encode("windows-1251"),
     "no column text": b"",
     "column text twice": b"text,label,text\nprivate,1,private\n",
     "row 1 has 3 fields": b"text,label\nprivate,1,2\n",

@@ -127,7 +127,7 @@ def test_a_missing_file_or_column_is_named(tmp_path: Path, name: str):
 
 def test_bytes_that_are_no_text_are_one_line(tmp_path: Path):
     put(tmp_path, TWO, [])
-    (tmp_path / POSTS).write_bytes(b"post_id,text\ns_1_1,\xff\xfe\n")
+    (tmp_path / POSTS).write_bytes(b"post_id,text\ns_1_1,\x81\x8d\n")
     with pytest.raises(BadInput, match="not UTF-8"):
         read_redsm5(tmp_path)
 

@@ -54,6 +54,19 @@ def read(path: Path, columns: Columns = COLUMNS, count: RowCount | None = None) 
     return list(zip(words, [list(row) for chunk in chunks for row in chunk.labels], strict=True))
 
 
+def test_a_table_with_a_word_per_row(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    lines = ["Sentence #,Word,POS,Tag"]
+    for number, (words, tags) in enumerate(ROWS, 1):
+        for place, (word, tag) in enumerate(zip(words, tags, strict=True)):
+            lines.append(f"{'' if place else f'Sentence: {number}'},{word},x,{tag}")
+    path.write_text("\n".join(lines))
+    assert read(path) == ROWS
+    path.write_text("\n".join([*lines, ",more,x,"]))
+    with pytest.raises(BadInput, match="row 8 has a word without a tag"):
+        read(path)
+
+
 def write_lists(path: Path, rows: Any = ROWS, **names: str) -> Path:
     word, tag = names.get("words", "tokens"), names.get("tags", "tags")
     path.write_text("".join(json.dumps({word: a, tag: b}) + "\n" for a, b in rows))

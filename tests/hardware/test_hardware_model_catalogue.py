@@ -16,6 +16,8 @@ from trainfit.hardware.model_shapes import (
     sizes_of,
     transformers_config,
 )
+from trainfit.jobs.model_facts import model_facts
+from trainfit.jobs.models.backbone import traits_of
 
 ON_HUB = [shape for shape in model_shapes() if shape.hub is not None]
 CLASSES = {
@@ -65,6 +67,8 @@ def test_the_built_model_has_the_published_count_and_every_field(shape: ModelSha
     assert shape.config.keys() - declared <= UNDECLARED | {"model_type"}
     for key, value in shape.config.items():
         assert getattr(config, key) == value, key
+    if (positions := model_facts(shape.slug).positions) is not None:
+        assert positions == traits_of(model.base_model).positions
 
 
 def test_it_has_the_models_that_people_fine_tune() -> None:

@@ -76,6 +76,55 @@ def test_a_folder_of_files_is_its_splits(tmp_path: Path):
         settled(f"data.train={tmp_path}")
 
 
+def test_a_column_tells_the_splits(tmp_path: Path):
+    names = ["train", "Train", "dev", "test", "test"]
+    rows = [{"text": f"words {n}", "label": n % 2, "split": names[n % 5]} for n in range(50)]
+    path = tmp_path / "a.csv"
+    pd.DataFrame(rows).to_csv(path, index=False)
+    data, notes = settled(f"data.train={path}")
+    assert "the column split says which rows are of train, validation, test" in notes
+    tokenizer = learn_tokenizer((row["text"] for row in rows), vocabulary=300, pad_id=0)
+    [dataset] = load_text_files(
+        path,
+        tokenizer,
+        validation=data.validation,
+        test=data.test,
+        columns=columns_of(data),
+        max_length=64,
+    )
+    for part, number in (
+        (dataset.train, (0, 1)),
+        (dataset.validation, (2,)),
+        (dataset.test, (3, 4)),
+    ):
+        expected = [n + 1 for n in range(50) if n % 5 in number]
+        assert part.rows is not None
+        assert part.rows.tolist() == expected
+    folded, _ = settled(f"data.train={path}", "cv.folds=2")
+    assert (folded.validation, folded.test) == (None, str(path))
+    whole, _ = settled(f"data.train={path}", "data.split_column=null")
+    assert (whole.split_column, whole.test) == (None, None)
+    pd.DataFrame(rows).assign(split="a").to_csv(path, index=False)
+    assert settled(f"data.train={path}")[0].split_column is None
+    with pytest.raises(BadInput, match="no row has train in the column split"):
+        settled(f"data.train={path}", "data.split_column=split")
+
+
+def test_sequences_are_no_longer_than_a_model_s_positions(tmp_path: Path):
+    path = put(tmp_path / "a.csv")
+    short = tmp_path / "model"
+    short.mkdir()
+    fields = {"model_type": "roberta", "max_position_embeddings": 130, "pad_token_id": 1}
+    fields |= {"vocab_size": 99, "hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1}
+    (short / "config.json").write_text(json.dumps(fields | {"intermediate_size": 8}))
+    asked = [f"data.train={path}", f"model.name={short}", "model.weights=random"]
+    composed = configure("textclass", asked)
+    assert composed.config.data.max_length == 128
+    assert any("has 128 positions: 128 is taken" in note for note in composed.notes)
+    with pytest.raises(BadInput, match="set it to 128 or less"):
+        configure("textclass", [*asked, "data.max_length=200"])
+
+
 def test_a_saved_datasetdict_is_its_splits(tmp_path: Path):
     import datasets
 
@@ -155,6 +204,8 @@ def test_one_command_trains_on_a_table_of_reviews_and_answers(
 
 
 FILES = {
+    "header.csv": "text,label\n",
+    "chat.jsonl": "".join(f'{{"messages": ["private"], "label": {n}}}\n' for n in range(2)),
     "three.csv": "a,b,c\nx,y,z\n",
     "headless.csv": "what a private film it was to see,1\nprivate again,0\n",
     "empty.csv": "",
@@ -166,7 +217,9 @@ MISTAKES = {
     "three.csv": "write data.text_column=a data.label_column=b",
     "three.csv data.text_column=review": "has no column review; its columns are a, b, c",
     "headless.csv": "begin with a line such as text,label",
-    "empty.csv": "no column is recognised as text or label",
+    "empty.csv": "has no columns; begin with a line such as text,label",
+    "header.csv": "has no rows",
+    "chat.jsonl": "row 1, column messages: there is a list and no text",
     "one.csv": "no column is recognised as label; its columns are text",
     "notes.txt": "has the ending .txt; give .csv, .tsv, .jsonl",
     "list.json": "is not a list of JSON objects",

@@ -245,6 +245,9 @@ class TextFilesData:
     Several labels are lists, or stand in one field with |, ; or a comma between them."""
     group_column: Name | None
     """Rows of one group, such as an author, stay on one side of a split; null: no groups."""
+    split_column: Name | None = "auto"
+    """Column that says train, validation or test. auto: one named split, set or partition that
+    does; null: none."""
     scale: Literal["small", "full"]
     """Size of synthetic data. small: 1,200 short texts. full: 20,000 of up to 160 words."""
     max_length: Tokens

@@ -39,15 +39,18 @@ utterance query question abstract article description headline title summary inp
 sms v2""",
     "label": """
 label labels sentiment target targets class classes category categories intent topic emotion tag
-rating ratings score scores stars star polarity y output label_id class_id coarse_label fine_label
-is_spam spam toxic v1""",
+rating ratings score scores stars star polarity y output label_id class_id class_index
+coarse_label fine_label gold_label similarity similarity_score relevance is_duplicate is_spam spam
+toxic hate v1""",
     "tokens": "tokens words token word",
     "tags": "ner_tags tags pos_tags chunk_tags labels ner ner_labels label tag",
 }
 NAMES: Mapping[str, Sequence[str]] = {role: names.split() for role, names in _NAMES.items()}
 """Names of each role in lower case, the likeliest first; `second` is found with its `text`."""
-_IDLE = re.compile(r"(unnamed.*|index|idx|id|row|row_?id|level_0|__index_level_\d+__|)")
-"""Numbers of rows, which libraries write as a column; never taken unless named."""
+_IDLE = re.compile(
+    r"(unnamed.*|index|idx|(\w+_|q|pair|row|text|user)?id_?\d?|row|level_0|__index.*|)"
+)
+"""Numbers of rows and other ids; never taken unless they are named, or known by their name."""
 _NAME = re.compile(r"(?!\d+$)[^\W\d][\w .:/()#+-]{0,39}")
 
 
@@ -63,7 +66,9 @@ def choose_columns(
     for name in chosen.values():
         if name not in found:
             raise BadInput(f"{place} has no column {name}", shown_columns(found))
-    usable = [name for name in found if not _IDLE.fullmatch(_folded(name))]
+    usable = [
+        name for name in found if not _IDLE.fullmatch(_folded(name)) or _told([name], "label")
+    ]
     if wanted.get("second") == AUTO:
         chosen |= _pair(usable, chosen.get("text"))
     for role in wanted:
@@ -76,14 +81,32 @@ def choose_columns(
     if len(missing) == len(left) == 1:
         chosen[missing.pop()] = left[0]
     if missing:
-        paired = "text" in missing and "second" not in wanted and _pair(usable, None)
-        fix = f"{shown_columns(found)}; write {_words(chosen, wanted, left, keys)}"
-        fix += ", or take the job pairs" * bool(paired)
-        raise BadInput(f"{place}: no column is recognised as {' or '.join(missing)}", fix)
+        words = _words(chosen, wanted, left, keys)
+        raise _unrecognised(found, missing, place, words, _other_job(usable, wanted))
     for name in chosen.values():
         if list(found).count(name) > 1:
             raise BadInput(f"{place} has the column {name} twice", "rename one of them")
     return {role: chosen[role] for role in wanted}
+
+
+def _unrecognised(
+    found: Sequence[str], missing: Sequence[str], place: str, words: str, job: str | None
+) -> BadInput:
+    """Word the refusal of columns that are not known; `words` name them, for this job."""
+    if not any(found):
+        return BadInput(f"{place} has no columns", "begin with a line such as text,label")
+    fix = shown_columns(found)
+    if all(_is_name(name) for name in found if name):
+        fix += f"; write {words}"
+    fix += f", or take the job {job}" if job and "text" in missing else ""
+    return BadInput(f"{place}: no column is recognised as {' or '.join(missing)}", fix)
+
+
+def _other_job(usable: Sequence[str], wanted: Mapping[str, str]) -> str | None:
+    """Name the job whose columns these are."""
+    if "second" not in wanted and _pair(usable, None):
+        return "pairs"
+    return "tokens" if _told(usable, "tokens") and _told(usable, "tags") else None
 
 
 def shown_columns(found: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Sentences of words: CoNLL files, with a word and its tag per line, and what is to be tagged."""
+"""Sentences of words: CoNLL files and CSV tables with a word per line, and what is to be tagged."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ from trainfit.data.row_files import (
     Kinds,
     check_file,
     column_names,
+    read_csv,
     read_lines,
     read_rows,
 )
@@ -25,6 +26,8 @@ WORDS, TAGS = "tokens", "tags"
 """Names of the two columns; any between them are left out."""
 ENDINGS = (".conll", ".bio", ".iob", ".iob2", ".txt", ".tsv")
 _DOCUMENT = "-DOCSTART-"
+_SENTENCE = re.compile(r"sent(ence)?([ _]?(#|id|idx|no|nr|number))?")
+"""Name of the column that tells which sentence a word is of."""
 _BLANKS = re.compile(r"[ \t]+")
 """Other spaces may be part of a word."""
 
@@ -84,13 +87,63 @@ def _check(fields: list[str], expected: int, place: str, *, tagged: bool) -> Non
         raise BadInput(f"{place} has {len(fields)} fields, but the first line {expected}", fix)
 
 
+def _word_columns(path: Path) -> dict[str, str]:
+    """Columns of a table with a word per row: of sentences, of words and, if any, of tags."""
+    found: dict[str, str] = {}
+    for name in column_names(path):
+        folded = name.lower()
+        if _SENTENCE.fullmatch(folded):
+            found.setdefault("sentence", name)
+        for role in (role for role in ("tokens", "tags") if folded in NAMES[role]):
+            found.setdefault(role, name)
+    return found
+
+
+def _table_columns(path: Path) -> list[str]:
+    found = _word_columns(path)
+    if len(found) < 3:
+        what = f"{path} has no columns of sentences, words and tags"
+        fix = "name them such as sentence,word,tag with a word per row, or give JSONL with lists"
+        raise BadInput(what, fix)
+    return [WORDS, TAGS]
+
+
+def read_word_table(path: Path, names: list[str]) -> Rows:
+    """Read the sentences of a table with a word per row, as `read_conll` does.
+
+    A new one begins where the column of sentences changes; it may be empty in further rows.
+    """
+    _table_columns(path) if TAGS in names else None
+    columns = _word_columns(path)
+    words: list[str] = []
+    tags: list[str] = []
+    sentence, now = 0, ""
+    for number, row in read_csv(path, list(columns.values())):
+        begun = row[columns["sentence"]].strip()
+        if words and begun and begun != now:
+            sentence += 1
+            yield sentence, {WORDS: words, TAGS: tags}
+            words, tags = [], []
+        now = begun or now
+        word, tag = row[columns["tokens"]], row.get(columns.get("tags", ""), "").strip()
+        if not word.strip():
+            continue
+        if TAGS in names and not tag:
+            raise BadInput(f"{path}: row {number} has a word without a tag", "fill it in")
+        words.append(word)
+        tags.append(tag)
+    if words:
+        yield sentence + 1, {WORDS: words, TAGS: tags}
+
+
 _CONLL = FileKind(_columns, read_conll)
 TAGGED: Kinds = {
     **{ending: KINDS[ending] for ending in (".jsonl", ".ndjson", ".json", ".parquet")},
     **dict.fromkeys(ENDINGS, _CONLL),
+    ".csv": FileKind(_table_columns, read_word_table),
 }
 """Kinds of files with a tag per word, by their ending."""
-_ALL_KINDS = {**KINDS, **TAGGED}
+_ALL_KINDS = {**TAGGED, **KINDS}
 _SAMPLE = 1000
 """Lines of a .txt file that tell a CoNLL file from a text."""
 
@@ -103,11 +156,15 @@ def read_sentences(path: Path, column: str, known: Collection[str]) -> list[list
     ending = check_file(path, _ALL_KINDS).suffix.lower()
     if ending == ".txt" and not path.is_dir() and not _is_tagged(path, known):
         found = [line.split() for line in read_lines(path)]
-    elif ending in ENDINGS and not path.is_dir():
+    elif path.is_file() and (ending in ENDINGS or (ending == ".csv" and _has_word_rows(path))):
         found = [row[WORDS] for _, row in read_rows(path, [WORDS], TAGGED)]
     else:
         found = list(_from_column(path, column))
     return [words for words in found if any(word.strip() for word in words)]
+
+
+def _has_word_rows(path: Path) -> bool:
+    return {"sentence", "tokens"} <= _word_columns(path).keys()
 
 
 def _is_tagged(path: Path, known: Collection[str]) -> bool:

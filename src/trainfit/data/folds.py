@@ -70,6 +70,18 @@ def hold_out(
     return _parts(items, strata, groups, _one_in(share), seed)[0]
 
 
+def keep_rare(
+    rest: IntArray, held: IntArray, strata: IntArray, groups: IntArray | None
+) -> tuple[IntArray, IntArray]:
+    """Move items of a stratum that `rest` has none of back to it, with their whole groups."""
+    moved = np.isin(strata[held], strata[rest], invert=True)
+    if groups is not None:
+        moved = np.isin(groups[held], groups[held[moved]])
+    if moved.all():
+        return rest, held
+    return np.sort(np.concatenate([rest, held[moved]])), held[~moved]
+
+
 def make_folds(
     items: IntArray,
     strata: IntArray,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Unpack
 import numpy as np
 
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.data.folds import Shares, check_apart, hold_out, make_folds
+from trainfit.data.folds import Shares, check_apart, hold_out, keep_rare, make_folds
 from trainfit.data.labels import (
     LabelKind,
     balanced_weights,
@@ -48,23 +48,25 @@ def load_text_files(
 ) -> tuple[Dataset, ...]:
     """Load a dataset per fold, or one; parts without a file are split from the training file."""
 
-    def read(path: Path | str, known: list[str] | None = None) -> LabelledTokens:
+    def read(path: Path | str, part: str, known: list[str] | None = None) -> LabelledTokens:
         return tokenize_file(
             Path(path),
             tokenizer,
             max_length=max_length,
-            columns=columns or Columns(),
+            columns=(columns or Columns()).of_part(part, alone=str(path) != str(train)),
             kind=kind,
             known=known,
             processes=processes,
             progress=progress,
         )
 
-    base = read(train)
+    base = read(train, "train")
     tagged = base.tokens.tags is not None
+    if not tagged:  # of words those that were lost are counted
+        _tell_cut(base.tokens, max_length)
     known = None if tagged else base.classes
     others = {
-        name: None if path is None else read(path, known)
+        name: None if path is None else read(path, name, known)
         for name, path in (("validation", validation), ("test", test))
     }
     classes = base.classes
@@ -77,6 +79,14 @@ def load_text_files(
     datasets = text_datasets(_same_classes(base, classes), classes, **parts, **shares)
     _tell_repeated(datasets[0], tokenizer.unk_token_id)
     return datasets
+
+
+def _tell_cut(tokens: Tokens, max_length: int) -> None:
+    """Warn of texts that lose their end."""
+    if full := int((tokens.lengths >= max_length).sum()):
+        what = f"{full:,} of {len(tokens):,} rows have {max_length} tokens or more"
+        why = "what is beyond data.max_length is cut off"
+        warnings.warn(f"{what}: {why}", TrainfitWarning, stacklevel=3)
 
 
 def _tell_repeated(data: Dataset, unknown: int | None) -> None:
@@ -123,16 +133,20 @@ def text_datasets(
         tokens = replace(tokens, rows=np.arange(1, len(tokens) + 1))
     items, strata = np.arange(len(tokens)), _strata(tokens)
     if test is None:
-        items, held = hold_out(items, strata, tokens.groups, test_share, seed)
+        items, held = keep_rare(
+            *hold_out(items, strata, tokens.groups, test_share, seed), strata, tokens.groups
+        )
         test = tokens.subset(held)
     if validation is not None:
         return (_dataset(tokens.subset(items), validation, test, classes),)
     made = make_folds(
         items, strata, tokens.groups, folds=folds, share=validation_share, seed=seed + 1
     )
+    sides = [(fold.train, fold.validation) for fold in made]
+    if folds is None:
+        sides = [keep_rare(*sides[0], strata, tokens.groups)]
     return tuple(
-        _dataset(tokens.subset(fold.train), tokens.subset(fold.validation), test, classes)
-        for fold in made
+        _dataset(tokens.subset(train), tokens.subset(held), test, classes) for train, held in sides
     )
 
 

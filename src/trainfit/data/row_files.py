@@ -6,15 +6,18 @@ import codecs
 import csv
 import difflib
 import io
+import re
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import cache
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.conf.composition import flatten
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, reason
+from trainfit.core.errors import BadInput, TrainfitWarning, reason
 from trainfit.core.files import check_regular, open_regular
 from trainfit.data import columnar
 from trainfit.data.columnar import Rows, shown_columns
@@ -32,6 +35,10 @@ _MARKS = {
     codecs.BOM_UTF16_BE: "utf-16",
 }
 """Encoding by byte order mark, longest first, since one begins like another."""
+_WRONG = re.compile("[\udc80-\udcff]")
+"""Bytes that are not UTF-8, as Python's `surrogateescape` stands them in."""
+_MOST_WRONG, _FEW_WRONG = 0.2, 20
+"""Greatest share of such bytes in Western texts, above a number that tells nothing."""
 _ELSEWHERE = {
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "unpack it first"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as CSV"),
@@ -97,24 +104,50 @@ def _kind(path: Path, kinds: Kinds | None) -> FileKind:
 
 
 def read_lines(path: Path) -> Iterator[str]:
-    """Read the lines of a file with their line ends; UTF-8 unless a byte order mark says more."""
+    """Read the lines of a file with their line ends: UTF-8, or as its byte order mark says.
+
+    Single bytes that are not UTF-8 are read as Windows-1252, with a warning.
+    """
     check_regular(path)
     try:
         with open_regular(path) as raw:
             start = raw.read(4)
-            marked = (name for mark, name in _MARKS.items() if start.startswith(mark))
+            marked = next((name for mark, name in _MARKS.items() if start.startswith(mark)), None)
             raw.seek(0)
-            file = io.TextIOWrapper(raw, encoding=next(marked, "utf-8-sig"), newline="")
-            number = 0
+            errors = "strict" if marked else "surrogateescape"
+            file = io.TextIOWrapper(raw, encoding=marked or "utf-8-sig", errors=errors, newline="")
+            number = seen = wrong = 0
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
+                seen += len(line)
+                if not line.isascii():
+                    line, found = _WRONG.subn(_western, line)
+                    wrong += found
+                    if wrong > max(_FEW_WRONG, _MOST_WRONG * seen):
+                        raise UnicodeError
                 _check_line(line, f"{path}: line {number}")
                 yield line
-    except UnicodeDecodeError:
-        fix = "save it as UTF-8; `iconv -f WINDOWS-1252 -t UTF-8 OLD > NEW` does so for most"
+            if wrong:
+                _tell_western(path)
+    except UnicodeError:
+        fix = (
+            "save it as UTF-8; `iconv -f ENCODING -t UTF-8 OLD > NEW` does so, such as from GB18030"
+        )
         raise BadInput(f"{path} is not UTF-8 text", fix) from None
     except OSError as error:
         raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
+
+
+def _western(found: re.Match[str]) -> str:
+    """Decode a byte that is not UTF-8; five have no meaning in Windows-1252 either."""
+    return found[0].encode("utf-8", "surrogateescape").decode("windows-1252")
+
+
+@cache
+def _tell_western(path: Path) -> None:
+    what = f"{path.name} is not UTF-8 and is read as Windows-1252"
+    fix = "save it as UTF-8 where letters come out wrong"
+    warnings.warn(f"{what}; {fix}", TrainfitWarning, stacklevel=3)
 
 
 def _check_line(line: str, place: str) -> None:
@@ -213,22 +246,42 @@ def _object_keys(path: Path) -> list[str]:
 
 
 def _objects(path: Path) -> Rows:
-    """Read JSON objects, one per line or, in a .json file, as a list."""
+    """Read JSON objects, one per line or, in a .json file, as one value."""
     lines = read_lines(path)
     first = next(lines, "")
-    if path.suffix.lower() == ".json" and not first.lstrip().startswith("{"):
-        yield from _listed_objects(path, first + "".join(lines))
-        return
+    if path.suffix.lower() == ".json":
+        second = next(lines, "")
+        if not second.strip() or not isinstance(_parsed(first, str(path)), dict):
+            yield from _listed_objects(path, "".join(chain([first, second], lines)))
+            return
+        lines = chain([second], lines)
     for number, line in enumerate(chain([first], lines), 1):
         if line.strip():
             yield number, _object(line, f"{path}: row {number}")
 
 
 def _listed_objects(path: Path, text: str) -> Rows:
-    rows = _parsed(text, str(path)) if text.strip() else []
+    value = _parsed(text, str(path)) if text.strip() else []
+    rows = _rows_of(value) if isinstance(value, dict) else value
     if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
         raise BadInput(f"{path} is not a list of JSON objects", "write one object per row")
     yield from ((number, dict(flatten(row))) for number, row in enumerate(rows, 1))
+
+
+def _rows_of(value: dict[str, Any]) -> list[Any]:
+    """Find the rows of one JSON object: its only list of objects, or lists or objects by column."""
+    lists = [one for one in value.values() if isinstance(one, list) and one]
+    inner = [one for one in lists if all(isinstance(row, dict) for row in one)]
+    if len(inner) == 1:
+        return inner[0]
+    if lists and len(lists) == len(value) and len(set(map(len, lists))) == 1:
+        return [dict(zip(value, row, strict=True)) for row in zip(*lists, strict=True)]
+    columns = [one for one in value.values() if isinstance(one, dict)]
+    if len(columns) < len(value) or len({tuple(one) for one in columns}) != 1:
+        return [value]
+    if len(columns) > len(columns[0]):  # by row, as pandas writes with orient="index"
+        return columns
+    return [{name: one[row] for name, one in value.items()} for row in columns[0]]
 
 
 def _object(line: str, place: str) -> dict[str, Any]:

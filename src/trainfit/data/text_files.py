@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -38,6 +38,15 @@ from trainfit.data.row_files import (
 
 _TELLING = 10_000
 """Rows that tell the kind of the labels."""
+_FIRST = 1000
+"""Rows that are looked at before anything is loaded."""
+SPLITS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "val", "dev"),
+    "test": ("test", "testing"),
+}
+"""Names of each split, as files and values of a column have them."""
+_SPLIT_OF = {name: split for split, names in SPLITS.items() for name in names}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,12 +61,20 @@ class Columns:
     """Column of rows that must stay together in a split, such as the author; None: no groups."""
     tagged: bool = False
     """True where texts are lists of words and labels are lists of tags, one for each word."""
+    split: str | None = None
+    """Column that says which split a row is of; None: all rows are of one."""
+    part: str = "train"
+    """The split whose rows are read, where a column says which they are."""
 
     @property
     def names(self) -> list[str]:
         """Columns to read."""
-        more = (self.second, self.group)
+        more = (self.second, self.group, self.split)
         return [self.text, self.label, *(name for name in more if name is not None)]
+
+    def of_part(self, part: str, *, alone: bool) -> Columns:
+        """Columns of another split, which may have a file of its own."""
+        return replace(self, part=part, split=None if alone else self.split)
 
     @property
     def kinds(self) -> Kinds:
@@ -126,6 +143,8 @@ def read_chunks(
     kinds: dict[str, int] = {}
     add = _add_words if columns.tagged else partial(_add_text, kind=kind)
     for number, row in read_rows(path, columns.names, columns.kinds):
+        if columns.split is not None and split_of(row[columns.split]) != columns.part:
+            continue
         count.rows += 1
         place = f"{path}: row {number}"
         if not add(chunk, row, columns, place=place, number=number, kinds=kinds):
@@ -139,6 +158,23 @@ def read_chunks(
             chunk = Chunk()
     if chunk.labels:
         yield chunk
+
+
+def split_of(value: Any) -> str | None:
+    """Name the split that a cell says; None where it says none."""
+    return _SPLIT_OF.get(str(value).strip().lower())
+
+
+def find_parts(path: Path, columns: Columns, column: str) -> set[str] | None:
+    """Find the splits with labels that a column tells; None where it says something else."""
+    found = set()
+    for _, row in read_rows(path, list({column, columns.label}), columns.kinds):
+        part = split_of(row[column])
+        if part is None:
+            return None
+        if not is_blank(row[columns.label]):
+            found.add(part)
+    return found
 
 
 def _check_apart(columns: Columns) -> None:
@@ -264,8 +300,15 @@ def hash_content(path: Path) -> str:
 
 
 def check_columns(path: Path, columns: Columns) -> None:
-    """Raise BadInput where a file cannot be read or lacks a column, by its first row."""
-    next(read_rows(check_file(path, columns.kinds), columns.names, columns.kinds), None)
+    """Raise BadInput where a file cannot be read, lacks a column or has no row."""
+    rows = read_rows(check_file(path, columns.kinds), columns.names, columns.kinds)
+    if next(rows, None) is None:
+        raise BadInput(f"{path} has no rows", "give a file with a text per row")
+
+
+def check_first_rows(path: Path, columns: Columns, kind: LabelKind) -> None:
+    """Raise BadInput for a mistake in the first rows, before anything is loaded."""
+    next(read_chunks(path, columns, _FIRST, kind=kind), None)
 
 
 def is_blank(value: Any) -> bool:
@@ -274,6 +317,8 @@ def is_blank(value: Any) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
+    if isinstance(value, list):
+        raise BadInput(f"{place}: there is a list and no text", "write each text as one string")
     if not isinstance(value, str) or not value.strip():
         raise BadInput(f"{place}: there is no text", "fill it in, or leave the row out")
     if len(value) > LONGEST_LINE:

@@ -9,20 +9,26 @@ from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import SCHEMAS, Composed, NliConfig, TextFilesConfig, compose, layer
 from trainfit.conf.composition import as_word, completed, keys
-from trainfit.conf.schema import Config, EncoderModel, GptConfig, TextFilesData, TokensConfig
+from trainfit.conf.schema import Config, EncoderModel, GptConfig, TokensConfig
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import may_be_on_hub
 from trainfit.data.labels import LabelKind, describe
 from trainfit.data.redsm5 import check_redsm5
-from trainfit.data.text_files import check_columns, count_tags, infer_labels, read_chunks
+from trainfit.data.text_files import (
+    check_columns,
+    check_first_rows,
+    count_tags,
+    infer_labels,
+    read_chunks,
+)
 from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.gpt_choice import fitted
 from trainfit.jobs.job_plan import check_model
-from trainfit.jobs.known_data import columns_of, settle_sources
+from trainfit.jobs.known_data import columns_of, files_of, settle_sources
 from trainfit.jobs.model_facts import model_fields
 from trainfit.jobs.models.classifier_settings import Weights
 from trainfit.jobs.registry import is_own, load
@@ -50,7 +56,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     check_data(composed.config)
     composed = fitted(_with_notes(composed))
     if not is_own(task):
-        check_model(composed)
+        composed = _fit_length(composed, check_model(composed).positions)
     model = getattr(composed.config, "model", None)
     if not isinstance(model, EncoderModel) or not _lacks_tokenizer(Path(model.name)):
         return composed
@@ -58,6 +64,24 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
         raise BadInput(f"no tokenizer in {model.name}", NO_TOKENIZER_FIX)
     note = f"no tokenizer in {model.name}: one is learned from the data (model.weights=random)"
     return replace(composed, notes=(*composed.notes, note))
+
+
+def _fit_length(composed: Composed, positions: int | None) -> Composed:
+    """Shorten the sequences to the positions of the model; refuse a longer length of the user."""
+    data: Any = composed.config.data
+    if positions is None or data.max_length <= positions:
+        return composed
+    name, key = composed.config.model.name, "data.max_length"
+    what = f"{key} is {data.max_length}, but {name} has {positions} positions"
+    if composed.origins[key] == "override":
+        raise BadInput(what, f"set it to {positions} or less")
+    config: Any = composed.config
+    return replace(
+        composed,
+        config=replace(config, data=replace(data, max_length=positions)),
+        origins=composed.origins | {key: "found"},
+        notes=(*composed.notes, f"{what}: {positions} is taken"),
+    )
 
 
 def check_data(config: Config) -> None:
@@ -68,19 +92,22 @@ def check_data(config: Config) -> None:
         place = Path(config.data.data_dir)
         read_header(place) if is_prepared(place) else find_texts(place)
     elif isinstance(config, TextFilesConfig):
-        data = config.data
-        for path in (data.train, data.validation, data.test):
-            if path is not None:
-                check_columns(Path(path), columns_of(data))
-        _check_tags(data)
+        _check_files(config)
 
 
-def _check_tags(data: TextFilesData) -> None:
-    """Raise BadInput for words and tags that do not go together, in any row of the files."""
-    columns = columns_of(data)
-    for path in (data.train, data.validation, data.test) if columns.tagged else ():
-        if path is not None:
-            count_tags(Path(path), columns)
+def _check_files(config: TextFilesConfig) -> None:
+    """Raise BadInput for files that lack a column, and for mistakes in rows.
+
+    The first ones are read, or all where words and tags must go together.
+    """
+    if config.data.train is None:
+        return
+    files = list(files_of(config.data))
+    for path, columns in files:
+        check_columns(path, columns)
+    kind = kind_of(config)
+    for path, columns in files:
+        count_tags(path, columns) if columns.tagged else check_first_rows(path, columns, kind)
 
 
 def kind_of(config: TextFilesConfig) -> LabelKind:

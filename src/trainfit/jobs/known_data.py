@@ -22,7 +22,14 @@ from trainfit.data.columnar import AUTO, choose_columns, is_stream, shown_name
 from trainfit.data.corpus import find_texts
 from trainfit.data.hub import fetch_dataset, is_hub_name
 from trainfit.data.row_files import KINDS, Kinds, column_names, read_rows
-from trainfit.data.text_files import Columns, infer_labels, is_blank, read_chunks
+from trainfit.data.text_files import (
+    SPLITS,
+    Columns,
+    find_parts,
+    infer_labels,
+    is_blank,
+    read_chunks,
+)
 from trainfit.data.token_files import read_header
 from trainfit.jobs import gpt_choice
 
@@ -32,12 +39,8 @@ _TAG_FIELDS = {"tokens": "words_column", "tags": "label_column"}
 """Fields of a configuration that name the column of each role."""
 _FIRST = 1000
 """Rows that tell if a split has labels."""
-_SPLITS = {
-    "train": ("train", "training"),
-    "validation": ("validation", "valid", "val", "dev"),
-    "test": ("test", "testing"),
-}
-"""Names of each split without their ending."""
+_SPLIT_COLUMNS = ("split", "set", "partition", "data_split")
+"""Names of a column that says which split a row is of."""
 
 
 def settle_sources(composed: Composed) -> Composed:
@@ -71,7 +74,17 @@ def columns_of(data: TextFilesData) -> Columns:
         label=label,
         group=data.group_column,
         tagged=isinstance(data, TokensData),
+        split=None if data.split_column == AUTO else data.split_column,
     )
+
+
+def files_of(data: TextFilesData) -> Iterator[tuple[Path, Columns]]:
+    """Each file of the data with its columns; only the training file may hold several splits."""
+    columns = columns_of(data)
+    for part in SPLITS:
+        path = getattr(data, part)
+        if path is not None:
+            yield Path(path), columns.of_part(part, alone=path != data.train)
 
 
 def _find_columns(data: TextFilesData) -> dict[str, str]:
@@ -119,6 +132,9 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
     chosen: dict[str, Any] = {name: names[role] for role, name in fields.items()}
     found = replace(found, **chosen)
     labels = names[list(fields)[-1]]
+    if not splits:
+        found, told = _split_rows(found, folds=folds)
+        notes += told
     for split, path in splits.items():
         if getattr(data, split) is not None:
             continue
@@ -131,6 +147,27 @@ def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[s
             notes.append(f"data.{split} is {path.name} of the same folder")
             files[split] = str(path)
     return replace(found, **files), notes
+
+
+def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[str]]:
+    """Take the splits that a column of the training file tells; returns a note on them."""
+    assert data.train is not None
+    path, column = Path(data.train), data.split_column
+    columns = columns_of(replace(data, split_column=None))
+    if column == AUTO:
+        there = [] if is_stream(path) else column_names(path, columns.kinds)
+        known = (name for name in there if name.strip().lower() in _SPLIT_COLUMNS)
+        column = next((name for name in known if name not in columns.names), None)
+    parts = None if column is None else find_parts(path, columns, column)
+    if column is None or not parts or "train" not in parts:
+        if data.split_column not in (AUTO, None):
+            fix = "its values must be train, validation and test"
+            raise BadInput(f"no row has train in the column {column}", fix)
+        return replace(data, split_column=None), []
+    used = [part for part in SPLITS if part in parts and not (folds and part == "validation")]
+    files: dict[str, Any] = {part: data.train for part in used if getattr(data, part) is None}
+    note = f"the column {column} says which rows are of {', '.join(used)}"
+    return replace(data, split_column=column, **files), [note]
 
 
 def _has_labels(path: Path, column: str, kinds: Kinds) -> bool:
@@ -158,7 +195,7 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
         if not places or Path(chosen).name != chosen:
             raise BadInput(f"no split {brief(chosen)}", f"name one of {_listed(path)}")
         return {"train": places[0]}
-    found = {split: list(_places(path, names, kinds)) for split, names in _SPLITS.items()}
+    found = {split: list(_places(path, names, kinds)) for split, names in SPLITS.items()}
     for split, places in found.items():
         if len(places) > 1:
             both = f"{places[0].name} and {places[1].name}"

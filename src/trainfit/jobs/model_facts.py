@@ -31,6 +31,10 @@ from trainfit.kernels.supported import (
 if TYPE_CHECKING:
     from trainfit.data.tokens import Tokens
 
+_TABLES = {"albert", "bert", "distilbert", "electra", "mobilebert"}
+_OFFSET_TABLES = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+"""Types of encoders with a table of positions, from the first row or after that of padding."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelFacts:
@@ -49,6 +53,8 @@ class ModelFacts:
     no_liger: str | None
     vocabulary: int
     """Number of tokens in its vocabulary."""
+    positions: int | None
+    """Longest sequence of a model with a table of positions; None: any, or not known."""
 
 
 def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
@@ -79,6 +85,7 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         else None,
         no_liger=supported.obstacle(kind),
         vocabulary=int(fields.get("vocab_size") or 0),
+        positions=_positions(kind, fields),
     )
 
 
@@ -123,6 +130,17 @@ def _window(fields: dict[str, Any]) -> int | None:
     if not size or "sliding_attention" not in kinds or fields.get("use_sliding_window") is False:
         return None
     return int(size) // 2
+
+
+def _positions(kind: str, fields: dict[str, Any]) -> int | None:
+    """Rows of a table of positions, less those that RoBERTa and its kin leave out."""
+    size = fields.get("max_position_embeddings")
+    if kind not in _TABLES | _OFFSET_TABLES or not isinstance(size, int):
+        return None
+    if kind in _TABLES:
+        return size
+    pad = fields.get("pad_token_id", 1)
+    return size - pad - 1 if isinstance(pad, int) else None
 
 
 def check_vocabulary(name: str, parts: Iterable[Tokens]) -> None:
