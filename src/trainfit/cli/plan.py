@@ -92,6 +92,8 @@ def command(
             raise BadInput("--gpu all makes one table", fix)
         _compare(composed, watts, price, form)
         return
+    if gpu is None:
+        job_plan.plan_ahead(composed)
     question = job_plan.asked_question(composed, watts, price)
     with nullcontext() if gpu else terminal.busy("looking at the hardware"):
         profile = job_plan.machine(composed, gpu)

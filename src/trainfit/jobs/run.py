@@ -42,7 +42,7 @@ from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
 from trainfit.measuring.receipt import save_receipt
-from trainfit.planning.cpu_choice import child_ahead
+from trainfit.planning.cpu_choice import dismissed
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.event_log import Tracker
 from trainfit.runs.opening import DataSetup, RunSetup
@@ -257,7 +257,9 @@ def train_job(
             show = Show()
         if device.type == "cuda":
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
-        with child_ahead(profile):
+        if profile.gpu is None:
+            job_plan.plan_ahead(composed)
+        with dismissed():
             with show.busy("preparing the data"), timeline.stage("data"):
                 prepared = prepare(world)
             with show.busy("planning"), timeline.stage("plan"):
