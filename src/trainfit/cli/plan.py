@@ -61,6 +61,7 @@ def command(
     words; what they set is honoured, and the rest is planned around it. `hf`, `lightning`,
     `accelerate`, `hydra` and `shell` print the plan for other programs.
     """
+    _check_words(task, gpu)
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
@@ -69,7 +70,6 @@ def command(
     from trainfit.jobs.configuration import check_data
     from trainfit.jobs.gpt_choice import fitted
     from trainfit.jobs.known_data import settle_sources
-    from trainfit.jobs.registry import check_job
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -79,7 +79,6 @@ def command(
     machines, each = _counted(gpus)
     if plot is not None:
         check_plot(plot)
-    check_job(task)
     cap = () if memory is None else (f"device.memory_gib={memory:g}",)
     composed = settle_sources(compose(task, with_file(task, config_file, (*overrides, *cap))))
     check_data(composed.config)
@@ -113,6 +112,18 @@ def command(
         click.echo(codec.for_programs(codec.encode(made) | more))
     else:
         _hand_over(form, made, composed)
+
+
+def _check_words(task: str, gpu: str | None) -> None:
+    """Check the job and the GPU, and have a child import torch while the rest is read."""
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs.registry import check_job
+    from trainfit.planning.estimator.estimate import start
+
+    check_job(task)
+    if gpu is not None and gpu != "all":
+        find(gpu)
+        start(1)
 
 
 def _counted(gpus: str | None) -> tuple[int, int]:

@@ -127,6 +127,13 @@ def unhide() -> None:
             del sys.modules[name]
 
 
+def import_peft() -> Any:
+    """Import peft, after bitsandbytes, which peft would import with a request to the hub."""
+    if has("bitsandbytes"):
+        import_bitsandbytes()
+    return import_module("peft")
+
+
 def import_bitsandbytes() -> Any:
     """Import bitsandbytes; on a CPU it would fetch a kernel from the hub, and warn without one."""
     before = sys.modules.get("kernels", ...)

@@ -189,6 +189,8 @@ def _timed(place: Path, asked: str) -> StepTimes:
 
 _WAITING: list[subprocess.Popen[str]] = []
 """A child that was started ahead, and waits for its request."""
+_SERVING: list[subprocess.Popen[str]] = []
+"""Children that have timed a step, and serve the estimator."""
 _MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
 
 
@@ -205,13 +207,13 @@ def start_ahead(*, models: bool = True) -> None:
 
 @contextmanager
 def dismissed() -> Iterator[None]:
-    """End the children of planning at the end of a block."""
+    """End the children that time steps, also if they serve the estimator, at a block's end."""
     try:
         yield
     finally:
-        while _WAITING:
-            estimate.end(_WAITING.pop())
-        estimate.dismiss()
+        for children in (_WAITING, _SERVING):
+            while children:
+                estimate.end(children.pop())
 
 
 def _child(*imported: str) -> subprocess.Popen[str]:
@@ -249,6 +251,7 @@ def time_steps(asked: str) -> StepTimes:
     if not answer:
         fix = "set device.mixed_precision"
         raise RunFailed(f"exit code {child.wait()}, or over {_SECONDS} s", fix)
+    _SERVING.append(child)
     estimate.adopt(child)
     found = StepTimes.from_json(answer)
     if found.error is not None:

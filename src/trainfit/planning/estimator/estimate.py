@@ -180,13 +180,6 @@ def adopt(process: subprocess.Popen[str]) -> None:
     _child(0, path).adopt(process)
 
 
-def dismiss() -> None:
-    """End all children; the next request starts one anew."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    for number in range(2):
-        _child(number, path).stop()
-
-
 def _is_idle() -> bool:
     """Tell if at least two cores have nothing to do: a child imports for three seconds."""
     try:
@@ -219,12 +212,6 @@ class _EstimatorChild:
             else:
                 self._process = process
                 atexit.register(end, process)
-
-    def stop(self) -> None:
-        with self._lock:
-            if self._process is not None:
-                end(self._process)
-            self._process = None
 
     @property
     def runs(self) -> bool:
