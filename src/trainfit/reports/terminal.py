@@ -49,7 +49,7 @@ def busy(what: str) -> Iterator[None]:
             yield
     else:
         print(f"trainfit: {what}", file=sys.stderr, flush=True)
-        with _signs_of_life(what):
+        with signs_of_life(what):
             yield
     spent = time.monotonic() - begun
     if spent >= _WORTH_SAYING:
@@ -57,7 +57,7 @@ def busy(what: str) -> Iterator[None]:
 
 
 @contextmanager
-def _signs_of_life(what: str) -> Iterator[None]:
+def signs_of_life(what: str) -> Iterator[None]:
     """Print the time so far after 2, 6, 14 and 30 seconds, and so on."""
     done, stream = threading.Event(), sys.stderr
 
