@@ -34,22 +34,19 @@ def head_speeds(found: Iterable[Mapping[str, Any]] | None = None) -> str:
             if "error" not in run:
                 own.setdefault(run["setting"], []).append(run["samples_per_second"])
     rows = [_row(*job, own) for job, own in rates.items()]
-    heads = ("head", "model", "trainfit", "compiled", "Trainer's best", "faster")
+    jobs = ("short job", "faster", "long job", "faster")
+    heads = ("head", "model", "Trainer's best", *jobs)
     return table(heads, rows) if rows else ""
 
 
 def _row(title: str, model: str, own: Mapping[str, Sequence[float]]) -> Sequence[str]:
-    plain = own.get("trainfit", [])
     theirs = [(max(own[name]), words) for name, words in _TRAINER.items() if name in own]
     best, words = max(theirs, default=(0.0, ""))
-    return (
-        title,
-        _MODELS.get(model, model),
-        f"**{_range(plain)}**" if plain else "–",
-        _range(own.get("trainfit-compiled", [])),
-        f"{best:,.0f} ({words})" if theirs else "–",
-        f"{min(plain) / best:.1f}×" if plain and theirs else "–",
-    )
+    ours = []
+    for rates in (own.get("trainfit", []), own.get("trainfit-long", [])):
+        ours += [f"**{_range(rates)}**" if rates else "–"]
+        ours += [f"{min(rates) / best:.1f}×" if rates and theirs else "–"]
+    return title, _MODELS.get(model, model), f"{best:,.0f} ({words})" if theirs else "–", *ours
 
 
 def _range(rates: Sequence[float]) -> str:

@@ -3,7 +3,8 @@
 A plain loop over a model of transformers runs from several bases, each with some optimizations on.
 From one profiled step of a base the gain of every missing change is estimated, as `trainfit verify
 -- python train.py` does; then each change is made alone, and steps with and without it are timed in
-turns. Models have the real shapes and random weights, batches of 32, lengths of ReDSM5.
+turns. Gains are percent of a step's time. Models have the real shapes and random weights, batches
+of 32, lengths of ReDSM5. The evidence of each base is kept, so that an estimate can be made anew.
 
 python benchmarks/what_if.py --out FILE [--models bert-base …] [--bases …] [--changes …]
     [--seconds 280] [--record] [--tiny]
@@ -30,11 +31,14 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 import trainfit
+from trainfit.core import codec
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.hardware.model_shapes import model_shape, transformers_config
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.unpadding import facts_in
 from trainfit.jobs.job_plan import assumed_lengths
+from trainfit.measuring.machine_rates import _launches
+from trainfit.measuring.trace import Evidence
 from trainfit.measuring.what_if import CHECKS, what_if
 
 MODELS = (
@@ -49,6 +53,13 @@ BASES: dict[str, tuple[str, ...]] = {
 }
 """Optimizations that are on; `checkpointed` is one whose absence is the gain."""
 CHANGES = ("bf16", "tf32", "fused", "unpadded", "attention", "graphs", "checkpointing", "compile")
+MADE = {
+    "plain": ("bf16", "tf32", "fused", "unpadded", "attention"),
+    "half": ("fused", "unpadded", "compile"),
+    "checkpointed": ("checkpointing",),
+    "packed": ("graphs",),
+}
+"""Changes to each base; the others would be made twice."""
 TINY = {
     "vocab_size": 99,
     "hidden_size": 32,
@@ -149,8 +160,8 @@ def batches_of(config: Any, given: argparse.Namespace) -> list[dict[str, torch.T
     return found
 
 
-def estimates(training: Training) -> dict[str, float]:
-    """Estimated percent of every missing change, from one profiled step."""
+def observed(training: Training) -> dict[str, Any]:
+    """Evidence of one profiled step of a base, and the figures that an estimate takes beside it."""
     given = [{k: v.cpu() for k, v in training.batches[training.taken % 4].items()}]
     with trainfit.observe(warm_up=1) as seen:
         training.steps(1, timed=False)
@@ -162,7 +173,42 @@ def estimates(training: Training) -> dict[str, float]:
     if CUDA:
         total = torch.cuda.get_device_properties(0).total_memory
         share = torch.cuda.max_memory_allocated() / total
-    found = what_if(seen.evidence, step_seconds=median(training.times), memory_share=share)
+    return {
+        "step_seconds": median(training.times),
+        "host_seconds": host_seconds(training),
+        "memory_share": share,
+        "padding_share": padding_of(training.batches),
+        "evidence": json.loads(
+            json.dumps(codec.encode(seen.evidence))
+        ),  # plain text, torch.version too
+    }
+
+
+def padding_of(batches: list[dict[str, torch.Tensor]]) -> float:
+    """Share of padding in all batches; the step that is profiled has but one of them."""
+    masks = [batch["attention_mask"] for batch in batches]
+    return 1 - sum(int(mask.sum()) for mask in masks) / sum(mask.numel() for mask in masks)
+
+
+def host_seconds(training: Training) -> float:
+    """Time in which the host starts a step's work: the GPU is idle first and not waited for."""
+    found = []
+    for _ in range(3):
+        began = clock()
+        training._step()
+        found.append(time.perf_counter() - began)
+    return median(found)
+
+
+def estimates(case: dict[str, Any], rates: dict[str, float]) -> dict[str, float]:
+    """Estimated percent of every missing change, from the evidence of a base."""
+    found = what_if(
+        codec.decode(Evidence, case["evidence"], "evidence"),
+        step_seconds=case["step_seconds"],
+        memory_share=case["memory_share"],
+        padding_share=case["padding_share"],
+        rates=rates,
+    )
     return {one.name: one.percent for one in found}
 
 
@@ -184,8 +230,10 @@ def compare(name: str, base: str, given: argparse.Namespace, tell: Any) -> None:
     # A large model's step in fp32 takes a second.
     few = max(2, min(BLOCK, int(1 / median(before.times))))
     before.steps(few, timed=True)
-    predicted = estimates(before)
-    for change in given.changes:
+    case = {"model": name, "base": base} | observed(before)
+    given.cases.append(case)
+    predicted = estimates(case, given.rates)
+    for change in [one for one in given.changes if one in MADE[base]]:
         changed = after(on, change)
         pointless = change == "attention" and name.startswith("deberta")  # it has but one
         if changed is None or pointless or time.monotonic() > given.ends:
@@ -199,7 +247,7 @@ def compare(name: str, base: str, given: argparse.Namespace, tell: Any) -> None:
             for _ in range(TURNS if few == BLOCK else 2):
                 before.steps(few, timed=True)
                 other.steps(few, timed=True)
-            row["measured"] = 100 * (median(before.times) / median(other.times) - 1)
+            row["measured"] = 100 * (1 - median(other.times) / median(before.times))
             row["milliseconds"] = [1e3 * median(one.times) for one in (before, other)]
         except Exception as error:  # noqa: BLE001 a change that fails is a row too
             row["error"] = f"{type(error).__name__}: {error}"[:300]
@@ -220,6 +268,8 @@ def asked() -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="tiny shapes, for a CPU")
     given = parser.parse_args()
     given.ends = time.monotonic() + given.seconds
+    given.cases = []
+    given.rates = {one.name: one.value for one in _launches()} if CUDA else {}
     given.batch = 4 if given.tiny else given.batch
     return given
 
@@ -231,7 +281,9 @@ def main() -> None:
         "began": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
         "device": torch.cuda.get_device_name() if CUDA else "CPU",
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        "rates": given.rates,
         "rows": [],
+        "cases": given.cases,
     }
 
     def tell(row: dict[str, Any]) -> None:

@@ -155,22 +155,24 @@ def test_a_whole_job_by_the_clock(tmp_path: Path, job: str):
 @pytest.mark.soak
 def test_a_head_beside_trainer(tmp_path: Path):
     words = ("--tiny", "--out", tmp_path / "heads.json", "--scratch", tmp_path / "s")
-    run("heads.py", tmp_path, "multilabel", "bert", *words, "--settings", "trainfit", "grouped")
+    names = ["trainfit", "trainfit-long", "grouped"]
+    run("heads.py", tmp_path, "multilabel", "bert", *words, "--settings", *names)
     [record] = json.loads((tmp_path / "heads.json").read_text())["records"]
-    assert [one["setting"] for one in record["runs"]] == ["trainfit", "grouped"]
+    assert [one["setting"] for one in record["runs"]] == names
     for one in record["runs"]:
-        assert one["timed_steps"] == 40
+        assert one["timed_steps"] >= 40
         assert one["samples_per_second"] > 0
         assert one["losses"][-1] < one["losses"][0]
-    ours, theirs = (one["samples_per_second"] for one in record["runs"])
-    assert record["times_as_fast"] == pytest.approx(ours / theirs)
+    *ours, theirs = (one["samples_per_second"] for one in record["runs"])
+    times = [rate / theirs for rate in ours]
+    assert list(record["times_as_fast"].values()) == pytest.approx(times)
 
 
 def test_heads_are_compared_by_trainers_fastest_and_trainfits_slowest():
     heads = importlib.import_module("head_tables")
 
     def record(*rates: float, **more: Any) -> dict[str, Any]:
-        names = ("trainfit", "trainfit-compiled", "padded", "grouped")
+        names = ("trainfit", "trainfit-long", "padded", "grouped")
         runs = [
             {"setting": name, "samples_per_second": rate}
             for name, rate in zip(names, rates, strict=True)
@@ -183,7 +185,8 @@ def test_heads_are_compared_by_trainers_fastest_and_trainfits_slowest():
         record(800, 1000, 350, 380),
         record(9, 9, 9, 9, tiny=True),
     ]
-    row = "| T | BERT-base | **800 to 900** | 1,000 to 1,100 | 400 (grouped by length) | 2.0× |"
+    theirs, short, long = "400 (grouped by length)", "**800 to 900**", "**1,000 to 1,100**"
+    row = f"| T | BERT-base | {theirs} | {short} | 2.0× | {long} | 2.5× |"
     assert row in heads.head_speeds(found)
     assert heads.head_speeds([]) == ""
 

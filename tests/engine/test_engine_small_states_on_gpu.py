@@ -148,7 +148,6 @@ def peak(arguments: dict[str, Any]) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("offloaded", [False, True])
 @pytest.mark.parametrize("kind", ["adamw_fused", "adamw_bf16", "adamw_8bit", "adafactor", "muon"])
 def test_memory_is_predicted_within_three_percent(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import gc
 import math
 import os
 import signal
@@ -277,7 +278,6 @@ def test_folds_share_the_codes_in_the_hosts_memory(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 def test_a_gpu_never_holds_the_whole_model_in_half_precision() -> None:
     sizes = _BIG | {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24}
     settings = ClassifierSettings(
@@ -287,6 +287,7 @@ def test_a_gpu_never_holds_the_whole_model_in_half_precision() -> None:
         dtype="bfloat16",
         quantization="nf4",
     )
+    gc.collect()
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
@@ -506,7 +507,6 @@ def test_a_compiled_step_keeps_no_wide_weight_either() -> None:
 
 
 @pytest.mark.gpu
-@pytest.mark.alone
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_predicted_memory_is_what_a_step_takes(kind: str, method: str) -> None:
@@ -514,6 +514,7 @@ def test_predicted_memory_is_what_a_step_takes(kind: str, method: str) -> None:
     asked = probe(kind, method, overrides=sizes, rows=16, width=512)
     predicted = estimate(FACTORY, "h200", **asked).peak_allocated_gib
     make = TaskSpec(factory=FACTORY, arguments=asked).function()
+    gc.collect()
     torch.cuda.empty_cache()
     torch._C._cuda_clearCublasWorkspaces()
     before = torch.cuda.memory_allocated()

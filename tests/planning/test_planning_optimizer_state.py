@@ -81,6 +81,11 @@ def test_state_is_predicted_by_a_closed_formula(kind: str, answers: dict[str, An
     assert abs(answers[kind].optimizer - closed_formula(kind)) <= counts
 
 
+def test_norms_that_an_update_scales_by_are_no_guesses(answers: dict[str, Answer]) -> None:
+    """Adafactor reads two of each weight; no size depends on them."""
+    assert not any(answer.unknown for answer in answers.values())
+
+
 @pytest.mark.parametrize("kind", ["adamw_fused", "adamw_bf16"])
 def test_offloaded_moments_take_two_slots(kind: str, answers: dict[str, Answer]) -> None:
     held = answers[f"{kind} offloaded"].optimizer

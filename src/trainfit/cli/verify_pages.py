@@ -68,6 +68,7 @@ def of_command(command: str, seen: Observed) -> Verified:
             step_seconds=1 / rate if rate else None,
             framework=seen.framework,
             memory_share=seen.memory_share,
+            padding_share=seen.padding_share,
             rates=remembered_rates(evidence.device_name),
         ),
     )

@@ -116,7 +116,7 @@ def _name(process: Any) -> str:
 
 def batches(given: Iterable[Any], trace: Trace, seconds: float) -> BatchesSeen:
     """Describe the loader's batches, as they were before they went to the device."""
-    looked = [_look(batch) for batch in given]
+    looked = [look_at(batch) for batch in given]
     known = [seen for seen in looked if seen.capacity is not None]
     packed = [seen.packed for seen in looked if seen.packed is not None]
     fetched = [op.seconds for op in trace.operators if op.name.startswith(_FETCH)]
@@ -141,7 +141,7 @@ def batches(given: Iterable[Any], trace: Trace, seconds: float) -> BatchesSeen:
     )
 
 
-def _look(batch: Any) -> BatchesSeen:
+def look_at(batch: Any) -> BatchesSeen:
     """Describe one batch; its tokens are counted by a mask or by the ends of its sequences."""
     import torch
 
@@ -321,6 +321,7 @@ def attention_of(trace: Trace) -> AttentionSeen:
         dtype=short(shown.dtypes[0]) if shown else None,
         head=shown.shapes[0][-1] if shown else None,
         softmaxes=trace.calls(*_SOFTMAX),
+        gathers=trace.calls("aten::gather"),
         dropout=max((_dropout(op) for op in asked if _kernel(op)), default=None),
     )
 

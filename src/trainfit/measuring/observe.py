@@ -19,6 +19,7 @@ from typing import IO, Any
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt, Record, Scalar
+from trainfit.measuring.evidence import look_at
 from trainfit.measuring.profiled_step import Look, looking
 from trainfit.measuring.receipt import make_receipt, visible_framework, visible_requests
 from trainfit.measuring.timing import cuda_peaks
@@ -26,6 +27,8 @@ from trainfit.measuring.trace import UPDATE, Evidence
 
 WARM_UP = 5
 """Optimizer steps before the profiled one."""
+_COUNTED = 50
+"""Batches whose padding is counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +41,8 @@ class Observed(Record):
     peak_memory_gib: float | None = None
     memory_share: float | None = None
     """Peak memory as a share of the GPU's."""
+    padding_share: float | None = None
+    """Share of padding in the batches after the profiled step."""
     framework: str = "torch"
     """transformers, lightning, or torch alone."""
     receipt: Receipt | None = None
@@ -70,6 +75,7 @@ class Observation:
         self._marked = ExitStack()
         self._passes = Passes()
         self._given: list[Any] = []
+        self._tokens = Tokens()
         self._loaders: list[Any] = []
         self._times: list[float] = []
         self._timed = 0
@@ -89,6 +95,7 @@ class Observation:
             steps_per_second=self._rate(),
             peak_memory_gib=cuda_peaks()[0],
             memory_share=_memory_share(cuda_peaks()[0]),
+            padding_share=self._tokens.padding_share,
             framework=self._framework,
             receipt=self.receipt,
             evidence=self.evidence,
@@ -158,6 +165,7 @@ class Observation:
         self._framework = visible_framework()
         self._given.clear()
         self._loaders.clear()
+        self._ended.enter_context(_watching_loaders(self._tokens, None))
         self._times, self._timed = [time.perf_counter()], 0
         self._tell()
 
@@ -272,8 +280,31 @@ def observe_process(path: Path, optimizers: Any) -> None:
     atexit.register(end)
 
 
+class Tokens:
+    """Counts the tokens of batches, with and without padding, as they come from a loader."""
+
+    def __init__(self) -> None:
+        self._left, self._tokens, self._capacity = _COUNTED, 0, 0
+
+    def append(self, batch: Any) -> None:
+        """Count a batch; those after the first fifty, or on a GPU, are not looked at."""
+        if not self._left or not isinstance(batch, Mapping):
+            return
+        self._left -= 1
+        mask = batch.get("attention_mask")
+        if getattr(mask, "is_cuda", True) is False:
+            seen = look_at(batch)
+            self._tokens += seen.tokens or 0
+            self._capacity += seen.capacity or 0
+
+    @property
+    def padding_share(self) -> float | None:
+        """Share of padding in all of them; None where none told."""
+        return 1 - self._tokens / self._capacity if self._capacity else None
+
+
 @contextmanager
-def _watching_loaders(given: list[Any], loaders: list[Any]) -> Iterator[None]:
+def _watching_loaders(given: list[Any] | Tokens, loaders: list[Any] | None) -> Iterator[None]:
     """Collect every batch that a DataLoader returns, and the loader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
@@ -283,7 +314,8 @@ def _watching_loaders(given: list[Any], loaders: list[Any]) -> Iterator[None]:
     def fetched(self: Any) -> Any:
         batch = original(self)
         given.append(batch)
-        loaders.append(self)
+        if loaders is not None:
+            loaders.append(self)
         return batch
 
     kind.__next__ = fetched

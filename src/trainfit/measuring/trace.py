@@ -253,6 +253,8 @@ class AttentionSeen(Record):
     """The size of a head."""
     softmaxes: int = 0
     """Calls of softmax, as in attention without a kernel of its own."""
+    gathers: int = 0
+    """Calls of gather, by which a DeBERTa's scores take their positions."""
     dropout: float | None = None
     """Dropout that the kernels were given; None where there were none, or they do not tell."""
 

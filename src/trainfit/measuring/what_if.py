@@ -61,7 +61,7 @@ class WhatIf(Record):
 
     name: str
     percent: float
-    """Steps per second gained, of those now."""
+    """Share of a step's time that it saves."""
     error: float | None
     """Median error of recorded checks in points; None: none is recorded."""
     why: str
@@ -70,7 +70,7 @@ class WhatIf(Record):
     def line(self) -> str:
         """Say it in one line."""
         error = "error not recorded" if self.error is None else f"±{self.error:.0f} points"
-        return f"{self.name}: {self.percent:+.0f}% ({error}): {self.why}; {self.change}"
+        return f"{self.name}: {self.percent:.0f}% less time ({error}): {self.why}; {self.change}"
 
 
 class Step(NamedTuple):
@@ -97,6 +97,7 @@ class _Facts(NamedTuple):
     seen: Evidence
     step: Step
     memory_share: float | None
+    padding: float | None
     rates: Mapping[str, float]
 
     def faster(self, old: str, new: str) -> float | None:
@@ -120,24 +121,28 @@ def what_if(
     step_seconds: float | None = None,
     framework: str = "torch",
     memory_share: float | None = None,
+    padding_share: float | None = None,
     rates: Mapping[str, float] | None = None,
 ) -> tuple[WhatIf, ...]:
     """Estimate the gain of every missing change, the largest first.
 
     `step_seconds` is the time of a step that is not profiled, `memory_share` the peak memory as a
-    share of the GPU's, `rates` the machine's by the names of `machine_rates`.
+    share of the GPU's, `padding_share` that of many batches where they were seen, `rates` the
+    machine's by the names of `machine_rates`.
     """
     step = _step_of(seen, step_seconds or seen.step_seconds, rates or {})
     if step is None:
         return ()
-    facts = _Facts(seen, step, memory_share, rates or {})
+    if padding_share is None:
+        padding_share = seen.batches.padding_share
+    facts = _Facts(seen, step, memory_share, padding_share, rates or {})
     errors = recorded_errors()
     found = []
     for name, (estimate, words) in _CHANGES.items():
         if (answer := estimate(facts)) is None:
             continue
         after, why = answer
-        percent = 100 * (step.seconds / after.seconds - 1)
+        percent = 100 * (1 - after.seconds / step.seconds)
         if percent >= _LEAST:
             change = words.get(framework, words["torch"])
             found.append(
@@ -213,7 +218,7 @@ def _fused(facts: _Facts) -> tuple[Step, str] | None:
 
 
 def _unpadded(facts: _Facts) -> tuple[Step, str] | None:
-    padding = facts.seen.batches.padding_share
+    padding = facts.padding
     if not padding or facts.seen.batches.packed or not facts.step.parts.get(part.ATTENTION):
         return None
     real = 1 - padding

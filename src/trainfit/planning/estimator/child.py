@@ -17,6 +17,10 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.nn import init
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.utils._pytree import tree_iter
 
 from trainfit.core import codec
@@ -93,7 +97,8 @@ def _run(request: Request) -> Answer:
     make_fake(model, mode)
     devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
     recorder = Recorder(devices, mode)
-    with mode, recorder, _optimizers() as optimizers, fake_cuda.OnOneDevice("cpu"):
+    watched = _watched_updates(recorder)
+    with mode, recorder, watched, _optimizers() as optimizers, fake_cuda.OnOneDevice("cpu"):
         recorder.follow([*model.parameters(), *model.buffers()])
         recorder.watch_gradients(model.parameters())
         step = _callable(make_step(model))
@@ -188,6 +193,24 @@ def _optimizers() -> Iterator[list[torch.optim.Optimizer]]:
         yield made
     finally:
         torch.optim.Optimizer.__init__ = plain  # type: ignore[method-assign]
+
+
+@contextmanager
+def _watched_updates(recorder: Recorder) -> Iterator[None]:
+    """Tell the recorder when an optimizer updates; a closure computes a loss meanwhile."""
+
+    def begin(_optimizer: object, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        recorder.updating = not any((*args[1:], *kwargs.values()))
+
+    def end(*_: object) -> None:
+        recorder.updating = False
+
+    before, after = register_optimizer_step_pre_hook(begin), register_optimizer_step_post_hook(end)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
 
 
 def _state_bytes(

@@ -66,6 +66,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._log: list[Entry] = []
         self.unknown: Counter[str] = Counter()
         """Number of unknown values that were read, by operation."""
+        self.updating = False
+        """True in an optimizer's update, which scales by values and takes no size from them."""
         self.masks = 0
         """Masks whose values were not known; every element was taken as True."""
         self.live_bytes = 0
@@ -293,7 +295,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._count(self._devices[0].blas_workspace)
 
     def _guess(self, func: Any, tensor: torch.Tensor) -> Any:
-        self.unknown[str(func)] += 1
+        if not (self.updating and tensor.is_floating_point()):
+            self.unknown[str(func)] += 1
         return tensor.dtype != torch.bool and (0.0 if tensor.is_floating_point() else 0)
 
     def _guess_rows(self, tensor: torch.Tensor) -> int:
