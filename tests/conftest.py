@@ -124,6 +124,7 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture(autouse=True, scope="session")
 def _nothing_timed() -> Iterator[None]:
     """On any CPU the planner finds fp32 faster, by as much as is written here."""
+    from trainfit.jobs import job_plan
     from trainfit.planning import cpu_choice
 
     def times(asked: str) -> cpu_choice.StepTimes:
@@ -137,6 +138,8 @@ def _nothing_timed() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_choice, "time_steps", times)
+        for module in (cpu_choice, job_plan):
+            patch.setattr(module, "start_ahead", lambda **_options: None)
         yield
 
 

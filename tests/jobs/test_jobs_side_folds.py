@@ -8,6 +8,7 @@ import signal
 import subprocess
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -53,7 +54,7 @@ def test_folds_beside_have_the_bits_of_folds_in_turn(
     several_cores(monkeypatch, 1)
     expected = trained(tmp_path, "in_turn")
     several_cores(monkeypatch, 2)
-    monkeypatch.setattr(side_folds, "WORTH_IT", 0.0)
+    monkeypatch.setattr(side_folds, "START", 0.0)
     started: list[subprocess.Popen[bytes]] = []
     really = side_folds._start
 
@@ -106,5 +107,35 @@ def test_cores_in_use_and_short_folds_start_no_process(
 ) -> None:
     monkeypatch.setattr(side_folds, "_start", lambda *_: pytest.fail("a process was started"))
     several_cores(monkeypatch, cores)
-    monkeypatch.setattr(side_folds, "WORTH_IT", least)
+    monkeypatch.setattr(side_folds, "START", least)
     assert trained(tmp_path, "alone").status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "given"),
+    [
+        (12.0, [3, 4]),  # 36 s instead of 60
+        (4.0, None),  # 20 s alone, 14 with the start of a process: not worth it
+    ],
+)
+def test_a_process_starts_for_what_the_whole_job_saves(
+    monkeypatch: pytest.MonkeyPatch, seconds: float, given: list[int] | None
+) -> None:
+    started: list[Any] = []
+    monkeypatch.setattr(side_folds, "other_gpus", list)
+    monkeypatch.setattr(side_folds, "_idle", lambda _run: 1)
+    monkeypatch.setattr(side_folds, "_start", lambda _run, folds, _variables: started.append(folds))
+    beside = side_folds.SideFolds(SimpleNamespace(show=Show()))  # type: ignore[arg-type]
+    beside.consider(seconds, range(5))
+    assert started == ([] if given is None else [given])
+
+
+def test_the_first_steps_tell_the_seconds_of_a_fold(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = [0.0], list[float]()
+    monkeypatch.setattr(side_folds.time, "monotonic", lambda: now[0])
+    clock = side_folds._FoldClock(told.append)
+    clock.on_start(0, 500)
+    for step in range(1, 100):
+        now[0] += 3.0 if step <= 10 else 0.1  # the first steps are slow
+        clock.on_step(step)
+    assert told == [pytest.approx(50.0)]

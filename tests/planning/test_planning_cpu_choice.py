@@ -1,5 +1,7 @@
 """The precision and the threads of a CPU are those that ran a step faster, and stay so."""
 
+import os
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,12 +14,22 @@ from hypothesis import strategies as st
 from job_tiny import tiny_model
 from trainfit.conf import compose
 from trainfit.core.errors import RunFailed, TrainfitWarning
+from trainfit.core.plan_records import TaskSpec
 from trainfit.core.records import Cpu, HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.jobs import job_plan
 from trainfit.planning import cpu_choice
-from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes, choose, decide
+from trainfit.planning.cpu_choice import (
+    StepRequest,
+    StepTime,
+    StepTimes,
+    choose,
+    decide,
+    time_steps,
+)
+from trainfit.planning.estimator import estimate
+from trainfit.planning.estimator.estimate import Request
 from trainfit.planning.question import Choice, Question
 
 Seconds = dict[tuple[str, int], float]
@@ -187,10 +199,10 @@ def request_for(name: str, **changes: Any) -> StepRequest:
 
 
 def test_a_real_step_is_timed_and_leaves_torch_as_it_was(model: str):
-    from trainfit.measuring.step_times import time_steps
+    from trainfit.measuring import step_times
 
     before = torch.get_num_threads()
-    found = time_steps(request_for(model, rows=4, width=16))
+    found = step_times.time_steps(request_for(model, rows=4, width=16))
     assert {(t.precision, t.threads) for t in found.times} == {("fp32", 1), ("bf16", 1)}
     assert all(0 < t.seconds < 5 for t in found.times)
     assert torch.get_num_threads() == before
@@ -205,3 +217,26 @@ def test_a_large_step_is_cut_down(model: str):
     depth, rows, width = _cut_down(large)
     assert (depth, width) == (1, 64)
     assert 1 <= rows < 10_000
+
+
+@pytest.mark.soak
+def test_the_child_that_timed_a_step_estimates_like_a_fresh_one(
+    model: str, monkeypatch: pytest.MonkeyPatch
+):
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    asked = request_for(model, rows=4, width=16)
+    shape = {"slots": None, "lengths": None, "micro_batches": 1, "precision": "fp32"}
+    task = TaskSpec(
+        factory=asked.factory,
+        arguments=asked.arguments | shape | {"rows": 4, "width": 16, "checkpointing": "none"},
+    )
+    target = estimate.target(find("t4"), 14.0)
+    for child in (0, 1):  # both serve other tests too
+        monkeypatch.setattr(estimate._child(child, path), "_process", None)
+    with cpu_choice.dismissed():
+        assert len(time_steps(asked.to_json(indent=None)).times) == 2
+        assert estimate.is_started(0)
+        after_timing = estimate.ask([Request(task=task, targets=(target,))])
+    assert not estimate.is_started(0)
+    assert after_timing[0].error is None
+    assert estimate.ask([Request(task=task, targets=(target,))], child=1) == after_timing

@@ -30,6 +30,7 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     from trainfit.core.errors import BadInput
     from trainfit.hardware.catalogue import find, gpus
     from trainfit.measuring import remembered
+    from trainfit.planning.cpu_choice import dismissed, start_ahead
     from trainfit.reports import terminal
 
     if gpu is not None and measure:
@@ -37,25 +38,28 @@ def command(as_json: bool, short: bool, gpu: str | None, measure: bool) -> None:
     if gpu == "list":
         terminal.console().print(terminal.gpu_list(gpus()))
         return
-    with nullcontext() if gpu else terminal.busy("looking at the hardware"):
-        profile = _profile(gpu)
-    if measure:
-        measured: Measurements | None = _measure(profile, quiet=as_json)
-    else:
-        measured = None if profile.simulated else remembered(profile)
-    specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
-    if as_json:
-        more = {"datasheet": specs, "recommended": _recommended(profile), "measured": measured}
-        click.echo(codec.for_programs(codec.encode(profile) | codec.encode(more)))
-    elif short:
-        lines = [terminal.gpu_line(g) for g in profile.gpus]
-        click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
-    else:
-        console = terminal.console()
-        console.print(terminal.machine_page(profile, specs, measured))
-        recommended = _recommended(profile)
-        if recommended is not None:
-            console.print(terminal.recommended_page(recommended))
+    if not (gpu or measure or short):
+        start_ahead()
+    with dismissed():
+        with nullcontext() if gpu else terminal.busy("looking at the hardware"):
+            profile = _profile(gpu)
+        if measure:
+            measured: Measurements | None = _measure(profile, quiet=as_json)
+        else:
+            measured = None if profile.simulated else remembered(profile)
+        specs = [None if g.slug is None else find(g.slug) for g in profile.gpus]
+        if as_json:
+            more = {"datasheet": specs, "recommended": _recommended(profile), "measured": measured}
+            click.echo(codec.for_programs(codec.encode(profile) | codec.encode(more)))
+        elif short:
+            lines = [terminal.gpu_line(g) for g in profile.gpus]
+            click.echo("\n".join(lines or [note.text for note in profile.notes[:1]]))
+        else:
+            console = terminal.console()
+            console.print(terminal.machine_page(profile, specs, measured))
+            recommended = _recommended(profile)
+            if recommended is not None:
+                console.print(terminal.recommended_page(recommended))
 
 
 def _recommended(profile: HardwareProfile) -> Recommendation | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -94,12 +95,14 @@ def _search(
 
     setting = read_setting(task, overrides)
     objective = _objective(setting)
-    opened = open_study(setting, objective)
+    with terminal.busy("opening the study") if worker is None else nullcontext():
+        opened = open_study(setting, objective)
     if worker is not None:
         return _work(opened, objective(), worker, share, beside)
     for note in opened.notes:
         click.echo(f"trainfit: note: {note}", err=True)
-    ended = _run(opened, objective, workers)
+    with terminal.signs_of_life("searching"):
+        ended = _run(opened, objective, workers)
     best = finish(opened, objective) if ended == "done" else None
     result = summarise(opened, best, time.perf_counter() - begun)
     if as_json:

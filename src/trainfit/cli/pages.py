@@ -43,7 +43,8 @@ def watched(what: str, seconds: float, *, quiet: bool) -> Iterator[Callable[[str
     if quiet:
         yield lambda _line: None
     elif not console.is_terminal:
-        yield lambda line: console.print(Text(line), soft_wrap=True)
+        with terminal.signs_of_life(what):
+            yield lambda line: console.print(Text(line), soft_wrap=True)
     else:
         with _TimeBar(what, seconds, console) as bar:
             yield lambda line: bar.console.print(Text(line), soft_wrap=True)

@@ -67,6 +67,7 @@ def command(
     TASK is nli, textclass, pairs, tokens, gpt, or module:Class of yours. OVERRIDES are key=value
     words; what they set is kept, and the rest is planned around it.
     """
+    _check_words(task, gpu)
     from trainfit.conf import compose
     from trainfit.conf.starting import with_file
     from trainfit.core.errors import BadInput
@@ -75,7 +76,6 @@ def command(
     from trainfit.jobs.configuration import check_data
     from trainfit.jobs.gpt_choice import fitted
     from trainfit.jobs.known_data import settle_sources
-    from trainfit.jobs.registry import check_job
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -85,7 +85,6 @@ def command(
     machines, each = _counted(gpus)
     if plot is not None:
         check_plot(plot)
-    check_job(task)
     cap = () if memory is None else (f"device.memory_gib={memory:g}",)
     composed = settle_sources(compose(task, with_file(task, config_file, (*overrides, *cap))))
     check_data(composed.config)
@@ -98,6 +97,8 @@ def command(
             raise BadInput("--gpu all makes one table", fix)
         _compare(composed, watts, price, form)
         return
+    if gpu is None:
+        job_plan.plan_ahead(composed)
     question = job_plan.asked_question(composed, watts, price)
     with nullcontext() if gpu else terminal.busy("looking at the hardware"):
         profile = job_plan.machine(composed, gpu)
@@ -117,6 +118,18 @@ def command(
         click.echo(codec.for_programs(codec.encode(made) | more))
     else:
         _hand_over(form, made, composed)
+
+
+def _check_words(task: str, gpu: str | None) -> None:
+    """Check the job and the GPU, and have a child import torch while the rest is read."""
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs.registry import check_job
+    from trainfit.planning.estimator.estimate import start
+
+    check_job(task)
+    if gpu is not None and gpu != "all":
+        find(gpu)
+        start(1)
 
 
 def _counted(gpus: str | None) -> tuple[int, int]:

@@ -60,6 +60,7 @@ def command(
     """
     from trainfit.cli.main import INTERRUPTED, loading
     from trainfit.conf.starting import with_file
+    from trainfit.jobs.job_plan import plan_ahead
     from trainfit.jobs.registry import check_job, job_module
 
     check_job(task)
@@ -71,6 +72,7 @@ def command(
     first = os.environ.get("RANK", "0") == "0"
     if hub is not None and first:
         check_push_of(task, composed.config, hub)
+    plan_ahead(composed)
     with loading():
         from trainfit.jobs import job_times
         from trainfit.reports import training_lines

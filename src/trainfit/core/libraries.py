@@ -6,7 +6,7 @@ import logging
 import re
 import sys
 import warnings
-from functools import cache
+from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
 from typing import Any
@@ -44,6 +44,14 @@ NEWEST_TESTED = {"torch": "2.13", "transformers": "5.22"}
 """Newest minor version of each library that docs/compat.md lists; a newer one gets a warning."""
 
 
+_DEFERRED = (
+    ("transformers.loss.loss_utils", "scipy.optimize", "linear_sum_assignment"),
+    ("transformers.generation.candidate_generator", "sklearn.metrics", "roc_curve"),
+)
+"""Modules of transformers, and the library that they import for one function."""
+_UNUSED = ("scipy", "sklearn", "bitsandbytes")
+
+
 def has(module: str) -> bool:
     """Tell if a library is installed; it is not imported."""
     return find_spec(module) is not None
@@ -71,22 +79,59 @@ def missing(what: str, module: str) -> BadInput:
 
 
 def import_generation() -> None:
-    """Import transformers' code for generation, which all of its models do, in half the time.
+    """Import transformers' code for losses and generation, which all of its models do.
 
-    It imports scikit-learn for one function of assisted generation: here the first call does.
+    It imports scipy and scikit-learn, half of the time, for a function of object detection and one
+    of assisted generation: here the first call does.
     """
-    name = "transformers.generation.candidate_generator"
-    utils: Any = import_module("transformers.utils")
-    available = getattr(utils, "is_sklearn_available", None)
-    if name in sys.modules or "sklearn" in sys.modules or available is None or not available():
-        return
-    utils.is_sklearn_available = lambda: False
-    try:
-        module: Any = import_module(name)
-    finally:
-        utils.is_sklearn_available = available
-    module.is_sklearn_available = available
-    module.roc_curve = _roc_curve
+    for name, library, function in _DEFERRED:
+        utils: Any = import_module("transformers.utils")
+        check = f"is_{library.partition('.')[0]}_available"
+        available = getattr(utils, check, None)
+        if name in sys.modules or library in sys.modules or available is None or not available():
+            continue
+        before = set(sys.modules)
+
+        def unavailable() -> bool:
+            return False
+
+        setattr(utils, check, unavailable)
+        try:
+            import_module(name)
+        finally:
+            setattr(utils, check, available)
+        for module in map(sys.modules.get, set(sys.modules) - before):
+            if getattr(module, check, None) is unavailable:
+                setattr(module, check, available)
+                setattr(module, function, partial(_call, library, function))
+
+
+def _call(library: str, function: str, *args: Any, **options: Any) -> Any:
+    return getattr(import_module(library), function)(*args, **options)
+
+
+def hide_unused() -> None:
+    """Hide libraries that transformers and peft import where they are installed, and do not use.
+
+    For processes that run no code but trainfit's. bitsandbytes names a CUDA device while it is
+    imported.
+    """
+    for name in _UNUSED:
+        sys.modules.setdefault(name, None)  # type: ignore[arg-type]
+
+
+def unhide() -> None:
+    """Show hidden libraries again: a step of the user's own may need them."""
+    for name in _UNUSED:
+        if sys.modules.get(name, sys) is None:
+            del sys.modules[name]
+
+
+def import_peft() -> Any:
+    """Import peft, after bitsandbytes, which peft would import with a request to the hub."""
+    if has("bitsandbytes"):
+        import_bitsandbytes()
+    return import_module("peft")
 
 
 def import_bitsandbytes() -> Any:
@@ -103,10 +148,6 @@ def import_bitsandbytes() -> Any:
         del sys.modules["kernels"]
         if before is not ...:
             sys.modules["kernels"] = before
-
-
-def _roc_curve(*args: Any, **options: Any) -> Any:
-    return import_module("sklearn.metrics").roc_curve(*args, **options)
 
 
 @cache

@@ -237,7 +237,7 @@ class PreparedEncoder:
         with (
             kept_in_memory(borrowed=run.device.type == "cuda"),
             in_background(self.baselines, cores=run.idle_cores if wanted else 0) as baselines,
-            side_folds(run) as beside,
+            side_folds(run, len(self.datasets)) as beside,
         ):
             beside.consider(0.0, range(len(self.datasets)))
             for number in range(len(self.datasets)):

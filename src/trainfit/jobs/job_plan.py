@@ -5,6 +5,7 @@ Nothing here imports torch: the planner builds the model in a process of its own
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
 from trainfit.measuring import remembered
 from trainfit.planning import planner
+from trainfit.planning.cpu_choice import start_ahead
 from trainfit.planning.question import Pin, Question, lacks
 from trainfit.planning.savers import saver_settings
 
@@ -106,6 +108,12 @@ def answer(
     if composed.task == "gpt":
         return choose_gpt(composed, asked, make, gpu=bool(profile.gpus))
     return choose_freezing(composed, asked, lambda one, _: {"here": make(one)}, ["here"])["here"]
+
+
+def plan_ahead(composed: Composed) -> None:
+    """Start the process that times steps on a CPU, if the plan of this job may need it."""
+    if composed.config.device.mixed_precision == "auto" and os.environ.get("RANK", "0") == "0":
+        start_ahead(models=_FACTORIES.get(composed.task) == _FACTORIES["nli"])
 
 
 def _check_liger(asked: Question, profile: HardwareProfile) -> None:

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitWarning, reason
-from trainfit.core.libraries import need
+from trainfit.core.libraries import import_peft, need
 from trainfit.core.plan_records import Precision
 from trainfit.data.model_files import weight_shapes
 from trainfit.data.tokens import Tokens, tokenize_pairs, tokenize_texts, tokenize_words
@@ -204,6 +204,7 @@ def _facts(folder: Path) -> dict[str, Any]:
 def _load_adapter(encoder: PreTrainedModel, folder: Path) -> None:
     """Put the adapter into the encoder; transformers' own load_adapter leaves out DoRA's norms."""
     need("a model with adapters", "peft")
+    import_peft()
     from peft import LoraConfig
 
     try:

@@ -43,7 +43,7 @@ from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
 from trainfit.jobs.registry import job_module
 from trainfit.measuring.receipt import save_receipt
-from trainfit.planning.cpu_choice import child_ahead
+from trainfit.planning.cpu_choice import dismissed
 from trainfit.runs import run_folder, timeline
 from trainfit.runs.opening import DataSetup, RunSetup
 from trainfit.runs.run_folder import Tracker
@@ -256,7 +256,9 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
             show = Show()
         if device.type == "cuda":
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
-        with child_ahead(profile):
+        if profile.gpu is None:
+            job_plan.plan_ahead(composed)
+        with dismissed():
             with show.busy("preparing the data"), timeline.stage("data"):
                 prepared: Prepared = job_module(composed.task).prepare(composed)
             with show.busy("planning"), timeline.stage("plan"):

@@ -1,6 +1,6 @@
 """Folds that train beside others: in processes of their own, on idle cores or on other GPUs.
 
-A small model is fastest on few threads. Once the first fold has shown that a fold takes its time,
+A small model is fastest on few threads. Once the first steps have shown that a fold takes its time,
 the last ones are trained by further processes, in the folder of the same run and to the same bits.
 Where the job has several GPUs (fold_devices.py), they start at once. A fold that such a process
 leaves undone is trained here.
@@ -12,9 +12,9 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from threading import Thread
 from typing import TYPE_CHECKING, Literal
@@ -24,6 +24,7 @@ import psutil
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
+from trainfit.engine.observers import Observer
 from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.fold_devices import other_gpus
@@ -33,8 +34,10 @@ from trainfit.jobs.run import Run, Show, opened
 if TYPE_CHECKING:
     from trainfit.jobs.encoder import PreparedEncoder
 
-WORTH_IT = 15.0
-"""Least seconds of a fold: a process takes some to start."""
+START = 6.0
+"""Seconds that a process takes to start, and that it must save besides."""
+_FIRST, _TIMED = 10, 20
+"""Steps that are not timed, and then those that are, to tell how long a fold takes."""
 _ROOM = 2.0
 """Memory that must be free for a process, as a multiple of what this one takes."""
 _PATIENCE = 60.0
@@ -46,6 +49,8 @@ class SideFolds:
     """The processes, by the folds that they train."""
 
     run: Run
+    current: int = 0
+    """Fold that is under way here."""
     processes: dict[int, subprocess.Popen[bytes]] = field(default_factory=dict)
 
     def consider(self, seconds: float, left: Sequence[int]) -> None:
@@ -53,10 +58,13 @@ class SideFolds:
         gpus = other_gpus()
         places = gpus or [{}] * _idle(self.run)
         workers = min(len(places), len(left) - 1)
-        if self.processes or (seconds < WORTH_IT and not gpus) or workers < 1:
+        if self.processes or workers < 1:
             return
         # Each takes as many as this process does, which has a start.
         own = -(-len(left) // (workers + 1))
+        others = START + seconds * -(-(len(left) - own) // workers)
+        if not gpus and seconds * len(left) - max(seconds * own, others) <= START:
+            return
         rest = list(left[own:])
         for worker in range(workers):
             if given := rest[worker::workers]:
@@ -68,6 +76,7 @@ class SideFolds:
 
     def wait(self, number: int) -> Literal["ours", "done", "left", "stopped"]:
         """Wait for a fold that trains beside, until it is done or left, or one asks to stop."""
+        self.current = number
         process = self.processes.get(number)
         if process is None:
             return "ours"
@@ -94,13 +103,37 @@ class SideFolds:
         return (self.run.folder / f"fold-{number + 1}" / "scores.json").is_file()
 
 
+class _FoldClock(Observer):
+    """Tells the seconds of a fold after its first steps."""
+
+    def __init__(self, tell: Callable[[float], None]) -> None:
+        self._tell = tell
+        self._timed_from, self._began, self._steps = 0, 0.0, 0
+
+    def on_start(self, step: int, total_steps: int) -> None:
+        self._timed_from, self._steps = step + _FIRST, total_steps
+
+    def on_step(self, step: int) -> None:
+        if step == self._timed_from:
+            self._began = time.monotonic()
+        elif step == self._timed_from + _TIMED:
+            self._tell((time.monotonic() - self._began) / _TIMED * self._steps)
+
+
 @contextmanager
-def side_folds(run: Run) -> Iterator[SideFolds]:
-    """Give folds to other processes inside a block; none of them outlives it."""
-    made = SideFolds(run)
+def side_folds(run: Run, count: int) -> Iterator[SideFolds]:
+    """Give some of `count` folds to other processes inside a block; none of them outlives it."""
+    made, show = SideFolds(run), run.show
+
+    def tell(seconds: float) -> None:
+        made.consider(seconds, range(made.current, count))
+
+    if _idle(run) and count > 1:
+        run.show = replace(show, watch=lambda title: [*show.watch(title), _FoldClock(tell)])
     try:
         yield made
     finally:
+        run.show = show
         made.end()
 
 

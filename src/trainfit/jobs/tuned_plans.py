@@ -158,9 +158,10 @@ def _example() -> Composed:
 
 
 def recommend(profile: HardwareProfile) -> Recommendation:
-    """Plan the default job on this machine and return its settings as starting values."""
+    """Plan the default job on this machine, as `train` does; its settings are starting values."""
     composed = _example()
-    plan = job_plan.answer(composed, job_plan.question(composed), profile)
+    asked, here = job_plan.question(composed), not profile.simulated
+    plan = job_plan.answer(composed, asked, profile, here=here)
     preset, why = preset_for(profile.gpu)
     row = Reason(setting="preset", value=preset, why=f"{why}; hardware={preset} pins its values")
     return Recommendation(

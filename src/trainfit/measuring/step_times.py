@@ -1,4 +1,4 @@
-"""Child process that times a job's step on the CPU in each precision: a request in, times out.
+"""Child process that times a job's step on the CPU in each precision, and then serves estimates.
 
 The step is cut down to about a tenth of a second: fewer layers, then fewer tokens. Both precisions
 take turns, and the best time of each counts, so that other processes disturb little.
@@ -6,19 +6,22 @@ take turns, and the best time of each counts, so that other processes disturb li
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from typing import Any
 
 import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers.initialization import no_init_weights
 
+from trainfit.core.libraries import hide_unused, unhide
 from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
+from trainfit.planning.estimator.estimate import PROBES
 from trainfit.runtime import applied
 
 Step = Callable[[], object]
@@ -43,9 +46,30 @@ _PRECISIONS: tuple[Precision, ...] = ("fp32", "bf16")
 
 
 def main() -> None:
-    """Answer the request on standard input; nothing else may print to standard output."""
+    """Answer the request in the first line of standard input, and then those of the estimator.
+
+    Nothing else may print to standard output.
+    """
     answers, sys.stdout = sys.stdout, sys.stderr
-    print(time_steps(StepRequest.from_json(sys.stdin.read())).to_json(indent=None), file=answers)
+    _import_ahead(sys.argv[1:])
+    request = StepRequest.from_json(sys.stdin.readline())
+    if request.factory.startswith(PROBES) and request.arguments.get("quantization") == "none":
+        hide_unused()
+    else:
+        unhide()
+    gc.freeze()  # what was imported is no garbage
+    gc.enable()
+    print(time_steps(request).to_json(indent=None), file=answers, flush=True)
+    from trainfit.planning.estimator import child  # the answer waits for no import
+
+    child.main(answers)
+
+
+def _import_ahead(modules: Sequence[str]) -> None:
+    """Import what the request will need, before it comes."""
+    hide_unused()
+    for name in modules:
+        import_module(name)
 
 
 def time_steps(request: StepRequest) -> StepTimes:
@@ -65,7 +89,7 @@ def time_steps(request: StepRequest) -> StepTimes:
 
 def _has_room(request: StepRequest) -> bool:
     """Check that a layer fits in each precision, with gradients and optimizer state."""
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         model, _ = _model(request, "fp32", 1, 1, 1)
     nbytes = 4 * sum(weight.numel() for weight in model.parameters())
     return bool(_COPIES * nbytes < psutil.virtual_memory().available)

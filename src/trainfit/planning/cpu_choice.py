@@ -11,6 +11,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,13 +25,15 @@ from trainfit.core.errors import RunFailed, TrainfitError
 from trainfit.core.files import keeps_cache
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import HardwareProfile, Record
+from trainfit.hardware.host import probe_host
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content
 from trainfit.planning.question import Choice, Question, lacks
 
 CLEAR = 1.05
 """Least factor in speed for a choice to win; a smaller one is within the noise."""
-_CHILD = "trainfit.measuring.step_times"
+_MAIN = "import gc; gc.disable(); from trainfit.measuring.step_times import main; main()"
+"""Program of the child: it imports in three quarters of the time without looking for garbage."""
 _FOLDER = "steps"
 """Folder of cached times."""
 _SECONDS = 300
@@ -186,31 +189,39 @@ def _timed(place: Path, asked: str) -> StepTimes:
 
 _WAITING: list[subprocess.Popen[str]] = []
 """A child that was started ahead, and waits for its request."""
+_SERVING: list[subprocess.Popen[str]] = []
+"""Children that have timed a step, and serve the estimator."""
+_MODELS = ("transformers.modeling_utils", "trainfit.jobs.probes")
+
+
+def start_ahead(*, models: bool = True) -> None:
+    """Start the child now, if no step was ever timed on this machine and one may be soon.
+
+    It imports torch, and what `models` of transformers need, while this process does other things.
+    """
+    host, known = probe_host(Path()), estimate.place(_FOLDER).parent
+    bf16 = host.cpu.native_bf16 and host.cpu.cores > 1 and not host.nvidia_devices
+    if bf16 and not _WAITING and keeps_cache() and not any(known.glob("*.json")):
+        _WAITING.append(_child(*(_MODELS if models else ())))
 
 
 @contextmanager
-def child_ahead(profile: HardwareProfile) -> Iterator[None]:
-    """Start the child at the beginning of a block, if no step was ever timed on this machine.
-
-    It imports torch, which takes seconds, while the data is prepared.
-    """
-    cpu, known = profile.cpu, estimate.place(_FOLDER).parent
-    if profile.gpu is None and cpu.native_bf16 and cpu.cores > 1 and not any(known.glob("*.json")):
-        _WAITING.append(_child())
+def dismissed() -> Iterator[None]:
+    """End the children that time steps, also if they serve the estimator, at a block's end."""
     try:
         yield
     finally:
-        while _WAITING:
-            unused = _WAITING.pop()
-            unused.kill()
-            unused.communicate()
+        for children in (_WAITING, _SERVING):
+            while children:
+                estimate.end(children.pop())
 
 
-def _child() -> subprocess.Popen[str]:
+def _child(*imported: str) -> subprocess.Popen[str]:
+    """Start a child that imports these modules before it reads its request."""
     path = os.pathsep.join(entry for entry in sys.path if entry)
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-m", _CHILD],
+        [sys.executable, "-c", _MAIN, *imported],
         stdin=pipe,
         stdout=pipe,
         stderr=subprocess.DEVNULL,
@@ -220,18 +231,28 @@ def _child() -> subprocess.Popen[str]:
 
 
 def time_steps(asked: str) -> StepTimes:
-    """Time the request in a child process."""
-    with _WAITING.pop() if _WAITING else _child() as child:
-        try:
-            answer, _ = child.communicate(asked, timeout=_SECONDS)
-        except subprocess.TimeoutExpired:
-            child.kill()
-            raise RunFailed(f"it took over {_SECONDS} s", "set device.mixed_precision") from None
-        except BaseException:
-            child.kill()
-            raise
-    if child.returncode:
-        raise RunFailed(f"exit code {child.returncode}", "set device.mixed_precision")
+    """Time the request in a child process, which then serves the estimator: it has all imported."""
+    child = _WAITING.pop() if _WAITING else _child()
+    assert child.stdin is not None
+    assert child.stdout is not None
+    late = threading.Timer(_SECONDS, child.kill)
+    late.start()
+    try:
+        child.stdin.write(asked + "\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+    except BrokenPipeError:
+        answer = ""
+    except BaseException:
+        child.kill()
+        raise
+    finally:
+        late.cancel()
+    if not answer:
+        fix = "set device.mixed_precision"
+        raise RunFailed(f"exit code {child.wait()}, or over {_SECONDS} s", fix)
+    _SERVING.append(child)
+    estimate.adopt(child)
     found = StepTimes.from_json(answer)
     if found.error is not None:
         raise RunFailed(found.error, "set device.mixed_precision")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
 PLAIN_WIDTH = 110
 _WORTH_SAYING = 1.0
 """Seconds from which on the time of a stage is shown."""
+_QUIET = 2.0
+"""Seconds until the first sign of life in a pipe."""
 
 
 def console(stderr: bool = False) -> Console:
@@ -36,7 +39,7 @@ def console(stderr: bool = False) -> Console:
 def busy(what: str) -> Iterator[None]:
     """Say on standard error what is being done, and after a second or more how long it took.
 
-    A terminal shows a spinner and the time so far.
+    A terminal shows a spinner and the time so far; a pipe gets a line now and then.
     """
     shown, begun = console(stderr=True), time.monotonic()
     if shown.is_terminal:
@@ -46,10 +49,33 @@ def busy(what: str) -> Iterator[None]:
             yield
     else:
         print(f"trainfit: {what}", file=sys.stderr, flush=True)
-        yield
+        with signs_of_life(what):
+            yield
     spent = time.monotonic() - begun
     if spent >= _WORTH_SAYING:
         print(f"trainfit: {what}: {spent:.1f} s", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def signs_of_life(what: str) -> Iterator[None]:
+    """Print the time so far after 2, 6, 14 and 30 seconds, and so on."""
+    done, stream = threading.Event(), sys.stderr
+
+    def tell() -> None:
+        pause = so_far = _QUIET
+        while not done.wait(pause):
+            with suppress(OSError, ValueError):  # nobody reads it any more
+                print(f"trainfit: {what}: {so_far:.0f} s so far", file=stream, flush=True)
+            pause *= 2
+            so_far += pause
+
+    thread = threading.Thread(target=tell, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def table(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from torch import nn
 
 from trainfit.core.errors import BadInput
-from trainfit.core.libraries import has, import_bitsandbytes, need
+from trainfit.core.libraries import import_peft, need
 from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
 
 if TYPE_CHECKING:
@@ -42,8 +42,7 @@ def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
 def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
     """Add LoRA or DoRA to the attention projections; everything else is frozen."""
     need(f"model.method={settings.method}", "peft")
-    if has("bitsandbytes"):  # peft would import it too
-        import_bitsandbytes()
+    import_peft()
     from peft import LoraConfig
     from peft.tuners.lora.dora import DoraLinearLayer
     from transformers.pytorch_utils import Conv1D

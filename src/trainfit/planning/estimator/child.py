@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from torch._subclasses.fake_tensor import (
@@ -25,9 +25,10 @@ from torch.utils._pytree import tree_iter
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, TrainfitError
+from trainfit.core.libraries import hide_unused, unhide
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
-from trainfit.planning.estimator.estimate import Answer, Request, Room
+from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
 from trainfit.planning.estimator.kernel_buffers import Device
 from trainfit.planning.estimator.quick_fakes import QuickFakes
 from trainfit.planning.estimator.recorder import HANDLES, Recorder
@@ -37,14 +38,13 @@ from trainfit.planning.estimator.step_work import make_fake
 Step = Callable[[], Any]
 _CRUMBS, _FEW = 1 << 16, 8
 """Bytes and storages too small to matter, such as the factor on an fp16 loss."""
-_PROBES = "trainfit.jobs.probes:"
-"""Steps of the models that trainfit knows."""
 _NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
 
 
-def main() -> None:
+def main(answers: TextIO | None = None) -> None:
     """Answer every request; nothing else may print to standard output."""
-    answers, sys.stdout = sys.stdout, sys.stderr
+    if answers is None:
+        answers, sys.stdout = sys.stdout, sys.stderr
     fake_cuda.install()
     compiled_steps.install()
     gc.disable()  # a step frees by counting references
@@ -81,7 +81,10 @@ def _first_line(error: Exception) -> str:
 
 
 def _run(request: Request) -> Answer:
-    _hide(request.task.factory)
+    if request.task.factory.startswith(PROBES):
+        hide_unused()
+    else:
+        unhide()
     build = request.task.function()
     compiled_steps.traced_blocks.clear()
     with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
@@ -262,18 +265,6 @@ def _answer(
         unknown=dict(recorder.unknown),
         masks=recorder.masks,
     )
-
-
-def _hide(factory: str) -> None:
-    """Hide libraries that transformers and peft import where they are installed, and do not use.
-
-    bitsandbytes names a CUDA device while it is imported. A step of the user's own may need them.
-    """
-    for name in ("scipy", "sklearn", "bitsandbytes"):
-        if factory.startswith(_PROBES):
-            sys.modules.setdefault(name, None)  # type: ignore[arg-type]
-        elif sys.modules.get(name, sys) is None:
-            del sys.modules[name]
 
 
 @contextmanager

@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from itertools import count
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -155,6 +158,7 @@ def _trace(
     spec: Any,
     budget: float,
 ) -> Callable[..., Any]:
+    _import_matcher()
     from torch._functorch.aot_autograd import aot_function
     from torch._inductor.decomposition import select_decomp_table
 
@@ -174,6 +178,22 @@ def _trace(
         partition_fn=functools.partial(_partition, budget=budget),
         decompositions=select_decomp_table(),
     )
+
+
+def _import_matcher() -> None:
+    """Import Inductor's pattern matcher, which the partitioner needs, without its lowerings.
+
+    They are 150 modules, for one function that only patterns of Inductor call.
+    """
+    name = "torch._inductor.lowering"
+    if name in sys.modules:
+        return
+    stand_in: Any = ModuleType(name)
+    stand_in.fallback_node_due_to_unsupported_type = None
+    sys.modules[name] = stand_in
+    with suppress(ImportError):  # another torch needs more of it
+        import_module("torch._inductor.pattern_matcher")
+    del sys.modules[name]
 
 
 @contextmanager

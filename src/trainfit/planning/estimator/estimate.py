@@ -15,6 +15,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -36,6 +37,8 @@ MARGIN = 0.03
 OWN_MARGIN = 0.15
 """Margin for models with attention of their own: a DeBERTa-v3 planned within 12% of the cap ran
 out of memory, since the allocator held more fragments than estimated."""
+PROBES = "trainfit.jobs.probes:"
+"""Where the steps of the models are that trainfit knows."""
 _SECONDS = 600
 _IDLE_CORES = 1.5
 """Cores without load from which on a second child saves time."""
@@ -171,6 +174,12 @@ def is_started(child: int) -> bool:
     return _child(child, path).runs
 
 
+def adopt(process: subprocess.Popen[str]) -> None:
+    """Take a process that answers requests from now on as the first child, or end it."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    _child(0, path).adopt(process)
+
+
 def _is_idle() -> bool:
     """Tell if at least two cores have nothing to do: a child imports for three seconds."""
     try:
@@ -195,6 +204,14 @@ class _EstimatorChild:
     def start(self) -> None:
         with self._lock:
             self._started()
+
+    def adopt(self, process: subprocess.Popen[str]) -> None:
+        with self._lock:
+            if self.runs:
+                end(process)
+            else:
+                self._process = process
+                atexit.register(end, process)
 
     @property
     def runs(self) -> bool:
@@ -240,13 +257,18 @@ class _EstimatorChild:
                 text=True,
                 env=self._environment,
             )
-            atexit.register(_end, self._process)
+            atexit.register(end, self._process)
         return self._process
 
 
-def _end(process: subprocess.Popen[str]) -> None:
+def end(process: subprocess.Popen[str]) -> None:
+    """End a child, whatever it does."""
     process.kill()
-    process.communicate()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with suppress(BrokenPipeError):
+                pipe.close()
+    process.wait()
 
 
 def told(answer: Answer) -> Answer:
