@@ -102,4 +102,28 @@ def _rates(rows: Iterable[Mapping[str, Any]], case: str) -> dict[str, list[float
     return rates
 
 
-TABLES: dict[str, Callable[[], str]] = {"heads": head_speeds, "own-script": script_speeds}
+def whole_scripts() -> str:
+    """Gains of scripts under `trainfit run`, by their own clocks, from the newest record."""
+    paths = sorted(RESULTS.glob("*-plain-scripts-*.json"))[-1:]
+    rows = []
+    for record in [json.loads(path.read_text()) for path in paths]:
+        for case, gains in record["gains"].items():
+            speeds = [
+                median(r["samples_per_second"] for r in record["rows"] if _is(r, case, way))
+                for way in ("alone", "run")
+            ]
+            times = (f"{gains[name]:.2f}×" for name in ("steps", "training", "process"))
+            rows.append((_SCRIPTS[case], *(f"{one:,.0f}" for one in speeds), *times))
+    heads = ("script", "alone", "by trainfit run", "second half", "training", "process")
+    return table(heads, rows) if rows else ""
+
+
+def _is(row: Mapping[str, Any], case: str, way: str) -> bool:
+    return (row["case"], row["way"]) == (case, way) and "error" not in row
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "heads": head_speeds,
+    "own-script": script_speeds,
+    "whole-scripts": whole_scripts,
+}

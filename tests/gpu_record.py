@@ -1,4 +1,7 @@
-"""A pytest plugin that adds every outcome to runs/test-gpu.json, with the GPU and the versions."""
+"""A pytest plugin that adds every outcome to runs/test-gpu.json, with the GPU and the versions.
+
+The file is written every few seconds: a run that is cut off tells what it had found.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,14 @@ from typing import Any
 import pytest
 
 _PLACE = Path("runs/test-gpu.json")
+_EVERY = 5.0
 _FOUND: dict[str, dict[str, Any]] = {}
+_EARLIER: list[Any] = []
+_saved = 0.0
+
+
+def pytest_sessionstart() -> None:
+    _EARLIER[:] = json.loads(_PLACE.read_text()) if _PLACE.is_file() else []
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
@@ -21,9 +31,17 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     row["seconds"] = round(row["seconds"] + report.duration, 2)
     if report.outcome != "passed":
         row["outcome"] = report.outcome
+    if time.monotonic() - _saved > _EVERY:
+        _save(None)
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
+    _save(int(session.exitstatus) if hasattr(session, "exitstatus") else None)
+
+
+def _save(code: int | None) -> None:
+    """Write the outcomes so far; a worker's go through the first process."""
+    global _saved
     if "PYTEST_XDIST_WORKER" in os.environ or not _FOUND:
         return
     import torch
@@ -34,9 +52,9 @@ def pytest_sessionfinish(session: pytest.Session) -> None:
         "gpu": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
         "torch": torch.__version__,
         "python": platform.python_version(),
-        "exit": int(session.exitstatus) if hasattr(session, "exitstatus") else None,
+        "exit": code,
         "tests": dict(sorted(_FOUND.items())),
     }
     _PLACE.parent.mkdir(exist_ok=True)
-    before = json.loads(_PLACE.read_text()) if _PLACE.is_file() else []
-    _PLACE.write_text(json.dumps([*before, sitting], indent=1) + "\n")
+    _PLACE.write_text(json.dumps([*_EARLIER, sitting], indent=1) + "\n")
+    _saved = time.monotonic()

@@ -58,6 +58,7 @@ def test_they_compose_back_with_the_plan_pinned(task: str, given_words):
         "data.first_column",
         "data.label_column",
         "data.second_column",
+        "data.split_column",
         "data.target",
         "data.text_column",
         "data.words_column",

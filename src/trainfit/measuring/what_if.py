@@ -19,28 +19,38 @@ from trainfit.core.records import Record
 from trainfit.hardware.catalogue import lookup
 from trainfit.measuring import profiled_step as part
 from trainfit.measuring.trace import Evidence
-from trainfit.planning.estimator.step_time import calibration, reference, smooth_maximum
+from trainfit.planning.estimator.step_time import reference, smooth_maximum
 
 _IDLE = 0.1
 """Share of idle time from which on the GPU waits for the host."""
 _POWER = 6
 """Exponent of `smooth_maximum`."""
 _REFERENCE = "launch_forward"
-"""Measured launches, by which the calibration's host is compared with this one."""
-_REACHED = 0.6
+"""Measured launches in microseconds; those of the calibration's machine stand in for them."""
+_PER_LAUNCH = 2.4
+"""Time of the host for an operator of a model, in launches of a small one: Python, autocast."""
+_REACHED = {"bf16": 0.6, "tf32": 0.68}
 """Share of a gain in peak rate that products of usual sizes get."""
-_HALVED = 0.7
-"""Time of other kernels in half precision: half the bytes, but sums stay in fp32."""
+_CASTED = 1.05
+"""Time of other kernels under autocast: half the bytes, but casts come on top."""
 _CAST = 1.5
 """Operators of the host with autocast, which casts every weight and many inputs."""
+_HALF_ATTENTION, _TF32_ATTENTION = 0.3, 0.48
+"""Time of attention made of batched products, in half precision and with TF32."""
 _FUSED_UPDATE = 1 / 3
 """Bytes of a fused AdamW: each weight, gradient and moment once instead of three times."""
-_FUSED_ATTENTION = 1 / 3
-"""Time of attention in one kernel, which keeps scores in registers."""
+_FUSED_ATTENTION, _FUSED_EXACT = 1 / 3, 0.62
+"""Time of attention in one kernel, which keeps scores in registers; in fp32 it is slower."""
 _ATTENTION_POWER = 1.5
 """Attention grows with the square of a length, and padding is most where texts are short."""
-_REPLAYED = 0.3
-"""Host time that graphs leave: loader, loss, clipping, optimizer."""
+_PACKED_EXACT = 1.3
+"""Time of fp32 attention on packed rows, by that of batched products with padding."""
+_UNPADDED_HOST = 1.1
+"""Operators of the host without padding: rows are packed, and unpacked for the head."""
+_OWN_SCORES, _OWN_SCORES_HOST = 0.5, 0.8
+"""Time of a DeBERTa's other kernels, and of its host, where one kernel computes its scores."""
+_REPLAYED = 0.55
+"""Host time that graphs leave: loader, packing, head, loss, clipping, optimizer."""
 _COMPILED_OTHER = 0.5
 _COMPILED_HOST = 0.35
 """Time of other kernels that are fused, and of the host, with torch.compile."""
@@ -108,7 +118,7 @@ class _Facts(NamedTuple):
         peaks = (spec.peak_tflops(old), spec.peak_tflops(new)) if spec else (None, None)
         if peaks[0] is None or peaks[1] is None:
             return None
-        return max(1.0, _REACHED * peaks[1] / peaks[0])
+        return max(1.0, _REACHED[new] * peaks[1] / peaks[0])
 
 
 Estimate = Callable[[_Facts], tuple[Step, str] | None]
@@ -175,9 +185,7 @@ def _rest(total: float, known: float) -> float:
 
 def _launch_seconds(rates: Mapping[str, float]) -> float:
     """Time of the host for an operator, with its share of Python."""
-    fitted, known = calibration(), reference().get(_REFERENCE)
-    share = rates[_REFERENCE] / known if known and _REFERENCE in rates else 1.0
-    return share * (fitted.forward_launch_seconds + fitted.backward_launch_seconds) / 2
+    return _PER_LAUNCH * rates.get(_REFERENCE, reference()[_REFERENCE]) / 1e6
 
 
 # ── the changes ───────────────────────────────────────────────────────────────────────────────
@@ -190,9 +198,7 @@ def _bf16(facts: _Facts) -> tuple[Step, str] | None:
     if not exact or times is None or facts.seen.device != "cuda":
         return None
     share = exact / facts.step.seconds
-    after = facts.step.scaled(
-        _CAST, products=1 / times, attention=max(1 / times, 0.25), other=_HALVED
-    )
+    after = facts.step.scaled(_CAST, products=1 / times, attention=_HALF_ATTENTION, other=_CASTED)
     return after, f"products in {now} take {share:.0%} of the step, {times:.1f} times as fast"
 
 
@@ -202,7 +208,8 @@ def _tf32(facts: _Facts) -> tuple[Step, str] | None:
     if not exact or times is None or facts.seen.products.tf32_kernels:
         return None
     share = exact / facts.step.seconds
-    after = facts.step.scaled(products=1 / times)
+    batched = 1.0 if facts.seen.attention.calls else _TF32_ATTENTION
+    after = facts.step.scaled(products=1 / times, attention=batched)
     return after, f"products in fp32 take {share:.0%}, {times:.1f} times as fast; rounds otherwise"
 
 
@@ -221,9 +228,18 @@ def _unpadded(facts: _Facts) -> tuple[Step, str] | None:
     padding = facts.padding
     if not padding or facts.seen.batches.packed or not facts.step.parts.get(part.ATTENTION):
         return None
-    real = 1 - padding
+    real, seen = 1 - padding, facts.seen.attention
+    exact = part.HALF_PRODUCTS not in facts.step.parts
+    own_scores = not seen.calls and seen.gathers >= seen.softmaxes > 0  # a DeBERTa's
+    if own_scores and exact:
+        return None  # the kernel of its scores is one of half precision
+    host, other, attention = _UNPADDED_HOST, real, real**_ATTENTION_POWER
+    if own_scores:
+        host, other = _OWN_SCORES_HOST, _OWN_SCORES * real
+    elif exact and not seen.calls:
+        attention = _PACKED_EXACT
     after = facts.step.scaled(
-        products=real, half_products=real, attention=real**_ATTENTION_POWER, other=real
+        host, products=real, half_products=real, attention=attention, other=other
     )
     return after, f"{padding:.0%} of the tokens are padding"
 
@@ -233,7 +249,8 @@ def _attention(facts: _Facts) -> tuple[Step, str] | None:
     if not seen.softmaxes or seen.calls:
         return None
     share = facts.step.parts.get(part.ATTENTION, 0.0) / facts.step.seconds
-    after = facts.step.scaled(0.9, attention=_FUSED_ATTENTION)
+    exact = part.HALF_PRODUCTS not in facts.step.parts
+    after = facts.step.scaled(0.9, attention=_FUSED_EXACT if exact else _FUSED_ATTENTION)
     return after, f"attention without a kernel of its own takes {share:.0%} of the step"
 
 
