@@ -77,7 +77,7 @@ docs: setup ## The site of the documentation, in site/
 # On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3; a large one takes GPU_WORKERS=8.
 GPU_PYTHON ?= $(BIN)/python
 GPU_WORKERS ?= 4
-GPU_TESTS = PYTHONPATH=src:tests:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -p gpu_record
+GPU_TESTS = PYTHONPATH=src:tests:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -p gpu_record -o faulthandler_timeout=300
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that need a GPU; their record is runs/test-gpu.json
 	@rm -f runs/test-gpu.json; failed=0; \
 	$(GPU_TESTS) -m 'gpu and not alone' -n $(GPU_WORKERS) $(ARGS) || failed=1; \

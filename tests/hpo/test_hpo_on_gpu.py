@@ -11,7 +11,7 @@ from trainfit.cli.main import run
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
 WORDS = [
     *("nli", "model.name=bert-base", "model.weights=random", "model.method=full"),
     *("data.scale=small", "training.num_epochs=2", "training.effective_batch_size=8"),
