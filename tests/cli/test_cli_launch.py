@@ -123,7 +123,8 @@ def exported(root: Path) -> dict[str, bytes]:
 def test_a_job_on_slurm_is_preempted_requeued_and_ends_with_the_same_bits(
     slurm: Slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    more = ("training.num_epochs=6", "training.eval_steps=100", "tune=off")
+    # Long enough to be under way when the signal comes, also on quick cores.
+    more = ("training.num_epochs=60", "training.eval_steps=100", "tune=off")
     for name, value in slurm.env.items():
         monkeypatch.setenv(name, value)
     monkeypatch.chdir(tmp_path)
