@@ -40,7 +40,12 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         shutil.copy(path, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
+    _forget()  # other tests may have imported their own copies
     yield tmp_path
+    _forget()
+
+
+def _forget() -> None:
     for name in ("images", "two_towers", "mine"):
         sys.modules.pop(name, None)
 
