@@ -406,7 +406,11 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
     model, losses, more = script(case, arm, given, clock, exact)
     found: dict[str, Any] = {"seconds": time.perf_counter() - began} | more
     for facts in facts_in(model):
-        found |= {"packed": facts.packed, "own_way": facts.own_way, "said": sorted(facts.said)}
+        found |= {
+            "packed": facts.tally.packed,
+            "own_way": facts.tally.own_way,
+            "said": sorted(facts.said),
+        }
         if facts.graphs is not None:
             found |= {
                 "replayed": facts.graphs.replayed,

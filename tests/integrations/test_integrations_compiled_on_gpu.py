@@ -37,7 +37,7 @@ def _forget() -> Iterator[None]:
 def twins(name: str, dropout: float = 0.0) -> tuple[Any, Any, BodyGraphs]:
     torch.manual_seed(0)
     made = AutoModelForSequenceClassification.from_config(config(name, dropout, **SIZES))
-    eager = trainfit.unpadded(made.cuda().train())
+    eager = trainfit.unpadded(made.cuda().train(), insist=True)
     model = copy.deepcopy(eager)
     [facts] = facts_in(model)
     facts.graphs = BodyGraphs(blocks=BodyBlocks())

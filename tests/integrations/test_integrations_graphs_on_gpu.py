@@ -25,7 +25,7 @@ def twins(name: str, dropout: float = 0.0) -> tuple[Any, Any, BodyGraphs]:
     torch.manual_seed(0)
     sizes = SIZES | ({"head_dim": 16} if name == "llama" else {})
     made = AutoModelForSequenceClassification.from_config(config(name, dropout, **sizes))
-    eager = trainfit.unpadded(made.cuda().train())
+    eager = trainfit.unpadded(made.cuda().train(), insist=True)
     model = copy.deepcopy(eager)
     [facts] = facts_in(model)
     facts.graphs = BodyGraphs()

@@ -63,7 +63,7 @@ def test_in_bf16_it_is_as_near_to_float32_as_the_padded_model(
     name: str, kernels: list[str]
 ) -> None:
     plain = of(name)
-    model = trainfit.unpadded(copy.deepcopy(plain))
+    model = trainfit.unpadded(copy.deepcopy(plain), insist=True)
     sure = results(plain, name, torch.float32)
     padded = results(plain, name, torch.bfloat16)
     with counting_packed() as packed:
@@ -78,7 +78,7 @@ def test_in_bf16_it_is_as_near_to_float32_as_the_padded_model(
 @pytest.mark.parametrize("name", NAMES)
 def test_in_float32_it_is_the_padded_model(name: str) -> None:
     plain = of(name)
-    model = trainfit.unpadded(copy.deepcopy(plain))
+    model = trainfit.unpadded(copy.deepcopy(plain), insist=True)
     for one, wanted in zip(
         results(model, name, torch.float32), results(plain, name, torch.float32), strict=True
     ):
@@ -88,7 +88,7 @@ def test_in_float32_it_is_the_padded_model(name: str) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["bert", "deberta-v3"])
 def test_kernels_honour_attention_dropout(name: str, kernels: list[str]) -> None:
-    model = trainfit.unpadded(of(name))
+    model = trainfit.unpadded(of(name), insist=True)
     for part, module in model.named_modules():
         if part.endswith("attention.self") and hasattr(module, "dropout"):
             module.dropout.p = 0.5

@@ -306,3 +306,23 @@ def test_models_that_cannot_are_refused_in_one_line() -> None:
     ):
         with pytest.raises(BadInput, match=word):
             trainfit.unpadded(model)
+
+
+def test_a_deberta_in_float32_on_a_gpu_is_left_unless_one_insists(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("trainfit.integrations.unpadded_calls._on_gpu", lambda _body: True)
+
+    def goes_packed(kind: str, *, insist: bool = False, dtype: Any = torch.float32) -> bool:
+        model = AutoModel.from_config(config(kind)).eval().to(dtype)
+        model = trainfit.unpadded(trainfit.unpadded(model), insist=insist)
+        with torch.no_grad(), counting_packed() as packed:
+            model(**{name: v for name, v in batch(kind).items() if name != "labels"})
+            model(**{name: v for name, v in batch(kind).items() if name != "labels"})
+        return bool(packed)
+
+    assert not goes_packed("deberta-v3")
+    assert caplog.text.count("a DeBERTa in float32 has no kernel on a GPU") == 1
+    assert goes_packed("deberta-v3", insist=True)
+    assert goes_packed("deberta-v3", dtype=torch.bfloat16)
+    assert goes_packed("bert")

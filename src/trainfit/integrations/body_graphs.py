@@ -11,9 +11,11 @@ without graphs.
 from __future__ import annotations
 
 import logging
+import time
 import weakref
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -43,6 +45,7 @@ from trainfit.integrations.captured_passes import (
     sort_call,
 )
 from trainfit.integrations.gradient_memory import GradientMemory
+from trainfit.integrations.speedups import Tally
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -96,6 +99,7 @@ class BodyGraphs:
     """Sizes that were captured."""
     said: set[str] = field(default_factory=set)
     """Reasons for eager passes."""
+    tally: Tally = field(default_factory=Tally)
     _lanes: list[_Lane] = field(default_factory=list)
     _seen: set[Any] = field(default_factory=set)
     _met: Counter[Any] = field(default_factory=Counter)
@@ -195,6 +199,7 @@ class BodyGraphs:
         """Log a reason for an eager pass, once."""
         if why not in self.said:
             self.said.add(why)
+            self.tally.reasons.add(why)
             _LOG.warning("graphs: a batch is not replayed as a CUDA graph: %s", why)
 
     def stop(self, why: str) -> None:
@@ -229,10 +234,19 @@ class BodyGraphs:
             self.stop("its weights or settings change again and again")
         return self.obstacle is None
 
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        began = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.tally.seconds += time.perf_counter() - began
+
     def _rehearse(self, call: BodyCall, blocks: BodyBlocks, state: BodyState) -> None:
         """Compile and try what will be captured; a failure leaves graphs of plain blocks."""
         try:
-            call.rehearse(state)
+            with self._timed():
+                call.rehearse(state)
         except Exception as error:  # noqa: BLE001 whatever it was, steps without it go on
             blocks.stop(_why(error))
             give_back_memory()
@@ -244,7 +258,8 @@ class BodyGraphs:
         generator = generator_of(device)
         before = generator.clone_state() if device.type == "cuda" else None
         try:
-            return self._capture(lane, call, state)
+            with self._timed():
+                return self._capture(lane, call, state)
         except Exception as error:  # noqa: BLE001 whatever it was, eager steps go on
             (self if call.blocks is None else call.blocks).stop(_why(error))
             if before is not None:  # a capture that broke off leaves the generator in it
@@ -285,6 +300,7 @@ class BodyGraphs:
         replay.forward()
         hidden: Any = Replayed.apply(replay, *state.weights)  # type: ignore[no-untyped-call]
         self.replayed += 1
+        self.tally.replayed += 1
         # The pooled output is computed by the caller: a packed row has but one first token.
         return graph.kind(**dict.fromkeys(graph.names, hidden))
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
 """Attributes of peft's layers that a pass reads."""
 
@@ -70,7 +70,7 @@ def _sizes(modules: list[Table]) -> list[int]:
 
 
 def _key(modules: list[Table]) -> list[Any]:
-    first, second, third, fourth = _HOOKS
+    first, second, third, fourth = HOOKS
     weights = [one for own in modules for one in own["_parameters"].values() if one is not None]
     buffers = [one for own in modules if own["_buffers"] for one in own["_buffers"].values()]
     adapted = [own for own in modules if "_active_adapter" in own]
@@ -99,7 +99,7 @@ def _module_obstacle(module: nn.Module, *, outermost: bool) -> str | None:
             return f"weights of the class {kind.__name__}"
     if outermost:
         return None
-    if any(own[name] for name in _HOOKS):
+    if any(own[name] for name in HOOKS):
         return f"a hook on {type(module).__name__} inside of the model"
     if "forward" in own:
         return f"the forward of {type(module).__name__} inside of the model is replaced"

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 from trainfit.doctor import diagnose_text
 from trainfit.doctor.finding import numbered, tables
-from trainfit.doctor.out_of_memory import Numbers, kind_of, read_numbers
+from trainfit.doctor.signs import Numbers, kind_of, read_numbers
 
 _HEAD = "trainfit:"
 _MODULES = {

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.records import Receipt
-from trainfit.hardware.gpus import known_spec
+from trainfit.hardware.catalogue import known_spec
 from trainfit.hardware.model_shapes import ModelFlops
 from trainfit.measuring.flops import count_flops
 from trainfit.measuring.observe import Observation, observe

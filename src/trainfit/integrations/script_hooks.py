@@ -9,15 +9,17 @@ import atexit
 import os
 import sys
 import tempfile
+import time
+import weakref
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speedups import COMPILED, GRAPHS, SpeedUp
+from trainfit.integrations.speedups import COMPILED, GRAPHS, SpeedUp, Tally
 
 _NAMES = "TRAINFIT_SPEED_UP_NAMES"
 _DRY = "TRAINFIT_SPEED_UP_DRY"
@@ -64,26 +66,42 @@ def hook(module: Any, folder: Path) -> None:
             _take(one, folder, self)
         if os.environ.get(_DRY) == "1" and _reports:
             sys.exit(0)
-        return method(self, *args, **kwargs)
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            _report(folder)  # processes of multiprocessing, and those that are killed, have no exit
 
     setattr(kind, place[1], begun)
 
 
-_reports: list[tuple[Any, SpeedUp]] = []
+class _Taken(NamedTuple):
+    """A model that was made faster. Its memory is the script's to free, so it is not held."""
+
+    model: weakref.ref[Any]
+    found: SpeedUp
+    tallies: list[Tally]
+
+
+_reports: list[_Taken] = []
 """Models that were made faster in this process, and what was done."""
+_seconds = 0.0
+"""Time that making them faster took."""
 _turns: Any = None
 """The `Turns` of this process; it imports torch."""
 
 
 def _take(trainer: Any, folder: Path, loop: Any) -> None:
     """Make one trainer or model faster; an error of trainfit never ends the script."""
+    global _seconds
+    began = time.perf_counter()  # imports of trainfit count
     from torch import nn
 
     from trainfit.integrations.speeding import apply_speedups
     from trainfit.integrations.unpadding import facts_in
 
+    _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module) or any(one is model for one, _ in _reports):
+    if not isinstance(model, nn.Module) or any(one.model() is model for one in _reports):
         return
     names = [name for name in os.environ.get(_NAMES, "").split(",") if name]
     try:
@@ -91,17 +109,35 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
     except Exception as error:  # noqa: BLE001 the script goes on as it is
         found = SpeedUp(left=(f"faster ({type(error).__name__}: {error})",))
     if not _reports:
-        atexit.register(_report, folder / f"{os.getpid()}.json")
-    _reports.append((model, found))
-    _begin_turns(facts_in(model), loop)
+        atexit.register(_report, folder)
+    _reports.append(_taken(model, found))
+    _seconds += time.perf_counter() - began
+    _begin_turns(facts_in(model))
+    _follow(loop)
+    _report(folder)
 
 
-def _begin_turns(facts: Any, loop: Any) -> None:
+def _taken(model: Any, found: SpeedUp) -> _Taken:
+    from trainfit.integrations.unpadding import facts_in
+
+    facts = facts_in(model)
+    graphs = [one.graphs.tally for one in facts if one.graphs is not None]
+    return _Taken(weakref.ref(model), found, [one.tally for one in facts] + graphs)
+
+
+def _begin_turns(facts: Any) -> None:
     global _turns
     from trainfit.integrations.turns import Turns
 
     _turns = _turns or Turns()
-    _turns.begin(facts, lambda: steps_left(loop))
+    _turns.begin(facts)
+
+
+def _follow(loop: Any) -> None:
+    """Read from this loop how many steps are left; it holds a model, and is not held."""
+    if _turns is not None:
+        held = weakref.ref(loop)
+        _turns.left = lambda: steps_left(held())
 
 
 def steps_left(loop: Any) -> int | None:
@@ -115,23 +151,39 @@ def steps_left(loop: Any) -> int | None:
         return None
 
 
-def _report(path: Path) -> None:
-    """Write down what was done, with the batches of all models."""
-    from trainfit.integrations.unpadding import facts_in
+def _whole() -> float | None:
+    """Estimate how many times as fast the script was so far, from the start of its process.
 
-    facts = [one for model, _ in _reports for one in facts_in(model)]
-    graphs = [one.graphs for one in facts if one.graphs is not None]
-    first = max((found for _, found in _reports), key=lambda one: len(one.done))
-    replayed = sum(one.replayed for one in graphs)
+    With several models nothing is said: steps were timed with the first alone.
+    """
+    trained = [one for one in _reports if any(t.packed + t.own_way for t in one.tallies)]
+    saved = _turns.saved() if _turns and len(trained) == 1 else None
+    if saved is None:
+        return None
+    import psutil
+
+    took = time.time() - psutil.Process().create_time()
+    spent = _seconds + sum(tally.seconds for tally in trained[0].tallies)
+    return float((took + saved - spent) / took)
+
+
+def _report(folder: Path) -> None:
+    """Write down what was done so far, with the batches of all models."""
+    if not _reports:
+        return
+    tallies = [tally for one in _reports for tally in one.tallies]
+    first = max((one.found for one in _reports), key=lambda one: len(one.done))
+    packed, replayed = (sum(getattr(one, n) for one in tallies) for n in ("packed", "replayed"))
     done, left = first.done, first.left
-    if graphs and not replayed:
-        why = {reason for one in graphs for reason in one.said} or {"no size came twice"}
+    if GRAPHS in done and not replayed:
+        none = "no size came twice" if packed else "no batch went without padding"
+        why = {reason for one in tallies for reason in one.reasons} or {none}
         done = tuple(one for one in done if one != GRAPHS)
         left = (*left, f"{GRAPHS} ({'; '.join(sorted(why))})")
-    blocks = [one.blocks for one in graphs if one.blocks is not None]
-    if blocks and _turns and not any(one.on for one in blocks):
+    compiled = _turns.compiled if _turns else None
+    if COMPILED in done and _turns and (compiled is None or compiled.times < 1):
         done = tuple(one for one in done if one != COMPILED)
-        if _turns.compiled is None:
+        if compiled is None:
             left = (*left, f"{COMPILED} ({_turns.uncompiled})")
     times = {
         name: gain.times if _turns and (gain := getattr(_turns, name)) else None
@@ -143,12 +195,13 @@ def _report(path: Path) -> None:
             first,
             done=done,
             left=left,
-            packed=sum(one.packed for one in facts),
-            own=sum(one.own_way for one in facts),
-            real=sum(one.real for one in facts),
-            padded=sum(one.padded for one in facts),
+            packed=packed,
+            own=sum(one.own_way for one in tallies),
+            real=sum(one.real for one in tallies),
+            padded=sum(one.padded for one in tallies),
             replayed=replayed,
             times=gain.times if gain else None,
+            whole=_whole(),
             error=gain.error if gain else 0.0,
             **times,
-        ).save(path)
+        ).save(folder / f"{os.getpid()}.json")

@@ -20,7 +20,7 @@ from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
 from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
-from trainfit.integrations.unpadding import facts_in, unpadded
+from trainfit.integrations.unpadding import facts_in, hooked_module, unpadded
 from trainfit.runtime import apply
 
 TrainerT = TypeVar("TrainerT")
@@ -80,6 +80,9 @@ def _unpad(
     trainer: Any, model: nn.Module, done: list[str], left: list[str], names: Collection[str]
 ) -> None:
     graphs, gpu = "graphs" in names, torch.cuda.is_available()
+    if (name := hooked_module(model)) is not None:
+        left.append(f"without padding (a hook on {name} would see packed rows)")
+        return
 
     def changed(one: nn.Module) -> nn.Module:
         unpadded(one)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Record
@@ -24,6 +24,25 @@ class Switch:
 
 AROUND = Switch()
 """Switch of all changes around the models: batches ahead, copies and checks without a wait."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of a model's batches, which outlive the model."""
+
+    packed: int = 0
+    """Batches that went without padding; `own_way` ones went the model's own way."""
+    own_way: int = 0
+    real: int = 0
+    """Tokens of the packed batches; `padded` with their padding."""
+    padded: int = 0
+    replayed: int = 0
+    """Batches that were replayed as CUDA graphs."""
+    reasons: set[str] = field(default_factory=set)
+    """Reasons for passes that were not replayed."""
+    seconds: float = 0.0
+    """Time that captures and compiling took."""
+
 
 GRAPHS = "CUDA graphs"
 COMPILED = "compiled blocks"
@@ -57,6 +76,8 @@ class SpeedUp(Record):
     """Speed with graphs, as a multiple of `alone`."""
     compiled: float | None = None
     """Speed with compiled blocks, as a multiple of that with graphs alone."""
+    whole: float | None = None
+    """Speed of the whole script, in which its start, turns and captures count, as a multiple."""
 
     def line(self) -> str:
         """Say all of it in one line."""
@@ -84,7 +105,8 @@ class SpeedUp(Record):
             said += _LATER if self.compiled < 1 else ""
         said += f"; {self.times:.2f} times as fast as your script alone (±{self.error:.2f})"
         slower = ", so that all later steps had padding"
-        return said + (slower if self.times < 1 else ", same losses")
+        said += slower if self.times < 1 else ", same losses"
+        return said if self.whole is None else f"{said}; the whole script {self.whole:.2f} times"
 
 
 def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[str]:

@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import random
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from statistics import median, stdev
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.speedups import AROUND, Switch
@@ -21,13 +23,16 @@ PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
 WARM_UP = 10
 """Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
-_BLOCK = 5
+_BLOCK = 3
 """Steps of a turn; the first is not counted, as its memory is of the other kind.
 
 The others are timed together: a wait for the GPU after each would hide what runs beside it.
 """
 _TURNS, _MOST_TURNS = 4, 12
 """Turns of each way, and the most where sizes are still captured in many of them."""
+_APART = {2: 1.3, 3: 1.1}
+"""Times that all turns of a way must be as slow as those of another for it to be left after that
+many turns. Batches differ, and two turns that fell on long ones are not to decide."""
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
@@ -51,7 +56,8 @@ class Turns:
     def __init__(
         self, clock: Callable[[], float] | None = None, *, switch: Switch = AROUND
     ) -> None:
-        self.facts: list[Unpadding] = []
+        self.facts: WeakSet[Unpadding] = WeakSet()
+        """Models of the script, which may free them."""
         self.seconds: dict[int, list[float]] = {way: [] for way in range(4)}
         """Seconds of a step in each turn, by their way."""
         self.gain: Gain | None = None
@@ -68,7 +74,18 @@ class Turns:
         """Optimizer steps that the training has still to go, where that is known."""
         self._clock = clock or _synchronised
         self._switched = switch
+        self.steps: Counter[int] = Counter()
+        """Optimizer steps that went each way."""
         self._ways: tuple[int, ...] = ()
+        """Ways that are compared, without those that were clearly slower."""
+        self._queue: list[int] = []
+        """Ways of the next turns."""
+        self._back = False
+        self._had: Counter[int] = Counter()
+        """Turns of each way in this comparison."""
+        self._from: dict[int, int] = {}
+        """Number of turns that were timed before this comparison, by their way."""
+        self._compiling = False
         self._begins = 0
         """Step after which the turns of these ways begin."""
         self._current = GRAPHS
@@ -84,7 +101,7 @@ class Turns:
         """Follow the optimizer steps of this process, for these models."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        self.facts += facts
+        self.facts.update(facts)
         self.left = left
         self._switch(self._current)  # as an earlier training of this process found it
         if self._handle is None and self.facts:
@@ -99,37 +116,75 @@ class Turns:
     def stepped(self) -> None:
         """Note the end of an optimizer step, and choose the way of the next one."""
         self._step += 1
+        self.steps[self._current] += 1
         if not self._ways and not self._ended:
             self._consider()
-        if not self._ways or (done := self._step - self._begins) < 0:
+        if not self._ways or self._step < self._begins:
             return
-        turn, place = divmod(done - 1, _BLOCK)
-        other = sum(one.eager + one.captured for one in self._graphs())
-        if place == 0:
-            self._last, self._other = self._clock(), other
-        elif done > 0 and place == _BLOCK - 1:
-            now, way = self._clock(), self._way(turn)
-            if way < GRAPHS or other == self._other:
-                self.seconds[way].append((now - self._last) / place)
-        if done % _BLOCK == 0 and done > 0 and self._enough(done // _BLOCK):
-            self._end()
-        elif done % _BLOCK == 0:
-            self._switch(self._way(done // _BLOCK))
+        place = (self._step - self._begins) % _BLOCK
+        if place == 1:
+            self._last, self._other = self._clock(), self._untimed()
+        elif place == 0:
+            if self._step > self._begins:
+                self._end_turn()
+            if self._over():
+                self._end()
+            else:
+                self._switch(self._next())
 
-    def _enough(self, turns: int) -> bool:
-        """Tell if all ways have had their turns, and enough of them could be timed."""
-        each, rest = divmod(turns, len(self._ways))
-        timed = all(len(self.seconds[way]) >= _FEWEST for way in self._ways)
-        return rest == 0 and each >= (_TURNS if timed else _MOST_TURNS)
+    def _untimed(self) -> int:
+        """Count passes that are not the usual ones of graphs: a turn with one is not timed."""
+        return sum(one.eager + one.captured for one in self._graphs())
+
+    def _end_turn(self) -> None:
+        """Note the time of a turn, and leave the ways that are clearly slower."""
+        now, way = self._clock(), self._current
+        self._had[way] += 1
+        if way < GRAPHS or self._untimed() == self._other:
+            self.seconds[way].append((now - self._last) / (_BLOCK - 1))
+        self._ways = tuple(one for one in self._ways if not self._clearly_slower(one))
+        self._queue = [one for one in self._queue if one in self._ways]
+
+    def _clearly_slower(self, way: int) -> bool:
+        own = self.seconds[way][self._from[way] :]
+        for other in self._ways:
+            faster = self.seconds[other][self._from[other] :]
+            turns = min(len(own), len(faster))
+            if turns >= _FEWEST and min(own) > _APART.get(turns, 1.0) * max(faster):
+                return True
+        return False
+
+    def _over(self) -> bool:
+        """Tell if one way is left, or all of them have had their turns."""
+        if len(self._ways) == 1:
+            return True
+        timed = all(len(self.seconds[way]) - self._from[way] >= _FEWEST for way in self._ways)
+        most = _TURNS if timed else _MOST_TURNS
+        return not self._queue and all(self._had[way] >= most for way in self._ways)
+
+    def _next(self) -> int:
+        """Choose the next way: there and back again, so that none is always the later one."""
+        if not self._queue:
+            self._queue = list(self._ways[::-1] if self._back else self._ways)
+            self._back = not self._back
+        return self._queue.pop(0)
 
     def _consider(self) -> None:
         """Begin the first comparison, or that with compiled blocks where it pays."""
         if self.gain is None:
-            self._ways = (PADDED, UNPADDED, GRAPHS) if self._graphs() else (PADDED, UNPADDED)
-            self._begins = WARM_UP * (len(self._ways) - 1)
+            ways = (GRAPHS, UNPADDED, PADDED) if self._graphs() else (UNPADDED, PADDED)
+            self._compare(ways, WARM_UP * (len(ways) - 1))
         elif self.compiled is None and self._pays():
-            self._ways, self._begins = (GRAPHS, COMPILED), self._step + 2 * WARM_UP
+            self._compiling = True
+            self._compare((COMPILED, GRAPHS), self._step + 2 * WARM_UP)
             self._switch(COMPILED)
+
+    def _compare(self, ways: tuple[int, ...], begins: int) -> None:
+        """Compare ways from a step on; the first is expected to be the fastest."""
+        self._ways, self._begins = ways, begins
+        self._queue, self._back = [], False
+        self._had.clear()
+        self._from = {way: len(self.seconds[way]) for way in ways}
 
     def _pays(self) -> bool:
         """Tell if the rest of the training wins the time of compiling back.
@@ -147,12 +202,6 @@ class Turns:
             self._leave()
         return False
 
-    def _way(self, turn: int) -> int:
-        """Way of a turn: there and back again, so that none is always the later one."""
-        count = len(self._ways)
-        place = turn % (2 * count)
-        return self._ways[min(place, 2 * count - 1 - place)]
-
     def _switch(self, way: int) -> None:
         self._current = way
         self._switched.off = way == PADDED
@@ -165,7 +214,7 @@ class Turns:
 
     def _end(self) -> None:
         """Compare the ways, and leave the fastest on."""
-        compiling, self._ways = COMPILED in self._ways, ()
+        compiling, self._ways = self._compiling, ()
         way = self._best_compiled() if compiling else self._best()
         self.gain = gain_of(self.seconds[PADDED], self.seconds[way])
         slower = self.gain.times < 1
@@ -194,8 +243,17 @@ class Turns:
 
     def _leave(self) -> None:
         self._ended = True
-        if self._handle is not None:
-            self._handle.remove()
+
+    def saved(self) -> float | None:
+        """Seconds that all steps would have taken more by the script's own way, if it was timed.
+
+        Steps of a way that was not timed count as those without padding.
+        """
+        if self.gain is None:
+            return None
+        each = {way: median(found) for way, found in self.seconds.items() if len(found) >= _FEWEST}
+        own, plain = each[PADDED], each.get(UNPADDED, each[PADDED])
+        return sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:

@@ -121,6 +121,8 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run an encoder or a decoder without padding."""
     facts: Unpadding | None = self.__dict__.get(FACTS)
     passing: _Passing | None = self.__dict__.pop(_PASSING, None)
+    if facts is not None and facts.off:
+        facts.count(None)
     if facts is None or facts.off or (passing is not None and passing.batch is None):
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from torch import nn
 
 from trainfit.core.errors import BadInput
+from trainfit.integrations.body_state import HOOKS
 from trainfit.integrations.unpadded_calls import HeadReads, Unpadding
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
@@ -33,17 +34,20 @@ FAMILIES = (
 """Model types whose packed outputs were compared with the padded ones."""
 _PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _SHIFTED = ("ForCausalLM", "LMHeadModel")
+_KNOWN_HOOKS = {"torch", "transformers", "peft", "accelerate", "trainfit"}
+"""Packages whose hooks take a packed row."""
 
 
 # ── the public names ──────────────────────────────────────────────────────────────────────────
 
 
-def unpadded(model: ModuleT) -> ModuleT:
+def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
     """Make a transformers model, or those inside of a module, compute nothing on padding.
 
     Returns the same object; weights, signature and outputs stay. Hidden states and logits of padded
     columns are zero. A batch that cannot go without padding goes the model's own way, and the
-    reason is logged once. Raises BadInput for a model that can never.
+    reason is logged once; so does a DeBERTa in float32 on a GPU, which is slower without, unless
+    you `insist`. Raises BadInput for a model that can never.
     """
     found = list(_outermost(model))
     if not found:
@@ -55,6 +59,7 @@ def unpadded(model: ModuleT) -> ModuleT:
     for one, body, facts in taken:
         if facts is not None:
             _replace(one, body, facts)
+        body.__dict__[FACTS].insisted |= insist
     return model
 
 
@@ -72,6 +77,22 @@ def padded(model: ModuleT) -> ModuleT:
 def facts_in(model: nn.Module) -> list[Unpadding]:
     """Return the facts of the unpadded models in a module."""
     return [one.__dict__[FACTS] for one in model.modules() if FACTS in one.__dict__]
+
+
+def hooked_module(model: nn.Module) -> str | None:
+    """Name a module inside of a transformers model that has a hook of the script's own.
+
+    Such a hook expects rows and columns, and would be given one packed row.
+    """
+    for one in _outermost(model):
+        for module in one.modules():
+            if module is one or module is body_of(one):
+                continue
+            hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
+            places = [getattr(hook, "__module__", None) or "" for hook in hooks]
+            if not all(place.partition(".")[0] in _KNOWN_HOOKS for place in places):
+                return type(module).__name__
+    return None
 
 
 def _outermost(model: nn.Module) -> Iterator[PreTrainedModel]:
