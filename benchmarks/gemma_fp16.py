@@ -4,7 +4,7 @@
 
 No published weights are needed: gains of the norms are raised until hidden states and the inputs of
 down-projections pass 65,504, as published ones do. Arms: `fp32`, `bf16`, `fp16`, and `fp16_plain`,
-which is transformers' code under autocast without trainfit's changes (float16_range.py). FILE holds
+which is transformers' code under autocast without trainfit's changes (classifier.py). FILE holds
 for each arm the loss, the largest number after each block and before each down-projection, how many
 numbers are not finite, the gradient's error against fp32, seconds per step and memory. --tiny shows
 on a CPU that all works.

@@ -38,8 +38,8 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.hardware.catalogue import lookup
 from trainfit.jobs.models.gpt_model import GptShape
-from trainfit.measuring.gpu_sampling import sampled
 from trainfit.runtime import applied
+from trainfit.tuning.tuner import sampled
 
 GIB = 1024**3
 STAGES = ("peers", "ladder", "combined", "curve", "all")

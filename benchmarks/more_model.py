@@ -1,16 +1,18 @@
 """More model than memory: plans under caps, made without a GPU and held to their word on one.
 
-python benchmarks/more_model.py --predict PLANS [--case NAME …] [--random 40] [--tiny]
+python benchmarks/more_model.py --predict PLANS [--case NAME …] [--random 50] [--tiny]
 python benchmarks/more_model.py --run PLANS --output FILE [--case NAME …]      20 steps of each
-python benchmarks/more_model.py --run PLANS --output FILE --random 40          short steps of many
+python benchmarks/more_model.py --run PLANS --output FILE --random 50          5 steps of each
 python benchmarks/more_model.py --peers PLANS --output FILE                    beside peft's QLoRA
 python benchmarks/more_model.py --losses --output FILE                         300 steps, seeds
 
 A plan is what the planner chooses by itself on an H200 of which only so much may be used; planning
 takes seconds a case on slow cores, so it is done beforehand. The named cases run the engine's own
-loop under `device.memory_gib`. Random ones run the planner's step in one process: those that are
-said to fit, and up to ten that are not, cut as finely as they can be. Results are added to FILE as
-they come.
+loop under `device.memory_gib`. Random ones run the planner's step: four in five are the first that
+are said to fit, the others the first that are not, which are tried with the leanest settings, whole
+and by single sequences.
+Results are added to FILE as they come; no case begins after `--seconds`, and the next call with the
+same FILE goes on where this one stopped.
 """
 
 from __future__ import annotations
@@ -18,12 +20,15 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import multiprocessing
+import os
 import platform
 import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections import deque
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,10 +44,16 @@ from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 
 GIB = 2**30
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 CUDA = torch.cuda.device_count() > 0
-"""Found by NVML: is_available() would start CUDA, and no forked process could use it any more."""
-STEPS, SHORT = 20, 4
-MOST_UNFIT = 10
+"""Found by NVML: were CUDA started here, no forked process could use it any more."""
+STEPS, SHORT = 20, 5
+UNFIT = 5
+"""One in so many random cases is said not to fit."""
+MOST_DRAWN = 4
+"""Draws for each case that is asked for, at most."""
+KEPT = 0.125
+"""GiB that a process may keep from one case to the next: workspaces of libraries."""
 LONG = ("data.max_length=512", "training.effective_batch_size=16", "model.weights=random")
 CASES: dict[str, tuple[list[str], float]] = {
     "7b lora": (["nli", "model.name=mistral-7b", "model.method=lora"], 10),
@@ -63,7 +74,7 @@ SMALL, LARGE = (
         "llama-3.2-1b",
     ),
 )
-HUGE = ("qwen2.5-3b", "gemma-3-4b-it", "mistral-7b")
+HUGE = ("llama-3.2-1b", "qwen2.5-1.5b", "gemma-2-2b")
 METHODS = ("full", "full", "lora", "dora", "frozen")
 TINY = {
     "model_type": "bert",
@@ -82,14 +93,14 @@ TINY = {
 # ── plans ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def random_cases(count: int, seed: int = 0) -> Iterable[tuple[str, list[str], float, list[int]]]:
-    """Models, methods, caps and lengths, one draw each; few of the models are large."""
-    draws = np.random.default_rng(seed)
-    for number in range(count):
-        among = draws.choice([0, 1, 2], p=[0.4, 0.45, 0.15])
+def random_cases(seed: int = 0) -> Iterator[tuple[str, list[str], float, list[int]]]:
+    """Yield models, methods, caps and lengths without end; most of the caps are tight."""
+    draws, number = np.random.default_rng(seed), 0
+    while True:
+        among = draws.choice([0, 1, 2], p=[0.35, 0.4, 0.25])
         name = str(draws.choice((SMALL, LARGE, HUGE)[among]))
-        method = str(draws.choice(("lora", "dora", "full") if among == 2 else METHODS))
-        most = 80 if draws.random() < 0.3 else (12 if among else 9)  # most caps are tight
+        method = str(draws.choice(("full", "full", "lora", "dora") if among == 2 else METHODS))
+        most = 80 if draws.random() < 0.3 else (16, 12, 9)[2 - among]
         cap = round(float(np.exp(draws.uniform(np.log(6), np.log(most)))), 1)
         longest = int(draws.choice([256, 512, 512]))
         shape = str(draws.choice(["even", "short", "equal"]))
@@ -103,6 +114,7 @@ def random_cases(count: int, seed: int = 0) -> Iterable[tuple[str, list[str], fl
         words += [f"training.effective_batch_size={batch}", "optimization.compile=false"]
         words += ["model.freeze_encoder=true"] if method == "frozen" else [f"model.method={method}"]
         title = f"{number:02} {name} {method} {shape} {longest} × {batch}"
+        number += 1
         yield title, words, cap, [int(length) for length in lengths]
 
 
@@ -143,27 +155,67 @@ def savers_of(made: Plan) -> dict[str, Any]:
 
 
 def predict_all(asked: argparse.Namespace) -> None:
-    gpu = None if asked.tiny else "h200"
-    jobs: list[Any]
+    """Plan the cases that the file does not have yet."""
+    wide = {"hidden_size": 256, "intermediate_size": 1024} if asked.random else {}
+    given = [f"model.name={tiny_model(**wide)}", "data.max_length=32"] if asked.tiny else []
+    found = json.loads(asked.predict.read_text())["plans"] if asked.predict.exists() else []
+    names = {made["name"] for made in found}
+    until = time.monotonic() + asked.seconds
+    for name, words, cap, lengths in random_cases() if asked.random else named_cases(asked):
+        if asked.random and (enough(found, asked.random) or time.monotonic() > until):
+            break
+        if name in names:
+            continue
+        if asked.tiny:
+            cap, lengths = max(0.1, round(cap / 80, 2)), [min(n, 32) for n in lengths]
+        gpu = None if asked.tiny and not asked.random else "h200"
+        made = predict(name, replaced(words, given), cap, lengths, gpu)
+        found.append(made)
+        write_whole(asked.predict, json.dumps({"plans": found}) + "\n")
+        shown = (made[key] for key in ("name", "cap_gib", "fits", "savers", "error") if key in made)
+        print(*shown, flush=True)
     if asked.random:
-        jobs = list(random_cases(asked.random))
-    else:
-        names = asked.case or CASES
-        full = {name: CASES[name] for name in names}
-        jobs = [(n, [*words, *LONG], cap, [512] * 1000) for n, (words, cap) in full.items()]
-    plans = []
-    for name, words, cap, lengths in jobs:
-        given = [f"model.name={tiny_model()}", "data.max_length=32"] if asked.tiny else []
-        made = predict(
-            name,
-            replaced(words, given),
-            cap,
-            [min(n, 32) for n in lengths] if asked.tiny else lengths,
-            gpu,
-        )
-        plans.append(made)
-        write_whole(asked.predict, json.dumps({"plans": plans}, indent=1) + "\n")
-        print(*(made[key] for key in ("name", "cap_gib", "fits", "savers", "error") if key in made))
+        print(json.dumps(predicted(taken(found, asked.random)), indent=1))
+
+
+def named_cases(asked: argparse.Namespace) -> Iterator[tuple[str, list[str], float, list[int]]]:
+    for name in asked.case or CASES:
+        words, cap = CASES[name]
+        yield name, [*words, *LONG], cap, [512] * 1000
+
+
+def taken(plans: list[dict[str, Any]], count: int) -> list[dict[str, Any]]:
+    """Choose the first plans that fit and the first that do not, in the order of the draws."""
+    wanted = {True: count - count // UNFIT, False: count // UNFIT}
+    chosen = []
+    for one in plans:
+        if "plan" in one and wanted[one["fits"]]:
+            wanted[one["fits"]] -= 1
+            chosen.append(one)
+    return chosen
+
+
+def enough(plans: list[dict[str, Any]], count: int) -> bool:
+    return len(taken(plans, count)) == count or len(plans) >= MOST_DRAWN * count
+
+
+def predicted(plans: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count what the plans promise, and the seconds that their steps take."""
+    fitting = [one for one in plans if one["fits"]]
+    seconds = [
+        one["plan"]["time"]["step_seconds"]
+        * SHORT
+        * micro_batches(one["plan"])
+        / one["plan"]["gradient_accumulation_steps"]
+        for one in fitting
+    ]
+    return {
+        "fit": len(fitting),
+        "do not fit": len(plans) - len(fitting),
+        "caps": sorted(one["cap_gib"] for one in plans),
+        "seconds of the steps": round(sum(seconds), 1),
+        "the longest": round(max(seconds, default=0.0), 1),
+    }
 
 
 def replaced(words: list[str], given: list[str]) -> list[str]:
@@ -172,10 +224,10 @@ def replaced(words: list[str], given: list[str]) -> list[str]:
     return [*(word for word in words if word.partition("=")[0] not in keys), *given]
 
 
-def tiny_model() -> str:
-    folder = Path(tempfile.gettempdir()) / "more_model_tiny"
+def tiny_model(**wide: int) -> str:
+    folder = Path(tempfile.gettempdir()) / f"more_model_{'wide' if wide else 'tiny'}"
     folder.mkdir(exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(TINY))
+    (folder / "config.json").write_text(json.dumps(TINY | wide))
     return str(folder)
 
 
@@ -232,63 +284,175 @@ def equal_tokens(count: int, length: int) -> Any:
     )
 
 
-def least(method: str) -> dict[str, Any]:
-    """Arguments of a step that take the least memory."""
+def least(arguments: dict[str, Any], longest: int | None) -> dict[str, Any]:
+    """Arguments of a step that takes the least memory, as it is cut or by single sequences.
+
+    Whole steps have larger activations, and no second gradients to add to the first.
+    """
     moved = {"checkpointing": "full", "offload_activations": True, "offload_optimizer": True}
-    return moved | ({} if method == "full" else {"quantization": "nf4"})
+    row: dict[str, Any] = {} if arguments["method"] == "full" else {"quantization": "nf4"}
+    if longest is not None:
+        row |= {"rows": 1, "width": longest, "micro_batches": 3}
+        row |= {} if arguments["slots"] is None else {"slots": 1, "lengths": [longest]}
+    return arguments | moved | row
 
 
-def run_step(case: dict[str, Any], steps: int) -> dict[str, Any]:
-    """Steps of the planner's probe in this process; running out of memory is a result."""
+def micro_batches(plan: dict[str, Any]) -> int:
+    """Micro-batches of a short step: the third meets what the first two have left behind."""
+    return min(3, int(plan["gradient_accumulation_steps"]))
+
+
+def run_step(case: dict[str, Any], steps: int, single: bool = False) -> dict[str, Any]:
+    """Steps of the planner's probe in this process; running out of memory is a result.
+
+    `single`: what does not fit is cut into single sequences.
+    """
     device, plan = ("cuda" if CUDA else "cpu"), case["plan"]
     arguments = dict(plan["task"]["arguments"])
-    arguments["micro_batches"] = min(3, plan["gradient_accumulation_steps"])
+    arguments["micro_batches"] = micro_batches(plan)
     if not case["fits"]:
-        arguments |= least(arguments["method"])
-    gc.collect()
+        arguments = least(arguments, max(plan["workload"]["lengths"]) if single else None)
+    if not CUDA:
+        arguments["attention"] = "auto"  # the plan's may be the GPU's alone
+    facts = {"steps": steps, "micro_batches": arguments["micro_batches"]}
     if CUDA:
-        torch.cuda.empty_cache()
+        facts["kept_gib"] = torch.cuda.memory_allocated() / GIB
+        if facts["kept_gib"] > KEPT:
+            raise RuntimeError(f"{facts['kept_gib']:.2f} GiB were taken before the case began")
         torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_accumulated_memory_stats()
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(case["cap_gib"] * GIB / total)
     began = time.perf_counter()
+    samples = []
     try:
         model, make_step = build(
             {"factory": plan["task"]["factory"], "arguments": arguments}, device
         )
         step = make_step(model)
-        samples = []
+        facts["build_seconds"] = time.perf_counter() - began
         for _ in range(steps):
             started = time.perf_counter()
             step()
             sync(device)
             samples.append(time.perf_counter() - started)
     except torch.OutOfMemoryError as error:
-        return {"out_of_memory": str(error)[:200], "seconds": time.perf_counter() - began}
-    return {
-        "median_step_seconds": statistics.median(samples[1:]),
-        "seconds": time.perf_counter() - began,
-        **peaks(device),
-    }
+        facts |= {"out_of_memory": str(error)[:200], "steps": len(samples)}
+    else:
+        facts["median_step_seconds"] = statistics.median(samples[1:])
+    return {**facts, "seconds": time.perf_counter() - began, **peaks(device)}
+
+
+def run_steps(pipe: Any, cases: list[dict[str, Any]], steps: int) -> None:
+    """Run cases one after the other, as long as the process is as good as a new one."""
+    for case in cases:
+        done = guarded(run_step, case, steps)
+        gc.collect()
+        if not case["fits"] and "out_of_memory" in done:
+            if CUDA:
+                torch.cuda.empty_cache()
+            done = {**guarded(run_step, case, steps, True), "before": done}
+        pinned = not case["fits"] or any(
+            value is True for name, value in case["savers"].items() if name.startswith("offload")
+        )
+        clean = not pinned and "error" not in done and "out_of_memory" not in done
+        if CUDA and clean:
+            torch.cuda.empty_cache()
+            clean = torch.cuda.memory_allocated() < KEPT * GIB
+        pipe.send((done, clean))
+        if not clean:
+            break
+
+
+def in_turn(
+    cases: list[dict[str, Any]], steps: int, seconds: float = 120
+) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Yield cases and their results; a process that is not clean is followed by a new one."""
+    context, left = multiprocessing.get_context("fork"), deque(cases)
+    while left:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=run_steps, args=(theirs, list(left), steps))
+        process.start()
+        theirs.close()
+        clean = True
+        try:
+            while left and clean:
+                try:
+                    lost = not ours.poll(seconds)
+                    done, clean = ({"error": "no answer"}, False) if lost else ours.recv()
+                except EOFError:
+                    done, clean = {"error": "the process ended"}, False
+                yield left.popleft(), done
+        finally:
+            process.kill()
+            process.join()
+
+
+def import_models(plans: list[dict[str, Any]]) -> None:
+    """Import before the forks what all of them need; CUDA is not started."""
+    from trainfit.jobs import probes  # noqa: F401
+    from trainfit.jobs.models.backbone import build_encoder
+
+    for name in {one["plan"]["task"]["arguments"]["name"] for one in plans}:
+        with torch.device("meta"):
+            build_encoder(name, weights="random")
 
 
 def run_all(asked: argparse.Namespace, record: dict[str, Any], keep: Callable[[], None]) -> None:
     plans = [p for p in json.loads(asked.run.read_text())["plans"] if "plan" in p]
     plans = [p for p in plans if not asked.case or p["name"] in asked.case]
     if asked.random:
-        unfit = [p for p in plans if not p["fits"]][:MOST_UNFIT]
-        plans = [p for p in plans if p["fits"]][: asked.random] + unfit
+        plans = taken(plans, asked.random)
+    names = {row["name"] for row in record["results"]}
+    left = [p for p in plans if p["name"] not in names]
     begun = time.monotonic()
-    for case in plans:
-        if time.monotonic() - begun > asked.seconds:
-            print("no time is left for the others")
-            break
-        done = (
-            guarded(run_step, case, SHORT) if asked.random else alone(run_case, case, asked.steps)
-        )
+    results: Iterator[tuple[dict[str, Any], dict[str, Any]]]
+    if asked.random:
+        import_models(left)
+        results = in_turn(left, SHORT)
+    else:
+        results = ((case, alone(run_case, case, asked.steps)) for case in left)
+    for number, (case, done) in enumerate(results, 1):
         record["results"].append({**told(case), **done})
         keep()
         print(f"{time.monotonic() - begun:5.0f}s {line(record['results'][-1])}", flush=True)
+        if over(asked) and number < len(left):
+            break
+    if asked.random:
+        record["summary"] = summary([r for r in record["results"] if r["name"] not in CASES])
+        keep()
+        print(json.dumps(record["summary"], indent=1))
+
+
+def over(asked: argparse.Namespace) -> bool:
+    """Tell if the time is used up, in words too."""
+    if time.monotonic() < asked.until:
+        return False
+    print("no time is left for the others: call again to go on", flush=True)
+    return True
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Count the promises that were kept."""
+    kept = [row for row in rows if "out_of_memory" not in row and "error" not in row]
+    fit = [row for row in kept if row["fits"]]
+    errors = [
+        row["predicted"]["memory"]["peak_allocated_gib"] / (row["peak_allocated"] / GIB) - 1
+        for row in fit
+        if "peak_allocated" in row
+    ]
+    return {
+        "said to fit": sum(row["fits"] for row in rows),
+        "of these ran": len(fit),
+        "without a retry": sum(not row.get("retries") for row in fit),
+        "said not to fit": sum(not row["fits"] for row in rows),
+        "of these ran all the same": len(kept) - len(fit),
+        "failed for other reasons": sum("error" in row for row in rows),
+        "peak within 3%": sum(abs(one) <= 0.03 for one in errors),
+        "lowest and highest error of the peak": [round(f(errors), 4) for f in (min, max)]
+        if errors
+        else None,
+    }
 
 
 def guarded(work: Callable[..., dict[str, Any]], *given: Any) -> dict[str, Any]:
@@ -312,7 +476,8 @@ def line(row: dict[str, Any]) -> str:
     peak = f"predicted {memory['peak_allocated_gib']:.2f}/{memory['peak_reserved_gib']:.2f}"
     if "peak_allocated" in row:
         peak += f", took {row['peak_allocated'] / GIB:.2f}/{row['peak_reserved'] / GIB:.2f}"
-    more = {k: row[k] for k in ("out_of_memory", "error", "samples_per_second") if k in row}
+    keys = ("out_of_memory", "error", "retries", "seconds", "samples_per_second")
+    more = {k: row[k] for k in keys if row.get(k)}
     return f"{said}: {peak} GiB {more}"
 
 
@@ -327,9 +492,10 @@ def main() -> None:
     parser.add_argument("--random", type=int, default=0)
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--rounds", type=int, default=2)
-    parser.add_argument("--seconds", type=float, default=240)
+    parser.add_argument("--seconds", type=float, default=240, help="no case begins later")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on this CPU")
     asked = parser.parse_args()
+    asked.until = time.monotonic() + asked.seconds
     if asked.predict is not None:
         predict_all(asked)
         return

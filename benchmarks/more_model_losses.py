@@ -2,7 +2,8 @@
 
 Three seeds of AdamW's float32 moments beside three of each kind of rounded ones, and LoRA on
 weights as they are beside LoRA on rounded ones, on the same sequences at the same rates. Rounded
-weights are drawn block by block, and so are others than those that are not.
+weights are drawn block by block, and so are others than those that are not. A way is as good as
+another where their mean losses differ by no more than the other's seeds do.
 """
 
 from __future__ import annotations
@@ -10,13 +11,17 @@ from __future__ import annotations
 import argparse
 import statistics
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
-from more_model import tiny_model
+import numpy as np
+
+from loss_curves import smoothed
+from more_model import over, tiny_model
 from nli import planned, run_trainfit, sequences
 from trainfit.engine.observers import Observer, TrainRow
 
-STEPS, LAST = 300, 30
+STEPS, LAST, WINDOW, SEEDS = 300, 30, 10, 3
 FULL = ("model.method=full", "training.learning_rate=5e-5")
 LORA = ("model.method=lora", "training.learning_rate=1e-3")
 WAYS: dict[str, tuple[str, ...]] = {
@@ -27,6 +32,15 @@ WAYS: dict[str, tuple[str, ...]] = {
     "lora, int8": (*LORA, "model.quantization=int8"),
     "lora, nf4": (*LORA, "model.quantization=nf4"),
 }
+
+
+BESIDE = {
+    "full, adamw_bf16": "full, adamw_fused",
+    "full, adamw_8bit": "full, adamw_fused",
+    "lora, int8": "lora",
+    "lora, nf4": "lora",
+}
+"""Ways, and those that they are compared with."""
 
 
 class Losses(Observer):
@@ -40,7 +54,7 @@ class Losses(Observer):
 
 
 def curves(asked: argparse.Namespace, record: dict[str, Any], keep: Callable[[], None]) -> None:
-    """Train every way with three seeds, a seed of each in turn."""
+    """Train every way with each seed, a seed of all ways at a time."""
     longest, steps = (32, 8) if asked.tiny else (128, STEPS)
     tokens = sequences(400 if asked.tiny else 10_000, longest)
     name = tiny_model() if asked.tiny else "bert-base"
@@ -52,12 +66,49 @@ def curves(asked: argparse.Namespace, record: dict[str, Any], keep: Callable[[],
         "model.attention_dropout=0.0",
         "optimization.compile=false",
     )
-    plans = {way: planned(name, tokens, *common, *words) for way, words in WAYS.items()}
-    for seed in range(3):
-        for way, (config, made) in plans.items():
-            seen = Losses()
-            run_trainfit(config, made, tokens, seen, steps, seed=seed, logging_steps=1)
-            record["losses"].append({"way": way, "seed": seed, "losses": seen.found})
-            keep()
-            last = statistics.mean(seen.found[-LAST:])
-            print(f"seed {seed}, {way}: the last {LAST} losses {last:.4f}", flush=True)
+
+    @cache
+    def plan_of(way: str) -> Any:
+        return planned(name, tokens, *common, *WAYS[way])
+
+    done = {(row["way"], row["seed"]) for row in record["losses"]}
+    left = [(way, seed) for seed in range(SEEDS) for way in WAYS if (way, seed) not in done]
+    for way, seed in left:
+        if over(asked):
+            break
+        config, made = plan_of(way)
+        seen = Losses()
+        run_trainfit(config, made, tokens, seen, steps, seed=seed, logging_steps=1)
+        record["losses"].append({"way": way, "seed": seed, "losses": seen.found})
+        record["loss_summary"] = compared(record["losses"])
+        keep()
+        last = statistics.mean(seen.found[-LAST:])
+        print(f"seed {seed}, {way}: the last {LAST} losses {last:.4f}", flush=True)
+    for way, row in record.get("loss_summary", {}).items():
+        print(way, row)
+
+
+def compared(rows: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Compare each way with its like: steps at which means differ by no more than seeds do."""
+    found: dict[str, dict[str, Any]] = {}
+    curves = {way: [row["losses"] for row in rows if row["way"] == way] for way in WAYS}
+    for way, seeds in curves.items():
+        if not seeds:
+            continue
+        last = [round(statistics.mean(losses[-LAST:]), 4) for losses in seeds]
+        found[way] = {"first": round(seeds[0][0], 4), f"last_{LAST}": last}
+        beside = curves.get(BESIDE.get(way, ""), [])
+        if len(seeds) < SEEDS or len(beside) < SEEDS:
+            continue
+        ours, theirs = (np.stack([smoothed(s, WINDOW) for s in one]) for one in (seeds, beside))
+        apart = np.abs(ours.mean(0) - theirs.mean(0))
+        range_ = [statistics.mean(losses[-LAST:]) for losses in beside]
+        found[way] |= {
+            "steps": len(apart),
+            "steps_within": int((apart <= np.ptp(theirs, axis=0)).sum()),
+            "furthest_beyond": round(float((apart - np.ptp(theirs, axis=0)).max()), 4),
+            "end_within": bool(
+                abs(statistics.mean(last) - statistics.mean(range_)) <= max(range_) - min(range_)
+            ),
+        }
+    return found

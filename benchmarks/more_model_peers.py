@@ -3,7 +3,8 @@
 Both train adapters on weights in 4 bits: the same model shape with random weights, bf16, 16
 sequences of 512 tokens a step, the same cap by set_per_process_memory_fraction. Trainer pads (there
 is nothing to pad), and gets a declared list of batches with and without gradient checkpointing, of
-which the fastest that fits counts. Every round is a process of its own, and contenders take turns.
+which the fastest that fits counts. Every round is a process of its own, and contenders take turns:
+all of them in the first round, trainfit and the two fastest peers in the others.
 """
 
 from __future__ import annotations
@@ -11,20 +12,20 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 
-from more_model import CUDA, GIB, equal_tokens, guarded, run_case
+from more_model import CUDA, GIB, equal_tokens, guarded, over, run_case
 from record_jobs import alone
 
 CASES = ("7b qlora", "gemma-4b qdora")
 SETTINGS = ((16, True), (8, True), (4, True), (4, False), (1, False))
 """Sequences of a micro-batch, and checkpointing."""
-STEPS = 8
+STEPS, FASTEST = 8, 2
 
 
 def compare(asked: argparse.Namespace, record: dict[str, Any], keep: Callable[[], None]) -> None:
@@ -33,24 +34,56 @@ def compare(asked: argparse.Namespace, record: dict[str, Any], keep: Callable[[]
     for case in json.loads(asked.peers.read_text())["plans"]:
         if case["name"] not in names:
             continue
-        steps = 4 if asked.tiny else asked.steps
-        row: dict[str, Any] = {"name": case["name"], "cap_gib": case["cap_gib"], "contenders": {}}
-        record["peers"].append(row)
-        ways: dict[str, Callable[[], dict[str, Any]]] = {
-            "trainfit": partial(alone, run_case, case, steps)
-        }
-        for batch, again in SETTINGS:
-            name = f"trainer, batch {batch}{', checkpointing' if again else ''}"
-            ways[name] = partial(alone, guarded, trainer, case, batch, again, asked.tiny)
-        for _ in range(asked.rounds):
-            for name, work in ways.items():
+        row = next((one for one in record["peers"] if one["name"] == case["name"]), None)
+        if row is None:
+            row = {"name": case["name"], "cap_gib": case["cap_gib"], "contenders": {}}
+            record["peers"].append(row)
+        ways = contenders(case, asked)
+        for number in range(asked.rounds):
+            for name in due(row, ways, number):
+                if over(asked):
+                    return
                 rounds = row["contenders"].setdefault(name, {"rounds": []})["rounds"]
-                if rounds and "error" in rounds[-1]:
-                    continue
-                rounds.append(work())
-                print(f"{case['name']}, {name}: {rounds[-1]}", flush=True)
+                rounds.append(ways[name]())
+                print(f"{case['name']}, {name}: {shown(rounds[-1])}", flush=True)
                 summarise(row)
                 keep()
+        said = {key: row[key] for key in ("peers_best", "times_peers_best") if key in row}
+        print(f"{case['name']}: {said}", flush=True)
+
+
+def contenders(
+    case: dict[str, Any], asked: argparse.Namespace
+) -> dict[str, Callable[[], dict[str, Any]]]:
+    """What runs a round of each, in a process of its own."""
+    steps = 4 if asked.tiny else asked.steps
+    ways: dict[str, Callable[[], dict[str, Any]]] = {
+        "trainfit": partial(alone, run_case, case, steps)
+    }
+    for batch, again in SETTINGS:
+        name = f"trainer, batch {batch}{', checkpointing' if again else ''}"
+        ways[name] = partial(alone, guarded, trainer, case, batch, again, asked.tiny)
+    return ways
+
+
+def due(row: dict[str, Any], names: Iterable[str], number: int) -> list[str]:
+    """Contenders that have not run in this round; after the first the slower peers rest."""
+    found = {name: row["contenders"].get(name, {}).get("rounds", []) for name in names}
+    rates = row.get("samples_per_second", {})
+    fastest = sorted((n for n in rates if n != "trainfit"), key=lambda n: -rates[n])[:FASTEST]
+    return [
+        name
+        for name, rounds in found.items()
+        if len(rounds) <= number
+        and not any("error" in one for one in rounds)
+        and (number == 0 or name in ("trainfit", *fastest))
+    ]
+
+
+def shown(found: dict[str, Any]) -> dict[str, Any]:
+    """The figures of a round that are printed."""
+    keys = ("samples_per_second", "peak_gib", "peak_allocated", "events", "error")
+    return {key: found[key] for key in keys if found.get(key)}
 
 
 def summarise(row: dict[str, Any]) -> None:

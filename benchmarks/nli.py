@@ -41,8 +41,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.jobs.classification import ClassifierTask
-from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
+from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
 from trainfit.jobs.job_plan import assumed_lengths, plan
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.building import on_device

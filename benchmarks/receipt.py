@@ -23,7 +23,7 @@ from typing import Any
 from trainfit.core.files import write_whole
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
-from trainfit.jobs import tuned_plans
+from trainfit.jobs import job_plan, tuned_plans
 from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import synchronize
 from trainfit.runtime import applied, forget_compiled
@@ -69,7 +69,7 @@ def run(candidate: TrialCandidate, steps: int, profiled: bool) -> float:
 
 def measure(name: str, steps: int, rounds: int) -> dict[str, Any]:
     job = job_of(WORKLOADS[name])
-    plan = tuned_plans.with_tuned(job, job.ask({}))
+    plan = job_plan.with_tuned(job, job.ask({}))
     candidate = TrialCandidate(settings={}, plan=plan, task=tuned_plans.trial_task(job))
     run(candidate, FIRST + 1, profiled=False)  # what a process meets for the first time
     found: dict[bool, list[float]] = {True: [], False: []}

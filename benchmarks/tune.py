@@ -225,7 +225,7 @@ def ladder(
 
     with _children(job, NAIVE_FACTORY, at_most=3) as children:
         children.start(["eager", "default", "reduce-overhead"])  # they import while this plans
-        best = tuned_plans.with_tuned(job, job.ask({}))
+        best = job_plan.with_tuned(job, job.ask({}))
         made = climb(
             best,
             tuned_plans.trial_task(job),

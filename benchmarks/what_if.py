@@ -127,7 +127,7 @@ def make(name: str, on: frozenset[str], given: argparse.Namespace) -> Training:
     with torch.device(DEVICE):
         model = AutoModelForSequenceClassification.from_config(config, **options).train()
     if "unpadded" in on:
-        trainfit.unpadded(model)
+        trainfit.unpadded(model, insist=True)
     if "graphs" in on:
         for facts in facts_in(model):
             facts.graphs = BodyGraphs()

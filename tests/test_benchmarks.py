@@ -303,3 +303,16 @@ def test_plans_under_caps_are_made_and_run(tmp_path: Path):
     assert all(row["samples_per_second"] > 0 for row in record["results"])
     assert len(record["losses"]) == 3 * 6
     assert len(record["commands"]) == 2
+
+
+def test_random_plans_are_run_in_two_calls(tmp_path: Path):
+    plans, out = tmp_path / "plans.json", tmp_path / "more.json"
+    run("more_model.py", tmp_path, "--predict", plans, "--tiny", "--random", "5")
+    again = ["--run", plans, "--output", out, "--tiny", "--random", "5"]
+    run("more_model.py", tmp_path, *again, "--seconds", "0")
+    assert len(json.loads(out.read_text())["results"]) == 1
+    run("more_model.py", tmp_path, *again)
+    record = json.loads(out.read_text())
+    assert len({row["name"] for row in record["results"]}) == 5
+    assert record["summary"]["said to fit"] == record["summary"]["of these ran"] == 4
+    assert record["summary"]["failed for other reasons"] == 0
