@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from multiprocessing.context import ForkServerContext
 from pathlib import Path
@@ -23,6 +27,8 @@ from trainfit.engine.distributed import (
     first_says,
     gather,
     joined,
+    lost_rank,
+    stop_on_signals,
     vote,
 )
 from trainfit.engine.loop import train
@@ -328,3 +334,37 @@ def test_a_lost_machine_is_noticed_by_the_kernel() -> None:
         stranger.sendall(b"x" * 16)  # and leaves: nobody minds
     other.close(well=True)
     watch.close(well=True)
+
+
+_REPORTS = """
+import os, signal, sys, time
+from trainfit.engine import distributed
+distributed._REPORTING = float(sys.argv[1])
+with distributed.stop_on_signals():
+    distributed.lost_rank(RuntimeError("gloo: connection closed by peer"))
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1)
+print("reported")
+"""
+
+
+@pytest.mark.parametrize(("seconds", "code", "said"), [(60, 0, "reported\n"), (0.1, 143, "")])
+def test_a_rank_that_lost_another_has_time_to_report_but_not_for_ever(
+    seconds: float, code: int, said: str
+) -> None:
+    """torchrun asks it to end after the block that notes signals, and before it has said why."""
+    began = time.monotonic()
+    command = [sys.executable, "-c", _REPORTS, str(seconds)]
+    ended = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60, check=False)
+    assert (ended.returncode, ended.stdout) == (code, said)
+    assert time.monotonic() - began < 50
+
+
+def test_handlers_are_given_back_unless_a_rank_is_lost() -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_on_signals() as request:
+        assert signal.getsignal(signal.SIGTERM) is not before
+        assert lost_rank(RuntimeError("an error of its own")) is None
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert request.name == "SIGTERM"
+    assert signal.getsignal(signal.SIGTERM) is before

@@ -40,7 +40,7 @@ from trainfit.core.files import check_regular, checksum
 from trainfit.engine import fsdp
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
-from trainfit.engine.saved_state import load_model, load_task_state
+from trainfit.engine.saved_state import load_model
 from trainfit.measuring.timing import synchronize
 from trainfit.runs import timeline
 from trainfit.runs.run_folder import identity
@@ -333,10 +333,10 @@ def _checksums(paths: Iterable[Path]) -> dict[str, str]:
     return {path.name: checksum(path) for path in sorted(paths)}
 
 
-def load_weights(run: Path, model: nn.Module, *, best: bool = True, task: object = None) -> int:
+def load_weights(run: Path, model: nn.Module, *, best: bool = True) -> int:
     """Load the best or the last weights of a run into a model; returns their step.
 
-    Without a best evaluation the last weights are used. A `task` with a state gets it restored too.
+    Without a best evaluation the last weights are used.
     """
     latest, faults = latest_good(run)
     for text in faults:
@@ -354,6 +354,4 @@ def load_weights(run: Path, model: nn.Module, *, best: bool = True, task: object
             text = f"the best checkpoint {folder} is not used: {fault}; the last one is"
             warnings.warn(text, TrainfitWarning, stacklevel=2)
     load_model(model, contents.model)
-    device = next(model.parameters()).device
-    load_task_state(task, contents.task, contents.state.get("task"), device)
     return int(contents.state["step"])

@@ -32,6 +32,8 @@ from trainfit.engine.watchdog import Watchdog
 _MEET = timedelta(minutes=30)
 """Longest wait for other ranks to start; torch's own default. One rank may plan meanwhile."""
 _ROUND, _POLL = "trainfit/round", 0.05
+_REPORTING = 10.0
+"""Seconds from SIGTERM to the end of a rank that reports why it fails."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,6 +155,7 @@ def lost_rank(error: BaseException) -> RunFailed | None:
     )
     if not gone:
         return None
+    _end_later()
     return RunFailed("another rank has died", "see its message, and continue with --resume")
 
 
@@ -175,6 +178,7 @@ def vote(world: World, own: Verdict) -> Verdict:
         dist.all_reduce(agreed, dist.ReduceOp.MAX)
     out_of_memory, failed, stop, *used = map(bool, agreed.tolist())
     if failed and not own.failed:
+        _end_later()
         raise RunFailed("another rank failed", "see its message")
     return Verdict(out_of_memory=out_of_memory, failed=failed, stop=stop, used=tuple(used))
 
@@ -249,7 +253,8 @@ class StopRequest:
 def stop_on_signals() -> Iterator[StopRequest]:
     """Record SIGTERM and SIGINT during a block instead of ending the process.
 
-    Only the main thread can; in other threads the request stays empty.
+    Only the main thread can; in other threads the request stays empty. A rank that has lost
+    another keeps the handler of `_end_later`.
     """
     request = StopRequest()
 
@@ -266,4 +271,21 @@ def stop_on_signals() -> Iterator[StopRequest]:
         yield request
     finally:
         for number, handler in before.items():
-            signal.signal(number, handler)
+            if signal.getsignal(number) is note:
+                signal.signal(number, handler)
+
+
+def _end_later() -> None:
+    """Let SIGTERM end this process a little later from now on.
+
+    torchrun sends it to every other rank as soon as one has died, mostly before they have said why
+    they end too.
+    """
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        timer = threading.Timer(_REPORTING, os._exit, [128 + number])
+        timer.daemon = True
+        timer.start()
+
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, end)
