@@ -6,7 +6,7 @@ from itertools import chain, combinations, pairwise, product
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from packing_lengths import fill_of, fit_budget, fit_padded, redsm5_lengths
 
@@ -21,7 +21,7 @@ from trainfit.packing import (
     deal_steps,
     ladder,
 )
-from trainfit.packing.padded import quantize
+from trainfit.packing.padded import MOST_SHAPES, quantize
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 
@@ -143,7 +143,11 @@ def test_fewer_padded_micro_batches_pad_no_more_than_they_must(
 
 
 @settings(max_examples=60)
-@given(st.lists(st.integers(1, 500), min_size=1, max_size=9), st.integers(1, 8), st.integers(1, 4))
+@given(
+    st.lists(st.integers(1, 500), min_size=1, max_size=MOST_SHAPES),  # more would share a shape
+    st.integers(1, 8),
+    st.integers(1, 4),
+)
 def test_a_number_of_micro_batches_is_kept_with_the_least_padding(
     lengths: list[int], wanted: int, rows: int
 ) -> None:
@@ -193,6 +197,7 @@ def test_batch_times_accumulation_is_always_cut_into_so_many(
     ranks=st.integers(1, 2),
     padded=st.booleans(),
 )
+@example(folds=[[1, 1, 1, 1, 1, 1, 18, 45, 45]], batch=9, ranks=2, padded=False)
 def test_every_step_of_every_fold_fits_the_one_cut_of_all(
     folds: list[list[int]], batch: int, ranks: int, padded: bool
 ) -> None:
@@ -210,6 +215,7 @@ def test_every_step_of_every_fold_fits_the_one_cut_of_all(
                     assert len(micro.sequences) <= batch
                     check_micro_batch(array, cut, micro)
     if not padded and len(folds) > 1:  # the largest fold decides, whichever it is
+        how["seed"] = 7 + len(others)
         assert ladder(others[-1], batch, batch * longest, **how)[0].tokens <= cut.tokens
 
 

@@ -98,13 +98,19 @@ def fit_packed_parts(
         for part, cut in zip(whole, fewest, strict=True)
         for group in (cut if len(cut) >= count else _split(part, count, cap_tokens))
     ]
-    # Whole steps set the budget, and partial steps use it.
+    # Whole steps set the budget, and partial steps use it; but of a step that does not divide among
+    # the ranks, the smaller share may have more tokens.
+    smaller = [part for part in parts if len(part) < size]
+    starts = [divide_up(count * len(part), size) for part in smaller]
+    for part, start in zip(smaller, starts, strict=True):
+        if start == count:
+            groups += _split(part, start, cap_tokens)
     most = max(map(sum, groups))
     roomy = math.ceil(most * (1 + _MARGIN)) if most > longest else longest
     budget = int(round_up(roomy, multiple, cap_tokens))
-    for part in parts:
-        if len(part) < size:
-            groups += _split(part, divide_up(count * len(part), size), budget)
+    for part, start in zip(smaller, starts, strict=True):
+        if start < count:
+            groups += _split(part, start, budget)
     return PackedCut(
         part_size=size,
         micro_batches=count,

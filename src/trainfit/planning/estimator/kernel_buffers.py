@@ -28,6 +28,8 @@ _EFFICIENT_BACKWARD = torch.ops.trainfit.efficient_attention_backward
 _DISENTANGLED = torch.ops.trainfit.disentangled_attention
 _DISENTANGLED_BACKWARD = torch.ops.trainfit.disentangled_attention_backward
 _BITSANDBYTES = has("bitsandbytes")  # before it is hidden
+_REDUCTIONS = {aten.sum.dim_IntList: 1, aten.mean.dim: 1, aten.linalg_vector_norm.default: 2}
+"""Reductions over some dimensions, and which of their arguments names these."""
 _QUANTIZED = (torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward)
 
 
@@ -51,8 +53,9 @@ class Device:
 
 def temporary_bytes(func: Any, args: tuple[Any, ...], device: Device) -> int:
     """Bytes that the kernel of an operation allocates while it runs."""
-    if func is aten.sum.dim_IntList:
-        return _column_sums(args[0], args[1], device)
+    if func in _REDUCTIONS:
+        dims = args[_REDUCTIONS[func] :]  # without any, a reduction to one number
+        return _column_sums(args[0], dims[0] if dims else None, device)
     found = _BUFFERS.get(func._overloadpacket)
     return 0 if found is None else found(args, device)
 
@@ -145,7 +148,9 @@ def _distance_products(query: torch.Tensor, positions: torch.Tensor) -> int:
 
 
 def _column_sums(x: torch.Tensor, dims: list[int] | None, device: Device) -> int:
-    """Bytes of partial sums of a reduction over the leading dimensions, as in a bias's gradient.
+    """Bytes of partial sums of a reduction over the leading dimensions.
+
+    A bias's gradient is one, and so are the columns' norms in Adafactor's update.
 
     The arithmetic is that of torch's reduction kernels: 128 threads of four outputs each, as many
     blocks as the GPU holds, at least 16 values each.
