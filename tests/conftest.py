@@ -98,10 +98,10 @@ def pytest_runtest_teardown(item: pytest.Item) -> Iterator[None]:
 
 
 def _checkout() -> set[str]:
-    """Names in the checkout and in its runs/, but for the caches of tools."""
+    """Names in the checkout and in its runs/, but for the caches of tools and the GPU's record."""
     names = {entry.name for entry in os.scandir(_ROOT) if not entry.name.startswith(".")}
-    runs = os.scandir(_ROOT / "runs") if "runs" in names else ()
-    return names.union(f"runs/{entry.name}" for entry in runs)
+    runs = {f"runs/{entry.name}" for entry in os.scandir(_ROOT / "runs")} if "runs" in names else ()
+    return names.union(runs) - {"runs", "runs/test-gpu.json"}
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

@@ -14,7 +14,7 @@ import job_tiny
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.token_preparation import Preparation, prepare_tokens
-from trainfit.planning import decide, loading_choices, planner
+from trainfit.planning import decide, explain, planner
 from trainfit.planning.question import Question
 
 _NAMES = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper".split(" ")  # noqa: SIM905
@@ -68,9 +68,7 @@ def _last(word: str) -> str:
 def plan_here(question: Question, profile: HardwareProfile, **options: Any) -> Plan:
     """The planner's own decisions, without asking about memory."""
     gpu = profile.gpus[0] if profile.gpus else None
-    loader = {
-        name: choice.value for name, choice in loading_choices.loader(question, profile).items()
-    }
+    loader = {name: choice.value for name, choice in explain.loader(question, profile).items()}
     plan = job_tiny.quick_plan(question, profile, **options)
     plan = replace(
         plan,

@@ -16,7 +16,7 @@ from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
 from trainfit.core.settings import SETTINGS
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
-from trainfit.jobs.encoder_settings import model_decisions
+from trainfit.jobs.classification import model_decisions
 from trainfit.planning import cuts
 from trainfit.planning.question import Pin, Question
 

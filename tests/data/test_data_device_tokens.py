@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainfit.core.errors import BadInput
-from trainfit.data.batches import collate_packed, collate_padded
-from trainfit.data.device_tokens import DeviceTokens, device_tokens
+from trainfit.data.batches import DeviceTokens, collate_packed, collate_padded, device_tokens
 from trainfit.data.tokens import Tokens, from_lists
 from trainfit.jobs.classification import ClassifierTask
 

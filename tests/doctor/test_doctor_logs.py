@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from trainfit.core.errors import BadInput
 from trainfit.doctor import Finding, diagnose_text, read_log
-from trainfit.doctor.out_of_memory import read_numbers
-from trainfit.doctor.signs import Pattern, patterns
+from trainfit.doctor.signs import Pattern, patterns, read_numbers
 
 PATTERNS = patterns()
 

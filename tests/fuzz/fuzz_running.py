@@ -56,7 +56,9 @@ class Worker:
         """Be ready for a case, and for one that asks the planner with its processes running."""
         self._started()
         if planner and not self._planner:
-            assert self.ask({"warm": "planner"}, _STARTING) == {"code": 0}
+            answer = self.ask({"warm": "planner"}, _STARTING)
+            if answer != {"code": 0}:
+                raise RuntimeError(f"the planner does not start: {answer}")
             self._planner = True
 
     def ask(self, question: dict[str, Any], limit: float) -> dict[str, Any]:

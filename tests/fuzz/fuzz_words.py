@@ -60,7 +60,8 @@ def word_grammar(chosen: random.Random) -> Case:
         word = chosen.choice([*TEXTS, *GRAMMAR])
     elif chosen.random() < 0.15:
         word = f"{chosen.choice(['hardware', 'experiment'])}={chosen.choice(ANY_VALUES)}"
-    return Case([chosen.choice(["config", "config", "plan", "train"]), task, word, "--dry-run"][:3])
+    command = chosen.choice(["config", "config", "plan", "train"])
+    return Case([command, task, word, *(["--dry-run"] if command == "train" else [])])
 
 
 def _replaced(task: str, word: str) -> list[str]:

@@ -14,7 +14,7 @@ from trainfit.hpo.trial_queue import FINISHED
 pytestmark = [pytest.mark.gpu, pytest.mark.alone, pytest.mark.timeout(240)]
 WORDS = [
     *("nli", "model.name=bert-base", "model.weights=random", "model.method=full"),
-    *("data.scale=small", "training.num_epochs=2", "training.effective_batch_size=8"),
+    *("data.scale=small", "training.num_epochs=1", "training.effective_batch_size=8"),
     *("training.learning_rate=tag(log,interval(1e-5,1e-4))", "training.weight_decay=0.01"),
     *("training.warmup_ratio=0.1", "training.scheduler=linear", "model.pooling=first"),
     *("model.head_dropout=0.1", "model.feed_forward_dropout=0.1", "device.deterministic=true"),

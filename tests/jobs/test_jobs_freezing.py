@@ -135,7 +135,7 @@ def test_plan_dry_run_and_training_freeze_alike(
 def test_every_gpu_of_a_comparison_decides_for_itself(monkeypatch: pytest.MonkeyPatch):
     """By arithmetic: 4 bytes each for weight and gradient, 8 for the optimizer's states."""
 
-    def compare(question: Question, specs: Any, ranks: int = 1) -> list[tuple[str, Plan]]:
+    def compare(question: Question, specs: Any) -> list[tuple[str, Plan]]:
         def fits(asked: Question, spec: Any) -> bool:
             size = 2 if asked.workload.method == "frozen" else 16
             return 1.2e9 * size < (spec.memory_gib - CONTEXT_GIB) * GIB

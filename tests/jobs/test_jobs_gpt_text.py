@@ -22,7 +22,7 @@ from trainfit.data.token_files import open_tokens
 from trainfit.data.token_preparation import Preparation, text_tokens
 from trainfit.data.tokenizers import load_bpe
 from trainfit.hardware.model_shapes import sizes_of
-from trainfit.jobs import gpt_choice, job_plan, job_times
+from trainfit.jobs import job_plan, job_times, plan_choices
 from trainfit.jobs.configuration import configure, configured_by
 
 WORDS = "alder birch cedar dogwood elm fir ginkgo hazel ivy juniper kapok larch".split(" ")  # noqa: SIM905
@@ -61,7 +61,7 @@ def test_a_text_file_is_trained_on_and_said_what_was_chosen(
     again = configured_by(Path(result["run"]), "gpt")  # as --resume reads it
     asked = configure("gpt", ["data.data_dir=input.txt", *STEPS]).config
     assert (again.config.data, again.config.training) == (asked.data, asked.training)
-    assert again.origins["model.name"] == gpt_choice.ORIGIN
+    assert again.origins["model.name"] == plan_choices.ORIGIN
 
 
 def test_the_parts_of_a_text_are_the_text(tmp_path: Path):
@@ -106,14 +106,14 @@ def test_a_rare_piece_of_a_text_is_no_token(tmp_path: Path):
 
 def the_preparation() -> Preparation:
     config = configure("gpt", ["data.vocab_size=400"]).config
-    return gpt_choice.preparation(config)  # type: ignore[arg-type]
+    return plan_choices.preparation(config)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
     ("size", "words"), [(1000, 257), (200_000, 257), (1_100_000, 1024), (10**8, 8192)]
 )
 def test_a_larger_text_gets_a_larger_vocabulary(size: int, words: int):
-    assert gpt_choice.vocabulary(size) == words
+    assert plan_choices.vocabulary(size) == words
 
 
 @pytest.mark.parametrize(
@@ -127,7 +127,7 @@ def test_a_larger_text_gets_a_larger_vocabulary(size: int, words: int):
     ],
 )
 def test_the_model_suits_the_text_and_the_machine(tokens: int, rate: float, name: str):
-    assert gpt_choice.choose_size(tokens, 1024, rate) == name
+    assert plan_choices.choose_size(tokens, 1024, rate) == name
 
 
 def test_what_is_set_stays_and_the_rest_goes_by_it(tmp_path: Path):

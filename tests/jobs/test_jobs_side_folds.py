@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 
 from job_tiny import be_quick, detect_once, nli_words
-from trainfit.jobs import fold_devices, job_plan, nli, side_folds
+from trainfit.jobs import job_plan, nli, side_folds
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
+from trainfit.runtime import environment
 
 
 def trained(tmp_path: Path, name: str, **options: Any) -> JobResult:
@@ -82,7 +83,7 @@ def test_folds_on_other_gpus_start_at_once_and_have_the_same_bits(
     expected = trained(tmp_path, "in_turn")
     for name in ("CUDA_VISIBLE_DEVICES", "TRAINFIT_FOLD_GPUS"):
         monkeypatch.setenv(name, "")
-    fold_devices.give_folds(["4", "6", "7"])
+    environment.give_folds(["4", "6", "7"])
     assert os.environ["CUDA_VISIBLE_DEVICES"] == "4"
     places: list[Any] = []
     really = side_folds._start

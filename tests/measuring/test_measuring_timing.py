@@ -9,8 +9,8 @@ import pytest
 from trainfit.core.errors import BadInput
 from trainfit.core.records import GpuState
 from trainfit.hardware.nvml import NvmlGpu
-from trainfit.measuring.gpu_sampling import sampled
 from trainfit.measuring.timing import median_interval, time_work
+from trainfit.tuning.tuner import sampled
 
 
 def test_the_interval_holds_the_true_median_about_as_often_as_it_says():
@@ -62,14 +62,13 @@ def gpu(own: float | None = 3.0, used: float = 3.2, reasons: tuple[str, ...] = (
     return NvmlGpu(name="GPU", state=state, own_gib=own)
 
 
-def test_a_gpu_that_is_held_back_or_shared_is_noticed():
+def test_a_gpu_that_is_held_back_is_noticed():
     answers = itertools.cycle([[gpu()], [gpu(used=9.0, reasons=("sw_thermal_slowdown",))]])
     with sampled(every=0.001, look=lambda: next(answers)) as samples:
         while len(samples.gpus) < 4:
             pass
-    heat, others = samples.notices()
+    [heat] = samples.throttling()
     assert "heat" in heat
-    assert "6.0 GiB" in others
     assert samples.mean("power_w") == 200.0
 
 
@@ -77,7 +76,7 @@ def test_a_gpu_alone_at_full_speed_is_not_worth_a_word():
     with sampled(every=0.001, look=lambda: [gpu(own=None, used=70.0)]) as samples:
         while not samples.gpus:
             pass
-    assert samples.notices() == ()
+    assert samples.throttling() == ()
 
 
 def test_without_nvml_there_is_no_sample():

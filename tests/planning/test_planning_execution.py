@@ -17,7 +17,7 @@ from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape, sizes_of
 from trainfit.jobs import job_plan
 from trainfit.packing import PackedCut
-from trainfit.planning import decide, loading_choices, planner
+from trainfit.planning import decide, explain, planner
 from trainfit.planning.estimator import step_time
 from trainfit.planning.estimator.step_time import Done, Work, host_link, rates
 from trainfit.planning.execution import Way, execution, flops_of, ways_of
@@ -146,16 +146,16 @@ def test_pins_and_obstacles_decide_before_times_do() -> None:
 )
 def test_small_data_is_kept_on_the_gpu(words: tuple[str, ...], there: bool, why: str) -> None:
     asked = question(1, *words)
-    found = loading_choices.data_on_gpu(asked, as_if(find("t4")).gpu)
+    found = explain.data_on_gpu(asked, as_if(find("t4")).gpu)
     assert found.value is there
     assert why in found.why
-    assert loading_choices.data_on_gpu(asked, None).value is False
+    assert explain.data_on_gpu(asked, None).value is False
 
 
 def test_data_beyond_a_share_of_the_gpu_stays_on_the_host() -> None:
     asked = question(1)
     many = replace(asked.workload, sequences=10**6)
-    found = loading_choices.data_on_gpu(replace(asked, workload=many), as_if(find("t4")).gpu)
+    found = explain.data_on_gpu(replace(asked, workload=many), as_if(find("t4")).gpu)
     assert found.value is False
     assert "too many" in found.why
 

@@ -4,8 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.hardware.catalogue import find
-from trainfit.hardware.gpus import catalogue_gpu
+from trainfit.hardware.catalogue import catalogue_gpu, find
 from trainfit.planning import preset_for, preset_for_memory, workers
 
 

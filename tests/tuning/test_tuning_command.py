@@ -21,7 +21,7 @@ from gpt_tiny import gpt_words
 from job_tiny import SECRET, be_quick, nli_words
 from trainfit.cli.main import run
 from trainfit.core.plan_records import Plan
-from trainfit.jobs import tuned_plans
+from trainfit.jobs import job_plan
 from trainfit.tuning import tuner
 from trainfit.tuning.trial import run_trial
 from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
@@ -196,11 +196,9 @@ def test_a_short_run_is_not_compiled_for_nothing(here: type[Here]) -> None:
         return toy.plan(compile=True, time=TimeEstimate(**told | {"samples_per_second": rate}))
 
     # 96 sequences in all: at 10 a second they are over before the compiler is.
-    assert (
-        tuned_plans.adopt(toy.plan(), compiled(10.0)) == toy.plan()
-    )  # its budget was not for eager
-    assert tuned_plans.adopt(toy.plan(), compiled(1.0)).compile
-    assert tuned_plans.adopt(toy.plan(compile=True), compiled(10.0)).compile
+    assert job_plan.adopt(toy.plan(), compiled(10.0)) == toy.plan()  # its budget was not for eager
+    assert job_plan.adopt(toy.plan(), compiled(1.0)).compile
+    assert job_plan.adopt(toy.plan(compile=True), compiled(10.0)).compile
 
 
 def test_an_interrupt_shows_what_was_measured(

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.config import config_option
-from trainfit.cli.job_words import JobCommand, job_options
+from trainfit.cli.job_words import JobCommand, config_option, job_options
 from trainfit.cli.main import loading
 from trainfit.cli.ranks import workers_of
 from trainfit.core import codec

@@ -53,7 +53,10 @@ COMMANDS = {
     "completion": "The script that lets a shell complete trainfit's words.",
 }
 _PLACES = {
-    "init": "config",
+    "export": "inference",
+    "doctor": "check",
+    "init": "job_words",
+    "config": "job_words",
     "watch": "report",
     "predict": "inference",
     "sample": "inference",

@@ -10,8 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.config import config_option
-from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
+from trainfit.cli.job_words import (
+    JobCommand,
+    config_option,
+    job_options,
+    overrides_argument,
+    task_argument,
+)
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -74,8 +79,8 @@ def command(
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import check_data
-    from trainfit.jobs.gpt_choice import fitted
     from trainfit.jobs.known_data import settle_sources
+    from trainfit.jobs.plan_choices import fitted
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal

@@ -143,7 +143,7 @@ def launch(asked: AskedRanks, words: Sequence[str], config: Any) -> int | None:
     names = _chosen(asked.gpus)
     if not isinstance(names, int):
         if asked.nodes == 1 and (why := whole_folds(config, len(names))):
-            from trainfit.jobs.fold_devices import give_folds
+            from trainfit.runtime.environment import give_folds
 
             click.echo(f"trainfit: note: {why}", err=True)
             give_folds(names)

@@ -9,9 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.config import config_option
-from trainfit.cli.export import check_push_of, push_option, push_run
-from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
+from trainfit.cli.inference import check_push_of, push_option, push_run
+from trainfit.cli.job_words import (
+    JobCommand,
+    config_option,
+    job_options,
+    overrides_argument,
+    task_argument,
+)
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 
 if TYPE_CHECKING:

@@ -7,8 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.config import config_option
-from trainfit.cli.job_words import JobCommand, job_options, overrides_argument, task_argument
+from trainfit.cli.job_words import (
+    JobCommand,
+    config_option,
+    job_options,
+    overrides_argument,
+    task_argument,
+)
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -108,7 +113,8 @@ def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path |
 def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
     from trainfit.cli.pages import ladder_page, step_line, watched, write_ladder
-    from trainfit.jobs.tuned_plans import trial_task, with_tuned
+    from trainfit.jobs.job_plan import with_tuned
+    from trainfit.jobs.tuned_plans import trial_task
     from trainfit.reports import terminal
     from trainfit.tuning.ladder.climb import MINUTES, climb
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -297,6 +299,14 @@ def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
 
 
+@contextmanager
+def quiet_hydra() -> Iterator[None]:
+    """Hide Hydra's own use of what newer OmegaConf versions deprecate."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", module=r"hydra\.")
+        yield
+
+
 @cache
 def _hydra_compose(
     task: str, groups: tuple[str, ...]
@@ -312,7 +322,7 @@ def _hydra_compose(
     if task in _SHARED:
         place = _written(f"file://{task_folder(_SHARED[task]).as_posix()}")
         words.append(f"hydra.searchpath=[{place}]")
-    with initialize_config_dir(str(task_folder(task)), version_base="1.3"):
+    with quiet_hydra(), initialize_config_dir(str(task_folder(task)), version_base="1.3"):
         composed = hydra_compose("config", words, return_hydra_config=True)
     chosen = composed.hydra.runtime.choices
     choices = {group: chosen.get(group) for group in GROUPS}

@@ -22,6 +22,8 @@ from trainfit.conf.value_types import (
     Steps,
     Switch,
     Tokens,
+    Tracking,
+    Tuning,
     Vocabulary,
     Width,
     Workers,
@@ -304,12 +306,6 @@ class CrossValidation:
 
     folds: Annotated[int, Range(2, 1000)] | None
     """null: one split with a held-out test. With folds the test is left alone."""
-
-
-Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
-"""Service that numbers are sent to besides the run folder; never a text."""
-Tuning = Literal["auto", "off", "force"]
-"""Tuned settings. auto: those of the same job here; force: tune first, for three minutes; off."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,6 +22,7 @@ from trainfit.conf.composition import (
     key_type,
     keys,
     parse_word,
+    quiet_hydra,
     schema_of,
     study_of,
 )
@@ -240,7 +241,7 @@ def _shipped(task: str, name: str) -> dict[str, Any]:
     from hydra import initialize_config_dir
     from omegaconf import OmegaConf
 
-    with initialize_config_dir(str(group_folder(task, "hpo")), version_base="1.3"):
+    with quiet_hydra(), initialize_config_dir(str(group_folder(task, "hpo")), version_base="1.3"):
         data = OmegaConf.to_container(hydra_compose(name))
     assert isinstance(data, dict)
     return {str(key): value for key, value in data.items()}

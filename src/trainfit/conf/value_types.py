@@ -31,3 +31,7 @@ Gibibytes = Annotated[float, Range(0.1, 10**4)]
 HeldOut = Annotated[float, Range(0.01, 0.5)]
 Place = Annotated[str, PathName()]
 Name = Annotated[str, Length(1, 500)]
+Tracking = Literal["none", "tensorboard", "mlflow", "wandb"]
+"""Service that numbers are sent to besides the run folder; never a text."""
+Tuning = Literal["auto", "off", "force"]
+"""Tuned settings. auto: those of the same job here; force: tune first, for three minutes; off."""

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
+from trainfit.core.files import text_table
 from trainfit.core.records import Measurement, Record, Scalar
-from trainfit.core.tables import text_table
 
 Sharding = Literal["none", "fsdp", "hybrid"]
 """A rank holds the model (none), a share of it (fsdp), or a share of its machine's (hybrid)."""

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol, Self
 
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, reason
-from trainfit.core.files import read_text, write_whole
-from trainfit.core.tables import html_table, text_table
+from trainfit.core.files import html_table, read_text, text_table, write_whole
 
 if TYPE_CHECKING:
     import torch

@@ -19,8 +19,14 @@ from trainfit.core import caches
 from trainfit.core.files import cache_folder, write_whole
 from trainfit.core.records import CompileSupport, Cpu, Gpu, HardwareProfile, Note, TorchBuild
 from trainfit.hardware.access import VARIABLE, Access, access_notes, install_command, note, resolve
-from trainfit.hardware.catalogue import GpuSpec
-from trainfit.hardware.gpus import catalogue_gpu, gpu_record, join, known_spec, not_joined
+from trainfit.hardware.catalogue import (
+    GpuSpec,
+    catalogue_gpu,
+    gpu_record,
+    join,
+    known_spec,
+    not_joined,
+)
 from trainfit.hardware.host import Host, probe_host, sysctl
 from trainfit.hardware.nvml import (
     NvmlReport,

@@ -21,9 +21,8 @@ from optuna.trial import FrozenTrial
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import RunFailed, redact_values, redact_words
-from trainfit.core.files import write_whole
+from trainfit.core.files import text_facts, write_whole
 from trainfit.core.records import Record
-from trainfit.core.tables import text_facts
 from trainfit.hpo.objective import Objective
 from trainfit.hpo.search_space import as_words
 from trainfit.hpo.side_by_side import SIDE_BY_SIDE, SideBySide

@@ -27,11 +27,10 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.tokens import Dataset, IntArray, Tokens
 from trainfit.engine.loop_settings import LoopSettings
-from trainfit.jobs import exports, job_plan, scores, tuned_plans
+from trainfit.jobs import classification, exports, job_plan, scores, tuned_plans
 from trainfit.jobs.baselines import in_background
-from trainfit.jobs.classification import ClassifierTask, ideal_seconds, opening
+from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.configuration import Chosen, made_up
-from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
@@ -213,7 +212,7 @@ class PreparedEncoder:
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of a fold."""
         target = self.target(fold)
-        made = encoder_settings(
+        made = classification.encoder_settings(
             self.config, plan, self._lengths, device=device.type, ranks=ranks, target=target
         )
         return replace(made, seed=self.config.seed + fold)
@@ -224,10 +223,12 @@ class PreparedEncoder:
 
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the first lines of the log and the FLOP count."""
-        frozen = run.plan.workload.method == "frozen"  # most of its work is done beforehand
+        ideal = None
+        if run.plan.workload.method != "frozen":  # most of its work is done beforehand
+            ideal = classification.ideal_seconds(self.config.model, run.plan)
         return {
-            "ideal_seconds": None if frozen else ideal_seconds(self.config.model, run.plan),
-            "opening": lambda parts: opening(parts, run.plan),
+            "ideal_seconds": ideal,
+            "opening": lambda parts: classification.opening(parts, run.plan),
         }
 
     def judge(self, run: Run, resume: bool) -> JobResult:
@@ -390,7 +391,8 @@ def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:
 def _build(prepared: PreparedEncoder, plan: Plan, device: torch.device) -> EncoderClassifier:
     """Build the model; weights are drawn, or quantized, on the device that it trains on."""
     asked, weights = prepared.config.model, prepared.chosen.weights
-    classes, decided = len(prepared.datasets[0].metadata["classes"]), model_decisions(plan, asked)
+    classes = len(prepared.datasets[0].metadata["classes"])
+    decided = classification.model_decisions(plan, asked)
     settings = settings_from(asked, classes=classes, weights=weights, **decided)
     if weights == "random" or plan.quantization != "none":
         return on_device(birthplace(plan, device), partial(build_classifier, settings))()

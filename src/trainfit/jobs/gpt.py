@@ -28,7 +28,7 @@ from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
-from trainfit.jobs import exports, gpt_choice, gpt_result, job_plan, tuned_plans
+from trainfit.jobs import exports, gpt_result, job_plan, plan_choices, tuned_plans
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
@@ -166,10 +166,10 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedGpt:
 
 def _token_folder(composed: Composed) -> Path:
     """Return the folder of tokens that is named, or that of a text or the standard library."""
-    config, text = composed.config, gpt_choice.text_of(composed)
+    config, text = composed.config, plan_choices.text_of(composed)
     assert isinstance(config, GptConfig)
     if text is not None:
-        return text_tokens(text, gpt_choice.preparation(config))
+        return text_tokens(text, plan_choices.preparation(config))
     if config.data.data_dir is not None:
         return Path(config.data.data_dir)
     how = Preparation(vocab_size=config.data.vocab_size, seed=config.seed)
@@ -180,7 +180,7 @@ def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
     """Rows of the embedding: one for each token at least."""
     asked, needed = config.model.vocab_size, data.header.vocab_size
     if asked == "auto":
-        return -(-needed // gpt_choice.ROUND) * gpt_choice.ROUND
+        return -(-needed // plan_choices.ROUND) * plan_choices.ROUND
     if asked < needed:
         raise BadInput(
             f"model.vocab_size is {asked}, and the tokens of {data.folder} go up to {needed}",

@@ -13,9 +13,9 @@ from typing import Literal
 import numpy as np
 
 from trainfit.conf import GptConfig
+from trainfit.core.files import text_facts
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Record
-from trainfit.core.tables import text_facts
 from trainfit.engine.observers import TrainRow
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.runs.reader import Columns, read_part

@@ -9,7 +9,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import Composed, compose
 from trainfit.conf.composition import as_word
@@ -19,11 +19,11 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
 from trainfit.core.records import HardwareProfile
-from trainfit.core.settings import SETTINGS
+from trainfit.core.settings import SETTINGS, chosen_by, with_values
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import model_shape, sizes_of
-from trainfit.jobs import gpt_choice
+from trainfit.jobs import plan_choices
 from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
 from trainfit.jobs.model_facts import ModelFacts, model_facts, model_fields
 from trainfit.jobs.models.classifier_settings import settings_from
@@ -32,8 +32,13 @@ from trainfit.kernels import supported
 from trainfit.measuring import remembered
 from trainfit.planning import planner
 from trainfit.planning.cpu_choice import start_ahead
+from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.planning.question import Pin, Question, lacks
 from trainfit.planning.savers import saver_settings
+from trainfit.tuning import tuned_cache
+
+if TYPE_CHECKING:
+    from trainfit.jobs.tuned_plans import JobQuestion
 
 _BATCHES = {"nli": 16, "textclass": 32, "pairs": 32, "tokens": 32, "gpt": 64}
 """The documents' effective batches: 16 × 1 and 4 × 4 for NLI, 16 × 2 on the T4."""
@@ -48,6 +53,8 @@ _FACTORIES = {
     "tokens": "trainfit.jobs.probes:encoder_step",
     "gpt": "trainfit.jobs.probes:gpt_step",
 }
+_MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
+"""Fields of a tuned plan, besides its settings, that a run takes over."""
 _FEW_TOKENS = {"vocab_size": 1024, "pad_token_id": 0}
 """Small vocabulary of a model that is timed: looking tokens up costs next to nothing."""
 
@@ -72,7 +79,7 @@ def plan(
     name = name_of(task)
     check_job(name)
     composed = compose(name, with_model(overrides, model))
-    composed = gpt_choice.fitted(composed, None if gpu is None else find(gpu))
+    composed = plan_choices.fitted(composed, None if gpu is None else find(gpu))
     if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
     else:
@@ -347,3 +354,32 @@ def _effective(composed: Composed) -> int:
             f"use at most {MOST_SEQUENCES:,}",
         )
     return product
+
+
+def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
+    """The plan with what was tuned for this job before, if it was."""
+    if job.composed.config.tune == "off" or plan.workload.method == "frozen":
+        return plan
+    found = tuned_cache.read(job.question, job.profile, job.ranks)
+    return plan if found is None else adopt(plan, found.best)
+
+
+def adopt(plan: Plan, tuned: Plan) -> Plan:
+    """A run's own plan with the tuned settings.
+
+    In a short run compiling does not pay, and what was tuned with it, the budget above all, is not
+    for a run without: that one goes as it was planned.
+    """
+    if tuned.compile and not plan.compile and _is_short(plan, tuned):
+        return plan
+    settings = {row.name: row.of(tuned) for row in chosen_by("tune", "tuned")}
+    measured = {name: getattr(tuned, name) for name in _MEASURED}
+    return replace(with_values(plan, settings), **measured)
+
+
+def _is_short(plan: Plan, tuned: Plan) -> bool:
+    workload = plan.workload
+    if tuned.time is None or tuned.time.samples_per_second is None:
+        return False
+    seconds = workload.sequences * workload.epochs / tuned.time.samples_per_second
+    return seconds / 2 < COMPILE_SECONDS  # no recorded step became twice as fast

@@ -31,7 +31,7 @@ from trainfit.data.text_files import (
     read_chunks,
 )
 from trainfit.data.token_files import read_header
-from trainfit.jobs import gpt_choice
+from trainfit.jobs import plan_choices
 
 _FIELDS = {"text": "text_column", "label": "label_column"}
 _PAIR_FIELDS = {"text": "first_column", "second": "second_column", "label": "label_column"}
@@ -280,13 +280,13 @@ def _tokens(composed: Composed) -> KnownData | None:
     assert isinstance(config, GptConfig)
     if config.data.data_dir is None:
         return None
-    place, text = Path(config.data.data_dir), gpt_choice.text_of(composed)
+    place, text = Path(config.data.data_dir), plan_choices.text_of(composed)
     assumed: tuple[str, ...] = ()
     if text is None:
         tokens = read_header(place).train.tokens
     else:
         size = sum(path.stat().st_size for path in find_texts(text))
-        tokens = gpt_choice.count_tokens(size, config.data.vocab_size)
+        tokens = plan_choices.count_tokens(size, config.data.vocab_size)
         assumed = (f"{tokens:,} tokens, by the size of the text",)
     block = config.data.max_length
     blocks = max(1, (tokens - 1) // block)

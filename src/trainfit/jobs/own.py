@@ -21,10 +21,9 @@ from torch import Tensor, nn
 from trainfit.conf import Composed
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
-from trainfit.core.files import write_whole
+from trainfit.core.files import text_facts, write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
-from trainfit.core.tables import text_facts
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans

@@ -21,7 +21,7 @@ from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
 from trainfit.jobs.own import prepare
-from trainfit.planning.estimator.fake_transfers import saved_on_host
+from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
 
 

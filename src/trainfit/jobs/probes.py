@@ -24,7 +24,7 @@ from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.saved_on_host import SavedOnHost
 from trainfit.kernels.varlen import VarlenAttention
 from trainfit.planning.estimator.compiled_steps import simulate
-from trainfit.planning.estimator.fake_transfers import saved_on_host
+from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)

@@ -330,7 +330,7 @@ def make_plan(
     if not plan.fits:
         advice = plan.advice[0] if plan.advice else "take a smaller model"
         raise BadInput("the job does not fit this machine", advice)
-    plan = tuned_plans.with_tuned(job, plan)
+    plan = job_plan.with_tuned(job, plan)
     return job_times.with_job_time(plan, job.question, profile, job.load)
 
 

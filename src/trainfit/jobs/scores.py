@@ -12,9 +12,8 @@ from typing import Any, Literal
 
 import numpy as np
 
-from trainfit.core.files import read_text, write_whole
+from trainfit.core.files import read_text, text_facts, write_whole
 from trainfit.core.records import Event, Record, RunResult
-from trainfit.core.tables import text_facts
 from trainfit.data.tokens import Dataset, Tokens
 from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
 from trainfit.jobs.targets import Outputs, Scores, target_of

@@ -2,7 +2,7 @@
 
 A small model is fastest on few threads. Once the first steps have shown that a fold takes its time,
 the last ones are trained by further processes, in the folder of the same run and to the same bits.
-Where the job has several GPUs (fold_devices.py), they start at once. A fold that such a process
+Where the job has several GPUs (environment.py), they start at once. A fold that such a process
 leaves undone is trained here.
 """
 
@@ -27,9 +27,9 @@ from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
 from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.fold_devices import other_gpus
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show, opened
+from trainfit.runtime.environment import other_gpus
 
 if TYPE_CHECKING:
     from trainfit.jobs.encoder import PreparedEncoder

@@ -14,8 +14,7 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.data.tokens import Tokens
 from trainfit.jobs import job_plan
-from trainfit.jobs.classification import ClassifierTask
-from trainfit.jobs.encoder_settings import encoder_settings, model_decisions
+from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
 from trainfit.jobs.gpt import build, gpt_settings, shape_of
 from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.building import on_device

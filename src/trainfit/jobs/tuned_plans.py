@@ -1,4 +1,4 @@
-"""A job, tuned: its question, the trials of its task, and what `train` makes of the result.
+"""A job, tuned: its question, the trials of its task, and starting values for a machine.
 
 Nothing here imports torch: trials run in processes of their own.
 """
@@ -15,13 +15,11 @@ from trainfit.core.errors import BadInput
 from trainfit.core.libraries import has
 from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
-from trainfit.core.settings import chosen_by, with_values
 from trainfit.jobs import job_plan
 from trainfit.jobs.job_times import JobLoad
 from trainfit.planning import preset_for
-from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.planning.question import Question
-from trainfit.tuning import tuned_cache, tuner
+from trainfit.tuning import tuner
 from trainfit.tuning.tuned_cache import Trial, TuneResult
 from trainfit.tuning.tuner import MINUTES as MINUTES
 from trainfit.tuning.tuner import RATE
@@ -36,8 +34,6 @@ FACTORIES = {
 OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"
 _MOST_LENGTHS = 1 << 14
 """Sequences of a trial: they are drawn evenly from those of the data where there are more."""
-_MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")
-"""Fields of a tuned plan, besides its settings, that a run takes over."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,38 +91,6 @@ def trial_task(job: JobQuestion) -> TaskSpec:
         "device": job.profile.device,
     }
     return TaskSpec(factory=FACTORIES.get(job.composed.task, OWN_TRIAL), arguments=arguments)
-
-
-# ── what train makes of it ────────────────────────────────────────────────────────────────────
-
-
-def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
-    """The plan with what was tuned for this job before, if it was."""
-    if job.composed.config.tune == "off" or plan.workload.method == "frozen":
-        return plan
-    found = tuned_cache.read(job.question, job.profile, job.ranks)
-    return plan if found is None else adopt(plan, found.best)
-
-
-def adopt(plan: Plan, tuned: Plan) -> Plan:
-    """A run's own plan with the tuned settings.
-
-    In a short run compiling does not pay, and what was tuned with it, the budget above all, is not
-    for a run without: that one goes as it was planned.
-    """
-    if tuned.compile and not plan.compile and _is_short(plan, tuned):
-        return plan
-    settings = {row.name: row.of(tuned) for row in chosen_by("tune", "tuned")}
-    measured = {name: getattr(tuned, name) for name in _MEASURED}
-    return replace(with_values(plan, settings), **measured)
-
-
-def _is_short(plan: Plan, tuned: Plan) -> bool:
-    workload = plan.workload
-    if tuned.time is None or tuned.time.samples_per_second is None:
-        return False
-    seconds = workload.sequences * workload.epochs / tuned.time.samples_per_second
-    return seconds / 2 < COMPILE_SECONDS  # no recorded step became twice as fast
 
 
 def tuned_rate(plan: Plan) -> float | None:

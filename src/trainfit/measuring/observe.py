@@ -7,8 +7,10 @@ Accelerate or the user. One step between two such calls is profiled. The program
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import tempfile
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -356,10 +358,26 @@ def run_injected(
 
 def _wait(child: subprocess.Popen[bytes]) -> int:
     """Wait for the command, also on Ctrl-C: the terminal has sent it the signal too."""
-    while True:
-        with suppress(KeyboardInterrupt):
-            code = child.wait()
-            return code if code >= 0 else 128 - code
+    with _passing_on(child):
+        while True:
+            with suppress(KeyboardInterrupt):
+                code = child.wait()
+                return code if code >= 0 else 128 - code
+
+
+@contextmanager
+def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
+    """Pass on signals to end that only this process gets, as from `timeout` or a container."""
+    before: dict[int, Any] = {}
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores them for both
+                before[number] = signal.signal(number, lambda sent, _: child.send_signal(sent))
+    try:
+        yield
+    finally:
+        for sent, handler in before.items():
+            signal.signal(sent, handler or signal.SIG_DFL)
 
 
 def _best(folder: Path) -> Observed | None:

@@ -14,7 +14,7 @@ from typing import Any
 
 from trainfit.hardware.model_shapes import ModelSizes
 from trainfit.packing import PackedCut
-from trainfit.planning import loading_choices
+from trainfit.planning import explain
 from trainfit.planning.cuts import FixedSettings
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import Target
@@ -94,7 +94,7 @@ def bounded(
         longest=longest,
         # A CPU may compute all scores.
         attention=fixed.attention.value if gpu and not scores else "own",
-        evaluated=loading_choices.eval_batch(question, rows).value * longest,
+        evaluated=explain.eval_batch(question, rows).value * longest,
         ranks=ranks,
         captured=gpu,
         sequences=cutting.cut.slots if isinstance(cutting.cut, PackedCut) else 0,

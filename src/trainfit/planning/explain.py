@@ -9,13 +9,91 @@ from typing import Any
 from trainfit.core.plan_records import MemoryEstimate, TimeEstimate
 from trainfit.core.records import Gpu, HardwareProfile
 from trainfit.hardware.catalogue import gpus
-from trainfit.planning import decide, loading_choices
+from trainfit.planning import decide
 from trainfit.planning.cuts import FixedSettings, Selection
+from trainfit.planning.decide import pinned
 from trainfit.planning.estimator.depths import take
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, Target, recorded_error
 from trainfit.planning.estimator.step_time import recorded_time_error
 from trainfit.planning.fit import MODES, PARTS, Speed, StepCandidate
-from trainfit.planning.question import Choice, Question
+from trainfit.planning.question import MAX_WORKERS, Choice, Question, at_home, workers
+
+
+def loader(question: Question, profile: HardwareProfile) -> dict[str, Choice]:
+    """Choose workers, pinned memory, persistence and prefetching of the loader."""
+    gpu, cores = profile.gpu, profile.cpu.cores
+    most = workers(cores, None if gpu is None else gpu.memory_gib)
+    home = data_on_gpu(question, gpu).value
+    count = pinned(question, "num_workers") or Choice(
+        value=most,
+        why=f"{cores} {'assumed' if profile.cpu.assumed else 'usable'} cores less two, "
+        f"at most {MAX_WORKERS}"
+        + ("" if gpu is None else ", at most one per 3 GB of GPU memory")
+        + ("; none is started while the data is on the GPU" if home else ""),
+    )
+    pin = pinned(question, "pin_memory") or Choice(
+        value=gpu is not None,
+        why="copies to the GPU overlap with computing" if gpu else "there is no GPU to copy to",
+    )
+    stay: Choice | None = None
+    ahead: Choice | None = None
+    if count.value:
+        stay = pinned(question, "persistent_workers")
+        ahead = pinned(question, "prefetch_factor")
+    without = "there are no workers"
+    return {
+        "num_workers": count,
+        "pin_memory": pin,
+        "persistent_workers": stay
+        or Choice(
+            value=bool(count.value), why="no start-up each epoch" if count.value else without
+        ),
+        "prefetch_factor": ahead
+        or Choice(
+            value=2 if count.value else None,
+            why="steps ahead per worker" if count.value else without,
+        ),
+    }
+
+
+def data_on_gpu(question: Question, gpu: Gpu | None) -> Choice:
+    """Choose whether the tokens are kept on the GPU, which then needs no loader process."""
+    asked = pinned(question, "data_on_gpu")
+    obstacle = _data_elsewhere(question, gpu)
+    if asked is not None and (obstacle is None or not asked.value):
+        return asked
+    if obstacle is not None:
+        return Choice(value=False, why=obstacle)
+    return Choice(
+        value=True,
+        why="copied once; each step is gathered there, and no loader process is started",
+        alternatives=("false: batches come from loader processes",),
+    )
+
+
+def _data_elsewhere(question: Question, gpu: Gpu | None) -> str | None:
+    """Reason why the data stays on the host; None: it need not."""
+    if gpu is None:
+        return "there is no GPU"
+    if not question.gathers or question.workload.method == "frozen":
+        return "its batches are made on the host"
+    if question.pinned("num_workers") and question.pinned("data_on_gpu") is not True:
+        return "training.num_workers asks for loader processes"
+    lengths, sequences = question.workload.lengths, question.workload.sequences
+    tokens = sum(lengths) * sequences // max(1, len(lengths))
+    return None if at_home(tokens, gpu.memory_gib) else f"{tokens:,} tokens are too many for it"
+
+
+def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> Choice:
+    """Choose the batch of evaluation; it may be large where the memory is `roomy`."""
+    times, word = (8, "eight times") if roomy else (2, "twice")
+    return pinned(question, "eval_batch_size") or Choice(
+        value=max(8, times * batch_size),
+        why=f"{word} the training batch: evaluation keeps no activations",
+    )
+
+
+# ── reasons and the table ────────────────────────────────────────────────────────────────────────
 
 
 def choices_for(
@@ -61,9 +139,9 @@ def choices_for(
         **_memory_savers(question, fixed),
         "optimizer": decide.optimizer(question),
         **_offload(question, profile.gpu),
-        "data_on_gpu": loading_choices.data_on_gpu(question, profile.gpu),
-        **loading_choices.loader(question, profile),
-        "eval_batch_size": loading_choices.eval_batch(
+        "data_on_gpu": data_on_gpu(question, profile.gpu),
+        **loader(question, profile),
+        "eval_batch_size": eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }

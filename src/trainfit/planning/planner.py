@@ -18,8 +18,7 @@ from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, RuntimeSett
 from trainfit.core.records import GpuState, HardwareProfile, Measurements
 from trainfit.core.settings import chosen_by
 from trainfit.hardware import as_if
-from trainfit.hardware.catalogue import GpuSpec, find
-from trainfit.hardware.gpus import catalogue_gpu
+from trainfit.hardware.catalogue import GpuSpec, catalogue_gpu, find
 from trainfit.packing import Cut, PackedCut, PaddedCut
 from trainfit.planning import decide
 from trainfit.planning.bounds import bounded, fetched_bytes
@@ -131,7 +130,7 @@ def _host(question: Question, profile: HardwareProfile, ranks: int) -> Any:
     return profile.cpu.cores if profile.simulated else (profile.cpu, profile.compile)
 
 
-def compare(question: Question, gpus: Sequence[GpuSpec], ranks: int = 1) -> list[tuple[str, Plan]]:
+def compare(question: Question, gpus: Sequence[GpuSpec]) -> list[tuple[str, Plan]]:
     """Plan for many GPUs; those that run the same step share one estimate."""
     start(2)
     here = as_if(gpus[0])
@@ -139,7 +138,7 @@ def compare(question: Question, gpus: Sequence[GpuSpec], ranks: int = 1) -> list
     groups: dict[tuple[Any, ...], list[int]] = {}
     bases = []
     for at, profile in enumerate(profiles):
-        fixed = fixed_settings(question, profile, ranks)
+        fixed = fixed_settings(question, profile, 1)
         bases.append(fixed)
         groups.setdefault(fixed.key, []).append(at)
     found: dict[int, Plan] = {}
@@ -150,7 +149,7 @@ def compare(question: Question, gpus: Sequence[GpuSpec], ranks: int = 1) -> list
         for target, at in zip(targets, members, strict=True):
             place = kinds.index(_coarse(target))
             found[at] = _planned(
-                question, profiles[at], bases[at], fitter, place, target, ranks, exact=False
+                question, profiles[at], bases[at], fitter, place, target, 1, exact=False
             )
     return [(spec.slug, found[at]) for at, spec in enumerate(gpus)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 
 from trainfit.core.records import Change
@@ -144,3 +144,22 @@ def _reads() -> bool | None:
 def _variable() -> str:
     """Return the text that the allocator reads when CUDA starts."""
     return next((os.environ[name] for name in _NAMES if name in os.environ), "")
+
+
+# ── GPUs that whole folds of a job train on ──────────────────────────────────────────────────────
+
+
+_OTHERS = "TRAINFIT_FOLD_GPUS"
+"""Names of the GPUs besides the first, which this process trains on."""
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def give_folds(names: Sequence[str]) -> None:
+    """Set the variables for folds on several GPUs: the first for this process, others for more."""
+    set_variables({_VISIBLE: names[0], _OTHERS: ",".join(names[1:])})
+
+
+def other_gpus() -> list[dict[str, str]]:
+    """Variables of a process on each of the other GPUs; empty where there are none."""
+    named = os.environ.get(_OTHERS, "")
+    return [{_VISIBLE: name, _OTHERS: ""} for name in named.split(",") if name]

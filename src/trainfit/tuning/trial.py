@@ -75,7 +75,7 @@ class Clock(Observer):
             self._sizes.append(len(step))
             self._tokens.append(sum(int(lengths[at]) for at in step))
         self._cuda = settings.device.startswith("cuda")
-        self._graphs = settings.graphs
+        self._graphs = settings.graphs or settings.cuda_graph
         # Steps that workers hold ready, at the most.
         self._ahead = settings.loader.num_workers * (settings.loader.prefetch_factor or 2)
 

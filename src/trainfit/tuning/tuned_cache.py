@@ -18,10 +18,9 @@ import numpy as np
 
 from trainfit.core import caches, codec
 from trainfit.core.errors import TrainfitWarning
-from trainfit.core.files import cache_folder
+from trainfit.core.files import cache_folder, text_facts
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile, Record, Scalar
-from trainfit.core.tables import text_facts
 from trainfit.measuring.machine_rates import device_name
 from trainfit.measuring.timing import Interval as Interval
 from trainfit.planning.estimator.depths import folder_content

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
+import statistics
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from functools import partial
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, TaskSpec, TimeEstimate
 from trainfit.core.records import HardwareProfile, Measurement, Scalar
+from trainfit.hardware.nvml import NvmlGpu, load_nvml, probe_nvml
 from trainfit.measuring import remembered
-from trainfit.measuring.gpu_sampling import sampled
 from trainfit.planning import planner
 from trainfit.planning.question import Pin, Question
 from trainfit.tuning import tuned_cache
@@ -19,6 +23,72 @@ from trainfit.tuning.candidates import Ask, Space, Variant, differences, neighbo
 from trainfit.tuning.children import Children
 from trainfit.tuning.search import Found, Tried, search
 from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
+
+EVERY = 0.25
+"""Seconds between two samples; the driver's own figures are means over about as long."""
+_HOLDS_BACK = {
+    "sw_power_cap": "its power cap",
+    "hw_slowdown": "heat or power",
+    "sw_thermal_slowdown": "heat",
+    "hw_thermal_slowdown": "heat",
+    "hw_power_brake_slowdown": "the power supply",
+    "board_limit": "the board's limit",
+}
+
+Look = Callable[[], Sequence[NvmlGpu]]
+
+
+@dataclass(slots=True)
+class GpuSamples:
+    """Samples of one GPU over a block."""
+
+    gpus: list[NvmlGpu]
+
+    def mean(self, figure: str) -> float | None:
+        """Mean of a field of GpuState, over the samples that have it."""
+        found = [value for gpu in self.gpus if (value := getattr(gpu.state, figure)) is not None]
+        return statistics.fmean(found) if found else None
+
+    def throttling(self) -> tuple[str, ...]:
+        """Sentences on what slowed the GPU down, and in how many samples."""
+        said = []
+        for reason, cause in _HOLDS_BACK.items():
+            held = sum(reason in gpu.state.throttle_reasons for gpu in self.gpus)
+            if held:
+                of = f"{held} of {len(self.gpus)} samples"
+                said.append(f"the GPU was held back by {cause} in {of}")
+        return tuple(dict.fromkeys(said))
+
+
+@contextmanager
+def sampled(
+    index: int = 0, *, every: float = EVERY, look: Look | None = None
+) -> Iterator[GpuSamples]:
+    """Sample GPU `index` of the driver while the block runs; without NVML there is no sample."""
+    ask = look or (lambda: probe_nvml(load_nvml, os.getpid()).gpus)
+    samples = GpuSamples([])
+    over = threading.Event()
+
+    def run() -> None:
+        while True:
+            gpus = ask()
+            if index >= len(gpus):
+                return
+            samples.gpus.append(gpus[index])
+            if over.wait(every):
+                return
+
+    thread = threading.Thread(target=run, name="GPU samples", daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        over.set()
+        thread.join()
+
+
+# ── the tuner ────────────────────────────────────────────────────────────────────────────────────
+
 
 RATE = "tuned_samples_per_second"
 """Name of the measurement that marks a tuned plan."""
