@@ -30,9 +30,9 @@ if TYPE_CHECKING:
 
 # ── Gemma in float16 ─────────────────────────────────────────────────────────────────────────────
 # Published Gemma 2 and 3 have hidden states beyond 65,504, float16's largest number, and so have
-# the inputs of their down-projections. Under an autocast to float16 the stream between blocks and the
-# outputs of norms are float32 here, and each token's input of a down-projection is divided by a
-# power of two, which its output is multiplied by again. Matrix products stay in float16.
+# the inputs of their down-projections. Under an autocast to float16 the stream between blocks and
+# the outputs of norms are float32 here, and each token's input of a down-projection is divided by
+# a power of two, which its output is multiplied by again. Matrix products stay in float16.
 
 _HEAD_NORMS = ("q_norm", "k_norm")
 """Norms of queries and keys, whose results are small."""
