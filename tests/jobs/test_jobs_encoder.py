@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from jobs_tiny import CONFIGS, DECODERS, OTHERS, TINY, rows, rows_of, tiny
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from transformers import AutoModel, AutoModelForSequenceClassification
 
@@ -120,6 +120,46 @@ def test_a_fixed_number_of_sequences_may_end_in_empty_ones() -> None:
     logits = model(**longer)
     assert logits.isfinite().all()
     torch.testing.assert_close(logits[:2], model(**batch.packed))
+
+
+# ── padding on a CPU ──────────────────────────────────────────────────────────────────────────
+
+
+def tokens_of_products(model: EncoderClassifier, batch: dict[str, Tensor]) -> set[int]:
+    """Numbers of tokens that the linear layers of the encoder compute."""
+    seen: set[int] = set()
+
+    def note(_module: nn.Module, given: tuple[Tensor, ...], _output: Tensor) -> None:
+        seen.add(given[0].flatten(0, -2).shape[0])
+
+    layers = [m for m in model.encoder.modules() if isinstance(m, nn.Linear)]
+    handles = [layer.register_forward_hook(note) for layer in layers]
+    model(**batch)
+    for handle in handles:
+        handle.remove()
+    return seen
+
+
+@pytest.mark.parametrize("name", ["bert-base", "modernbert-base", "gemma-2-2b", "gpt2", "mistral"])
+def test_products_have_no_padding_on_a_cpu(name: str) -> None:
+    model, reference = tiny(name), tiny(name, attention="masked")
+    batch, labels = rows((5, 17, 1, 9)).padded, torch.tensor([0, 2, 1, 1])
+    if name != "gpt2":  # its layers are of another class
+        assert tokens_of_products(model, batch) == {5 + 17 + 1 + 9}
+        assert tokens_of_products(reference, batch) == {4 * 17}
+    found, wanted = (gradient(one, batch, labels) for one in (model, reference))
+    assert torch.linalg.norm(found - wanted) < 1e-5 * torch.linalg.norm(wanted)
+
+
+def test_a_little_padding_is_computed() -> None:
+    assert tokens_of_products(tiny("bert-base"), rows((10, 10, 10, 9)).padded) == {40}
+
+
+def test_compiled_blocks_keep_their_shapes() -> None:
+    model = tiny("bert-base")
+    block = model.encoder.get_submodule("encoder.layer.0")
+    block.compile(backend="eager")
+    assert tokens_of_products(model, rows((5, 17, 1, 9)).padded) == {4 * 17}
 
 
 def test_rows_that_contradict_themselves_are_refused() -> None:

@@ -232,6 +232,24 @@ def asked(**pins: Any) -> Question:
     )
 
 
+def cpu_parts(question: Question) -> int:
+    """Micro-batches of a step on a CPU, 64 sequences of which few are long."""
+    lengths = (100, *[10] * 19) * 40
+    work = replace(question.workload, lengths=lengths, sequences=800, effective_batch_size=64)
+    profile = as_if(find("t4"))
+    cpu = replace(profile, cpu=replace(profile.cpu, native_bf16=False), gpus=())
+    fixed = planner.fixed_settings(replace(question, workload=work), cpu, 1)
+    return fixed.cuttings[fixed.plain].cut.micro_batches
+
+
+def test_a_cpu_that_drops_padding_cuts_a_step_as_little_as_it_can():
+    assert cpu_parts(asked()) == cpu_parts(asked(batch_size=64)) == 1
+    assert cpu_parts(asked(gradient_accumulation_steps=2)) == 2
+    # What keeps its padding has the parts that pad the least.
+    assert cpu_parts(asked(compile=True)) > 1
+    assert cpu_parts(replace(asked(), unpackable="its own attention")) > 1
+
+
 @given(
     batch=st.none() | st.integers(1, 64),
     steps=st.none() | st.integers(1, 8),

@@ -20,7 +20,7 @@ from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.setup import describe
-from trainfit.jobs.models.backbone import PackedPath, Traits, packed_path
+from trainfit.jobs.models.backbone import PackedPath, drops_padding, packed_path
 from trainfit.jobs.models.classifier import EncoderClassifier, Head, build_classifier
 from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.targets import OneClass, Outputs
@@ -161,7 +161,7 @@ def _attention(parts: Parts, longest: int) -> AttentionPath | None:
     if not isinstance(model, EncoderClassifier):
         return None
     if not isinstance(parts.settings.cuts[0], PackedCut):
-        return _on_padded_rows(model.traits)
+        return _on_padded_rows(model)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     precision = halves.get(parts.settings.precision)
     kernel, obstacle = packed_path(model.encoder, model.traits, precision, longest)
@@ -179,11 +179,14 @@ _KINDS: dict[PackedPath | None, AttentionKind] = {
 """Kind of attention by the kernel for packed rows; a mask where there is none."""
 
 
-def _on_padded_rows(traits: Traits) -> AttentionPath | None:
-    """Attention that does not go through SDPA; None where it does."""
-    if traits.own_attention:
+def _on_padded_rows(model: EncoderClassifier) -> AttentionPath | None:
+    """Attention on padded rows; None where torch's SDPA is all there is to say."""
+    if model.traits.own_attention:
         return AttentionPath(kind="own")
-    return None if traits.softcap is None else AttentionPath(kind="products")
+    if model.traits.softcap is not None:
+        return AttentionPath(kind="products")
+    drops = drops_padding(model.encoder, model.traits)
+    return AttentionPath(kind="sdpa", drops_padding=True) if drops else None
 
 
 def predict(

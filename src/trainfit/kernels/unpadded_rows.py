@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
 
 from trainfit.kernels import varlen
 from trainfit.kernels.attention import (
@@ -24,6 +26,9 @@ from trainfit.kernels.attention import (
     packed_kernel,
 )
 from trainfit.kernels.layout import Layout, lay_out
+
+_FULL = 0.9
+"""Share of real tokens above which attention's copies cost more than padding."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -89,6 +94,28 @@ class UnpaddedRows:
         """Layout of the padded batch."""
         batch = self.starts.new_empty(self.rows, self.width)
         return lay_out(batch, attention_mask=self.mask)
+
+
+def rows_without_padding(layout: Layout) -> UnpaddedRows | None:
+    """Return the real tokens of padded rows on a CPU; None where dropping padding gains nothing.
+
+    Their number is read from the mask, which would make a GPU wait.
+    """
+    mask = layout.mask
+    if mask is None or mask.device.type != "cpu" or isinstance(mask, FakeTensor):
+        return None
+    places = mask.flatten().nonzero()[:, 0]
+    if len(places) > _FULL * mask.numel():
+        return None
+    return UnpaddedRows(
+        rows=mask.shape[0],
+        width=mask.shape[1],
+        mask=mask,
+        places=places,
+        starts=functional.pad(layout.lengths.cumsum(0), (1, 0)),
+        tokens=len(places),
+        longest=layout.max_seqlen,
+    )
 
 
 AttentionCase = tuple[torch.dtype, int, float | None, float]

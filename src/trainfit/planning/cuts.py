@@ -70,6 +70,8 @@ def fixed_settings(question: Question, profile: HardwareProfile, ranks: int) -> 
     coarser: tuple[Cutting, ...] = ()
     if gpu is not None and gpu.slug is not None and not packed.value and not _cut_by_hand(question):
         coarser = _coarser(question.folds, effective.value, cap, ranks)
+    elif gpu is None and decide.drops_padding(question):
+        cuttings = (*_coarser(question.folds, effective.value, cap, ranks)[:1], *cuttings)
     arguments = question.arguments | {
         "precision": precise.value,
         "optimizer": decide.optimizer(question).value,

@@ -119,6 +119,8 @@ def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
     if question.causal:
         return Choice(value=False, why="every sequence is a full block: there is nothing to pack")
     reason = _no_packing(question, gpu, precise)
+    if gpu is None and drops_padding(question):
+        reason = f"{reason}; outside of attention nothing is computed on padding"
     if reason is None:
         return Choice(
             value=True,
@@ -130,6 +132,13 @@ def packing(question: Question, gpu: Gpu | None, precise: Precision) -> Choice:
         why=f"padded batches of like length, since {reason}",
         alternatives=("packed rows",),
     )
+
+
+def drops_padding(question: Question) -> bool:
+    """Tell if a CPU computes nothing but attention on padding, so that few large parts are best."""
+    cut = question.pinned("gradient_accumulation_steps")
+    plain = question.sized and not question.causal and not question.pinned("compile")
+    return plain and cut is None and question.unpackable is None
 
 
 def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str | None:

@@ -39,6 +39,8 @@ class AttentionPath(Record):
     """Attention dropout on packed rows."""
     obstacle: str = ""
     """Reason for which no kernel for packed rows can be used."""
+    drops_padding: bool = False
+    """True if padded rows are padded for attention alone."""
 
     def line(self, device: str) -> str:
         """One sentence for people."""
@@ -63,7 +65,8 @@ class AttentionPath(Record):
 
     def _sdpa(self, device: str) -> str:
         if device != "cuda":
-            return f"SDPA attention {_PADDED}"
+            alone = "; the rest is computed without padding" if self.drops_padding else ""
+            return f"SDPA attention {_PADDED}{alone}"
         first, *others = [_KERNELS[kernel] for kernel in self.kernels] or ["no"]
         rest = f" (fallbacks: {', '.join(others)})" if others else ""
         return f"SDPA {first} Attention backend enabled{rest}"

@@ -27,6 +27,7 @@ from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import OWN_ATTENTION, model_obstacle
+from trainfit.kernels.unpadded_rows import PaddedRowsAttention, rows_without_padding
 from trainfit.kernels.varlen import PackedRows
 from trainfit.measuring.flops import sliding_window
 
@@ -133,13 +134,18 @@ def encode(
     """Compute hidden states `[B, T, width]`; a sequence attends to itself and to no other."""
     if layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]:  # else not known
         check_length(traits, layout.max_seqlen)
-    inputs: dict[str, Any] = {
-        "input_ids": input_ids,
-        "position_ids": layout.positions + traits.first_position,
-    }
+    drops = path == "auto" and drops_padding(model, traits)
+    rows = rows_without_padding(layout) if drops else None
+    given = {"input_ids": input_ids, "position_ids": layout.positions + traits.first_position}
     if traits.token_types and token_type_ids is not None:
-        inputs["token_type_ids"] = token_type_ids
-    if not traits.own_attention:
+        given["token_type_ids"] = token_type_ids
+    inputs: dict[str, Any] = given
+    if rows is not None:
+        inputs = {name: rows.pack(values) for name, values in given.items()}
+        masked = attention.masked_attention(layout, traits.window, causal=traits.causal)
+        inputs[attention.ARGUMENT] = PaddedRowsAttention(rows, masked)
+        output = model(**inputs)
+    elif not traits.own_attention:
         inputs[attention.ARGUMENT] = attention.choose(
             layout,
             traits.window,
@@ -157,7 +163,17 @@ def encode(
     else:
         output = _encode_own(model, inputs, layout, path)
     hidden: Tensor = output.last_hidden_state
-    return hidden
+    return hidden if rows is None else rows.restore(hidden)
+
+
+def drops_padding(model: PreTrainedModel, traits: Traits) -> bool:
+    """Tell if padded rows lose their padding outside of attention: on a CPU, where it costs most.
+
+    Compiled blocks keep it, since their shapes must not change.
+    """
+    if traits.own_attention or model.device.type != "cpu":
+        return False
+    return all(module._compiled_call_impl is None for module in model.modules())
 
 
 def _encode_own(
