@@ -161,7 +161,7 @@ def _attention(parts: Parts, longest: int) -> AttentionPath | None:
     if not isinstance(model, EncoderClassifier):
         return None
     if not isinstance(parts.settings.cuts[0], PackedCut):
-        return _on_padded_rows(model)
+        return _on_padded_rows(model, parts.device)
     halves = {"bf16": torch.bfloat16, "fp16": torch.float16}
     precision = halves.get(parts.settings.precision)
     kernel, obstacle = packed_path(model.encoder, model.traits, precision, longest)
@@ -179,13 +179,13 @@ _KINDS: dict[PackedPath | None, AttentionKind] = {
 """Kind of attention by the kernel for packed rows; a mask where there is none."""
 
 
-def _on_padded_rows(model: EncoderClassifier) -> AttentionPath | None:
+def _on_padded_rows(model: EncoderClassifier, device: torch.device) -> AttentionPath | None:
     """Attention on padded rows; None where torch's SDPA is all there is to say."""
     if model.traits.own_attention:
         return AttentionPath(kind="own")
     if model.traits.softcap is not None:
         return AttentionPath(kind="products")
-    drops = drops_padding(model.encoder, model.traits)
+    drops = device.type == "cpu" and drops_padding(model.encoder, model.traits)
     return AttentionPath(kind="sdpa", drops_padding=True) if drops else None
 
 
