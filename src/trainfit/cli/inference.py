@@ -29,12 +29,7 @@ from trainfit.cli.main import MANY, SEED, Number, loading
     type=click.Path(path_type=Path, exists=True, dir_okay=False),
     help="CSV, TSV, JSONL, JSON or Parquet with a column of texts, as the word after RUN.",
 )
-@click.option(
-    "--text-column",
-    default="auto",
-    show_default=True,
-    help="Column of the texts.",
-)
+@click.option("--text-column", default="auto", show_default=True, help="Column of the texts.")
 @click.option(
     "--second-column", default="auto", show_default=True, help="Column of a pair's second texts."
 )

@@ -39,9 +39,7 @@ if TYPE_CHECKING:
     "--seed", default=42, type=SEED, show_default=True, help="Seed of the held-out choice."
 )
 @click.option(
-    "--processes",
-    type=click.IntRange(1, 1024),
-    help="Processes to use; default: one per core.",
+    "--processes", type=click.IntRange(1, 1024), help="Processes to use; default: one per core."
 )
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 def command(

@@ -27,10 +27,7 @@ if TYPE_CHECKING:
 @config_option
 @job_options("output")
 @click.option(
-    "--minutes",
-    type=ABOVE_0,
-    help="Minutes to use; default: 3, or 10 for the ladder.",
-    metavar="N",
+    "--minutes", type=ABOVE_0, help="Minutes to use; default: 3, or 10 for the ladder.", metavar="N"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 @click.option("--ladder", is_flag=True, help="Measure what each optimization gives, one by one.")

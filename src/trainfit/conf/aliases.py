@@ -15,7 +15,7 @@ COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "model.method": {
         "qlora": {"model.method": "lora", "model.quantization": "nf4"},
         "qdora": {"model.method": "dora", "model.quantization": "nf4"},
-    },
+    }
 }
 """Values of a key that stand for values of several keys."""
 

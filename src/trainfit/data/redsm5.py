@@ -180,10 +180,7 @@ def label_posts(
         if item.status and item.symptom != SPECIAL_CASE:
             evidence[row[item.post_id], _COLUMN[item.symptom]] = True
     return Corpus(
-        ids=tuple(posts),
-        texts=tuple(posts.values()),
-        criteria=tuple(criteria),
-        evidence=evidence,
+        ids=tuple(posts), texts=tuple(posts.values()), criteria=tuple(criteria), evidence=evidence
     )
 
 

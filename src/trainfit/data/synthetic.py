@@ -18,20 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trainfit.data.labels import VALUE, Target
-from trainfit.data.redsm5 import (
-    CRITERIA,
-    SPECIAL_CASE,
-    Annotation,
-    Corpus,
-    Wording,
-    label_posts,
-)
+from trainfit.data.redsm5 import CRITERIA, SPECIAL_CASE, Annotation, Corpus, Wording, label_posts
 
 _WORDS = [
     "".join(pair)
     for pair in product(
-        ("ba", "de", "fi", "go"),
-        ("lan", "mor", "nik", "pel", "rus", "sam", "ton", "vid"),
+        ("ba", "de", "fi", "go"), ("lan", "mor", "nik", "pel", "rus", "sam", "ton", "vid")
     )
 ]
 _WRITER = "mi"

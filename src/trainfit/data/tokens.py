@@ -214,11 +214,7 @@ def _adds_spaces(tokenizer: Tokenizer) -> bool:
 
 
 def tokenize_words(
-    tokenizer: Tokenizer,
-    rows: Sequence[Sequence[str]],
-    tags: Sequence[Indices],
-    *,
-    max_length: int,
+    tokenizer: Tokenizer, rows: Sequence[Sequence[str]], tags: Sequence[Indices], *, max_length: int
 ) -> Tokens:
     """Tokenise words, each with the number of its tag."""
     ids, places = encode_words(tokenizer, rows, max_length)

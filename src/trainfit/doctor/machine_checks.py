@@ -264,9 +264,7 @@ def _fix(id: str) -> tuple[str, ...]:
 
 
 CHECKS: tuple[Check[MachineFacts], ...] = checks(
-    "machine",
-    globals(),
-    otherwise=lambda fault, facts: _noted(fault.id, facts, fault.fix),
+    "machine", globals(), otherwise=lambda fault, facts: _noted(fault.id, facts, fault.fix)
 )
 
 

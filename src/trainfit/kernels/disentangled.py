@@ -155,10 +155,7 @@ def log_buckets(distances: Tensor, buckets: int, most: int) -> Tensor:
 
 
 def obstacle(
-    config: PretrainedConfig,
-    *,
-    capability: tuple[int, int] | None,
-    longest: int | None = None,
+    config: PretrainedConfig, *, capability: tuple[int, int] | None, longest: int | None = None
 ) -> str | None:
     """Reason why a GPU of that compute capability cannot run this; None: it can.
 

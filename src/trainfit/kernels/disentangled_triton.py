@@ -21,12 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from trainfit.kernels.disentangled import SPLITS
-from trainfit.kernels.softcapped_triton import (
-    find_sequence,
-    kept_shares,
-    load_rows,
-    row_pointers,
-)
+from trainfit.kernels.softcapped_triton import find_sequence, kept_shares, load_rows, row_pointers
 
 BLOCK = 64
 WARPS = 4

@@ -22,12 +22,7 @@ from torch import Tensor, nn
 from trainfit.kernels import efficient_packed
 from trainfit.kernels.efficient_packed import dtype_name
 from trainfit.kernels.layout import Layout
-from trainfit.kernels.supported import (
-    CAPPED_HEADS,
-    FLASH_SINCE,
-    LARGEST_HEAD,
-    TRITON_SINCE,
-)
+from trainfit.kernels.supported import CAPPED_HEADS, FLASH_SINCE, LARGEST_HEAD, TRITON_SINCE
 
 F = TypeVar("F", bound=Callable[..., Any])
 PackedKernel = Literal["varlen", "varlen_efficient", "softcapped"]

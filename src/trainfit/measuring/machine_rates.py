@@ -31,9 +31,7 @@ MIB = 1024**2
 
 
 def measure(
-    profile: HardwareProfile,
-    folder: Path | None = None,
-    progress: Callable[[str], object] = str,
+    profile: HardwareProfile, folder: Path | None = None, progress: Callable[[str], object] = str
 ) -> Measurements:
     """Measure the first GPU, or the CPU, and the disk under `folder`; calls `progress` per item."""
     items: list[Measurement] = []

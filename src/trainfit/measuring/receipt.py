@@ -49,11 +49,7 @@ def wanted_by(plan: Plan, *, clips: bool | None = None) -> dict[str, Scalar]:
 
 
 def save_receipt(
-    run: Path,
-    plan: Plan,
-    *,
-    max_grad_norm: float | None = None,
-    own_optimizer: bool = False,
+    run: Path, plan: Plan, *, max_grad_norm: float | None = None, own_optimizer: bool = False
 ) -> Receipt | None:
     """Write the receipt of a run; None where no step was profiled.
 

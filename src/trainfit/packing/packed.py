@@ -8,13 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from trainfit.core.records import Record
-from trainfit.packing.steps import (
-    IntArray,
-    check_fits,
-    divide_up,
-    emptiest_first,
-    round_up,
-)
+from trainfit.packing.steps import IntArray, check_fits, divide_up, emptiest_first, round_up
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,12 +15,7 @@ import numpy as np
 
 from trainfit.core.records import Record
 from trainfit.packing.packed import MicroBatch
-from trainfit.packing.steps import (
-    IntArray,
-    check_fits,
-    divide_up,
-    round_up,
-)
+from trainfit.packing.steps import IntArray, check_fits, divide_up, round_up
 
 MOST_SHAPES = 8
 """Shapes of a cut: each takes memory and seconds to compile or to capture."""

@@ -15,12 +15,7 @@ from trainfit.hardware.model_shapes import ModelFlops, ModelSizes
 from trainfit.planning import decide
 from trainfit.planning.bounds import block_weights, count_weights
 from trainfit.planning.estimator.estimate import GIB
-from trainfit.planning.estimator.step_time import (
-    REPLAY_SECONDS,
-    Rates,
-    calibration,
-    smooth_maximum,
-)
+from trainfit.planning.estimator.step_time import REPLAY_SECONDS, Rates, calibration, smooth_maximum
 from trainfit.planning.fit import Cutting, StepCandidate
 from trainfit.planning.question import Choice, Question
 

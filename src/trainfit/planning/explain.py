@@ -226,9 +226,7 @@ def _checkpointing(
         if mode != best.checkpointing
     ]
     return Choice(
-        value=best.checkpointing,
-        why=_CHECKPOINTING[best.checkpointing],
-        alternatives=tuple(others),
+        value=best.checkpointing, why=_CHECKPOINTING[best.checkpointing], alternatives=tuple(others)
     )
 
 

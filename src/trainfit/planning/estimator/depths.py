@@ -16,14 +16,7 @@ from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator import estimate
-from trainfit.planning.estimator.estimate import (
-    Answer,
-    Request,
-    Target,
-    ask,
-    is_started,
-    told,
-)
+from trainfit.planning.estimator.estimate import Answer, Request, Target, ask, is_started, told
 from trainfit.planning.estimator.step_time import Done
 
 DEPTHS = (2, 3)

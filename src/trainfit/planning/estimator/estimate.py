@@ -105,10 +105,7 @@ class Answer:
 
 
 def estimate(
-    task: TaskSpec | str,
-    gpu: GpuSpec | str,
-    capacity_gib: float | None = None,
-    **arguments: Any,
+    task: TaskSpec | str, gpu: GpuSpec | str, capacity_gib: float | None = None, **arguments: Any
 ) -> MemoryEstimate:
     """Estimate the memory of a step on a GPU of the catalogue, which need not be here.
 

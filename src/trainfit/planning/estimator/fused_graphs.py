@@ -16,10 +16,7 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import (
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from trainfit.planning.estimator.inductor_buffers import (
     find_buffers,
@@ -95,10 +92,7 @@ class FusedGraph:
         return fx.node.map_arg(self._nodes[-1].args[0], values.__getitem__)
 
     def _walk(
-        self,
-        inputs: deque[Any],
-        run: Callable[[fx.Node, _Values], None],
-        ended: Callable[[], None],
+        self, inputs: deque[Any], run: Callable[[fx.Node, _Values], None], ended: Callable[[], None]
     ) -> _Values:
         """Go through the nodes up to the output, and return the values that are left."""
         values: _Values = {}
