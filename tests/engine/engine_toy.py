@@ -19,9 +19,8 @@ from trainfit.engine.checkpoint import latest_good
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings, ScheduleSettings
 from trainfit.engine.observers import Observer
 from trainfit.packing import Cut, deal_steps
-from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import fit_padded_parts
-from trainfit.packing.steps import sample_parts
+from trainfit.packing.cut_ladder import fit_padded_parts
+from trainfit.packing.steps import fit_packed_parts, sample_parts
 
 IGNORED = -100
 

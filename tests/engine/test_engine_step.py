@@ -19,9 +19,8 @@ from trainfit.data.batches import StepLoader
 from trainfit.engine.loop_settings import LoaderSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer, parameter_groups, trained_parameters
 from trainfit.engine.step import LossScale, accumulate, autocast, finish, loss_scale, plain_step
-from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import fit_padded_parts
-from trainfit.packing.steps import sample_parts
+from trainfit.packing.cut_ladder import fit_padded_parts
+from trainfit.packing.steps import fit_packed_parts, sample_parts
 from trainfit.planning.estimator.estimate import Request, Target, ask
 
 CPU = torch.device("cpu")

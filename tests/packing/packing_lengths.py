@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from trainfit.packing import MicroBatch, PackedCut, PaddedCut
-from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import fit_padded_parts
-from trainfit.packing.steps import IntArray, Lengths, sample_parts
+from trainfit.packing.cut_ladder import fit_padded_parts
+from trainfit.packing.steps import IntArray, Lengths, fit_packed_parts, sample_parts
 
 MEAN_WORDS, LEAST_WORDS, MOST_WORDS = 294.7, 2, 6990
 SPREAD = 0.9

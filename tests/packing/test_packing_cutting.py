@@ -21,7 +21,7 @@ from trainfit.packing import (
     deal_steps,
     ladder,
 )
-from trainfit.packing.padded import MOST_SHAPES, quantize
+from trainfit.packing.cut_ladder import MOST_SHAPES, quantize
 
 LENGTHS = st.lists(st.integers(1, 300), min_size=1, max_size=60)
 

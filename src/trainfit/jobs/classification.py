@@ -26,9 +26,8 @@ from trainfit.jobs.models.classifier_settings import settings_from
 from trainfit.jobs.targets import OneClass, Outputs
 from trainfit.measuring import flops
 from trainfit.packing import PackedCut, deal_steps, ladder
-from trainfit.packing.packed import fit_packed_parts
-from trainfit.packing.padded import MOST_SHAPES, quantize
-from trainfit.packing.steps import divide_up
+from trainfit.packing.cut_ladder import MOST_SHAPES, quantize
+from trainfit.packing.steps import divide_up, fit_packed_parts
 from trainfit.planning.execution import COMPILE_SECONDS
 from trainfit.runs.opening import AttentionKind, AttentionPath, RunSetup
 from trainfit.runtime import eagerly

@@ -5,10 +5,8 @@ cuts = ladder(lengths, effective_batch, cap_tokens)         # cuts[0], then for 
 for rank in cut_step(lengths, steps[0], cuts[0], ranks): ...
 """
 
-from trainfit.packing.cut_ladder import Cut, coarser_cuts, cut_step, ladder
-from trainfit.packing.packed import MicroBatch, PackedCut
-from trainfit.packing.padded import PaddedCut
-from trainfit.packing.steps import deal_steps
+from trainfit.packing.cut_ladder import Cut, PaddedCut, coarser_cuts, cut_step, ladder
+from trainfit.packing.steps import MicroBatch, PackedCut, deal_steps
 
 __all__ = [
     "Cut",

@@ -22,7 +22,7 @@ from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import TrainTask
 from trainfit.kernels.supported import use_liger
 from trainfit.packing import MicroBatch
-from trainfit.packing.padded import PaddedCut
+from trainfit.packing.cut_ladder import PaddedCut
 from trainfit.packing.steps import IntArray
 from trainfit.tuning.ladder.rungs import Naive
 from trainfit.tuning.trial import Setup, build
