@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from trainfit.conf.value_types import (
+from trainfit.conf.aliases import (
     Amount,
     Auto,
     CompileMode,

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache
 from typing import Annotated, Any, Literal
 
+from trainfit.conf.aliases import Name, Share, Steps
 from trainfit.conf.composition import (
     as_word,
     choose,
@@ -26,7 +27,6 @@ from trainfit.conf.composition import (
     schema_of,
     study_of,
 )
-from trainfit.conf.value_types import Name, Share, Steps
 from trainfit.core import codec
 from trainfit.core.codec import Length, Range
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import Composed, compose
+from trainfit.conf.aliases import MOST_SEQUENCES
 from trainfit.conf.composition import as_word
 from trainfit.conf.schema import Config, EncoderModel, GptConfig, GptModel
-from trainfit.conf.value_types import MOST_SEQUENCES
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, Workload
