@@ -1,7 +1,7 @@
 """Compiled code on fake tensors: the allocations and kernels that torch.compile would make.
 
 AOTAutograd traces a block on fakes, and its partitioner decides what is kept for the backward pass.
-Inductor's treatment of the two graphs is modelled by inductor_buffers.
+Inductor's treatment of the two graphs is modelled by kernel_buffers.
 """
 
 from __future__ import annotations

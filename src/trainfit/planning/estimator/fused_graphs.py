@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-from trainfit.planning.estimator.inductor_buffers import (
+from trainfit.planning.estimator.kernel_buffers import (
     find_buffers,
     is_library,
     is_view,
