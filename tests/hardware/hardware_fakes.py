@@ -12,10 +12,10 @@ from typing import Any
 import pynvml
 
 from trainfit.core.records import CompileSupport, Cpu, HardwareProfile, Note
+from trainfit.hardware.access import probe_torch
 from trainfit.hardware.detection import assemble
 from trainfit.hardware.host import Host
 from trainfit.hardware.nvml import probe_nvml
-from trainfit.hardware.torch_probe import probe_torch
 
 MIB, GIB = 1 << 20, 1 << 30
 PID = 4242

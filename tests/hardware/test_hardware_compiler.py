@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trainfit.hardware.torch_probe import find_compiler, has_headers, probe_compile, triton_version
+from trainfit.hardware.host import find_compiler, has_headers, probe_compile, triton_version
 
 INSTALLED = {"gcc": "/usr/bin/gcc", "clang": "/usr/bin/clang", "ccache": "/usr/bin/ccache"}
 

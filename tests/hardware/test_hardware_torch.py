@@ -5,7 +5,7 @@ import warnings
 import pytest
 from hardware_fakes import GIB, H200, MI250X, T4, cpu_torch, fake_torch, give, numbered
 
-from trainfit.hardware.torch_probe import TorchReport, probe_torch
+from trainfit.hardware.access import TorchReport, probe_torch
 
 
 def report(torch: object, chip: str | None = None) -> TorchReport:

@@ -15,10 +15,10 @@ from typing import IO, Any, Generic, Literal, TypeVar
 
 from trainfit.core.files import read_own_yaml
 from trainfit.core.records import HardwareProfile, Record
+from trainfit.hardware.access import load_torch
 from trainfit.hardware.detection import probe_machine
 from trainfit.hardware.host import GIB
 from trainfit.hardware.nvml import load_nvml, probe_nvml
-from trainfit.hardware.torch_probe import load_torch
 
 Severity = Literal["error", "warning", "info"]
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "info")

@@ -13,9 +13,9 @@ from typing import Any, Literal
 
 from trainfit.core.errors import BadInput, TrainfitWarning, did_you_mean
 from trainfit.core.records import Gpu, GpuState
+from trainfit.hardware.access import TorchDevice
 from trainfit.hardware.host import GIB
 from trainfit.hardware.nvml import Dtypes, NvmlGpu, native_dtypes, parse_capability
-from trainfit.hardware.torch_probe import TorchDevice
 
 MEMORY_TOLERANCE = 0.07
 """Drivers, ECC and operating systems show up to this much less than the same card elsewhere."""

@@ -18,7 +18,17 @@ from pathlib import Path
 from trainfit.core import caches
 from trainfit.core.files import cache_folder, write_whole
 from trainfit.core.records import CompileSupport, Cpu, Gpu, HardwareProfile, Note, TorchBuild
-from trainfit.hardware.access import VARIABLE, Access, access_notes, install_command, note, resolve
+from trainfit.hardware.access import (
+    VARIABLE,
+    Access,
+    TorchReport,
+    access_notes,
+    install_command,
+    load_torch,
+    note,
+    probe_torch,
+    resolve,
+)
 from trainfit.hardware.catalogue import (
     GpuSpec,
     catalogue_gpu,
@@ -27,7 +37,7 @@ from trainfit.hardware.catalogue import (
     known_spec,
     not_joined,
 )
-from trainfit.hardware.host import Host, probe_host, sysctl
+from trainfit.hardware.host import Host, probe_compile, probe_host, sysctl
 from trainfit.hardware.nvml import (
     NvmlReport,
     cuda_wheel,
@@ -36,7 +46,6 @@ from trainfit.hardware.nvml import (
     parse_capability,
     probe_nvml,
 )
-from trainfit.hardware.torch_probe import TorchReport, load_torch, probe_compile, probe_torch
 
 SMALL_SHM_GIB = 1.0
 """Least size of /dev/shm without a note; Docker's 64 MiB is less than one worker needs."""

@@ -1,18 +1,22 @@
-"""The machine around the GPUs: processor, memory, shared memory, disk and the PCI bus."""
+"""The machine around the GPUs: processor, memory, disk, the PCI bus, and compilers."""
 
 from __future__ import annotations
 
+import importlib.metadata
+import importlib.util
 import math
 import os
 import platform
+import shlex
 import shutil
 import subprocess
-from collections.abc import Callable, Iterator
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from trainfit.core.errors import BadInput
-from trainfit.core.records import Cpu
+from trainfit.core.records import CompileSupport, Cpu
 
 _UNLIMITED = 1 << 60
 """Limits from here on mean none: cgroup version 1 writes the largest page-aligned number."""
@@ -282,3 +286,60 @@ def nvidia_on_pci(root: Path = Path("/")) -> int:
             continue
         found += vendor.strip() == "0x10de" and kind.startswith("0x03")
     return found
+
+
+# ── tools of torch.compile ───────────────────────────────────────────────────────────────────────
+
+
+_COMPILERS = ("cc", "gcc", "g++", "clang", "cl")
+
+
+def probe_compile() -> CompileSupport:
+    """Probe the tools that torch.compile needs."""
+    return CompileSupport(
+        c_compiler=find_compiler(os.environ, shutil.which),
+        python_headers=has_headers(Path(sysconfig.get_path("include"))),
+        triton=triton_version(),
+    )
+
+
+def find_compiler(environment: Mapping[str, str], which: Callable[[str], str | None]) -> str | None:
+    """Find the C compiler that a build would use.
+
+    CC and CXX decide where they are set, even if they name a missing one: the compilation would
+    then fail, whatever other compilers exist.
+    """
+    for variable in ("CC", "CXX"):
+        if words := _words(environment.get(variable, "")):
+            return which(words[0])
+    return next((path for name in _COMPILERS if (path := which(name))), None)
+
+
+def has_headers(include: Path) -> bool:
+    """Tell if Python.h, which compiled code includes, is in the folder."""
+    return (include / "Python.h").is_file()
+
+
+def triton_version(
+    find: Callable[[str], object | None] = importlib.util.find_spec,
+    version: Callable[[str], str] = importlib.metadata.version,
+    providers: Callable[[], Mapping[str, Sequence[str]]] = (
+        importlib.metadata.packages_distributions
+    ),
+) -> str | None:
+    """Read Triton's version without importing it; None where it is not installed."""
+    if find("triton") is None:
+        return None
+    try:
+        return version("triton")
+    except importlib.metadata.PackageNotFoundError:  # other names on ROCm and Windows
+        packages = providers().get("triton", ())
+        return version(packages[0]) if packages else None
+
+
+def _words(command: str) -> list[str]:
+    """Split a command as a shell would; with an unbalanced quote it is one word."""
+    try:
+        return shlex.split(command)
+    except ValueError:
+        return [command]
