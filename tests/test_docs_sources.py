@@ -128,7 +128,7 @@ def _not_findings() -> set[str]:
 
 
 def test_every_item_of_the_receipt_is_on_the_page():
-    from trainfit.measuring.verdicts import VERDICTS
+    from trainfit.measuring.receipt import VERDICTS
 
     assert set(VERDICTS) <= set(re.findall(r"[a-z0-9_]+", SOURCES))
 

@@ -81,7 +81,7 @@ def test_another_optimizer_than_the_plans_is_noticed(
 
 
 def test_moments_of_another_dtype_are_noticed(tmp_path: Path) -> None:
-    from trainfit.measuring.verdicts import judge
+    from trainfit.measuring.receipt import judge
 
     seen = Evidence(
         step=1,

@@ -14,7 +14,7 @@ from receipt_steps import items
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, RuntimeSettings, TaskSpec, Workload
 from trainfit.core.records import Receipt
-from trainfit.measuring.receipt import make_receipt, read_receipt
+from trainfit.measuring.receipt import VERDICTS, make_receipt, read_receipt
 from trainfit.measuring.trace import (
     AttentionSeen,
     BatchesSeen,
@@ -24,7 +24,6 @@ from trainfit.measuring.trace import (
     SwitchesSeen,
     read,
 )
-from trainfit.measuring.verdicts import VERDICTS
 
 
 def planned(**changes: Any) -> Plan:

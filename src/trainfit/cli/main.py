@@ -53,15 +53,12 @@ COMMANDS = {
     "completion": "The script that lets a shell complete trainfit's words.",
 }
 _PLACES = {
-    "export": "inference",
-    "doctor": "check",
-    "init": "job_words",
-    "config": "job_words",
-    "watch": "report",
-    "predict": "inference",
-    "sample": "inference",
+    "tune": "plan",
     "run": "verify",
-    "completion": "job_words",
+    "doctor": "check",
+    **dict.fromkeys(("prepare", "report", "watch"), "train"),
+    **dict.fromkeys(("predict", "export", "sample"), "inference"),
+    **dict.fromkeys(("config", "init", "completion"), "job_words"),
 }
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130

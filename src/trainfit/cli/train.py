@@ -1,9 +1,11 @@
-"""`trainfit train`: a job from its data to its scores."""
+"""A job from its data to its page: `trainfit prepare`, `train`, `report` and `watch`."""
 
 from __future__ import annotations
 
 import os
 import shlex
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +19,137 @@ from trainfit.cli.job_words import (
     overrides_argument,
     task_argument,
 )
+from trainfit.cli.main import SEED, Number
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
+    from trainfit.data.token_preparation import Progress
+
+
+@click.command()
+@click.argument("task")
+@click.argument("more", nargs=-1, type=click.Path(path_type=Path), metavar="[FILE_OR_FOLDER]...")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    type=click.Path(path_type=Path),
+    help="A text, CSV, JSONL or Parquet file, or a folder of them; may be given several times. "
+    "Without one: the source of Python's standard library.",
+)
+@click.option(
+    "--output", required=True, type=click.Path(path_type=Path), help="A new folder to write."
+)
+@click.option("--vocab-size", default=30_000, show_default=True, help="Size of the vocabulary.")
+@click.option("--special", multiple=True, help="A word that is one token; may be repeated.")
+@click.option("--tokenizer", type=click.Path(path_type=Path), help="Use this tokenizer.json.")
+@click.option("--validation", default=0.05, show_default=True, help="Share of held-out documents.")
+@click.option("--separator", default="<|endoftext|>", show_default=True, help="End of a document.")
+@click.option("--column", default="text", show_default=True, help="Column of a table's texts.")
+@click.option(
+    "--seed", default=42, type=SEED, show_default=True, help="Seed of the held-out choice."
+)
+@click.option(
+    "--processes", type=click.IntRange(1, 1024), help="Processes to use; default: one per core."
+)
+@click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
+def prepare(
+    task: str,
+    more: tuple[Path, ...],
+    inputs: tuple[Path, ...],
+    output: Path,
+    vocab_size: int,
+    special: tuple[str, ...],
+    tokenizer: Path | None,
+    validation: float,
+    separator: str,
+    column: str,
+    seed: int,
+    processes: int | None,
+    as_json: bool,
+) -> None:
+    """Token files of a corpus, for pretraining a GPT.
+
+    TASK is gpt. A tokenizer is learned from the corpus, or given. Further files and folders may
+    follow the first after --input.
+    """
+    from trainfit.core import codec
+    from trainfit.core.errors import BadInput
+    from trainfit.data.token_preparation import Preparation, prepare_tokens
+
+    if task != "gpt":
+        fix = "the job with token files is gpt"
+        raise BadInput(f"there is nothing to prepare for {task!r}", fix)
+    if not separator:
+        fix = "give the text that ends a document, or leave it out"
+        raise BadInput("--separator is empty", fix)
+    given = {
+        "vocab_size": vocab_size,
+        "special": list(special),
+        "validation_share": validation,
+        "seed": seed,
+        "separator": _unescaped(separator),
+        "column": column,
+    }
+    with _bar() as progress:
+        header = prepare_tokens(
+            [*inputs, *more],
+            output,
+            codec.decode(Preparation, given),
+            tokenizer=tokenizer,
+            processes=processes,
+            progress=progress,
+        )
+    if as_json:
+        click.echo(codec.for_programs({"output": str(output), **codec.encode(header)}, None))
+        return
+    train, held = header.train, header.validation
+    click.echo(
+        f"{output}: {train.tokens:,} tokens of {train.documents:,} documents to train on, "
+        f"{held.tokens:,} of {held.documents:,} held out, a vocabulary of {header.vocab_size:,}"
+    )
+    click.echo(f"Train on them: trainfit train gpt data.data_dir={output}")
+
+
+def _unescaped(separator: str) -> str:
+    """Separator with typed escapes replaced by their characters."""
+    from trainfit.core.errors import BadInput, brief
+
+    try:
+        found = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
+        found.encode()  # \\ud800 is no character
+    except UnicodeError:
+        raise BadInput(
+            f"--separator is {brief(separator)!r}", "write a backslash as two, a new line as \\n"
+        ) from None
+    return found
+
+
+@contextmanager
+def _bar() -> Iterator[Progress | None]:
+    """Progress bar in a terminal; None elsewhere."""
+    from rich.progress import Progress as Bar
+
+    from trainfit.reports import terminal
+
+    console = terminal.console(stderr=True)
+    if not console.is_terminal:
+        yield None
+        return
+    with Bar(console=console, transient=True) as bar:
+        tasks: dict[str, int] = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(f"making the {what}", total=total)
+            bar.update(tasks[what], completed=done)  # type: ignore[arg-type]
+
+        yield progress
+
+
+# ── train ─────────────────────────────────────────────────────────────────────────────────────────
+
 
 _USE = {
     "nli": 'Predict: trainfit predict {run} --text "…"',
@@ -112,16 +241,12 @@ def _composed(
     from trainfit.jobs.configuration import configure, configured_by
     from trainfit.runs import run_folder
 
-    if resume is None:
-        return configure(task, overrides), None
-    if resume == "auto":
+    if resume is None or resume == "auto":
         composed = configure(task, overrides)
-        return composed, _left_run(composed)
+        return composed, _left_run(composed) if resume else None
     if overrides:
-        raise BadInput(
-            f"--resume with {overrides[0]}",
-            "a run continues with its own configuration: leave it out",
-        )
+        fix = "a run continues with its own configuration: leave it out"
+        raise BadInput(f"--resume with {overrides[0]}", fix)
     run = run_folder.find(resume, Path("runs"))
     return configured_by(run, task), run
 
@@ -171,3 +296,89 @@ def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     console = terminal.console()
     console.print(terminal.config_table(composed), "")
     console.print(page.plan_page(plan))
+
+
+# ── report and watch ──────────────────────────────────────────────────────────────────────────────
+
+
+@click.command()
+@click.argument("runs", nargs=-1, required=True)
+@click.option(
+    "--output",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write there; a file that is there is replaced.",
+)
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(("html", "markdown", "json")),
+    help="What to write; html unless the ending of --output says otherwise.",
+)
+@click.option("--json", "as_json", is_flag=True, help="The same as --format json.")
+def report(runs: tuple[str, ...], output: Path | None, form: str | None, as_json: bool) -> None:
+    """Runs as one HTML page: scores, curves, plan, events.
+
+    RUNS are folders of runs or studies, or their names under runs/; several are compared. The page
+    needs no other file and no network. It goes into the folder of the (first) run as
+    report.html, and its path is printed. Markdown and JSON are printed themselves. With --output,
+    all of them are written there and the path is printed.
+    """
+    from trainfit.reports.run_report import FORMATS, place, report, write
+
+    made = report(*runs)
+    endings = {f".{ending}": name for name, (ending, _) in FORMATS.items()}
+    if form is None:
+        form = endings.get(output.suffix.lower(), "html") if output else "html"
+    form = "json" if as_json else form
+    if output is None and form != "html":
+        click.echo(FORMATS[form][1](made), nl=False)
+        return
+    click.echo(write(made, output or place(*runs), form))
+
+
+@click.command()
+@click.argument("run", required=False)
+@click.option("--once", is_flag=True, help="Draw once and exit; the default without a terminal.")
+@click.option(
+    "--every",
+    type=Number(0.1, 86_400),
+    default=1.0,
+    show_default=True,
+    help="Seconds between two updates.",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print its state as one JSON object.")
+def watch(run: str | None, once: bool, every: float, as_json: bool) -> int:
+    """A running job in the terminal, from another terminal.
+
+    RUN is the folder of a run, or its name under runs/; without it, the newest there. It ends with
+    the run, or on Ctrl-C, which leaves the run alone.
+    """
+    from trainfit.reports import terminal
+    from trainfit.reports.live import Watcher, follow, frame
+
+    watcher = Watcher(_find(run))
+    if as_json:
+        click.echo(watcher.look().to_json())
+        return 0
+    console = terminal.console()
+    if once or not console.is_terminal:
+        console.print(frame(watcher.look()))
+        return 0
+    try:
+        standing = follow(watcher, console, every)
+    except KeyboardInterrupt:
+        return 0
+    return 1 if standing.status == "failed" else 0
+
+
+def _find(run: str | None) -> Path:
+    from trainfit.core.errors import BadInput
+    from trainfit.runs import run_folder
+
+    root = Path("runs")
+    if run is not None:
+        return run_folder.find(run, root)
+    found = [path.parent for path in root.glob("*/run.json")]
+    if not found:
+        raise BadInput(f"there is no run in {root}", "say which one: trainfit watch RUN")
+    return max(found, key=lambda folder: folder.stat().st_mtime)

@@ -8,22 +8,95 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from trainfit.core.errors import BadInput, TrainfitWarning, reason
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Receipt, ReceiptItem, Scalar
 from trainfit.core.settings import SETTINGS
+from trainfit.measuring import verdicts
 from trainfit.measuring.trace import Evidence
-from trainfit.measuring.verdicts import ON_GPU, VERDICTS, judge
+from trainfit.measuring.verdicts import OFF, ON_GPU, Judgement
 
 EVIDENCE = "evidence.json"
 RECEIPT = "receipt.json"
 PLAN = "plan.json"
 _GRAPH_MODES = ("reduce-overhead", "max-autotune")
+
+
+class ReceiptRule(NamedTuple):
+    """An item of the receipt."""
+
+    title: str
+    judge: Callable[[Scalar, Evidence], Judgement | str]
+    elsewhere: str = ""
+    """Reason why it does not apply without a GPU."""
+
+
+VERDICTS = {
+    "mixed_precision": ReceiptRule("Mixed Precision", verdicts.mixed_precision),
+    "tf32": ReceiptRule("TensorFloat-32 (TF32)", verdicts.tf32, "it is a mode of NVIDIA GPUs"),
+    "quantization": ReceiptRule("Quantized Weights", verdicts.quantization),
+    "fused_optimizer": ReceiptRule("Fused Optimizer", verdicts.fused_optimizer),
+    "optimizer": ReceiptRule("Optimizer", verdicts.optimizer),
+    "offload_optimizer": ReceiptRule(
+        "Moments on the Host", verdicts.offload, "there is no GPU to free"
+    ),
+    "attention": ReceiptRule("Attention Path", verdicts.attention),
+    "attention_dropout": ReceiptRule("Attention Dropout", verdicts.attention_dropout),
+    "flash_attention": ReceiptRule(
+        "Flash Attention", verdicts.flash_attention, "its kernel is for GPUs"
+    ),
+    "compile": ReceiptRule("torch.compile", verdicts.compiled),
+    "cuda_graphs": ReceiptRule("CUDA Graphs", verdicts.cuda_graphs, "they belong to GPUs"),
+    "liger": ReceiptRule("Liger Kernels", verdicts.liger, "its kernels are for GPUs"),
+    "sharding": ReceiptRule("Sharded Weights (FSDP2)", verdicts.sharding),
+    "gradient_checkpointing": ReceiptRule("Gradient Checkpointing", verdicts.checkpointing),
+    "offload_activations": ReceiptRule(
+        "Activations on the Host", verdicts.offloading, "there is no GPU to take them from"
+    ),
+    "packing": ReceiptRule("Sequence Packing", verdicts.packing),
+    "effective_batch": ReceiptRule("Effective Batch Size", verdicts.effective_batch),
+    "gradient_accumulation": ReceiptRule("Gradient Accumulation", verdicts.accumulation),
+    "gradient_clipping": ReceiptRule("Gradient Clipping", verdicts.clipping),
+    "set_to_none": ReceiptRule("zero_grad(set_to_none=True)", verdicts.set_to_none),
+    "workers": ReceiptRule("Loader Workers", verdicts.workers),
+    "pinned_memory": ReceiptRule(
+        "Pinned Memory", verdicts.pinned_memory, "nothing is copied to a GPU"
+    ),
+    "cudnn_benchmark": ReceiptRule(
+        "cuDNN Benchmark Mode", verdicts.cudnn_benchmark, "cuDNN is for GPUs"
+    ),
+    "channels_last": ReceiptRule("Channels Last Memory Format", verdicts.channels_last),
+    "expandable_segments": ReceiptRule("Expandable Segments", verdicts.expandable_segments),
+    "deterministic": ReceiptRule("Deterministic Algorithms", verdicts.deterministic),
+}
+"""Verdicts in the order in which they are shown."""
+
+
+def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
+    """Make the receipt's item: not active where something was requested and is not so."""
+    verdict = VERDICTS[name]
+    elsewhere = verdict.elsewhere if seen.device != "cuda" else ""
+    found = elsewhere or verdict.judge(requested, seen)
+    if isinstance(found, str):
+        return ReceiptItem(
+            name=name, requested=requested, observed=None, status="not_applicable", evidence=found
+        )
+    right = requested == found.observed if found.right is None else found.right
+    failed = requested not in OFF and not right
+    on = found.observed not in OFF if found.on is None else found.on
+    return ReceiptItem(
+        name=name,
+        requested=requested,
+        observed=found.observed,
+        status="not_active" if failed else "active" if on else "off",
+        evidence=found.evidence,
+        mend=found.fix if failed else "",
+    )
 
 
 def make_receipt(run: str, evidence: Evidence, wanted: Mapping[str, Scalar]) -> Receipt:

@@ -6,46 +6,29 @@ returns a judgement, or the reason why the optimization cannot apply to the run.
 
 from __future__ import annotations
 
-from trainfit.core.records import ReceiptItem, Scalar
-from trainfit.measuring.kernel_verdicts import (
-    Judgement,
-    ReceiptRule,
-    attention,
-    attention_dropout,
-    flash_attention,
-    fused_optimizer,
-    offload,
-    optimizer,
-)
-from trainfit.measuring.trace import Evidence
+from dataclasses import dataclass
+
+from trainfit.core.records import Scalar
+from trainfit.measuring.trace import AttentionSeen, Evidence
 
 _HALF = ("bf16", "fp16")
-_OFF = (None, False, "off", "none", "fp32", 0)
+OFF = (None, False, "off", "none", "fp32", 0)
 _FP32_SHARE = 0.01
 """Least share of fp32 products for exact kernels to count as evidence against TF32."""
 ON_GPU = "data on the GPU"  # requested in place of loader processes
 
 
-def judge(name: str, requested: Scalar, seen: Evidence) -> ReceiptItem:
-    """Make the receipt's item: not active where something was requested and is not so."""
-    verdict = VERDICTS[name]
-    elsewhere = verdict.elsewhere if seen.device != "cuda" else ""
-    found = elsewhere or verdict.judge(requested, seen)
-    if isinstance(found, str):
-        return ReceiptItem(
-            name=name, requested=requested, observed=None, status="not_applicable", evidence=found
-        )
-    right = requested == found.observed if found.right is None else found.right
-    failed = requested not in _OFF and not right
-    on = found.observed not in _OFF if found.on is None else found.on
-    return ReceiptItem(
-        name=name,
-        requested=requested,
-        observed=found.observed,
-        status="not_active" if failed else "active" if on else "off",
-        evidence=found.evidence,
-        mend=found.fix if failed else "",
-    )
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """Observed value of a setting, with its evidence and the fix where it is not as requested."""
+
+    observed: Scalar
+    evidence: str
+    fix: str = ""
+    right: bool | None = None
+    """False if the observation is not as requested; None: compare the values."""
+    on: bool | None = None
+    """True if the optimization is on; None: the observed value says so."""
 
 
 # ── arithmetic ────────────────────────────────────────────────────────────────────────────────
@@ -62,7 +45,7 @@ def mixed_precision(requested: Scalar, seen: Evidence) -> Judgement | str:
     evidence = f"matrix products by operations: {shares}{kernel}"
     observed = products.dtype if products.dtype in _HALF else "off"
     right = requested == observed or (requested is True and observed != "off")
-    if right or requested in _OFF:
+    if right or requested in OFF:
         return Judgement(observed, evidence, right=right)
     cause, fix = _no_half(requested, seen)
     return Judgement(observed, f"{evidence}; {cause}", fix)
@@ -73,14 +56,10 @@ def _no_half(requested: Scalar, seen: Evidence) -> tuple[str, str]:
     if seen.products.dtype in _HALF:
         return f"that is not {requested}", f"give autocast the dtype of {requested}"
     if seen.products.casts:
-        return (
-            "some tensors were cast, so autocast is off around most of the model",
-            "keep the whole forward pass inside torch.autocast",
-        )
-    return (
-        "no tensor was cast: autocast was off in the forward pass",
-        "run forward and loss under torch.autocast, with the type of the device in use",
-    )
+        cause = "some tensors were cast, so autocast is off around most of the model"
+        return cause, "keep the whole forward pass inside torch.autocast"
+    cause = "no tensor was cast: autocast was off in the forward pass"
+    return cause, "run forward and loss under torch.autocast, with the type of the device in use"
 
 
 def quantization(requested: Scalar, seen: Evidence) -> Judgement | str:
@@ -100,11 +79,10 @@ def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
     share = products.shares.get("fp32", 0.0)
     # cuBLAS multiplies small matrices exactly, such as those of a classifier's head.
     exact = products.exact_kernels if share >= _FP32_SHARE else 0
-    if products.tf32_kernels or exact:
-        observed = products.tf32_kernels > 0
-        evidence = (
-            f"{products.tf32_kernels} products in TF32 kernels, {products.exact_kernels} exact"
-        )
+    fast = products.tf32_kernels
+    if fast or exact:
+        observed = fast > 0
+        evidence = f"{fast} products in TF32 kernels, {products.exact_kernels} exact"
     else:
         observed = bool(switch)
         evidence = f"torch's switch reads {switch}; {share:.0%} of the products are in fp32"
@@ -118,11 +96,8 @@ def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
 def compiled(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the compiled pieces that ran, and whether they were pieces of what was asked."""
     found = seen.compiler
-    evidence = (
-        f"{found.regions} compiled regions ran in the step; "
-        f"{found.graphs} graphs, {found.recompiles} recompiles"
-    )
-    fix = ""
+    counts = f"{found.graphs} graphs, {found.recompiles} recompiles"
+    evidence, fix = f"{found.regions} compiled regions ran in the step; {counts}", ""
     if not found.regions:
         cause = found.failures[0] if found.failures else None
         evidence += f"; the compiler failed ({cause})" if cause else "; nothing compiled was called"
@@ -152,10 +127,10 @@ def cuda_graphs(_: Scalar, seen: Evidence) -> Judgement | str:
 
 def sharding(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the parts of the model that were made whole for their computation."""
-    if not seen.gathered and requested in _OFF:
+    if not seen.gathered and requested in OFF:
         return "each rank holds the whole model"
     evidence = f"FSDP2 made {seen.gathered} parts of the model whole in the forward pass"
-    right = (seen.gathered > 0) == (requested not in _OFF)
+    right = (seen.gathered > 0) == (requested not in OFF)
     observed = "none" if not seen.gathered else requested if right else "fsdp"
     return Judgement(observed, evidence, "optimization.sharding, in a run of torchrun", right)
 
@@ -287,34 +262,138 @@ def deterministic(_: Scalar, seen: Evidence) -> Judgement | str:
     return Judgement(on, f"torch's switch reads {on}", "torch.use_deterministic_algorithms(True)")
 
 
-VERDICTS = {
-    "mixed_precision": ReceiptRule("Mixed Precision", mixed_precision),
-    "tf32": ReceiptRule("TensorFloat-32 (TF32)", tf32, "it is a mode of NVIDIA GPUs"),
-    "quantization": ReceiptRule("Quantized Weights", quantization),
-    "fused_optimizer": ReceiptRule("Fused Optimizer", fused_optimizer),
-    "optimizer": ReceiptRule("Optimizer", optimizer),
-    "offload_optimizer": ReceiptRule("Moments on the Host", offload, "there is no GPU to free"),
-    "attention": ReceiptRule("Attention Path", attention),
-    "attention_dropout": ReceiptRule("Attention Dropout", attention_dropout),
-    "flash_attention": ReceiptRule("Flash Attention", flash_attention, "its kernel is for GPUs"),
-    "compile": ReceiptRule("torch.compile", compiled),
-    "cuda_graphs": ReceiptRule("CUDA Graphs", cuda_graphs, "they belong to GPUs"),
-    "liger": ReceiptRule("Liger Kernels", liger, "its kernels are for GPUs"),
-    "sharding": ReceiptRule("Sharded Weights (FSDP2)", sharding),
-    "gradient_checkpointing": ReceiptRule("Gradient Checkpointing", checkpointing),
-    "offload_activations": ReceiptRule(
-        "Activations on the Host", offloading, "there is no GPU to take them from"
-    ),
-    "packing": ReceiptRule("Sequence Packing", packing),
-    "effective_batch": ReceiptRule("Effective Batch Size", effective_batch),
-    "gradient_accumulation": ReceiptRule("Gradient Accumulation", accumulation),
-    "gradient_clipping": ReceiptRule("Gradient Clipping", clipping),
-    "set_to_none": ReceiptRule("zero_grad(set_to_none=True)", set_to_none),
-    "workers": ReceiptRule("Loader Workers", workers),
-    "pinned_memory": ReceiptRule("Pinned Memory", pinned_memory, "nothing is copied to a GPU"),
-    "cudnn_benchmark": ReceiptRule("cuDNN Benchmark Mode", cudnn_benchmark, "cuDNN is for GPUs"),
-    "channels_last": ReceiptRule("Channels Last Memory Format", channels_last),
-    "expandable_segments": ReceiptRule("Expandable Segments", expandable_segments),
-    "deterministic": ReceiptRule("Deterministic Algorithms", deterministic),
+# ── kernels: attention, and the update of the weights ────────────────────────────────────────────
+
+_SDPA = ("flash", "efficient", "cudnn", "math", "cpu")
+_OWN = {
+    "disentangled": "the model has attention of its own",
+    "softcapped": "the model caps its logits, which the flash kernel does not do",
 }
-"""Verdicts in the order in which they are shown."""
+_ATTENTION_FIXES = {
+    "flash": "see flash_attention",
+    "varlen": "packed rows in half precision on compute capability 8.0 or newer",
+    "varlen_efficient": "packed rows on an NVIDIA GPU",
+    **dict.fromkeys(_OWN, "packed rows on a GPU with Triton"),
+}
+_LARGEST_HEAD = 256
+
+
+def attention(requested: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the kernel that was called most."""
+    found = seen.attention
+    if found.kernel is None and not found.softmaxes:
+        return "no attention was computed in the step"
+    observed = found.kernel or "eager"
+    calls = ", ".join(f"{count} {kernel}" for kernel, count in found.calls.items())
+    evidence = f"calls: {calls}" if calls else f"{found.softmaxes} softmaxes and no kernel"
+    if found.masked:
+        evidence += ", with a mask"
+    right = {"sdpa": observed in _SDPA, "own": True, "flash": _is_flash(found)}.get(
+        str(requested), requested == observed
+    )
+    built = f"build the model with attn_implementation={str(requested)!r}"
+    return Judgement(observed, evidence, _ATTENTION_FIXES.get(str(requested), built), right)
+
+
+def attention_dropout(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the number that the attention kernel was given."""
+    found = seen.attention
+    if found.dropout is None:
+        return "no attention kernel ran that tells its dropout"
+    evidence = f"the {found.kernel} kernel was given dropout {found.dropout:g}"
+    return Judgement(found.dropout, evidence, "train with model.attention_dropout as planned")
+
+
+def flash_attention(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the kernel, and what kept it from running."""
+    found = seen.attention
+    if found.kernel is None or found.kernel in _OWN:
+        return _OWN.get(found.kernel or "", "no attention kernel ran")
+    observed = _is_flash(found)
+    cause, fix = _no_flash(seen)
+    evidence = f"the {found.kernel} kernel ran" + ("" if observed else f": {cause}")
+    return Judgement(observed, evidence, fix)
+
+
+def _is_flash(found: AttentionSeen) -> bool:
+    """True for a flash kernel, or cuDNN's without a mask, which newer GPUs prefer."""
+    return found.kernel in ("flash", "varlen") or (found.kernel == "cudnn" and not found.masked)
+
+
+def _no_flash(seen: Evidence) -> tuple[str, str]:
+    found = seen.attention
+    if found.masked:
+        fix = "pack sequences (training on packed rows needs no mask), or pass is_causal"
+        return "a mask was passed, which the flash kernel does not take", fix
+    if found.dtype not in _HALF:
+        return f"it was given {found.dtype}, and takes half precision", "mixed precision"
+    if found.head is not None and found.head > _LARGEST_HEAD:
+        return f"heads of {found.head} are too large for it", "a model with smaller heads"
+    if seen.switches.flash is False:
+        return "torch's switch for it is off", "torch.backends.cuda.enable_flash_sdp(True)"
+    return "torch chose another", "see torch.backends.cuda.can_use_flash_attention"
+
+
+_FUSED = ("fused", "compiled", "own")
+_HAVE_FUSED = ("Adagrad", "Adam", "AdamW", "SGD")
+"""Optimizers of torch with a fused kernel."""
+_MOMENTS = {"adamw_fused": "float32", "adamw": "float32", "adamw_bf16": "bfloat16"}
+"""Dtype of the moments by optimizer; those of adamw_8bit are uint8 unless all weights are small."""
+_BY_CLASS = {"Muon": "muon", "Adafactor": "adafactor", "AdamW8bit": "adamw_8bit"}
+_NO_STEP = "no optimizer step was seen"
+
+
+def fused_optimizer(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the operators that updated the weights."""
+    if not seen.updates:
+        return _NO_STEP
+    calls = ", ".join(f"{count} {kind}" for kind, count in seen.updates.items())
+    names = ", ".join(f"{name} ({kind})" for name, kind in seen.optimizers.items())
+    evidence = f"calls that updated the weights: {calls}" + (f", by {names}" if names else "")
+    able = [kind for name, kind in seen.optimizers.items() if name in _HAVE_FUSED]
+    observed = all(kind in _FUSED for kind in able or seen.updates)
+    if not observed:
+        evidence += "; the fused kernel was not called"
+    fix = (
+        "build AdamW with fused=True; it takes floating-point weights of one device, "
+        "so look for a fallback that was taken silently"
+    )
+    return Judgement(observed, evidence, fix)
+
+
+def optimizer(requested: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the operators that updated the weights, and by the dtype of the moments."""
+    if not seen.updates:
+        return _NO_STEP
+    observed = _observed(seen)
+    evidence = f"updates by {', '.join(f'{n} ({kind})' for n, kind in seen.optimizers.items())}"
+    if seen.moments:
+        sizes = (f"{size / 2**20:,.1f} MiB {where}" for where, size in seen.moments.items())
+        evidence += f"; state: {', '.join(sizes)}"
+    dtype = _MOMENTS.get(observed)
+    kept = not seen.moments or dtype is None or any(n.startswith(dtype) for n in seen.moments)
+    fix = f"train with optimization.optimizer={requested}, and no optimizer of the job's own"
+    return Judgement(observed, evidence, fix, requested == observed and kept)
+
+
+def _observed(seen: Evidence) -> str:
+    """Name of the optimizer in a configuration, or of its class."""
+    names = seen.optimizers
+    for name, known in _BY_CLASS.items():
+        if name in names:
+            return known
+    if "SmallAdamW" in names:
+        kinds = {where.partition(" ")[0] for where in seen.moments}
+        return "adamw_bf16" if "bfloat16" in kinds else "adamw_8bit"
+    if "AdamW" in names:
+        return "adamw_fused" if names["AdamW"] == "fused" else "adamw"
+    return next(iter(names), "unknown")
+
+
+def offload(_: Scalar, seen: Evidence) -> Judgement | str:
+    """Judge by the memory that holds the moments, and the copies from it."""
+    held = sum(size for where, size in seen.moments.items() if where.endswith("on the host"))
+    fetched = f"fetched by {seen.fetched} copies in the step"
+    evidence = f"{held / 2**20:,.1f} MiB of moments in the host's memory, {fetched}"
+    fix = "use adamw_fused or adamw_bf16, which trainfit keeps there, on an NVIDIA GPU"
+    return Judgement(held > 0 and seen.fetched > 0, evidence, fix)
