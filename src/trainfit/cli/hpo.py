@@ -314,7 +314,6 @@ def _default_storage() -> str:
     from trainfit.hpo.studies import STORAGE, default_storage
 
     if not os.environ.get(STORAGE) and not Path("runs/hpo.db").is_file():
-        raise BadInput(
-            "there is no study in runs/hpo.db", f"give the storage with --storage or {STORAGE}"
-        )
+        fix = f"give the storage with --storage or {STORAGE}"
+        raise BadInput("there is no study in runs/hpo.db", fix)
     return default_storage(Path("runs"))

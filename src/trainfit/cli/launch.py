@@ -122,9 +122,8 @@ def command(
     task, composed = _checked(words)
     words = _fitting(kind, words, nodes, each, gpu, array)
     if submit and (kind != "slurm" or shutil.which("sbatch") is None):
-        raise BadInput(
-            "--submit needs Slurm's sbatch here", "leave it out, and take the file there"
-        )
+        fix = "leave it out, and take the file there"
+        raise BadInput("--submit needs Slurm's sbatch here", fix)
     planned, seconds = _planned(composed, gpu, nodes, each)
     path = Path(file or f"trainfit-{_plain(task)}.{_ENDS[kind]}")
     job = JobFile(

@@ -120,9 +120,8 @@ def _unescaped(separator: str) -> str:
         found = separator.encode("latin-1", "backslashreplace").decode("unicode_escape")
         found.encode()  # \\ud800 is no character
     except UnicodeError:
-        raise BadInput(
-            f"--separator is {brief(separator)!r}", "write a backslash as two, a new line as \\n"
-        ) from None
+        fix = "write a backslash as two, a new line as \\n"
+        raise BadInput(f"--separator is {brief(separator)!r}", fix) from None
     return found
 
 

@@ -274,10 +274,8 @@ def _split(word: str) -> tuple[str, Any]:
     """Key and value of a plain assignment; BadInput for a sweep, which only a study takes."""
     override = parse_word(word)
     if override.is_sweep_override():
-        raise BadInput(
-            f"{brief(word)!r} gives several values",
-            "give one; `trainfit hpo` searches over several",
-        )
+        fix = "give one; `trainfit hpo` searches over several"
+        raise BadInput(f"{brief(word)!r} gives several values", fix)
     return override.key_or_group, override.value()
 
 

@@ -234,9 +234,8 @@ class _YamlReader:
         try:
             return self._numbers.construct_object(node)
         except (ValueError, KeyError, IndexError) as error:  # such as !!int x
-            raise _wrong(
-                f"{node.value!r} is no {kind} ({reason(error)})", node.start_mark
-            ) from None
+            what = f"{node.value!r} is no {kind} ({reason(error)})"
+            raise _wrong(what, node.start_mark) from None
 
 
 def _name(tag: str) -> str:

@@ -88,10 +88,8 @@ def building(folder: Path) -> Iterator[Path]:
         finally:
             shutil.rmtree(made, ignore_errors=True)
     except OSError as error:
-        raise RunFailed(
-            f"cannot write {folder} ({reason(error)})",
-            "free some space, or set TRAINFIT_CACHE to a folder of yours",
-        ) from error
+        fix = "free some space, or set TRAINFIT_CACHE to a folder of yours"
+        raise RunFailed(f"cannot write {folder} ({reason(error)})", fix) from error
 
 
 def throw_away(path: Path, why: str) -> None:

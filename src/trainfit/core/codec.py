@@ -134,9 +134,8 @@ def loads(kind: type[T], text: str, source: str = "") -> T:
         data = parse(text)
     except ValueError as error:
         where = source or f"this {kind.__name__}"
-        raise BadInput(
-            f"{where} is not JSON ({error})", "use the file as trainfit wrote it"
-        ) from None
+        fix = "use the file as trainfit wrote it"
+        raise BadInput(f"{where} is not JSON ({error})", fix) from None
     if isinstance(data, dict) and dataclasses.is_dataclass(kind) and "version" not in hints(kind):
         data.pop("version", None)  # a command's answer carries the version that wrote it
     return decode(kind, data, source)

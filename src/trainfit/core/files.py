@@ -137,10 +137,8 @@ def check_name(name: str, key: str) -> str:
     if _NAME.fullmatch(name) and len(name.encode()) <= _LONGEST:
         return name
     shown = name if len(name) <= 40 else f"{name[:40]}…"
-    raise BadInput(
-        f"{key} is {shown!r}, which cannot name a folder",
-        f"use letters, digits, spaces and .,+=@_- in {_LONGEST} bytes at most",
-    )
+    fix = f"use letters, digits, spaces and .,+=@_- in {_LONGEST} bytes at most"
+    raise BadInput(f"{key} is {shown!r}, which cannot name a folder", fix)
 
 
 def check_path(path: str | Path, key: str) -> Path:

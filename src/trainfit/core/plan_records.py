@@ -125,10 +125,8 @@ class TaskSpec(Record):
     def check(self) -> Self:
         """Return the task, or raise BadInput for a foreign factory that a file named."""
         if self.from_file and self.factory not in OWN_FACTORIES:
-            raise BadInput(
-                f"{self.factory!r} was read from a file, and is not imported",
-                "name it yourself: TaskSpec(factory=..., arguments=plan.task.arguments)",
-            )
+            fix = "name it yourself: TaskSpec(factory=..., arguments=plan.task.arguments)"
+            raise BadInput(f"{self.factory!r} was read from a file, and is not imported", fix)
         return self
 
     def function(self) -> Callable[..., Any]:
@@ -140,9 +138,8 @@ class TaskSpec(Record):
         try:
             found: Callable[..., Any] = getattr(import_module(module), name)
         except (ImportError, AttributeError, ValueError) as error:
-            raise BadInput(
-                f"cannot load {self.factory!r} ({error})", "give it as module:function"
-            ) from None
+            fix = "give it as module:function"
+            raise BadInput(f"cannot load {self.factory!r} ({error})", fix) from None
         return found
 
 

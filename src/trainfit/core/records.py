@@ -51,9 +51,8 @@ class Record:
         try:
             text = read_text(path)
         except (OSError, ValueError) as error:
-            raise BadInput(
-                f"cannot read {path} ({reason(error)})", "give a file trainfit wrote"
-            ) from None
+            fix = "give a file trainfit wrote"
+            raise BadInput(f"cannot read {path} ({reason(error)})", fix) from None
         return cls.from_json(text, str(path)).from_a_file()
 
     def from_a_file(self) -> Self:

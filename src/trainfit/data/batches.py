@@ -193,10 +193,8 @@ def _next(arriving: Iterator[list[Batch]]) -> list[Batch]:
     except RuntimeError as error:
         if "DataLoader worker (pid" not in str(error):
             raise
-        raise RunFailed(
-            f"a loader process died ({str(error).splitlines()[0]})",
-            "give it more memory or shared memory, or fewer training.num_workers; then resume",
-        ) from error
+        fix = "give it more memory or shared memory, or fewer training.num_workers; then resume"
+        raise RunFailed(f"a loader process died ({str(error).splitlines()[0]})", fix) from error
 
 
 def collate_packed(
@@ -242,10 +240,8 @@ def check_packed(tokens: Tokens, chosen: IntArray, width: int, slots: int) -> in
     """Count the tokens of sequences; raise BadInput where a packed row does not hold them."""
     used = int(tokens.lengths[chosen].sum())
     if used > width or chosen.size > slots:
-        raise BadInput(
-            f"{chosen.size} sequences of {used} tokens for a row of {width} and {slots} slots",
-            "cut the step again",
-        )
+        what = f"{chosen.size} sequences of {used} tokens for a row of {width} and {slots} slots"
+        raise BadInput(what, "cut the step again")
     return used
 
 
@@ -253,10 +249,8 @@ def check_padded(tokens: Tokens, chosen: IntArray, rows: int, width: int) -> Non
     """Raise BadInput where padded rows do not hold these sequences."""
     longest = int(tokens.lengths[chosen].max(initial=0))
     if longest > width or chosen.size > rows:
-        raise BadInput(
-            f"{chosen.size} sequences of up to {longest} tokens for {rows} rows of {width}",
-            "cut the step again",
-        )
+        what = f"{chosen.size} sequences of up to {longest} tokens for {rows} rows of {width}"
+        raise BadInput(what, "cut the step again")
 
 
 def _gather(

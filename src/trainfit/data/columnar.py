@@ -215,9 +215,8 @@ def check_saved_dataset(path: Path) -> Path:
     if (path / "dataset_dict.json").is_file():
         raise BadInput(f"{path} holds several splits", "give the folder of one, such as its train")
     if not (path / "state.json").is_file():
-        raise BadInput(
-            f"no state.json in {path}", "give a folder that datasets' save_to_disk wrote"
-        )
+        fix = "give a folder that datasets' save_to_disk wrote"
+        raise BadInput(f"no state.json in {path}", fix)
     return path
 
 
@@ -331,7 +330,5 @@ def _check_columns(path: Path, header: dict[str, Any], names: list[str]) -> None
         if name in header["twice"]:
             raise BadInput(f"{path} has the column {name} twice", "rename one of them")
         if there[name]:
-            raise BadInput(
-                f"{path}: column {name} is {there[name]}",
-                "use text, numbers, true and false, or lists of these",
-            )
+            fix = "use text, numbers, true and false, or lists of these"
+            raise BadInput(f"{path}: column {name} is {there[name]}", fix)

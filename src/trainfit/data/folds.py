@@ -118,10 +118,8 @@ def check_apart(sides: dict[str, IntArray]) -> None:
         for other, others in seen[:place]:
             common = np.intersect1d(groups, others, assume_unique=True)
             if common.size:
-                raise BadInput(
-                    f"{common.size} groups are in both {other} and {name} (group {common[0]})",
-                    "keep each group, such as a post or an author, on one side",
-                )
+                what = f"{common.size} groups are in both {other} and {name} (group {common[0]})"
+                raise BadInput(what, "keep each group, such as a post or an author, on one side")
 
 
 def _parts(
@@ -142,10 +140,8 @@ def _parts(
     pairs = [(items[part_of != part], items[part_of == part]) for part in range(count)]
     for number, sides in enumerate(pairs, 1):
         if not all(side.size for side in sides):
-            raise BadInput(
-                f"part {number} of {count} would be empty with {there} groups",
-                "use fewer folds or more data",
-            )
+            fix = "use fewer folds or more data"
+            raise BadInput(f"part {number} of {count} would be empty with {there} groups", fix)
     return pairs
 
 
@@ -202,8 +198,6 @@ def _common_strata(strata: IntArray, count: int) -> IntArray:
 
 def _one_in(share: float) -> int:
     if not 0 < share <= 0.5:
-        raise BadInput(
-            f"a share of {share} to hold out",
-            "set data.test_share and data.validation_share over 0 and up to 0.5",
-        )
+        fix = "set data.test_share and data.validation_share over 0 and up to 0.5"
+        raise BadInput(f"a share of {share} to hold out", fix)
     return round(1 / share)

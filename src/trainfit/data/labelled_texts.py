@@ -126,9 +126,8 @@ def text_datasets(
             raise BadInput("the training data has no label at all", "name the right column")
         raise one_class(classes[0])
     if validation is not None and folds is not None:
-        raise BadInput(
-            f"cv.folds is {folds}, but there is a validation file", "leave one of them out"
-        )
+        fix = "leave one of them out"
+        raise BadInput(f"cv.folds is {folds}, but there is a validation file", fix)
     if tokens.rows is None:
         tokens = replace(tokens, rows=np.arange(1, len(tokens) + 1))
     items, strata = np.arange(len(tokens)), _strata(tokens)

@@ -180,10 +180,8 @@ def strata_of(labels: NDArray[Any]) -> IntArray:
 def check_characters(value: str, place: str) -> str:
     """Return the text; raise BadInput for half a surrogate pair, which JSON allows."""
     if _HALVES.search(value):
-        raise BadInput(
-            f"{place}: half of a surrogate pair (\\ud800 to \\udfff) stands alone",
-            "write the whole character, or leave it out",
-        )
+        fix = "write the whole character, or leave it out"
+        raise BadInput(f"{place}: half of a surrogate pair (\\ud800 to \\udfff) stands alone", fix)
     return value
 
 
@@ -208,10 +206,8 @@ def check_kind(kinds: dict[str, int], value: Any, row: int, place: str) -> None:
     kinds.setdefault(kind, row)
     if len(kinds) > 1:
         first = next(iter(kinds))
-        raise BadInput(
-            f"{place}: the label is {kind}, but {first} in row {kinds[first]}",
-            "use one kind of label",
-        )
+        fix = "use one kind of label"
+        raise BadInput(f"{place}: the label is {kind}, but {first} in row {kinds[first]}", fix)
 
 
 def class_order(names: Iterable[str]) -> list[str]:
@@ -260,7 +256,6 @@ def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
     counted = count_classes(labels, len(names))
     for name, count in zip(names, counted, strict=True):
         if not count:
-            raise BadInput(
-                f"class {shown(name)} has no training example", "add some, or leave the class out"
-            )
+            fix = "add some, or leave the class out"
+            raise BadInput(f"class {shown(name)} has no training example", fix)
     return [len(labels) / (len(names) * count) for count in counted]

@@ -57,9 +57,8 @@ def read_config(place: str) -> dict[str, Any]:
             fields = codec.read_object(path)
         check_fields(fields, place)
     if "model_type" not in fields:
-        raise BadInput(
-            f"no model_type in the config of {place}", "give a folder with a config.json"
-        )
+        fix = "give a folder with a config.json"
+        raise BadInput(f"no model_type in the config of {place}", fix)
     return fields
 
 
@@ -105,19 +104,15 @@ def tokenizer_files(place: str) -> dict[str, str]:
         settings = _settings(place, file)
         kind = settings.get("tokenizer_class")
         if isinstance(kind, str) and not _TOKENIZER_CLASS.fullmatch(kind):
-            raise BadInput(
-                f"{file} of {place} names {kind[:60]!r} as its tokenizer",
-                "name a tokenizer class of transformers, or leave tokenizer_class out",
-            )
+            fix = "name a tokenizer class of transformers, or leave tokenizer_class out"
+            raise BadInput(f"{file} of {place} names {kind[:60]!r} as its tokenizer", fix)
         for key, value in settings.items():
             outside = any(Path(name).name != name for name in _names(value))
             if key.endswith(("_file", "_files")) and outside:
                 own = fetch(place, Path(value).name) if isinstance(value, str) else None
                 if own is None:
-                    raise BadInput(
-                        f"{file} of {place} names a file outside of its folder",
-                        f"leave {key[:40]} out: transformers knows the names of its files",
-                    )
+                    fix = f"leave {key[:40]} out: transformers knows the names of its files"
+                    raise BadInput(f"{file} of {place} names a file outside of its folder", fix)
                 found[key] = str(own)
     return found
 
@@ -158,9 +153,8 @@ def read_weights(place: str) -> dict[str, Tensor]:
         try:
             tensors |= load_file(path)
         except (safetensors.SafetensorError, OSError) as error:
-            raise BadInput(
-                f"{path} is damaged ({reason(error)})", "get another copy of the model"
-            ) from None
+            fix = "get another copy of the model"
+            raise BadInput(f"{path} is damaged ({reason(error)})", fix) from None
     return tensors
 
 
@@ -201,10 +195,8 @@ def weight_files(place: str) -> list[Path]:
     beside = "".join(
         f" ({name} is a pickle, which may run any code and is not opened)" for name in others[:1]
     )
-    raise BadInput(
-        f"no {_SAFE} in {place}{beside}",
-        "save the model with save_pretrained, or set model.weights=random",
-    )
+    fix = "save the model with save_pretrained, or set model.weights=random"
+    raise BadInput(f"no {_SAFE} in {place}{beside}", fix)
 
 
 def _indexed(place: str, index: Path, ending: str) -> list[Path]:

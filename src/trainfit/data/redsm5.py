@@ -109,10 +109,8 @@ def check_redsm5(data_dir: Path | str) -> Path:
     folder = Path(data_dir)
     for name, columns in _COLUMNS.items():
         if not (folder / name).is_file():
-            raise BadInput(
-                f"no {name} in {folder}",
-                "point data.data_dir at a copy of ReDSM5, or leave it out for synthetic data",
-            )
+            fix = "point data.data_dir at a copy of ReDSM5, or leave it out for synthetic data"
+            raise BadInput(f"no {name} in {folder}", fix)
         next(read_csv(folder / name, columns), None)
     return folder
 
@@ -135,10 +133,8 @@ def read_posts(path: Path) -> dict[str, str]:
         if not post_id:
             raise BadInput(f"{place} has no post_id", "give every post one")
         if post_id in rows:
-            raise BadInput(
-                f"{place}: post_id {_id(post_id)} is also in row {rows[post_id]}",
-                "keep one row per post",
-            )
+            fix = "keep one row per post"
+            raise BadInput(f"{place}: post_id {_id(post_id)} is also in row {rows[post_id]}", fix)
         if not row["text"].strip():
             raise BadInput(f"{place}: post {_id(post_id)} has no text", "fill in column text")
         rows[post_id] = number
@@ -156,9 +152,8 @@ def read_annotations(path: Path) -> list[Annotation]:
         symptom, status = row[_SYMPTOM[0]].strip(), row["status"].strip()
         if symptom not in _COLUMN and symptom != SPECIAL_CASE:
             shown = _shown(symptom, r"[A-Z0-9_]{1,30}")
-            raise BadInput(
-                f"{place}: unknown symptom{shown}", f"use {', '.join(_COLUMN)} or {SPECIAL_CASE}"
-            )
+            fix = f"use {', '.join(_COLUMN)} or {SPECIAL_CASE}"
+            raise BadInput(f"{place}: unknown symptom{shown}", fix)
         if status not in _STATUS:
             shown = _shown(status, r"[0-9.+-]{1,8}") or " is neither"
             raise BadInput(f"{place}: status{shown}", "use 1 for evidence and 0 for none")
@@ -174,9 +169,8 @@ def label_posts(
     evidence = np.zeros((len(posts), len(CRITERIA)), dtype=np.bool_)
     for item in annotations:
         if item.post_id not in row:
-            raise BadInput(
-                f"{item.place}: no such post in {POSTS}", "add the post, or drop the row"
-            )
+            fix = "add the post, or drop the row"
+            raise BadInput(f"{item.place}: no such post in {POSTS}", fix)
         if item.status and item.symptom != SPECIAL_CASE:
             evidence[row[item.post_id], _COLUMN[item.symptom]] = True
     return Corpus(

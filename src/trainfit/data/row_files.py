@@ -152,13 +152,11 @@ def _tell_western(path: Path) -> None:
 
 def _check_line(line: str, place: str) -> None:
     if len(line) > LONGEST_LINE:
-        raise BadInput(
-            f"{place} has more than {LONGEST_LINE >> 20} million characters", "break it up"
-        )
+        fix = "break it up"
+        raise BadInput(f"{place} has more than {LONGEST_LINE >> 20} million characters", fix)
     if "\0" in line:
-        raise BadInput(
-            f"{place} has a NUL: the file is binary, or not UTF-8", "save it as UTF-8 text"
-        )
+        fix = "save it as UTF-8 text"
+        raise BadInput(f"{place} has a NUL: the file is binary, or not UTF-8", fix)
 
 
 def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
@@ -184,10 +182,8 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
             yield number, {name: values[place] for name, place in places.items()}
     except csv.Error as error:
         # The csv module's messages are fixed sentences that quote no data.
-        raise BadInput(
-            f"{path}: row {number + 1} cannot be read ({error})",
-            "quote fields as CSV does; for longer texts use JSONL or Parquet",
-        ) from None
+        fix = "quote fields as CSV does; for longer texts use JSONL or Parquet"
+        raise BadInput(f"{path}: row {number + 1} cannot be read ({error})", fix) from None
 
 
 def has_decimal_commas(path: Path) -> bool:

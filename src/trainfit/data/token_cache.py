@@ -220,10 +220,8 @@ def _write(
             else:
                 rows = _label_rows(chunk.labels, labels, sequences)
             if len(labels) > _MOST_CLASSES:
-                raise BadInput(
-                    f"{source} has more than {_MOST_CLASSES:,} different labels",
-                    "name the right column (data.label_column)",
-                )
+                fix = "name the right column (data.label_column)"
+                raise BadInput(f"{source} has more than {_MOST_CLASSES:,} different labels", fix)
             files["labels"].write(rows.tobytes())
             files["rows"].write(np.array(chunk.numbers, dtype=np.int64).tobytes())
             for name in chunk.groups:  # a hash of its name, so that no table of groups is needed

@@ -132,9 +132,8 @@ def read_header(folder: Path) -> Header:
         raise BadInput(f"{path} has no vocab_size", f'write {{"vocab_size": N}} to {META}')
     for file in FILES.values():
         if not (folder / file).is_file():
-            raise BadInput(
-                f"no {file} in {folder}", f"give a folder with {' and '.join(FILES.values())}"
-            )
+            fix = f"give a folder with {' and '.join(FILES.values())}"
+            raise BadInput(f"no {file} in {folder}", fix)
     return _foreign(folder, data) if "format" not in data else _own(path, data)
 
 
@@ -198,20 +197,16 @@ def _check_tokenizer(folder: Path, header: Header) -> None:
     if not path.is_file():
         raise BadInput(f"no {TOKENIZER} in {folder}", "put the one there that made the tokens")
     if checksum(path) != header.tokenizer:
-        raise BadInput(
-            f"{path} is not the tokenizer that made the tokens beside it",
-            "put the right one back, or prepare the data again",
-        )
+        fix = "put the right one back, or prepare the data again"
+        raise BadInput(f"{path} is not the tokenizer that made the tokens beside it", fix)
 
 
 def _checked(path: Path, header: Header, name: str) -> Survey:
     seen = read_through(path, header)
     expected = (header.train if name == "train" else header.validation).checksum
     if expected is not None and seen.checksum != expected:
-        raise BadInput(
-            f"{path} does not match its checksum: it was changed or damaged",
-            "copy it again, or prepare the data again",
-        )
+        fix = "copy it again, or prepare the data again"
+        raise BadInput(f"{path} does not match its checksum: it was changed or damaged", fix)
     return seen
 
 

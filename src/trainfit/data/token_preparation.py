@@ -152,9 +152,8 @@ def _prepare(
         output.parent.mkdir(parents=True, exist_ok=True)
         building = Path(tempfile.mkdtemp(dir=output.parent, prefix=".building-"))
     except OSError as error:
-        raise BadInput(
-            f"cannot write {output} ({error.strerror})", "choose another folder"
-        ) from None
+        fix = "choose another folder"
+        raise BadInput(f"cannot write {output} ({error.strerror})", fix) from None
     try:
         total = sum(path.stat().st_size for path in files)
         made = _tokenizer(files, total, how, tokenizer, progress)
@@ -167,9 +166,8 @@ def _prepare(
             output.rmdir()
         building.rename(output)
     except OSError as error:
-        raise RunFailed(
-            f"cannot write {output} ({error.strerror})", "free some space and prepare again"
-        ) from error
+        fix = "free some space and prepare again"
+        raise RunFailed(f"cannot write {output} ({error.strerror})", fix) from error
     finally:
         shutil.rmtree(building, ignore_errors=True)
     return header

@@ -178,10 +178,8 @@ def learn_bpe(
     special = list(dict.fromkeys([END_OF_TEXT, *special]))
     fewest = _BYTES + len(special)
     if vocab_size < fewest:
-        raise BadInput(
-            f"a vocabulary of {vocab_size}",
-            f"give {fewest} or more: one for each byte and each special token",
-        )
+        fix = f"give {fewest} or more: one for each byte and each special token"
+        raise BadInput(f"a vocabulary of {vocab_size}", fix)
     return _learn(texts, vocab_size, special, least=least, space_first=False)
 
 
@@ -221,9 +219,8 @@ def load_bpe(path: Path) -> Backend:
     except OSError as error:
         raise BadInput(f"cannot read {path} ({reason(error)})", "give a tokenizer.json") from None
     except BaseException as error:  # noqa: BLE001  a panic of the library is no Exception
-        raise BadInput(
-            f"{path} is no tokenizer ({reason(error)})", "give a tokenizer.json"
-        ) from None
+        fix = "give a tokenizer.json"
+        raise BadInput(f"{path} is no tokenizer ({reason(error)})", fix) from None
 
 
 def end_of_text(tokenizer: Backend) -> int | None:

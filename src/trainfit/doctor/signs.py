@@ -265,9 +265,8 @@ def read_log(path: Path) -> tuple[Finding, ...]:
         with TextIOWrapper(raw, encoding, "replace", newline=None) as file:
             return diagnose(_blocks(file))
     except OSError as error:
-        raise BadInput(
-            f"cannot read the log {path} ({reason(error)})", "give a text file"
-        ) from None
+        fix = "give a text file"
+        raise BadInput(f"cannot read the log {path} ({reason(error)})", fix) from None
 
 
 def diagnose_text(text: str) -> tuple[Finding, ...]:

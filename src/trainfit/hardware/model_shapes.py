@@ -98,10 +98,8 @@ def model_shape(name: str) -> ModelShape:
     spellings = [spelling for shape in model_shapes() for spelling in shape.spellings]
     some = f"the catalogue has {len(model_shapes())} models, such as {', '.join(_WELL_KNOWN)}."
     near = did_you_mean(name.strip(), spellings, some)
-    raise BadInput(
-        f"unknown model {name!r}",
-        f"{near} For any other model give a local folder that holds its config.json",
-    )
+    fix = f"{near} For any other model give a local folder that holds its config.json"
+    raise BadInput(f"unknown model {name!r}", fix)
 
 
 def transformers_config(shape: ModelShape, **overrides: Any) -> PretrainedConfig:

@@ -157,9 +157,8 @@ def choose(
     if kernel is not None:
         return varlen.varlen_attention(layout, window, dtype, causal=causal, kernel=kernel)
     if path != "auto":
-        raise BadInput(
-            f"no variable-length attention here: {reason}", "set attention to auto or masked"
-        )
+        fix = "set attention to auto or masked"
+        raise BadInput(f"no variable-length attention here: {reason}", fix)
     return masked_attention(layout, window, causal=causal)
 
 

@@ -53,14 +53,11 @@ def lay_out(
     if cu_seqlens is None:
         return _padded(input_ids, attention_mask)
     if attention_mask is not None:
-        raise BadInput(
-            "a batch with both attention_mask and cu_seqlens",
-            "give attention_mask for padded rows or cu_seqlens for packed ones",
-        )
+        fix = "give attention_mask for padded rows or cu_seqlens for packed ones"
+        raise BadInput("a batch with both attention_mask and cu_seqlens", fix)
     if input_ids.shape[0] != 1:
-        raise BadInput(
-            f"packed rows of shape {tuple(input_ids.shape)}", "pack all sequences into one row"
-        )
+        fix = "pack all sequences into one row"
+        raise BadInput(f"packed rows of shape {tuple(input_ids.shape)}", fix)
     return _packed(input_ids, cu_seqlens, max_seqlen)
 
 

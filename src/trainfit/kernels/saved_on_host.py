@@ -52,10 +52,8 @@ def pin(tensors: Sequence[Tensor], owner: object) -> None:
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for tensor in tensors:
         if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
-            raise OutOfMemory(
-                f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned",
-                f"{fix}; or raise the limit of locked memory",
-            )
+            what = f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned"
+            raise OutOfMemory(what, f"{fix}; or raise the limit of locked memory")
         # It holds the tensor: memory must not be freed before it is released.
         weakref.finalize(owner, _release, tensor).atexit = False
 

@@ -86,10 +86,8 @@ def use_liger(model: PreTrainedModel) -> None:
     try:
         patches: Any = importlib.import_module("liger_kernel.transformers.monkey_patch")
     except ImportError as error:
-        raise BadInput(
-            f"liger-kernel cannot be imported ({error})",
-            "pip install liger-kernel, or set optimization.liger to false",
-        ) from error
+        fix = "pip install liger-kernel, or set optimization.liger to false"
+        raise BadInput(f"liger-kernel cannot be imported ({error})", fix) from error
     for module in model.modules():
         layer = type(module).__name__
         if layer.endswith("RMSNorm"):

@@ -152,10 +152,8 @@ def read_receipt(run: Path) -> Receipt:
         return Receipt(run=str(run), items=_joined(named))
     if (found := _receipt(run)) is not None:
         return found
-    raise BadInput(
-        f"{run} has no receipt: no step of it was profiled",
-        "train with training.profile_step=true for at least two steps",
-    )
+    fix = "train with training.profile_step=true for at least two steps"
+    raise BadInput(f"{run} has no receipt: no step of it was profiled", fix)
 
 
 def _receipt(folder: Path) -> Receipt | None:

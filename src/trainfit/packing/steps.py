@@ -36,9 +36,8 @@ def check_lengths(lengths: Lengths) -> IntArray:
         raise BadInput(f"the lengths are of type {array.dtype}", "give whole numbers of tokens")
     if array.min() < 1:
         at = int(array.argmin())
-        raise BadInput(
-            f"sequence {at} has {array[at]} tokens", "leave out sequences without tokens"
-        )
+        fix = "leave out sequences without tokens"
+        raise BadInput(f"sequence {at} has {array[at]} tokens", fix)
     return array.astype(np.int64, copy=False)
 
 
@@ -52,10 +51,8 @@ def check_whole(name: str, value: int, least: int = 1) -> int:
 def check_fits(longest: int, limit: int) -> None:
     """Raise BadInput for a sequence that no micro-batch can hold."""
     if longest > limit:
-        raise BadInput(
-            f"a sequence of {longest} tokens does not fit a micro-batch of {limit}",
-            f"truncate to {limit} or less (data.max_length) or raise training.batch_size",
-        )
+        fix = f"truncate to {limit} or less (data.max_length) or raise training.batch_size"
+        raise BadInput(f"a sequence of {longest} tokens does not fit a micro-batch of {limit}", fix)
 
 
 def divide_up(value: int, by: int) -> int:

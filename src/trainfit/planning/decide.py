@@ -262,10 +262,8 @@ def offload(question: Question, gpu: Gpu | None) -> Choice:
         return asked or Choice(value=False, why="the moments stay on the GPU, beside the weights")
     kind = optimizer(question).value
     if kind not in OFFLOADED:
-        raise BadInput(
-            f"optimization.offload_optimizer is for {' and '.join(OFFLOADED)}, not {kind}",
-            "use one of these, or set it to false",
-        )
+        what = f"optimization.offload_optimizer is for {' and '.join(OFFLOADED)}, not {kind}"
+        raise BadInput(what, "use one of these, or set it to false")
     if gpu is None or gpu.vendor != "nvidia":
         return Choice(value=False, why="needs an NVIDIA GPU; it was asked for")
     _, link = host_link(None if gpu.slug is None else find(gpu.slug))

@@ -106,9 +106,8 @@ def attention(kernel: str, restore: ExitStack) -> Change:
     from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, sdpa_kernel
 
     if kernel not in _KERNELS:
-        raise BadInput(
-            f"attention is {kernel!r}", f"give one of {', '.join(_KERNELS)}, or leave it out"
-        )
+        fix = f"give one of {', '.join(_KERNELS)}, or leave it out"
+        raise BadInput(f"attention is {kernel!r}", fix)
     before = attention_order()
     # sdpa_kernel restores the order of the enabled kernels only, and puts the others last.
     restore.callback(torch._C._set_sdp_priority_order, torch._C._get_sdp_priority_order())

@@ -61,10 +61,8 @@ def replay(
     for index, (name, nbytes) in enumerate(events):
         if (name in live) != (nbytes < 0):
             found = "frees {}, which is not" if nbytes < 0 else "allocates {}, which is already"
-            raise BadInput(
-                f"event {index} {found.format(name)} allocated",
-                "log every allocation once, and its free after it",
-            )
+            fix = "log every allocation once, and its free after it"
+            raise BadInput(f"event {index} {found.format(name)} allocated", fix)
         if nbytes < 0:
             allocator.free(live.pop(name))
             continue

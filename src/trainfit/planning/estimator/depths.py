@@ -170,6 +170,5 @@ def folder_content(arguments: dict[str, Any]) -> str:
     try:
         return (Path(name) / "config.json").read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise BadInput(
-            f"cannot read the model in {name} ({error})", "give a folder with a config.json"
-        ) from None
+        fix = "give a folder with a config.json"
+        raise BadInput(f"cannot read the model in {name} ({error})", fix) from None

@@ -128,9 +128,8 @@ def estimate_all(
     """Estimate the memory of several tasks in one child process."""
     capacity = gpu.memory_gib if capacity_gib is None else capacity_gib
     if not capacity > 0:
-        raise BadInput(
-            f"capacity_gib is {capacity_gib}", "give the memory that may be used, in GiB"
-        )
+        fix = "give the memory that may be used, in GiB"
+        raise BadInput(f"capacity_gib is {capacity_gib}", fix)
     targets = (target(gpu, capacity),)
     answers = ask([Request(task=task, targets=targets) for task in tasks])
     return [_estimate(told(answer), gpu, capacity) for answer in answers]
@@ -238,10 +237,8 @@ class _EstimatorChild:
             watchdog.cancel()
         if not answer:
             self._process = None
-            raise RunFailed(
-                f"the estimator died (exit code {process.wait()})",
-                "estimate a smaller batch, and report it",
-            )
+            fix = "estimate a smaller batch, and report it"
+            raise RunFailed(f"the estimator died (exit code {process.wait()})", fix)
         return codec.loads(Answer, answer, "the estimator")
 
     def _started(self) -> subprocess.Popen[str]:

@@ -75,10 +75,8 @@ def install() -> None:
 
 
 def _no_gpu() -> None:
-    raise BadInput(
-        "the step calls torch.cuda, and there is no GPU in an estimate",
-        "leave such calls out of the step; .to('cuda') and device='cuda' are understood",
-    )
+    fix = "leave such calls out of the step; .to('cuda') and device='cuda' are understood"
+    raise BadInput("the step calls torch.cuda, and there is no GPU in an estimate", fix)
 
 
 class OnOneDevice(TorchFunctionMode):
