@@ -1,7 +1,5 @@
 """The precision and the threads of a CPU are those that ran a step faster, and stay so."""
 
-import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -223,7 +221,6 @@ def test_a_large_step_is_cut_down(model: str):
 def test_the_child_that_timed_a_step_estimates_like_a_fresh_one(
     model: str, monkeypatch: pytest.MonkeyPatch
 ):
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     asked = request_for(model, rows=4, width=16)
     shape = {"slots": None, "lengths": None, "micro_batches": 1, "precision": "fp32"}
     task = TaskSpec(
@@ -232,7 +229,7 @@ def test_the_child_that_timed_a_step_estimates_like_a_fresh_one(
     )
     target = estimate.target(find("t4"), 14.0)
     for child in (0, 1):  # both serve other tests too
-        monkeypatch.setattr(estimate._child(child, path), "_process", None)
+        monkeypatch.setattr(estimate._child(child), "_process", None)
     with cpu_choice.dismissed():
         assert len(time_steps(asked.to_json(indent=None)).times) == 2
         assert estimate.is_started(0)

@@ -11,7 +11,6 @@ import math
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -218,7 +217,6 @@ def dismissed() -> Iterator[None]:
 
 def _child(*imported: str) -> subprocess.Popen[str]:
     """Start a child that imports these modules before it reads its request."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     pipe = subprocess.PIPE
     return subprocess.Popen(
         [sys.executable, "-c", _MAIN, *imported],
@@ -226,28 +224,14 @@ def _child(*imported: str) -> subprocess.Popen[str]:
         stdout=pipe,
         stderr=subprocess.DEVNULL,
         text=True,
-        env={**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env=estimate.child_environment(),
     )
 
 
 def time_steps(asked: str) -> StepTimes:
     """Time the request in a child process, which then serves the estimator: it has all imported."""
     child = _WAITING.pop() if _WAITING else _child()
-    assert child.stdin is not None
-    assert child.stdout is not None
-    late = threading.Timer(_SECONDS, child.kill)
-    late.start()
-    try:
-        child.stdin.write(asked + "\n")
-        child.stdin.flush()
-        answer = child.stdout.readline()
-    except BrokenPipeError:
-        answer = ""
-    except BaseException:
-        child.kill()
-        raise
-    finally:
-        late.cancel()
+    answer = estimate.exchange(child, asked, _SECONDS)
     if not answer:
         fix = "set device.mixed_precision"
         raise RunFailed(f"exit code {child.wait()}, or over {_SECONDS} s", fix)

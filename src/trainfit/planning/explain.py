@@ -96,6 +96,10 @@ def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> C
 # ── reasons and the table ────────────────────────────────────────────────────────────────────────
 
 
+_IF_ASKED = ("activation_budget", "offload_activations", "offload_optimizer")
+"""Settings that trade time for memory, which are explained where somebody asked for them."""
+
+
 def choices_for(
     question: Question,
     profile: HardwareProfile,
@@ -117,11 +121,10 @@ def choices_for(
     fill = best.cutting.tokens / best.cutting.computed
     most = question.pinned("micro_batch_tokens")
     limit = "" if most is None else f"at most {most:,} as pinned, "
-    quantized = decide.quantization(question, profile)
-    return {
+    choices = {
         "precision": fixed.precision,
-        **({} if quantized is None else {"quantization": quantized}),
-        **({} if fixed.threads is None else {"num_threads": fixed.threads}),
+        "quantization": decide.quantization(question, profile),
+        "num_threads": fixed.threads,
         "tf32": fixed.tf32,
         "packed": fixed.packed,
         "attention": fixed.attention,
@@ -136,27 +139,18 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
-        **_memory_savers(question, fixed),
+        "activation_budget": fixed.budget,
+        "offload_activations": fixed.offloaded,
         "optimizer": decide.optimizer(question),
-        **_offload(question, profile.gpu),
+        "offload_optimizer": decide.offload(question, profile.gpu),
         "data_on_gpu": data_on_gpu(question, profile.gpu),
         **loader(question, profile),
         "eval_batch_size": eval_batch(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
-
-
-def _offload(question: Question, gpu: Gpu | None) -> dict[str, Choice]:
-    """Explain where the moments are, where somebody asked."""
-    asked = question.pinned("offload_optimizer") is not None
-    return {"offload_optimizer": decide.offload(question, gpu)} if asked else {}
-
-
-def _memory_savers(question: Question, fixed: FixedSettings) -> dict[str, Choice]:
-    """Choices that trade time for memory, where somebody asked for them."""
-    choices = {"activation_budget": fixed.budget, "offload_activations": fixed.offloaded}
-    return {name: made for name, made in choices.items() if question.pinned(name) is not None}
+    shown = (name for name in choices if name not in _IF_ASKED or question.pinned(name) is not None)
+    return {name: made for name in shown if (made := choices[name]) is not None}
 
 
 def _roomy(question: Question, fixed: FixedSettings, best: StepCandidate, held: Target) -> bool:

@@ -174,21 +174,12 @@ def curve(
 
 def _full(size: int, length: int, micro_batches: int, packed: bool) -> Cutting:
     """Build a cut of micro-batches with `size` sequences of the full length."""
-    cut: Cut
+    tokens, many = size * length, micro_batches
+    cut: Cut = PaddedCut(tokens=tokens, shapes=((size, length),), rows=(size,) * many)
     if packed:
-        tokens = size * length
-        cut = PackedCut(
-            part_size=size * micro_batches,
-            micro_batches=micro_batches,
-            budgets=(tokens,),
-            slots=size,
-        )
-    else:
-        cut = PaddedCut(
-            tokens=size * length, shapes=((size, length),), rows=(size,) * micro_batches
-        )
-    total = float(size * length * micro_batches)
-    rows, width = (1, size * length) if packed else (size, length)
+        cut = PackedCut(part_size=size * many, micro_batches=many, budgets=(tokens,), slots=size)
+    total = float(tokens * many)
+    rows, width = (1, tokens) if packed else (size, length)
     lengths = (length,) * size
     return Cutting(cut=cut, rows=rows, width=width, lengths=lengths, computed=total, tokens=total)
 
@@ -335,6 +326,7 @@ def _written(
     compiled = how["compile"].value
     memory = memory_of(best, target, gpu, fits, compiled)
     lengths = sorted(question.workload.lengths)
+    cores = f"{profile.cpu.cores} usable cores beside the GPU, which is not in this machine"
     return Plan(
         fits=fits,
         task=TaskSpec(
@@ -378,17 +370,11 @@ def _written(
             for name, c in choices.items()
         ),
         measurements=tuple(replace(m, samples=()) for m in measured.items) if measured else (),
-        assumptions=(*question.assumed, *_assumptions(profile)),
+        assumptions=(*question.assumed, *([cores] if profile.cpu.assumed else [])),
         data=question.data,
         step_parts=best.cutting.parts,
         **{f.name: choices[f.name].value for f in fields(Plan) if f.name in choices},
     )
-
-
-def _assumptions(profile: HardwareProfile) -> tuple[str, ...]:
-    if not profile.cpu.assumed:
-        return ()
-    return (f"{profile.cpu.cores} usable cores beside the GPU, which is not in this machine",)
 
 
 def _fallbacks(fixed: FixedSettings, best: StepCandidate) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ WORTH_SAYING = 0.05
 """Share of the capacity from which on a saving is named beside a setting."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Saver:
     """A value of a setting that saves memory, and its price."""
 
@@ -56,57 +56,30 @@ class Saver:
 
 SAVERS = (
     Saver(
-        setting="offload_activations",
-        value=True,
-        part="activations",
-        share=1.0,
+        "offload_activations", True, "activations", 1.0, on_host=True,
         price="activations wait for the backward pass in the host's memory",
-        on_host=True,
     ),
     Saver(
-        setting="offload_optimizer",
-        value=True,
-        part="optimizer",
-        share=1.0,
+        "offload_optimizer", True, "optimizer", 1.0, on_host=True, beside="optimizer",
         price="the states are kept in the host's memory",
-        beside="optimizer",
-        on_host=True,
     ),
     Saver(
-        setting="optimizer",
-        value="adamw_bf16",
-        part="optimizer",
-        share=0.5,
+        "optimizer", "adamw_bf16", "optimizer", 0.5, learns=True,
         price="moments are rounded stochastically to bf16",
-        learns=True,
     ),
     Saver(
-        setting="optimizer",
-        value="adamw_8bit",
-        part="optimizer",
-        share=0.75,
+        "optimizer", "adamw_8bit", "optimizer", 0.75, learns=True,
         price="moments are rounded to 8 bits, block by block",
-        learns=True,
     ),
     Saver(
-        setting="quantization",
-        value="int8",
-        part="weights",
-        share=0.5,
+        "quantization", "int8", "weights", 0.5, learns=True, adapters_only=True,
         price="weights that are not trained are rounded to 8 bits",
-        learns=True,
-        adapters_only=True,
     ),
     Saver(
-        setting="quantization",
-        value="nf4",
-        part="weights",
-        share=0.75,
+        "quantization", "nf4", "weights", 0.75, learns=True, adapters_only=True,
         price="weights that are not trained are rounded to 4 bits",
-        learns=True,
-        adapters_only=True,
     ),
-)
+)  # fmt: skip
 """Savers in the order in which they are tried."""
 
 

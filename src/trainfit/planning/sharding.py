@@ -58,7 +58,8 @@ def sharded(
             "start as many ranks on each machine, or use optimization.sharding=fsdp",
         )
     shards = shards_of(kind, plan.ranks, machines)
-    reason = Reason(setting="sharding", value=kind, why=f"{why}; {_sharers(shards)}")
+    sharers = f"{shards} ranks share it" if shards > 1 else "one rank shares it with nobody"
+    reason = Reason(setting="sharding", value=kind, why=f"{why}; {sharers}")
     asked = replace(plan, sharding=cast(Sharding, kind), reasons=(*plan.reasons, reason))
     if plan.memory is None or replan is None:
         return asked
@@ -91,10 +92,6 @@ def _obstacle(plan: Plan) -> tuple[str, str] | None:
     asked = "offload_optimizer" if plan.offload_optimizer else plan.optimizer
     fix = f"use {', '.join(_SHARDED)} on the GPU, or optimization.sharding=none"
     return f"which does not go with {asked}", fix
-
-
-def _sharers(shards: int) -> str:
-    return f"{shards} ranks share it" if shards > 1 else "one rank shares it with nobody"
 
 
 def room_gained(memory: MemoryEstimate, layers: int, ranks: int) -> int:

@@ -49,9 +49,8 @@ def main(answers: TextIO | None = None) -> None:
     compiled_steps.install()
     gc.disable()  # a step frees by counting references
     for number, line in enumerate(sys.stdin):
-        print(
-            codec.dumps(answer(codec.loads(Request, line)), indent=None), file=answers, flush=True
-        )
+        told = answer(codec.loads(Request, line))
+        print(codec.dumps(told, indent=None), file=answers, flush=True)
         if number:
             gc.collect()
         else:
@@ -71,13 +70,9 @@ def answer(request: Request) -> Answer:
     except Exception as error:
         if os.environ.get("TRAINFIT_TRACEBACK"):
             raise
-        return Answer(
-            error=f"the step fails on fake tensors, {type(error).__name__}: {_first_line(error)}"
-        )
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+        kind = type(error).__name__
+        first = (str(error).strip().splitlines() or [kind])[0]
+        return Answer(error=f"the step fails on fake tensors, {kind}: {first}")
 
 
 def _run(request: Request) -> Answer:
@@ -113,7 +108,8 @@ def _run(request: Request) -> Answer:
     weights = sum(_storages(kept).values())
     state = _state_bytes(optimizers, kept, recorder)
     found = _answer(request, recorder, weights, state, repeated or set())
-    adapters = _adapter_bytes(model)
+    # The weights that peft added, by the names that it gives them.
+    adapters = sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
     return replace(
         found,
         weights=weights - adapters,
@@ -159,11 +155,6 @@ def _family(model: torch.nn.Module) -> str:
     types = [getattr(getattr(module, "config", None), "model_type", None) for module in modules]
     own = [type(m).__name__ for m in modules if type(m).__module__.startswith("trainfit.")]
     return next((str(name) for name in [*types, *own] if name), "")
-
-
-def _adapter_bytes(model: torch.nn.Module) -> int:
-    """Bytes of the weights that peft added, by the names that it gives them."""
-    return sum(p.nbytes for name, p in model.named_parameters() if "lora_" in name)
 
 
 def _repeated(step: list[Event]) -> set[int] | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,7 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
         return first + share * (second - first)
 
     few, many = small.rooms[at], large.rooms[at]
+    allocated = line(few.peak_allocated, many.peak_allocated)
     return Taken(
         weights=line(small.weights, large.weights),
         adapters=line(small.adapters, large.adapters),
@@ -116,12 +118,9 @@ def _extrapolated(small: Answer, large: Answer, at: int, layers: int) -> Taken:
         optimizer=line(small.optimizer, large.optimizer),
         activations=line(few.activations, many.activations),
         workspace=few.workspace,
-        peak_allocated=line(few.peak_allocated, many.peak_allocated),
+        peak_allocated=allocated,
         # Segments of 20 MiB make this a staircase, whose line through small depths is too flat.
-        peak_reserved=max(
-            line(few.peak_reserved, many.peak_reserved),
-            line(few.peak_allocated, many.peak_allocated),
-        ),
+        peak_reserved=max(line(few.peak_reserved, many.peak_reserved), allocated),
         fits=None,
         done=((1 - share, small.done), (share, large.done)),
         family=small.family,
@@ -136,12 +135,9 @@ def _ask(
         Request(task=TaskSpec(factory=factory, arguments=shape), targets=targets)
         for shape in shapes
     ]
-    places = [
-        estimate.place(
-            "estimates", codec.dumps(request, indent=None), folder_content(request.task.arguments)
-        )
-        for request in requests
-    ]
+    asked = [codec.dumps(request, indent=None) for request in requests]
+    contents = [folder_content(shape) for shape in shapes]
+    places = list(map(partial(estimate.place, "estimates"), asked, contents))
     answers = [caches.read(Answer, place) for place in places]
     missing = [at for at, answer in enumerate(answers) if answer is None]
     for at, answer in zip(missing, _ask_all([requests[at] for at in missing]), strict=True):

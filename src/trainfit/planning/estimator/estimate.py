@@ -151,29 +151,24 @@ def ask(requests: Sequence[Request], child: int = 0) -> list[Answer]:
     that answer at the same time.
     """
     warn_of_newer()
-    # The child must find everything that the parent can import.
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return _child(child, path).ask(requests)
+    return _child(child).ask(requests)
 
 
 def start(children: int) -> None:
     """Start children ahead of their first request; more than one where cores are idle."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     for number in range(children):
         if number == 0 or _is_idle():
-            _child(number, path).start()
+            _child(number).start()
 
 
 def is_started(child: int) -> bool:
     """Tell if a child runs."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return _child(child, path).runs
+    return _child(child).runs
 
 
 def adopt(process: subprocess.Popen[str]) -> None:
     """Take a process that answers requests from now on as the first child, or end it."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    _child(0, path).adopt(process)
+    _child(0).adopt(process)
 
 
 def _is_idle() -> bool:
@@ -184,16 +179,26 @@ def _is_idle() -> bool:
         return False
 
 
+def _child(number: int) -> _EstimatorChild:
+    return _child_with(number, child_environment()["PYTHONPATH"])
+
+
 @cache
-def _child(_number: int, path: str) -> _EstimatorChild:
-    return _EstimatorChild(path)
+def _child_with(_number: int, _path: str) -> _EstimatorChild:
+    return _EstimatorChild()
+
+
+def child_environment() -> dict[str, str]:
+    """Variables of a child, which finds everything that this process can import, and no GPU."""
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
 
 
 class _EstimatorChild:
     """Child process, started with the first request and again after it died."""
 
-    def __init__(self, path: str) -> None:
-        self._environment = {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    def __init__(self) -> None:
+        self._environment = child_environment()
         self._process: subprocess.Popen[str] | None = None
         self._lock = threading.Lock()
 
@@ -219,22 +224,11 @@ class _EstimatorChild:
 
     def _ask(self, line: str) -> Answer:
         process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        watchdog = threading.Timer(_SECONDS, process.kill)
-        watchdog.start()
         try:
-            process.stdin.write(line + "\n")
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        except BrokenPipeError:
-            answer = ""
-        except BaseException:  # interrupted: a late answer must not serve the next request
-            process.kill()
+            answer = exchange(process, line, _SECONDS)
+        except BaseException:
             self._process = None
             raise
-        finally:
-            watchdog.cancel()
         if not answer:
             self._process = None
             fix = "estimate a smaller batch, and report it"
@@ -253,6 +247,25 @@ class _EstimatorChild:
             )
             atexit.register(end, self._process)
         return self._process
+
+
+def exchange(process: subprocess.Popen[str], line: str, seconds: float) -> str:
+    """Send a line to a child and read its answer; empty where it died or took too long."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    watchdog = threading.Timer(seconds, process.kill)
+    watchdog.start()
+    try:
+        process.stdin.write(line + "\n")
+        process.stdin.flush()
+        return process.stdout.readline()
+    except BrokenPipeError:
+        return ""
+    except BaseException:  # interrupted: a late answer must not serve the next request
+        process.kill()
+        raise
+    finally:
+        watchdog.cancel()
 
 
 def end(process: subprocess.Popen[str]) -> None:

@@ -191,7 +191,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten._local_scalar_dense.default:
             return values if known else self._guess(func, args[0]), (), ()
         if func is aten.nonzero.default:
-            rows = len(values) if known else self._guess_rows(args[0])
+            self.masks += not known
+            rows = len(values) if known else args[0].numel()  # at the most all are not zero
             out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
         else:
             out = func(*args, **kwargs)
@@ -298,11 +299,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not (self.updating and tensor.is_floating_point()):
             self.unknown[str(func)] += 1
         return tensor.dtype != torch.bool and (0.0 if tensor.is_floating_point() else 0)
-
-    def _guess_rows(self, tensor: torch.Tensor) -> int:
-        """Number of elements that are not zero: at the most all of them."""
-        self.masks += 1
-        return tensor.numel()
 
     def _without_masks(self, func: Any, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Replace boolean masks by the places of their True elements, as CUDA's kernels do."""
