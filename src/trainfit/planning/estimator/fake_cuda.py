@@ -302,8 +302,7 @@ def saved_on_host(device: str) -> type[SavedOnHost]:
 
 def _note(nbytes: int) -> None:
     backward = torch._C._current_graph_task_id() != -1
-    how: Any = {"half": False, "aligned": True, "backward": backward, "update": False}
-    work = Work(kind="transfer", flops=0, skipped=0, nbytes=nbytes, **how)
+    work = Work(kind="transfer", nbytes=nbytes, half=False, backward=backward)
     for mode in _get_current_dispatch_mode_stack():
         if isinstance(mode, Recorder):
             mode.note(work)

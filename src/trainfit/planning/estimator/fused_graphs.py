@@ -9,6 +9,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -78,8 +79,8 @@ class FusedGraph:
         inputs = deque(args)
         args.clear()
         if recorder is None:
-            values = self._walk(inputs, lambda node, had: self._run(node, had, None), _nothing)
-            return self._output(values)
+            plain = partial(self._run, recorder=None)
+            return self._output(self._walk(inputs, plain, lambda: None))
         key = (_is_backward(), *map(_layout, inputs))
         tape = self._tapes.get(key)
         if tape is None:
@@ -186,22 +187,15 @@ class FusedGraph:
         if recorder is not None:
             made = [t for t in pytree.tree_leaves(values[node]) if isinstance(t, torch.Tensor)]
             recorder.follow(made)
-            recorder.note(self._fused_work(node, made, values))
+            leaves = [values.get(leaf) for leaf in self._reads[node]]
+            read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+            recorder.note(_work("copy", sum(map(tensor_bytes, [*made, *read]))))
 
     def _write(self, node: fx.Node, values: _Values) -> Any:
         made = node.meta["val"]
         if node in self._overwritten:
             return values[self._overwritten[node]].as_strided(made.shape, made.stride())
         return pytree.tree_map_only(torch.Tensor, like, made)
-
-    def _fused_work(self, node: fx.Node, made: list[torch.Tensor], values: _Values) -> Work:
-        leaves = [values.get(leaf) for leaf in self._reads[node]]
-        read = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return _work("copy", sum(map(tensor_bytes, made)) + sum(map(tensor_bytes, read)))
-
-
-def _nothing() -> None:
-    """Do nothing."""
 
 
 def _layout(item: Any) -> Any:
@@ -240,17 +234,7 @@ def _unseen() -> Iterator[None]:
 
 
 def _work(kind: Literal["copy", "call"], nbytes: int) -> Work:
-    return Work(
-        kind=kind,
-        flops=0,
-        skipped=0,
-        nbytes=nbytes,
-        half=True,
-        aligned=True,
-        backward=_is_backward(),
-        update=False,
-        compiled=True,
-    )
+    return Work(kind=kind, nbytes=nbytes, half=True, backward=_is_backward(), compiled=True)
 
 
 def _is_backward() -> bool:

@@ -31,18 +31,18 @@ class Work(Record):
     ]
     """A call is no kernel but the entry into compiled code, which takes CPU time. A link's work is
     a copy from the host that an update waits for, a transfer one beside the kernels."""
-    flops: int
-    skipped: int
+    flops: int = 0
+    skipped: int = 0
     """Floating-point operations that the kernel leaves out because they are masked."""
     again: int = 0
     """Floating-point operations done before: a backward pass computes its scores again."""
     nbytes: int
     half: bool
     """True if its products run on the half-precision matrix units."""
-    aligned: bool
+    aligned: bool = True
     """True if every dimension suits the matrix units; a vocabulary of 50,257 does not."""
     backward: bool
-    update: bool
+    update: bool = False
     """True in the optimizer's update, which a step does once."""
     compiled: bool = False
     """True if compiled code launches it, which takes the CPU less time."""

@@ -125,9 +125,8 @@ _UPDATES = ("_foreach_", "_fused_", "adamw_", "host_")
 
 _FETCH, _STORE = "trainfit::host_fetch_", "trainfit::host_store_"
 """Copies from and to the host; those to it overlap with the others, since a link has two ways."""
-QUANTIZED = frozenset(
-    {torch.ops.trainfit.quantized_linear, torch.ops.trainfit.quantized_linear_backward}
-)
+_own = torch.ops.trainfit
+QUANTIZED = frozenset({_own.quantized_linear, _own.quantized_linear_backward})
 """Products with a weight that is widened before them."""
 
 
@@ -151,12 +150,10 @@ def _quantized_works(
     product = Work(
         kind="product",
         flops=2 * rows * shape[0] * shape[1],
-        skipped=0,
         nbytes=tensor_bytes(x) + wide + tensor_bytes(out),
         half=half,
         aligned=all(size % 8 == 0 for size in (rows, *shape)),
         backward=backward,
-        update=False,
     )
     return replace(product, kind="copy", flops=0, nbytes=read + wide), product
 
