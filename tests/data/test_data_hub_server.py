@@ -171,7 +171,7 @@ from trainfit.data.text_files import Columns
 from trainfit.data import columnar
 
 made = held = done = 0
-read = columnar.read_saved_dataset
+read = columnar.read_table
 
 def counted(path, names):
     global made, held
@@ -184,7 +184,7 @@ def progress(count):
     global done
     done = count
 
-columnar.read_saved_dataset = counted
+columnar.read_table = counted
 tokenizer = learn_tokenizer(["film bad good 0 1 2 3 4 5 6 7 8 9"] * 2, vocabulary=320)
 found = []
 for limit in (0, 2**40):

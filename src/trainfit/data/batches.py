@@ -73,7 +73,10 @@ class StepLoader:
     ) -> None:
         """With `in_step` all ranks get the same number of micro-batches, some without sequences."""
         self.lengths = np.asarray(task.lengths(), dtype=np.int64)
-        there = _collate_there(task, device) if options.on_gpu else None
+        collate_there = getattr(task, "collate_there", None)
+        there: Collate | None = None
+        if options.on_gpu and device.type == "cuda" and collate_there is not None:
+            there = collate_there(device)
         self.on_device = there is not None
         self._dataset = _Collated(there or task.collate)
         self._rank, self._ranks, self._in_step = rank, ranks, in_step
@@ -154,12 +157,6 @@ class _Collated(Dataset[list[Batch]]):
     def __getitem__(self, job: StepWork) -> list[Batch]:
         batches, slots = job
         return [self._collate(b.sequences, b.rows, b.width, slots) for b in batches]
-
-
-def _collate_there(task: TrainTask, device: torch.device) -> Collate | None:
-    """Return the task's function that collates on the GPU; None where it has none."""
-    there: Callable[[torch.device], Collate | None] | None = getattr(task, "collate_there", None)
-    return None if there is None or device.type != "cuda" else there(device)
 
 
 def _build_loader(

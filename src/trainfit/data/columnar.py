@@ -173,28 +173,16 @@ _LEAST, _MOST = 2 << 30, 16 << 30
 """Bounds in bytes of the child's address space, which is half of the machine's memory."""
 
 
-def read_parquet(path: Path, names: list[str]) -> Rows:
-    """Read the rows of a Parquet file."""
-    return _read(path, _parquet(path), names)
+def read_table(path: Path, names: list[str]) -> Rows:
+    """Read the rows of a Parquet file, or of a folder that datasets' save_to_disk wrote."""
+    return _read(path, _source(path), names)
 
 
-def parquet_columns(path: Path) -> list[str]:
-    """Names of the columns of a Parquet file."""
-    return _columns(path, _parquet(path))
-
-
-def read_saved_dataset(path: Path, names: list[str]) -> Rows:
-    """Read the rows of a folder that datasets' save_to_disk wrote."""
-    return _read(path, _arrow(path), names)
-
-
-def saved_columns(path: Path) -> list[str]:
-    """Names of the columns of a folder that datasets' save_to_disk wrote."""
-    return _columns(path, _arrow(path))
-
-
-def _parquet(path: Path) -> dict[str, Any]:
-    return {"format": "parquet", "files": [str(check_regular(path).absolute())]}
+def table_columns(path: Path) -> list[str]:
+    """Names of the columns of such a file or folder."""
+    with closing(_answers(path, _source(path) | {"columns": [], "batch": _BATCH})) as answers:
+        header = next(answers)
+    return [*header["columns"], *header["twice"]]
 
 
 def is_stream(path: Path) -> bool:
@@ -203,7 +191,9 @@ def is_stream(path: Path) -> bool:
     return path.absolute().is_relative_to(own) and (path / STREAM).is_file()
 
 
-def _arrow(path: Path) -> dict[str, Any]:
+def _source(path: Path) -> dict[str, Any]:
+    if not path.is_dir():
+        return {"format": "parquet", "files": [str(check_regular(path).absolute())]}
     if is_stream(path):
         return codec.read_object(path / STREAM) | {"format": "hub"}
     files = _listed(check_saved_dataset(path))
@@ -245,12 +235,6 @@ def _read(path: Path, source: dict[str, Any], names: list[str]) -> Rows:
             for values in answer["rows"]:
                 number += 1
                 yield number, dict(zip(names, values, strict=True))
-
-
-def _columns(path: Path, source: dict[str, Any]) -> list[str]:
-    with closing(_answers(path, source | {"columns": [], "batch": _BATCH})) as answers:
-        header = next(answers)
-    return [*header["columns"], *header["twice"]]
 
 
 def _answers(path: Path, request: dict[str, Any]) -> Generator[dict[str, Any]]:

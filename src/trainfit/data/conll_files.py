@@ -32,10 +32,6 @@ _BLANKS = re.compile(r"[ \t]+")
 """Other spaces may be part of a word."""
 
 
-def _columns(_path: Path) -> list[str]:
-    return [WORDS, TAGS]
-
-
 def read_conll(path: Path, names: list[str]) -> Rows:
     """Read each sentence's number, from 1, with its words and tags; without TAGS, words alone."""
     for name in names:
@@ -113,7 +109,8 @@ def read_word_table(path: Path, names: list[str]) -> Rows:
 
     A new one begins where the column of sentences changes; it may be empty in further rows.
     """
-    _table_columns(path) if TAGS in names else None
+    if TAGS in names:
+        _table_columns(path)
     columns = _word_columns(path)
     words: list[str] = []
     tags: list[str] = []
@@ -136,7 +133,7 @@ def read_word_table(path: Path, names: list[str]) -> Rows:
         yield sentence + 1, {WORDS: words, TAGS: tags}
 
 
-_CONLL = FileKind(_columns, read_conll)
+_CONLL = FileKind(lambda _path: [WORDS, TAGS], read_conll)
 TAGGED: Kinds = {
     **{ending: KINDS[ending] for ending in (".jsonl", ".ndjson", ".json", ".parquet")},
     **dict.fromkeys(ENDINGS, _CONLL),

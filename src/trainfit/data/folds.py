@@ -131,7 +131,9 @@ def _parts(
     if count > there:
         what = f"{there} {'rows' if own is None else 'groups'} cannot be split into {count} parts"
         raise BadInput(what, "give more data, fewer cv.folds, or files for validation and test")
-    labels = _common_strata(strata[items], count)
+    labels = strata[items]
+    if np.unique(labels, return_counts=True)[1].max() < count:  # none has a member for each part
+        labels = np.zeros_like(labels)
     random = np.random.RandomState(seed % 2**32)
     if own is None:
         part_of = _deal(labels, count, random)
@@ -188,12 +190,6 @@ def _deal_groups(
         held[best] += counts[group]
         part_of[group] = best
     return part_of[groups]
-
-
-def _common_strata(strata: IntArray, count: int) -> IntArray:
-    """Return the strata, or a single one where none has a member for each part."""
-    _, sizes = np.unique(strata, return_counts=True)
-    return strata if sizes.max() >= count else np.zeros_like(strata)
 
 
 def _one_in(share: float) -> int:

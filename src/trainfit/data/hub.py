@@ -237,8 +237,10 @@ def fetch_dataset(name: str, stream_above: float | None = None) -> Path:
     most = memory_here() if stream_above is None else stream_above
     if _is_whole(folder):
         return folder
-    if _is_whole(streamed) and _streamed_size(streamed) > most:
-        return streamed
+    if _is_whole(streamed):
+        known = codec.read_object(next(streamed.glob(f"*/{STREAM}")))
+        if int(known["size"]) > most:
+            return streamed
     need(f"the dataset {name} of the hub", "datasets")
     try:
         reached = reach(name.partition(":")[0], "dataset")
@@ -290,11 +292,6 @@ def _point(folder: Path, name: str, remote: _Remote) -> None:
             known = about | {"split": split, "size": remote.size}
             (made / split / STREAM).write_text(json.dumps(known))
             (made / split / "state.json").write_text(json.dumps({"_data_files": []}))
-
-
-def _streamed_size(folder: Path) -> int:
-    """Bytes of a streamed dataset, as they were when it was looked up."""
-    return int(codec.read_object(next(folder.glob(f"*/{STREAM}")))["size"])
 
 
 def _is_whole(folder: Path) -> bool:

@@ -94,7 +94,7 @@ def _misspelt(path: Path) -> str | None:
 
 def _kind(path: Path, kinds: Kinds | None) -> FileKind:
     if path.is_dir():
-        return FileKind(columnar.saved_columns, columnar.read_saved_dataset)
+        return FileKind(columnar.table_columns, columnar.read_table)
     kinds = KINDS if kinds is None else kinds
     if path.suffix.lower() not in kinds:
         given = f"give {', '.join(kinds)} or a folder that datasets' save_to_disk wrote"
@@ -312,6 +312,6 @@ KINDS: Kinds = {
     ".jsonl": _OBJECTS,
     ".ndjson": _OBJECTS,
     ".json": _OBJECTS,
-    ".parquet": FileKind(columnar.parquet_columns, columnar.read_parquet),
+    ".parquet": FileKind(columnar.table_columns, columnar.read_table),
 }
 """Kinds of files by their ending."""

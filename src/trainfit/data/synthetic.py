@@ -256,7 +256,8 @@ def make_texts(scale: Scale = "small", seed: int = 0, target: Target = "single")
     """
     random = np.random.default_rng((seed, 9))
     if target != "single":
-        return _make_rated(scale, random, target)
+        rated = (random.random((_COUNT[scale], len(_CUES))) < _RATED).astype(np.uint8)
+        return _rated(rated, target, [_tell(row, _TEXT_WORDS[scale], random) for row in rated])
     count = _COUNT[scale]
     labels = random.permutation(np.arange(count) < round(_FLAGGED * count)).astype(np.int64)
     return Texts(
@@ -318,11 +319,6 @@ def _tell(there: NDArray[np.uint8], words: tuple[int, int], random: np.random.Ge
     low, high = np.log(words)
     size = max(SENTENCE * len(telling), round(float(np.exp(random.uniform(low, high)))))
     return " ".join(compose(size, told, random)[0])
-
-
-def _make_rated(scale: Scale, random: np.random.Generator, target: Target) -> Texts:
-    labels = (random.random((_COUNT[scale], len(_CUES))) < _RATED).astype(np.uint8)
-    return _rated(labels, target, [_tell(row, _TEXT_WORDS[scale], random) for row in labels])
 
 
 def _rated(

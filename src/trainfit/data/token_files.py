@@ -178,12 +178,11 @@ def _map(path: Path, header: Header) -> Ids:
     part = header.train if path.name == FILES["train"] else header.validation
     size, width = path.stat().st_size, np.dtype(header.dtype).itemsize
     if size != part.tokens * width:
-        raise BadInput(
-            f"{path} is cut off or too long: {size:,} bytes instead of {part.tokens * width:,}"
-            if size % width == 0 or part.checksum
-            else f"{path} is cut off: {size:,} bytes are no whole number of {header.dtype}",
-            "copy it again, or prepare the data again",
-        )
+        what = f"{path} is cut off: {size:,} bytes are no whole number of {header.dtype}"
+        if size % width == 0 or part.checksum:
+            expected = f"{size:,} bytes instead of {part.tokens * width:,}"
+            what = f"{path} is cut off or too long: {expected}"
+        raise BadInput(what, "copy it again, or prepare the data again")
     if part.tokens < 2:
         raise BadInput(f"{path} has {part.tokens} tokens", "prepare a larger corpus")
     mapped: Ids = np.memmap(path, dtype=np.dtype(header.dtype).newbyteorder("<"), mode="r")

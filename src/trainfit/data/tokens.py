@@ -33,6 +33,11 @@ _CHUNK = 1024
 """Sequences given to the tokenizer at once."""
 _REPEATED = 2
 """Times that a text occurs in pairs, from which on it is tokenised once and for all."""
+_IDS_ALONE: dict[str, Any] = {
+    "padding": False,
+    "return_attention_mask": False,
+    "return_token_type_ids": False,
+}
 IGNORED = -100
 """Tag of a token that has none: a special one, or not the first of its word."""
 
@@ -154,14 +159,7 @@ def tokenize_texts(
 
 def encode_texts(tokenizer: Tokenizer, texts: Sequence[str], max_length: int) -> list[list[int]]:
     """Token ids of each text; an empty text gets one token, because packing needs one."""
-    encoded = tokenizer(
-        list(texts),
-        truncation=True,
-        max_length=max_length,
-        padding=False,
-        return_attention_mask=False,
-        return_token_type_ids=False,
-    )
+    encoded = tokenizer(list(texts), truncation=True, max_length=max_length, **_IDS_ALONE)
     ids: list[list[int]] = encoded["input_ids"]
     # A tokenizer without special tokens returns no token for an empty text.
     filler = tokenizer.eos_token_id if isinstance(tokenizer.eos_token_id, int) else 0
@@ -192,9 +190,7 @@ def encode_words(
             is_split_into_words=True,
             truncation=True,
             max_length=max_length,
-            padding=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
+            **_IDS_ALONE,
         )
         for at, found in enumerate(encoded["input_ids"]):
             of = encoded.word_ids(at)
@@ -317,9 +313,7 @@ def encode_pairs(
             [before + second for _, second in part],
             truncation=shorten,
             max_length=max_length,
-            padding=False,
-            return_attention_mask=False,
-            return_token_type_ids=with_types,
+            **_IDS_ALONE | {"return_token_type_ids": with_types},
         )
         ids += encoded["input_ids"]
         types += encoded["token_type_ids"] if with_types else []

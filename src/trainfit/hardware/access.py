@@ -135,29 +135,21 @@ def _cuda_devices(
 def _cuda_device(torch: Any, index: int, vendor: Literal["nvidia", "amd"]) -> TorchDevice:
     has_context = _has_context(torch, index)  # asked before anything else can make one
     found = torch.cuda.get_device_properties(index)
-    uuid = getattr(found, "uuid", None)
+    uuid, pci = getattr(found, "uuid", None), None
+    if hasattr(found, "pci_bus_id"):  # since torch 2.8
+        pci = pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
+    nvidia = vendor == "nvidia"
     return TorchDevice(
         index=index,
         name=found.name,
         vendor=vendor,
-        capability=(
-            f"{found.major}.{found.minor}"
-            if vendor == "nvidia"
-            else found.gcnArchName.split(":")[0]
-        ),
+        capability=f"{found.major}.{found.minor}" if nvidia else found.gcnArchName.split(":")[0],
         memory_bytes=found.total_memory,
         sm_count=found.multi_processor_count,
         uuid=None if uuid is None else str(uuid),
-        pci=_pci(found),
+        pci=pci,
         has_context=has_context,
     )
-
-
-def _pci(found: Any) -> str | None:
-    """PCI address, which torch has since 2.8."""
-    if not hasattr(found, "pci_bus_id"):
-        return None
-    return pci_address(found.pci_domain_id, found.pci_bus_id, found.pci_device_id)
 
 
 def _has_context(torch: Any, index: int) -> bool | None:

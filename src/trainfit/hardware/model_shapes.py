@@ -203,6 +203,11 @@ _Heads = Annotated[int, Range(1, 1024)]
 _Positions = Annotated[int, Range(1, 2**25)]
 _Share = Annotated[float, Range(0, 1)]
 _Name = Annotated[str, Length(1, 100)]
+_DROPOUTS = """
+    attention_dropout attention_probs_dropout_prob attn_pdrop classifier_dropout dropout embd_pdrop
+    embedding_dropout hidden_dropout hidden_dropout_prob mlp_dropout pooler_dropout resid_pdrop
+"""
+_ROPE = "global_rope_theta local_rope_theta query_pre_attn_scalar rope_local_base_freq rope_theta"
 _KINDS: dict[Any, tuple[str, ...]] = {
     Annotated[int, Range(1, 2**24)]: ("vocab_size", "embedding_size"),
     _Layers: ("num_hidden_layers", "n_layer", "n_layers", "num_layers"),
@@ -217,33 +222,9 @@ _KINDS: dict[Any, tuple[str, ...]] = {
     Annotated[int, Range(0, 65_536)]: ("type_vocab_size",),
     Annotated[int, Range(-1, 2**24)] | None: ("pad_token_id",),
     Annotated[int, Range(-1, 2**20)]: ("position_buckets", "max_relative_positions"),
-    _Share | None: (
-        "attention_dropout",
-        "attention_probs_dropout_prob",
-        "attn_pdrop",
-        "classifier_dropout",
-        "dropout",
-        "embd_pdrop",
-        "embedding_dropout",
-        "hidden_dropout",
-        "hidden_dropout_prob",
-        "mlp_dropout",
-        "pooler_dropout",
-        "resid_pdrop",
-    ),
-    Annotated[float, Range(0, 1)]: (
-        "layer_norm_eps",
-        "layer_norm_epsilon",
-        "norm_eps",
-        "rms_norm_eps",
-    ),
-    Annotated[float, Range(1, 1e12)] | None: (
-        "global_rope_theta",
-        "local_rope_theta",
-        "query_pre_attn_scalar",
-        "rope_local_base_freq",
-        "rope_theta",
-    ),
+    _Share | None: tuple(_DROPOUTS.split()),
+    _Share: ("layer_norm_eps", "layer_norm_epsilon", "norm_eps", "rms_norm_eps"),
+    Annotated[float, Range(1, 1e12)] | None: tuple(_ROPE.split()),
     Annotated[float, Range(0, 1000)]: ("initializer_range", "initializer_factor"),
     _Name: ("model_type", "hidden_act", "hidden_activation", "activation_function", "conv_act"),
     tuple[str, ...] | None: ("layer_types",),

@@ -1,18 +1,10 @@
 """Measurements: rates of the machine, times of loaders, memory use, receipts."""
 
 from trainfit.measuring.machine_rates import measure, remember, remembered
-from trainfit.measuring.timing import (
-    LoaderTiming,
-    MemoryTracker,
-    MemoryUse,
-    benchmark_dataloader,
-    time_loader,
-)
+from trainfit.measuring.timing import MemoryTracker, benchmark_dataloader, time_loader
 
 __all__ = [
-    "LoaderTiming",
     "MemoryTracker",
-    "MemoryUse",
     "benchmark_dataloader",
     "measure",
     "remember",

@@ -121,6 +121,9 @@ def gather(
     cuda = cuda_in_use()
     seen = batches(given, trace, seconds)
     updates = _updates(trace)
+    calls: Counter[str] = Counter()
+    for _, kind, count in updates:
+        calls[kind] += count
     parts, launches = parts_of(trace)
     return Evidence(
         step=step,
@@ -133,7 +136,7 @@ def gather(
         compiler=compiler_of(trace),
         batches=seen if sequences is None else replace(seen, sequences=sequences),
         switches=switches(),
-        updates=_sums((kind, count) for _, kind, count in updates),
+        updates=dict(calls),
         optimizers={name: kind for name, kind, _ in updates},
         fetched=trace.calls("trainfit::host_fetch_"),
         recomputed=_recomputed(trace),
@@ -214,21 +217,9 @@ def moments_of(optimizer: Any) -> dict[str, int]:
         for state in getattr(part, "state", {}).values():
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
-                    total[f"{str(value.dtype).removeprefix('torch.')} on {_place(value)}"] += (
-                        value.nbytes
-                    )
-    return dict(total)
-
-
-def _place(tensor: Any) -> str:
-    """Name of the memory that a tensor is in."""
-    return "the host" if cuda_in_use() and tensor.device.type == "cpu" else str(tensor.device.type)
-
-
-def _sums(pairs: Iterable[tuple[str, int]]) -> dict[str, int]:
-    total: Counter[str] = Counter()
-    for name, count in pairs:
-        total[name] += count
+                    host = cuda_in_use() and value.device.type == "cpu"
+                    place = "the host" if host else value.device.type
+                    total[f"{str(value.dtype).removeprefix('torch.')} on {place}"] += value.nbytes
     return dict(total)
 
 

@@ -127,8 +127,12 @@ def median_interval(samples: Sequence[float], *, seed: int = 0) -> Interval:
         raise BadInput("there is no sample", "measure at least once")
     values = np.asarray(samples, dtype=np.float64)
     drawn = np.random.default_rng(seed).choice(values, size=(_RESAMPLES, values.size))
-    low, high = np.percentile(np.median(drawn, axis=1), (_TAIL, 100 - _TAIL))
-    return Interval(value=float(np.median(values)), low=float(low), high=float(high))
+    return _interval(float(np.median(values)), np.median(drawn, axis=1))
+
+
+def _interval(value: float, drawn: NDArray[np.float64]) -> Interval:
+    low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
+    return Interval(value=value, low=float(low), high=float(high))
 
 
 Rounds = Sequence[Sequence[float]]
@@ -141,17 +145,14 @@ def rounds_interval(rounds: Rounds) -> Interval:
     Disturbances last longer than a step, so the samples of a round are alike. Rounds are resampled
     first, then the samples in each: rounds that disagree widen the interval.
     """
-    drawn = _medians(rounds, np.random.default_rng(0))
-    low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
-    return Interval(value=_median(rounds), low=float(low), high=float(high))
+    return _interval(_median(rounds), _medians(rounds, np.random.default_rng(0)))
 
 
 def ratio_interval(rounds: Rounds, others: Rounds) -> Interval:
     """Ratio of two such medians with its 95% bootstrap interval."""
     draws = np.random.default_rng(0)
     drawn = _medians(rounds, draws) / _medians(others, draws)
-    low, high = np.percentile(drawn, (_TAIL, 100 - _TAIL))
-    return Interval(value=_median(rounds) / _median(others), low=float(low), high=float(high))
+    return _interval(_median(rounds) / _median(others), drawn)
 
 
 def _median(rounds: Rounds) -> float:

@@ -9,7 +9,7 @@ factors are rates of the machine where they are known, and else the constants be
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -358,11 +358,7 @@ CHECKS = Path(__file__).with_name("what_if_checks.json")
 
 def recorded_errors(path: Path = CHECKS) -> dict[str, float]:
     """Median error of the recorded checks in points, by change."""
-    return {name: median(errors) for name, errors in _errors(path)}
-
-
-def _errors(path: Path) -> Iterator[tuple[str, list[float]]]:
-    rows = json.loads(path.read_text(encoding="utf-8"))["checks"]
-    for name in dict.fromkeys(row["change"] for row in rows):
-        mine = [row for row in rows if row["change"] == name]
-        yield name, [abs(row["predicted"] - row["measured"]) for row in mine]
+    errors: dict[str, list[float]] = {}
+    for row in json.loads(path.read_text(encoding="utf-8"))["checks"]:
+        errors.setdefault(row["change"], []).append(abs(row["predicted"] - row["measured"]))
+    return {name: median(every) for name, every in errors.items()}

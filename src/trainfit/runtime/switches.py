@@ -313,13 +313,8 @@ def apply(settings: RuntimeSettings | Plan) -> Applied:
     with ExitStack() as restore:
         asked = {name: getattr(wanted, name) for name in _SWITCHES}
         asked["empty_cache"] = asked["empty_cache"] or None  # False asks for nothing
-        done = Applied(
-            changes=tuple(
-                _SWITCHES[name](value, restore)
-                for name, value in asked.items()
-                if value is not None
-            )
-        )
+        wanted_now = ((name, value) for name, value in asked.items() if value is not None)
+        done = Applied(changes=tuple(_SWITCHES[name](value, restore) for name, value in wanted_now))
         _in_force.append((done, restore.pop_all()))
     return done
 
