@@ -247,16 +247,12 @@ def status(words: tuple[str, ...], storage: str | None, as_json: bool) -> None:
     with reading_study():
         names = [study] if study is not None else list_studies(url)
         every = [status_of(find_study(name, url)) for name in names]
-    if study is not None:
-        if as_json:
-            click.echo(codec.for_programs(codec.encode(every[0]), None))
-        else:
-            console.print(status_page(every[0]))
-        return
-    if as_json:
+    if not as_json:
+        console.print(studies_page(every) if study is None else status_page(every[0]))
+    elif study is None:
         click.echo(json.dumps(codec.encode(every)))
     else:
-        console.print(studies_page(every))
+        click.echo(codec.for_programs(codec.encode(every[0]), None))
 
 
 @command.command()

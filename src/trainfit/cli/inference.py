@@ -104,7 +104,9 @@ def predict(
         found, numbers = _read(path, columns)
     texts = found["text"]
     if ":" in run:
-        rows = _own(run, place, texts)
+        from trainfit.jobs import own_steps
+
+        rows = own_steps.predict(run, place, [_item(text) for text in texts])
     else:
         with loading():
             from trainfit.jobs.predict import answer
@@ -152,14 +154,8 @@ def _print(rows: Sequence[Any], form: str) -> None:
         click.echo(json.dumps(rows, indent=2))
 
 
-def _own(task: str, run: Path, texts: Sequence[str]) -> list[Any]:
-    """Answer by a job of the user's own, whose class the user named."""
-    from trainfit.jobs import own_steps
-
-    return own_steps.predict(task, run, [_item(text) for text in texts])
-
-
 def _item(text: str) -> Any:
+    """Read an item of a job of the user's own: JSON, or a text."""
     try:
         return json.loads(text)
     except ValueError:

@@ -195,15 +195,10 @@ def complete_override(context: click.Context, _parameter: click.Parameter, begun
     key, equals, _ = begun.partition("=")
     if equals:
         return _beginning(begun, (f"{key}={value}" for value in _values(task, key)))
-    if (key := _split_off(context)) in _keys(task):
-        return _beginning(begun, _values(task, key))
+    before = [word for word in context.params.get("overrides") or () if word != "="]
+    if before and before[-1] in _keys(task):  # bash splits key, = and value
+        return _beginning(begun, _values(task, before[-1]))
     return _beginning(begun, (f"{name}=" for name in _keys(task)))
-
-
-def _split_off(context: click.Context) -> str:
-    """Key before the word, since bash splits key, = and value."""
-    words = [word for word in context.params.get("overrides") or () if word != "="]
-    return words[-1] if words else ""
 
 
 def _beginning(begun: str, words: Iterable[str]) -> list[str]:
@@ -301,7 +296,6 @@ def init(task: str, output: Path | None) -> None:
     """
     from trainfit.conf.composition import schema_of
     from trainfit.conf.starting import starting_file
-    from trainfit.core.errors import BadInput
     from trainfit.core.files import check_output, write_output
 
     schema_of(task)

@@ -9,7 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +65,7 @@ class JobFile:
             python=shlex.quote(str(Path(self.program).parent)) if "/" in self.program else "",
             package="trainfit[hpo]" if command == "hpo" else "trainfit",
             warning=_WARNING,
-            **{name: getattr(self, name) for name in ("nodes", "each", "cpus", "time", "file")},
-            **{name: getattr(self, name) for name in ("array", "partition", "image", "bucket")},
-            accelerator=self.accelerator,
+            **asdict(self),
         )
 
     def _run(self) -> list[str]:
@@ -79,10 +77,8 @@ class JobFile:
         if words[0] == "hpo":
             return ["trainfit", *words]
         words += ["--resume", "auto"]
-        return ["trainfit", *words, *([] if self.kind == "kubeflow" else ["--gpus", self._gpus()])]
-
-    def _gpus(self) -> str:
-        return "all" if self.each else "1"
+        words += [] if self.kind == "kubeflow" else ["--gpus", "all" if self.each else "1"]
+        return ["trainfit", *words]
 
 
 @click.command(context_settings={"ignore_unknown_options": True})

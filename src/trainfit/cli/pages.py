@@ -15,7 +15,6 @@ from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Table
 from rich.text import Text
 
-from trainfit.core import codec
 from trainfit.core.files import write_output
 from trainfit.core.plan_records import shown
 from trainfit.core.records import Scalar
@@ -31,9 +30,6 @@ from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
 if TYPE_CHECKING:
     from trainfit.hpo.final import StudyResult
     from trainfit.hpo.status import StudyStatus, TrialRow
-
-
-_STYLES = {"skipped": "dim"}
 
 
 @contextmanager
@@ -96,7 +92,8 @@ def result_page(result: TuneResult) -> RenderableType:
         if trial.samples_per_second is not None:
             table.add_row(*_cells(trial, result.planned_samples_per_second))
     rest = [trial for trial in rows if trial.samples_per_second is None]
-    lines = [Text(trial_line(trial), _STYLES.get(trial.status, "yellow")) for trial in rest]
+    styles = ["dim" if trial.status == "skipped" else "yellow" for trial in rest]
+    lines = [Text(trial_line(trial), style) for trial, style in zip(rest, styles, strict=True)]
     return Group(table, "", *lines, *([""] if lines else []), *map(Text, _ending(result)))
 
 
@@ -150,12 +147,6 @@ def _ending(result: TuneResult) -> Iterator[str]:
     yield f"{measured} trials in {result.seconds:.0f} s{end[result.ended]}."
     if result.samples_per_second is not None:
         yield "`trainfit train` of the same job uses this from now on; tune=off does not."
-
-
-def result_data(result: TuneResult) -> dict[str, Any]:
-    """Data of a result for --json."""
-    data: dict[str, Any] = codec.encode(result)
-    return data | {"gain": result.gain}
 
 
 def ladder_page(ladder: Ladder) -> RenderableType:

@@ -288,14 +288,14 @@ def _job(task: str, words: tuple[str, ...]) -> JobQuestion:
 
 def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.pages import result_data, result_page, trial_line, watched
+    from trainfit.cli.pages import result_page, trial_line, watched
     from trainfit.jobs.tuned_plans import MINUTES, tune
     from trainfit.reports import terminal
 
     minutes = minutes or MINUTES
     with watched("tuning", minutes * 60, quiet=as_json) as say:
         result = tune(job, minutes=minutes, tell=lambda trial: say(trial_line(trial)))
-    _hand_out(result_data(result), as_json, output)
+    _hand_out(codec.encode(result) | {"gain": result.gain}, as_json, output)
     if not as_json:
         terminal.console().print(result_page(result))
     if result.ended == "interrupted":

@@ -206,17 +206,15 @@ def choose(
     named = environment.get("CUDA_VISIBLE_DEVICES", "")
     names = tuple(name for name in named.split(",") if name) or tuple(map(str, range(there)))
     if not there:
-        count = (
-            1 if gpus == "all" else len(gpus.strip(",").split(",")) if "," in gpus else int(gpus)
-        )
+        listed = gpus.strip(",").split(",")
+        count = 1 if gpus == "all" else len(listed) if "," in gpus else int(gpus)
         over = " over gloo" if what == "ranks" else ""
         many = f"one {what[:-1]}" if count == 1 else f"{count} {what}{over}"
         return count, f"there is no GPU here: {many} on the CPU"
     if gpus == "all":
         return names, ""
-    chosen = (
-        [int(number) for number in gpus.split(",") if number] if "," in gpus else range(int(gpus))
-    )
+    listed = [number for number in gpus.split(",") if number]
+    chosen = list(map(int, listed)) if "," in gpus else range(int(gpus))
     if max(chosen) >= there or len(set(chosen)) < len(chosen):
         has = "1 GPU" if there == 1 else f"{there} GPUs"
         raise BadInput(f"--gpus {gpus}, and this machine has {has}", "give fewer, or --gpus all")
@@ -263,6 +261,7 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    usual = _RESTARTS if asked.nodes > 1 else 0
     config = LaunchConfig(
         min_nodes=asked.nodes,
         max_nodes=asked.nodes,
@@ -272,9 +271,7 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
         rdzv_endpoint=asked.rdzv or "localhost:0",
         rdzv_configs={} if asked.rdzv is None else {"is_host": str(is_here(asked.rdzv))},
         local_addr=None if asked.rdzv is None else own_address(asked.rdzv),
-        max_restarts=(_RESTARTS if asked.nodes > 1 else 0)
-        if asked.restarts is None
-        else asked.restarts,
+        max_restarts=usual if asked.restarts is None else asked.restarts,
     )
     try:
         elastic_launch(config, sys.executable)("-m", "trainfit", *words)

@@ -356,12 +356,9 @@ def _origins(
     task: str, choices: Mapping[str, str | None], settled: Mapping[str, Assignment]
 ) -> dict[str, str]:
     origins = dict.fromkeys(keys(task), "default")
-    if choices["hardware"]:
-        name = choices["hardware"]
-        origins |= dict.fromkeys(layer(task, "hardware", name), f"preset {name}")
-    if choices["experiment"]:
-        name = choices["experiment"]
-        origins |= dict.fromkeys(layer(task, "experiment", name), f"experiment {name}")
+    for group, kind in zip(GROUPS, ("preset", "experiment"), strict=True):
+        if name := choices[group]:
+            origins |= dict.fromkeys(layer(task, group, name), f"{kind} {name}")
     return origins | dict.fromkeys(settled, "override")
 
 

@@ -112,22 +112,17 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
     """
     schema_of(task)
     chosen, settings, sweeps, job, problems = _sorted_words(task, words)
+    data = _shipped(task, chosen or otherwise) | dict(study_of(task)) | settings
     try:
-        hpo = codec.decode(
-            HpoConfig, _shipped(task, chosen or otherwise) | dict(study_of(task)) | settings, "hpo"
-        )
+        hpo = codec.decode(HpoConfig, data, "hpo")
     except BadInput as error:
         raise BadConfig([*problems, *getattr(error, "problems", (error,))]) from None
     fixed = {key_for(task, word.partition("=")[0]) for word in job}
     space = {k: d for k, d in hpo.space.items() if k not in fixed} | sweeps
     problems += [p for name, one in space.items() if (p := _fault(task, name, one)) is not None]
     if not space:
-        problems.append(
-            BadInput(
-                "the search space is empty",
-                "leave some keys to be searched, or mark fields with trainfit.tunable",
-            )
-        )
+        fix = "leave some keys to be searched, or mark fields with trainfit.tunable"
+        problems.append(BadInput("the search space is empty", fix))
     if problems:
         raise problems[0] if len(problems) == 1 else BadConfig(problems)
     first = [as_word(k, v) for k, v in hpo.config.items() if k not in fixed]

@@ -78,9 +78,8 @@ def driver_behind(facts: MachineFacts) -> Iterator[Seen]:
     if facts.profile.gpus and build and build.cuda and driver:
         needed, has = parse_capability(build.cuda), parse_capability(driver)
         if has[0] == needed[0] and has < needed:
-            yield Seen(
-                evidence=f"The driver has CUDA {driver}, torch {build.version} {build.cuda}."
-            )
+            versions = f"CUDA {driver}, torch {build.version} {build.cuda}"
+            yield Seen(evidence=f"The driver has {versions}.")
 
 
 def nccl_missing(facts: MachineFacts) -> Iterator[Seen]:
@@ -98,16 +97,14 @@ def nccl_interface(facts: MachineFacts) -> Iterator[Seen]:
     exact, names = value.startswith("="), value.lstrip("=").split(",")
     known = facts.interfaces
     if not any(one == name if exact else one.startswith(name) for one in known for name in names):
-        yield Seen(
-            evidence=f"NCCL_SOCKET_IFNAME={value}, and there are {', '.join(known) or 'none'}."
-        )
+        there = ", ".join(known) or "none"
+        yield Seen(evidence=f"NCCL_SOCKET_IFNAME={value}, and there are {there}.")
 
 
 def tf32_forbidden(facts: MachineFacts) -> Iterator[Seen]:
     """NVIDIA_TF32_OVERRIDE=0, which overrides torch's switch, on GPUs that have TF32."""
-    if facts.environment.get("NVIDIA_TF32_OVERRIDE") == "0" and any(
-        gpu.tf32 for gpu in facts.profile.gpus
-    ):
+    forbidden = facts.environment.get("NVIDIA_TF32_OVERRIDE") == "0"
+    if forbidden and any(gpu.tf32 for gpu in facts.profile.gpus):
         yield Seen(evidence="NVIDIA_TF32_OVERRIDE=0 on a GPU that has TF32.")
 
 

@@ -120,11 +120,8 @@ def run_not_finite(run: RunFacts) -> Iterator[Seen]:
     skipped = run.said("skipped")
     if skipped:
         fp16 = run.plan is not None and run.plan.precision == "fp16"
-        first = skipped[0]
-        yield Seen(
-            evidence=f"{run.where}{len(skipped)} steps skipped, the first at step {first.step}",
-            fix=steps("nan_fp16" if fp16 else "nan_other"),
-        )
+        told = f"{len(skipped)} steps skipped, the first at step {skipped[0].step}"
+        yield Seen(evidence=run.where + told, fix=steps("nan_fp16" if fp16 else "nan_other"))
 
 
 def run_overflows(run: RunFacts) -> Iterator[Seen]:
@@ -156,11 +153,8 @@ def run_low_mfu(run: RunFacts) -> Iterator[Seen]:
         return
     target = spec.mfu_good[0] if spec and spec.mfu_good else GUIDE_MFU
     if 100 * mfu < target:
-        yield Seen(
-            evidence=f"{run.where}MFU {mfu:.1%}, and {target:g}% is where good begins on "
-            f"{spec.slug if spec else 'most GPUs'}",
-            fix=_faster(run),
-        )
+        good = f"{target:g}% is where good begins on {spec.slug if spec else 'most GPUs'}"
+        yield Seen(evidence=f"{run.where}MFU {mfu:.1%}, and {good}", fix=_faster(run))
 
 
 def _faster(run: RunFacts) -> tuple[str, ...]:
@@ -204,11 +198,8 @@ def run_evaluation_time(run: RunFacts) -> Iterator[Seen]:
     spent = sum(times)
     trained = run.steps * (run.usual("step_seconds") or 0.0)
     if spent > max(WORTH_SECONDS, EVALUATES * (spent + trained)):
-        share = spent / (spent + trained)
-        yield Seen(
-            evidence=f"{run.where}{len(times)} evaluations took {spent:.0f} s, "
-            f"{share:.0%} of the time"
-        )
+        share = f"{spent / (spent + trained):.0%} of the time"
+        yield Seen(evidence=f"{run.where}{len(times)} evaluations took {spent:.0f} s, {share}")
 
 
 def run_slowing(run: RunFacts) -> Iterator[Seen]:

@@ -156,38 +156,22 @@ class VarlenAttention:
         if self.kernel == "varlen_efficient":
             # A window that reaches both ways is only given where every sequence is within it.
             window = reach + 1 if self.causal else 0
-            rows = (queries, keys, values, self.starts, self.longest)
-            return efficient_packed.attend_efficiently(*rows, scaling, window, self.causal)[None]
+            given = (queries, keys, values, self.starts, self.longest)
+            return efficient_packed.attend_efficiently(*given, scaling, window, self.causal)[None]
+        rows = (queries, keys, values, self.starts, self.starts, self.longest, self.longest)
         if dropout:
             # varlen_attn without its fixed dropout of 0: torch keeps the generator's state on the
             # device for the backward pass, also in a CUDA graph.
             found = torch.ops.aten._flash_attention_forward(
-                queries,
-                keys,
-                values,
-                self.starts,
-                self.starts,
-                self.longest,
-                self.longest,
-                dropout,
-                self.causal and reach < 0,
-                False,
-                scale=scaling,
-                window_size_left=reach,
-                window_size_right=ahead,
-            )
+                *rows, dropout, self.causal and reach < 0, False,
+                scale=scaling, window_size_left=reach, window_size_right=ahead,
+            )  # fmt: skip
             return cast(Tensor, found[0])[None]
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {"enable_gqa": True} if takes_groups() else {}
         attended = varlen_attn(
-            queries,
-            keys,
-            values,
-            self.starts,
-            self.starts,
-            self.longest,
-            self.longest,
+            *rows,
             scale=scaling,
             window_size=(reach, ahead),
             **(grouped if query.shape[1] != key.shape[1] else {}),
