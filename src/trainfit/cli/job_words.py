@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import wraps
+from functools import reduce, wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -177,11 +177,6 @@ def task_argument(**more: Any) -> Callable[[Any], Any]:
     return click.argument("task", shell_complete=complete_task, **more)
 
 
-def overrides_argument() -> Callable[[Any], Any]:
-    """Argument OVERRIDES with completion by the keys of the task."""
-    return click.argument("overrides", nargs=-1, shell_complete=complete_override)
-
-
 def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:
     """Tasks that begin with `begun`."""
     return _beginning(begun, TASKS)
@@ -247,11 +242,19 @@ config_option = click.option(
 )
 
 
-@click.command(cls=JobCommand)
-@task_argument()
-@overrides_argument()
-@config_option
-@job_options()
+def job_command(*without: str) -> Callable[[Any], click.Command]:
+    """Make a command on a job: TASK, OVERRIDES, --config, and options of `SHORT` but `without`."""
+    parts: tuple[Callable[[Any], Any], ...] = (
+        job_options(*without),
+        config_option,
+        click.argument("overrides", nargs=-1, shell_complete=complete_override),
+        task_argument(),
+        click.command(cls=JobCommand),
+    )
+    return lambda function: reduce(lambda made, part: part(made), parts, function)
+
+
+@job_command()
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object for a program.")
 def config(task: str, overrides: tuple[str, ...], config_file: Path | None, as_json: bool) -> None:
     """The composed configuration, and where each value came from.

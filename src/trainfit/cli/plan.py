@@ -10,13 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from trainfit.cli.job_words import (
-    JobCommand,
-    config_option,
-    job_options,
-    overrides_argument,
-    task_argument,
-)
+from trainfit.cli.job_words import job_command
 from trainfit.cli.main import ABOVE_0
 from trainfit.core import codec
 
@@ -30,11 +24,7 @@ if TYPE_CHECKING:
 FORMATS = ("table", "json", "hf", "lightning", "accelerate", "hydra", "shell")
 
 
-@click.command(cls=JobCommand)
-@task_argument()
-@overrides_argument()
-@config_option
-@job_options("output")
+@job_command("output")
 @click.option(
     "--gpu", metavar="SLUG|all", help="Plan for a GPU of the catalogue, or compare them all."
 )
@@ -218,11 +208,7 @@ def _hand_over(form: str, plan: Plan, composed: Composed) -> None:
 # ── tune ─────────────────────────────────────────────────────────────────────────────────────────
 
 
-@click.command(cls=JobCommand)
-@task_argument()
-@overrides_argument()
-@config_option
-@job_options("output")
+@job_command("output")
 @click.option(
     "--minutes", type=ABOVE_0, help="Minutes to use; default: 3, or 10 for the ladder.", metavar="N"
 )

@@ -12,13 +12,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from trainfit.cli.inference import check_push_of, push_option, push_run
-from trainfit.cli.job_words import (
-    JobCommand,
-    config_option,
-    job_options,
-    overrides_argument,
-    task_argument,
-)
+from trainfit.cli.job_words import job_command
 from trainfit.cli.main import SEED, Number
 from trainfit.cli.ranks import AskedRanks, launch, rank_options
 
@@ -160,11 +154,7 @@ _USE = {
 """Last line of a training: the command that uses its model."""
 
 
-@click.command(cls=JobCommand)
-@task_argument()
-@overrides_argument()
-@config_option
-@job_options()
+@job_command()
 @click.option("--json", "as_json", is_flag=True, help="End with one JSON object for a program.")
 @click.option("--dry-run", is_flag=True, help="Show configuration and plan; train nothing.")
 @click.option(
