@@ -6,7 +6,6 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -297,12 +296,22 @@ def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
 
 
-@contextmanager
-def quiet_hydra() -> Iterator[None]:
-    """Hide Hydra's own use of what newer OmegaConf versions deprecate."""
-    with warnings.catch_warnings():
+def hydra_files(
+    folder: Path, name: str, words: Sequence[str] = ()
+) -> tuple[Mapping[str, str | None], dict[str, Any]]:
+    """Compose the file `name` of a folder with Hydra: the choices of its groups, and the values."""
+    from hydra import compose as hydra_compose
+    from hydra import initialize_config_dir
+    from omegaconf import OmegaConf
+
+    with warnings.catch_warnings():  # Hydra's own use of what newer OmegaConf versions deprecate
         warnings.filterwarnings("ignore", module=r"hydra\.")
-        yield
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            composed = hydra_compose(name, list(words), return_hydra_config=True)
+    data = OmegaConf.to_container(composed)
+    assert isinstance(data, dict)
+    values = {str(key): value for key, value in data.items() if key != "hydra"}
+    return composed.hydra.runtime.choices, values
 
 
 @cache
@@ -312,21 +321,12 @@ def _hydra_compose(
     """Merge default, hardware preset and experiment with Hydra, or alone where it is missing."""
     if not has("hydra"):
         return _plain_compose(task, dict(group.split("=") for group in groups))
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
     words = list(groups)
     if task in _SHARED:
         place = _written(f"file://{task_folder(_SHARED[task]).as_posix()}")
         words.append(f"hydra.searchpath=[{place}]")
-    with quiet_hydra(), initialize_config_dir(str(task_folder(task)), version_base="1.3"):
-        composed = hydra_compose("config", words, return_hydra_config=True)
-    chosen = composed.hydra.runtime.choices
-    choices = {group: chosen.get(group) for group in GROUPS}
-    data = OmegaConf.to_container(composed)
-    assert isinstance(data, dict)
-    return choices, {str(key): value for key, value in data.items() if key != "hydra"}
+    chosen, data = hydra_files(task_folder(task), "config", words)
+    return {group: chosen.get(group) for group in GROUPS}, data
 
 
 def _plain_compose(

@@ -19,11 +19,11 @@ from trainfit.conf.composition import (
     as_word,
     choose,
     group_folder,
+    hydra_files,
     key_for,
     key_type,
     keys,
     parse_word,
-    quiet_hydra,
     schema_of,
     study_of,
 )
@@ -232,11 +232,4 @@ def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
 
 @cache
 def _shipped(task: str, name: str) -> dict[str, Any]:
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from omegaconf import OmegaConf
-
-    with quiet_hydra(), initialize_config_dir(str(group_folder(task, "hpo")), version_base="1.3"):
-        data = OmegaConf.to_container(hydra_compose(name))
-    assert isinstance(data, dict)
-    return {str(key): value for key, value in data.items()}
+    return hydra_files(group_folder(task, "hpo"), name)[1]

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainfit.kernels.efficient_packed import differentiate
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import TERMS, model_obstacle
 from trainfit.kernels.varlen import draw_seed, starts_of, triton_obstacle
@@ -68,18 +69,7 @@ def _(
     return tuple(torch.empty_like(t) for t in (query, key, value, positions))  # type: ignore[return-value]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, longest, scale, dropout = inputs
-    ctx.numbers = longest, scale, dropout
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = disentangled_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, *(None,) * 5
-
-
-disentangled_attention.register_autograd(_backward, setup_context=_remember)
+differentiate(disentangled_attention, disentangled_attention_backward, tensors=6)
 
 
 # Without eq: torch 2.11 hashes it while it traces a graph, before its fields are there.

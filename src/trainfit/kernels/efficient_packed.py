@@ -66,18 +66,25 @@ def _(
     return tuple(part.new_empty(part.shape) for part in (query, key, value))  # type: ignore[return-value]
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, longest, scale, window, causal = inputs
-    ctx.numbers = longest, scale, window, causal
-    ctx.save_for_backward(*tensors, *output)
+def differentiate(forward: Any, backward: Any, tensors: int) -> None:
+    """Make one operator the backward pass of another, whose inputs begin with so many tensors.
+
+    It takes the gradient of the first output, these tensors, the outputs and the other inputs, and
+    gives the gradients of the first inputs.
+    """
+
+    def remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.numbers = inputs[tensors:]
+        ctx.save_for_backward(*inputs[:tensors], *output)
+
+    def go_back(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
+        found = backward(gradient, *ctx.saved_tensors, *ctx.numbers)
+        return *found, *(None,) * (tensors + len(ctx.numbers) - len(found))
+
+    forward.register_autograd(go_back, setup_context=remember)
 
 
-def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = efficient_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, *(None,) * 5
-
-
-efficient_attention.register_autograd(_backward, setup_context=_remember)
+differentiate(efficient_attention, efficient_attention_backward, tensors=4)
 
 
 def attend_efficiently(

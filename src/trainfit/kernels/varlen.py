@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels import efficient_packed
-from trainfit.kernels.efficient_packed import dtype_name
+from trainfit.kernels.efficient_packed import differentiate, dtype_name
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import CAPPED_HEADS, FLASH_SINCE, LARGEST_HEAD, TRITON_SINCE
 
@@ -80,18 +80,7 @@ def _(
     return torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
 
 
-def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    *tensors, longest, scale, cap, window, dropout = inputs
-    ctx.numbers = longest, scale, cap, window, dropout
-    ctx.save_for_backward(*tensors, *output)
-
-
-def _backward(ctx: Any, gradient: Tensor, _sums: Tensor | None) -> tuple[Tensor | None, ...]:
-    found = softcapped_attention_backward(gradient, *ctx.saved_tensors, *ctx.numbers)
-    return *found, *(None,) * 7
-
-
-softcapped_attention.register_autograd(_backward, setup_context=_remember)
+differentiate(softcapped_attention, softcapped_attention_backward, tensors=5)
 
 _OPERATION = "torch_attn::_varlen_attn"
 _HALF = (torch.float16, torch.bfloat16)
