@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainfit.core import caches, codec
@@ -53,6 +53,29 @@ _SAMPLE = 256
 _SM_STEP = 48
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Case:
+    """A job on a machine, with the settings that do not depend on memory."""
+
+    question: Question
+    profile: HardwareProfile
+    fixed: FixedSettings
+    target: Target
+    ranks: int = 1
+    measured: Measurements | None = None
+
+    @property
+    def speed(self) -> Speed:
+        gpu, fixed = self.profile.gpu, self.fixed
+        spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
+        rounding: Any = {"precision": fixed.precision.value, "tf32": fixed.tf32.value}
+        return Speed(gpu=spec, measured=self.measured, **rounding)
+
+    @property
+    def steps(self) -> float:
+        return steps_of_job(self.question, self.fixed.effective.value)
+
+
 def plan(
     question: Question,
     profile: HardwareProfile,
@@ -70,8 +93,10 @@ def plan(
     """
     caps = (memory_gib, question.pinned("memory_gib"))
     target = target_for(profile, min((cap for cap in caps if cap is not None), default=None))
+    given: Any = {"profile": profile, "target": target, "ranks": ranks, "measured": measured}
     if here and question.sizes is not None:
-        made = _by_bound(question, profile, target, ranks, measured)
+        fixed = fixed_settings(question, profile, ranks)
+        made = _by_bound(_Case(question=question, fixed=fixed, **given))
         if made is not None:
             return sharded(question, made, machines, None)
     asked = _asked(question, profile, target, ranks, measured)
@@ -88,9 +113,8 @@ def plan(
 
         def with_more(gained: int) -> Plan:
             roomy = replace(target, capacity=target.capacity + gained)
-            fitter = fitter_for(one, fixed, (roomy,))
-            how: Any = {"exact": True, "advise": advise}
-            return _planned(one, profile, fixed, fitter, 0, roomy, ranks, measured, **how)
+            case = _Case(question=one, fixed=fixed, **given | {"target": roomy})
+            return _planned(case, fitter_for(one, fixed, (roomy,)), 0, exact=True, advise=advise)
 
         return sharded(one, with_more(0), machines, with_more)
 
@@ -148,9 +172,8 @@ def compare(question: Question, gpus: Sequence[GpuSpec]) -> list[tuple[str, Plan
         fitter = fitter_for(question, bases[members[0]], tuple(kinds))
         for target, at in zip(targets, members, strict=True):
             place = kinds.index(_coarse(target))
-            found[at] = _planned(
-                question, profiles[at], bases[at], fitter, place, target, 1, exact=False
-            )
+            one: Any = {"profile": profiles[at], "fixed": bases[at], "target": target}
+            found[at] = _planned(_Case(question=question, **one), fitter, place, exact=False)
     return [(spec.slug, found[at]) for at, spec in enumerate(gpus)]
 
 
@@ -191,26 +214,14 @@ def _coarse(target: Target) -> Target:
     return Target(sm_count=rounded, compute_capability=f"{major}.0", capacity=1 << 50)
 
 
-def _planned(
-    question: Question,
-    profile: HardwareProfile,
-    fixed: FixedSettings,
-    fitter: Fitter,
-    place: int,
-    target: Target,
-    ranks: int,
-    measured: Measurements | None = None,
-    *,
-    exact: bool,
-    advise: bool = True,
-) -> Plan:
-    speed = _speed(profile, fixed, measured)
-    held = with_margin(target, fixed)
+def _planned(case: _Case, fitter: Fitter, place: int, *, exact: bool, advise: bool = True) -> Plan:
+    question, profile, fixed, speed = case.question, case.profile, case.fixed, case.speed
+    held = with_margin(case.target, fixed)
     later = may_compile(question, profile)
     selection = select(
         fitter, place, checkpointing_modes(question, fixed), held, speed, exact, later
     )
-    graph = decide.captured(question, profile, selection.best.checkpointing, ranks)
+    graph = decide.captured(question, profile, selection.best.checkpointing, case.ranks)
 
     def timed(one: StepCandidate) -> StepCandidate:
         """Time a candidate as it will be launched."""
@@ -223,67 +234,52 @@ def _planned(
         timed(selection.best),
         selection.fits,
         (lambda: timed(fitter.exact(selection.best, held, speed, compile=True))) if exact else None,
-        steps_of_job(question, fixed.effective.value),
+        case.steps,
     )
     if exact and fits and best.taken.fits is None:
         best = timed(fitter.exact(best, held, speed))
         fits = bool(best.taken.fits)
-    advice = (
-        () if fits or not advise else what_would_fit(question, fixed.arguments, best, held, exact)
-    )
-    how = {"compile": compiled, "cuda_graph": graph}
-    made = _written(question, profile, fixed, selection, best, fits, target, ranks, speed, how)
+    made = _written(case, selection, best, fits, {"compile": compiled, "cuda_graph": graph})
+    if fits or not advise:
+        return made
+    advice = what_would_fit(question, fixed.arguments, best, held, exact)
     return replace(made, advice=advice)
 
 
-def _by_bound(
-    question: Question,
-    profile: HardwareProfile,
-    target: Target,
-    ranks: int,
-    measured: Measurements | None,
-) -> Plan | None:
+def _by_bound(case: _Case) -> Plan | None:
     """Plan without a simulation; None where bounds of the memory do not leave plenty of room.
 
     Packed rows take the coarsest cut. Padded ones take fewer micro-batches than pad the least where
     that is faster.
     """
-    fixed = fixed_settings(question, profile, ranks)
-    speed = _speed(profile, fixed, measured)
+    fixed = case.fixed
     checkpointing = "none" if fixed.checkpointing is None else fixed.checkpointing.value
-    graph = decide.captured(question, profile, checkpointing, ranks)
+    graph = decide.captured(case.question, case.profile, checkpointing, case.ranks)
     plain, *coarser = (fixed.cuttings[fixed.plain], *fixed.cuttings[: fixed.plain])
-    found = _timed_bound(question, profile, fixed, plain, target, ranks, speed, graph)
+    found = _timed_bound(case, plain, graph)
     if found is None:
         return None
     for cutting in coarser:
-        other = _timed_bound(question, profile, fixed, cutting, target, ranks, speed, graph)
+        other = _timed_bound(case, cutting, graph)
         if other is not None and (other[0].seconds or 0) < WORTH_IT * (found[0].seconds or 0):
             found = other
     best, compiled = found
     selection = Selection(best=best, fits=True, candidates=[best])
-    how = {"compile": compiled, "cuda_graph": graph}
-    return _written(question, profile, fixed, selection, best, True, target, ranks, speed, how)
+    return _written(case, selection, best, True, {"compile": compiled, "cuda_graph": graph})
 
 
 def _timed_bound(
-    question: Question,
-    profile: HardwareProfile,
-    fixed: FixedSettings,
-    cutting: Cutting,
-    target: Target,
-    ranks: int,
-    speed: Speed,
-    graph: Choice,
+    case: _Case, cutting: Cutting, graph: Choice
 ) -> tuple[StepCandidate, Choice] | None:
     """Return a cut that is bounded, with its time by the best way to run it."""
+    question, fixed = case.question, case.fixed
     sizes, method = question.sizes, question.workload.method
-    best = bounded(question, fixed, cutting, target, ranks)
+    best = bounded(question, fixed, cutting, case.target, case.ranks)
     if best is None or sizes is None:
         return None
-    ways = ways_of(sizes, method, cutting, speed.rates, fetched_bytes(fixed.arguments))
-    steps = steps_of_job(question, fixed.effective.value)
-    way, compiled = execution(question, profile, ways, steps, captured=bool(graph.value))
+    ways = ways_of(sizes, method, cutting, case.speed.rates, fetched_bytes(fixed.arguments))
+    captured = bool(graph.value)
+    way, compiled = execution(question, case.profile, ways, case.steps, captured=captured)
     seconds = None if way is None else way.seconds
     flops = step_flops(sizes, method, cutting, cutting.tokens)
     return replace(best, seconds=seconds, flops=flops), compiled
@@ -295,36 +291,20 @@ def steps_of_job(question: Question, effective: int) -> float:
     return math.ceil(work.sequences / effective) * work.epochs * work.trainings
 
 
-def _speed(profile: HardwareProfile, fixed: FixedSettings, measured: Measurements | None) -> Speed:
-    gpu = profile.gpu
-    spec = find(gpu.slug) if gpu is not None and gpu.slug is not None else None
-    return Speed(
-        gpu=spec, precision=fixed.precision.value, tf32=fixed.tf32.value, measured=measured
-    )
-
-
 def _written(
-    question: Question,
-    profile: HardwareProfile,
-    fixed: FixedSettings,
-    chosen: Selection,
-    best: StepCandidate,
-    fits: bool,
-    target: Target,
-    ranks: int,
-    speed: Speed,
-    how: dict[str, Choice],
+    case: _Case, chosen: Selection, best: StepCandidate, fits: bool, how: dict[str, Choice]
 ) -> Plan:
     """Write down the plan of a selection; `best` is its winner as it runs, perhaps compiled.
 
     `how` steps are run: compile and cuda_graph.
     """
-    gpu, measured = profile.gpu, speed.measured
-    held = with_margin(target, fixed)
-    time = time_of(question, best, speed, ranks, fixed.effective.value)
+    question, profile, fixed = case.question, case.profile, case.fixed
+    gpu, measured = profile.gpu, case.measured
+    held = with_margin(case.target, fixed)
+    time = time_of(question, best, case.speed, case.ranks, fixed.effective.value)
     choices = choices_for(question, profile, fixed, chosen, held, how)
     compiled = how["compile"].value
-    memory = memory_of(best, target, gpu, fits, compiled)
+    memory = memory_of(best, case.target, gpu, fits, compiled)
     lengths = sorted(question.workload.lengths)
     cores = f"{profile.cpu.cores} usable cores beside the GPU, which is not in this machine"
     return Plan(
@@ -342,7 +322,7 @@ def _written(
         ),
         gpu=None if gpu is None else gpu.slug,
         device=profile.device,
-        ranks=ranks,
+        ranks=case.ranks,
         weights_dtype=fixed.arguments.get("dtype", "float32"),
         runtime=RuntimeSettings(
             tf32=fixed.tf32.value,
