@@ -26,7 +26,7 @@ from trainfit.integrations import plan_exports
 from trainfit.jobs import registry
 from trainfit.jobs.batch_shape import find_shape
 from trainfit.jobs.job import config_class
-from trainfit.jobs.own import prepare
+from trainfit.jobs.own import OwnTask, prepare, summed
 from trainfit.runs.run_folder import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
@@ -203,6 +203,7 @@ def test_fields_become_keys_and_tunables_become_the_space(here: Path) -> None:
         ("images:nn", "no trainfit.Job called nn"),
         ("ima ges:Images", "names no job"),
         ("imagse", "unknown job 'imagse'"),
+        ("images.py:Images", "write images:Images"),
     ],
 )
 def test_a_wrong_name_is_one_line(here: Path, capsys: Any, task: str, words: str) -> None:
@@ -247,6 +248,101 @@ def test_a_mistake_in_the_class_is_one_line(
     err = capsys.readouterr().err.strip().splitlines()
     assert words in err[-1]
     assert "Traceback" not in "".join(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("size = 1 / 0", "cannot import mine (ZeroDivisionError: division by zero); fix line 4"),
+        ("raise SystemExit(3)", "cannot import mine (SystemExit: 3)"),
+        ("trainfit.tunable(1.0, low=2.0, high=1.0)", "tunable goes from 2.0 to 1.0"),
+    ],
+)
+def test_a_file_that_fails_is_one_line_with_its_number(
+    here: Path, capsys: Any, text: str, words: str
+) -> None:
+    (here / "mine.py").write_text(f"import trainfit\n\n\n{text}\n")
+    assert command(["plan", "mine:Mine"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "class Config:\n        sizes: list = [16, 8]",
+            "Mine.Config.sizes is a list; use a tuple",
+        ),
+        ("class Config:\n        lr = 0.1", "Mine.Config.lr has no type, so that it would be"),
+        ("metric = 5", "Mine.metric is 5; give the name of a figure"),
+        ("def evaluate(self, model): return {}", "define evaluate(self, model, batches)"),
+    ],
+)
+def test_a_class_that_cannot_be_registered_is_one_line(
+    here: Path, capsys: Any, body: str, words: str
+) -> None:
+    own(here, body)
+    assert command(["plan", "mine:Mine"]) == 2
+    assert words in capsys.readouterr().err
+
+
+GOOD = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (3.0, "loss gives a float"),
+        (None, "loss gives a NoneType"),
+        (GOOD.sum(), "one number for the whole batch"),
+        (GOOD.detach(), "depends on no weight"),
+        (GOOD[:3] * 2, "loss gives 3 values for 4 samples"),
+        (GOOD.repeat(2), "loss gives 8 values for 4 samples"),
+    ],
+)
+def test_a_loss_is_one_number_per_sample(losses: Any, words: str) -> None:
+    counted = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(BadInput, match=words):
+        summed(losses, counted, False)
+    assert float(summed(GOOD * 2, counted, False).detach()) == 8.0
+    assert float(summed(GOOD * 2, torch.arange(4) < 1, False).detach()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "evaluate gives a NoneType"),
+        ({"loss": "good"}, "evaluate gives 'good' for loss; give a number"),
+        ({"loss": torch.ones(2)}, "for loss; give a number"),
+    ],
+)
+def test_evaluate_gives_numbers(here: Path, given: Any, words: str) -> None:
+    own(here)
+    prepared = prepare(compose_own("mine:Mine"))
+    type(prepared.job).evaluate = lambda *_: given
+    task = OwnTask(prepared, prepared.job.model, 4)
+    with pytest.raises(BadInput, match=words):
+        task.evaluate(prepared.job.model(), 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("return open('/nowhere/data.pt')", 1, "FileNotFoundError: [Errno 2] No such file"),
+        ("return iter([1, 2])", 2, "data('train') gives a list_iterator, which has no len()"),
+    ],
+)
+def test_data_that_cannot_be_read_is_one_line(
+    here: Path, capsys: Any, body: str, code: int, words: str
+) -> None:
+    own(here)
+    text = (here / "mine.py").read_text().replace("return [(torch", f"{body}\n        [(torch")
+    (here / "mine.py").write_text(text)
+    assert command(["plan", "mine:Mine"]) == code
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert words in err
+    assert "internal error" not in err
+    assert code == 2 or "look at line 7 of mine.py" in err
 
 
 @pytest.mark.soak

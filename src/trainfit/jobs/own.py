@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, brief
 from trainfit.core.files import text_facts, write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
@@ -183,10 +183,10 @@ class PreparedJob:
         digest = hashlib.sha256(self.lengths.tobytes())
         places = np.linspace(0, len(self.train) - 1, min(_SAMPLES, len(self.train))).astype(int)
         for at in dict.fromkeys(places.tolist()):
-            for leaf in self.shape.flatten(self.job.collate([self.train[at]]), 1).values():
-                digest.update(
-                    leaf.contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else b""
-                )
+            leaves = self.shape.flatten(self.job.collate([self.train[at]]), 1)
+            for name, leaf in leaves.items():
+                if name != COUNT:
+                    digest.update(leaf.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def counts(self, _fold: int) -> DataSetup:
@@ -239,12 +239,7 @@ class PreparedJob:
         return extras
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        found = self.job.optimizer(model)
-        if not isinstance(found, torch.optim.Optimizer):
-            raise BadInput(
-                f"{type(self.job).__name__}.optimizer gives {found}", "give an optimizer"
-            )
-        return found
+        return check_optimizer(self.job.optimizer(model), self.job)
 
     def judge(self, run: Run, resume: bool) -> OwnResult:
         """Train, score the best weights on the test data and export them."""
@@ -332,13 +327,17 @@ class OwnTask:
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Return the job's figures."""
-        found = self._job.evaluate(model, self._batches(model, batch_size))
+        found: Any = self._job.evaluate(model, self._batches(model, batch_size))
+        if not isinstance(found, Mapping):
+            raise BadInput(
+                f"evaluate gives a {type(found).__name__}", "return a dict of names and numbers"
+            )
         if self._job.metric not in found:
             raise BadInput(
                 f"evaluate gives {', '.join(found) or 'nothing'}",
                 f"give {self._job.metric} too, which is the metric",
             )
-        return {name: float(value) for name, value in found.items()}
+        return {name: _number(name, value) for name, value in found.items()}
 
     def _batches(self, model: nn.Module, batch_size: int) -> Iterator[Any]:
         device = next(model.parameters()).device
@@ -349,18 +348,60 @@ class OwnTask:
             yield self._shape.restore({name: leaf.to(device) for name, leaf in leaves.items()})
 
 
-def summed(losses: Tensor, count: Tensor, indivisible: bool) -> Tensor:
-    """Sum one loss per sample over those that count."""
-    if indivisible:
-        return losses.sum() if losses.dim() == 0 else losses.mean()
-    if losses.dim() == 0:
+def _number(name: str, value: Any) -> float:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        what = f"evaluate gives {brief(str(value), 60)!r} for {name}"
+        raise BadInput(what, "give a number") from None
+
+
+def check_model(job: Job) -> nn.Module:
+    """Return a new model of a job, or raise BadInput for anything else."""
+    found: Any = job.model()
+    if not isinstance(found, nn.Module):
+        raise BadInput(
+            f"{type(job).__name__}.model gives a {type(found).__name__}", "give a Module"
+        )
+    return found
+
+
+def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
+    """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
+    name = f"{type(job).__name__}.optimizer"
+    if not isinstance(found, torch.optim.Optimizer):
+        raise BadInput(f"{name} gives a {type(found).__name__}", "give a torch.optim.Optimizer")
+    if isinstance(found, torch.optim.LBFGS):
+        raise BadInput(f"{name} gives LBFGS, which needs a closure", "give another optimizer")
+    return found
+
+
+def check_loss(losses: Any, indivisible: bool) -> Tensor:
+    """Return what a job's loss gives, or raise BadInput where it is not one number per sample."""
+    if not isinstance(losses, Tensor):
+        raise BadInput(f"loss gives a {type(losses).__name__}", "return a tensor, one per sample")
+    if losses.dim() == 0 and not indivisible:
         raise BadInput(
             "loss gives one number for the whole batch",
             'give one per sample (reduction="none"), or set indivisible = True',
         )
-    losses = losses.reshape(losses.shape[0], -1).mean(1)
-    counted = torch.arange(losses.shape[0], device=losses.device) < count.to(losses.device)
-    return losses.where(counted, 0.0).sum()
+    if not losses.requires_grad and torch.is_grad_enabled():
+        raise BadInput("loss depends on no weight", "leave out detach() and no_grad()")
+    return losses
+
+
+def summed(given: Any, counted: Tensor, indivisible: bool) -> Tensor:
+    """Sum one loss per sample over those that count."""
+    losses = check_loss(given, indivisible)
+    if indivisible:
+        return losses.sum() if losses.dim() == 0 else losses.mean()
+    if len(losses) != len(counted):
+        raise BadInput(
+            f"loss gives {len(losses):,} values for {len(counted):,} samples",
+            "give one per sample: the first dimension is that of the batch",
+        )
+    losses = losses.reshape(len(losses), -1).mean(1)
+    return losses.where(counted.to(losses.device), 0.0).sum()
 
 
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
@@ -370,6 +411,9 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
     job = kind(registry.own_config(kind, composed.config))
     train, validation, test = (job.data(split) for split in ("train", "validation", "test"))
     for name, data in (("train", train), ("validation", validation)):
+        if data is not None and not hasattr(data, "__len__"):
+            what = f"data({name!r}) gives a {type(data).__name__}, which has no len()"
+            raise BadInput(what, "give a list or a dataset with len() and [index]")
         if data is None or not len(data):
             raise BadInput(f"data({name!r}) gives no samples", "give at least one")
     test = validation if test is None else test

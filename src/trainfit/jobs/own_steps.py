@@ -20,7 +20,7 @@ from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
-from trainfit.jobs.own import prepare
+from trainfit.jobs.own import check_loss, check_model, check_optimizer, prepare
 from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
 
@@ -47,12 +47,14 @@ def own_step(
     shape = codec.decode(BatchShape, batch)
 
     def loss(model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
-        losses = made.loss(model, shape.restore(leaves))
+        losses = check_loss(made.loss(model, shape.restore(leaves)), made.indivisible)
         return losses.float().sum()
 
     def make_step(model: nn.Module) -> Callable[[], object]:
         own: Any = made.optimizer(model)
-        if own is None:
+        if own is not None:
+            check_optimizer(own, made)
+        else:
             settings = OptimizerSettings(
                 kind=optimizer, learning_rate=1e-5, offload=offload_optimizer
             )
@@ -74,7 +76,7 @@ def own_step(
             saved=saved_on_host(device) if offload_activations else None,
         )
 
-    return made.model(), make_step
+    return check_model(made), make_step
 
 
 def _job_of(name: str, config: dict[str, Any]) -> Job:
