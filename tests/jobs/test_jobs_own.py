@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,16 +18,19 @@ from torch import nn
 
 import trainfit
 from plan_example import make_plan
+from trainfit.cli.inference import _csv, _own_items
 from trainfit.cli.main import run as command
 from trainfit.cli.main import trainfit as cli
 from trainfit.conf import compose
-from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.plan_records import Plan
 from trainfit.integrations import plan_exports
-from trainfit.jobs import registry
+from trainfit.jobs import own_steps, registry
 from trainfit.jobs.batch_shape import find_shape
 from trainfit.jobs.job import config_class
-from trainfit.jobs.own import OwnTask, prepare, summed
+from trainfit.jobs.own import OwnTask, prepare
+from trainfit.jobs.own_checks import summed
 from trainfit.runs.run_folder import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
@@ -343,6 +347,71 @@ def test_data_that_cannot_be_read_is_one_line(
     assert words in err
     assert "internal error" not in err
     assert code == 2 or "look at line 7 of mine.py" in err
+
+
+def test_an_override_does_not_stay_for_the_next_call(here: Path) -> None:
+    assert compose_own("images:Images", "width=5").config.job.width == 5
+    assert compose_own("images:Images").config.job.width == 16
+
+
+SGD = """def optimizer(self, model):
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        {more}
+        return made
+"""
+
+
+def test_the_jobs_own_optimizer_is_tuned_and_no_other(here: Path) -> None:
+    own(here, SGD.replace("{more}", "pass"))
+    prepared = prepare(compose_own("mine:Mine"))
+    assert "optimizer" in prepared.question().pins
+    setup = own_steps.own_trial(
+        make_plan(**dict.fromkeys(("batch_size", "effective_batch_size"), 4), packed=False),
+        task="mine:Mine",
+        config=codec.encode(prepared.config),
+    )
+    made = setup.more["make_optimizer"](prepared.job.model())
+    assert type(made) is torch.optim.SGD
+
+
+def test_a_scheduler_of_torch_is_refused_by_its_name(here: Path, capsys: Any) -> None:
+    own(here, SGD.replace("{more}", "torch.optim.lr_scheduler.StepLR(made, 1)"))
+    assert command(["train", "mine:Mine", *FAST[1:]]) == 2
+    assert "SGD has a scheduler of torch, but the loop sets its rate" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_step_that_cannot_be_simulated_is_trained(here: Path) -> None:
+    own(here)
+    text = (here / "mine.py").read_text()
+    said = "f'{batch[0].mean():.3f}'\n        return nn.functional"
+    (here / "mine.py").write_text(text.replace("return nn.functional", said))
+    with pytest.raises(RunFailed, match=r"FakeTensor.*\(at line 11 of mine.py\)"):
+        trainfit.plan("mine:Mine", gpu="t4")
+    with pytest.warns(TrainfitWarning, match="memory and time are not predicted"):
+        result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
+    assert result.status == "finished"
+
+
+def test_answers_with_tensors_are_plain_values(here: Path) -> None:
+    given = {"a": torch.tensor([1.0, 2.0]), "b": (np.float32(0.5), np.arange(2)), 3: None}
+    assert own_steps._plain(given) == {"a": [1.0, 2.0], "b": [0.5, [0, 1]], "3": None}
+    with pytest.raises(BadInput, match="predict gives a object"):
+        own_steps._plain([object()])
+
+
+def test_items_of_a_jsonl_file_may_be_any_json(here: Path) -> None:
+    path = here / "items.jsonl"
+    path.write_text('[1, 2]\n\n{"x": 3}\n"word"\n')
+    assert _own_items(path, "auto") == [[1, 2], {"x": 3}, "word"]
+    path.write_text('{"text": "[1, 2]"}\n')
+    assert _own_items(path, "auto") == [[1, 2]]
+    path.write_text("[1, 2]\n{broken\n")
+    with pytest.raises(BadInput, match="row 2 is not JSON"):
+        _own_items(path, "auto")
+    with pytest.raises(BadInput, match="no names for columns"):
+        _csv([[1, 2]])
+    assert _csv([{"a": 1}, {"b": [2, 3]}]) == "a,b\n1,\n,2|3\n"
 
 
 @pytest.mark.soak

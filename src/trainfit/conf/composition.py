@@ -111,7 +111,7 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
     data = deepcopy(shipped)
     for key, value in _own_tasks[task].defaults.items() if task in _own_tasks else ():
-        put_value(data, key, value)
+        put_value(data, key, deepcopy(value))
     for key, item in settled.items():
         put_value(data, key, item.value)
     problems += contradictions

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, brief
+from trainfit.core.errors import BadInput
 from trainfit.core.files import text_facts, write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
@@ -30,6 +30,7 @@ from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
+from trainfit.jobs.own_checks import check_number, check_optimizer, summed
 from trainfit.jobs.run import Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
@@ -129,7 +130,10 @@ class PreparedJob:
             pins["compile"] = Pin(value=False, origin="the job")
         if job.indivisible:
             pins["gradient_accumulation_steps"] = Pin(value=1, origin="the job (indivisible)")
-        chosen = type(job).optimizer is not Job.optimizer
+        chosen = bool(self.own_optimizer)
+        if chosen:
+            origin = "the job has its own, and this is not used"
+            pins["optimizer"] = Pin(value="adamw_fused", origin=origin)
         epochs = config.training.num_epochs
         batch = job_plan.effective_batch(self.composed)
         if config.training.max_steps is not None:
@@ -233,10 +237,14 @@ class PreparedJob:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         del run
         alike = int(self.lengths.max()) == 1
-        extras: dict[str, Any] = {"opening": lambda parts: replace(describe(parts), samples=alike)}
-        if type(self.job).optimizer is not Job.optimizer:
-            extras["make_optimizer"] = self._optimizer
-        return extras
+        opening = {"opening": lambda parts: replace(describe(parts), samples=alike)}
+        return opening | self.own_optimizer
+
+    @property
+    def own_optimizer(self) -> dict[str, Any]:
+        """The loop's argument for the job's own optimizer; empty where it has none."""
+        own = type(self.job).optimizer is not Job.optimizer
+        return {"make_optimizer": self._optimizer} if own else {}
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         return check_optimizer(self.job.optimizer(model), self.job)
@@ -337,7 +345,7 @@ class OwnTask:
                 f"evaluate gives {', '.join(found) or 'nothing'}",
                 f"give {self._job.metric} too, which is the metric",
             )
-        return {name: _number(name, value) for name, value in found.items()}
+        return {name: check_number(name, value) for name, value in found.items()}
 
     def _batches(self, model: nn.Module, batch_size: int) -> Iterator[Any]:
         device = next(model.parameters()).device
@@ -346,62 +354,6 @@ class OwnTask:
             batch = self._job.collate([self._held_out[at] for at in range(start, stop)])
             leaves = self._shape.flatten(batch, stop - start)
             yield self._shape.restore({name: leaf.to(device) for name, leaf in leaves.items()})
-
-
-def _number(name: str, value: Any) -> float:
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError):
-        what = f"evaluate gives {brief(str(value), 60)!r} for {name}"
-        raise BadInput(what, "give a number") from None
-
-
-def check_model(job: Job) -> nn.Module:
-    """Return a new model of a job, or raise BadInput for anything else."""
-    found: Any = job.model()
-    if not isinstance(found, nn.Module):
-        raise BadInput(
-            f"{type(job).__name__}.model gives a {type(found).__name__}", "give a Module"
-        )
-    return found
-
-
-def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
-    """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
-    name = f"{type(job).__name__}.optimizer"
-    if not isinstance(found, torch.optim.Optimizer):
-        raise BadInput(f"{name} gives a {type(found).__name__}", "give a torch.optim.Optimizer")
-    if isinstance(found, torch.optim.LBFGS):
-        raise BadInput(f"{name} gives LBFGS, which needs a closure", "give another optimizer")
-    return found
-
-
-def check_loss(losses: Any, indivisible: bool) -> Tensor:
-    """Return what a job's loss gives, or raise BadInput where it is not one number per sample."""
-    if not isinstance(losses, Tensor):
-        raise BadInput(f"loss gives a {type(losses).__name__}", "return a tensor, one per sample")
-    if losses.dim() == 0 and not indivisible:
-        raise BadInput(
-            "loss gives one number for the whole batch",
-            'give one per sample (reduction="none"), or set indivisible = True',
-        )
-    if not losses.requires_grad and torch.is_grad_enabled():
-        raise BadInput("loss depends on no weight", "leave out detach() and no_grad()")
-    return losses
-
-
-def summed(given: Any, counted: Tensor, indivisible: bool) -> Tensor:
-    """Sum one loss per sample over those that count."""
-    losses = check_loss(given, indivisible)
-    if indivisible:
-        return losses.sum() if losses.dim() == 0 else losses.mean()
-    if len(losses) != len(counted):
-        raise BadInput(
-            f"loss gives {len(losses):,} values for {len(counted):,} samples",
-            "give one per sample: the first dimension is that of the batch",
-        )
-    losses = losses.reshape(len(losses), -1).mean(1)
-    return losses.where(counted.to(losses.device), 0.0).sum()
 
 
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:

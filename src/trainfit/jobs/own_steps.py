@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -20,7 +21,8 @@ from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
-from trainfit.jobs.own import check_loss, check_model, check_optimizer, prepare
+from trainfit.jobs.own import prepare
+from trainfit.jobs.own_checks import check_loss, check_model, check_optimizer
 from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
 
@@ -101,7 +103,8 @@ def own_trial(
     prepared = prepare(composed)
     place = torch.device(device)
     settings = replace(prepared.settings(0, plan, place, 1), metric=None)
-    return Setup(prepared.task(0, plan, place), settings, job_plan.runtime_settings(asked, plan))
+    runtime = job_plan.runtime_settings(asked, plan)
+    return Setup(prepared.task(0, plan, place), settings, runtime, more=prepared.own_optimizer)
 
 
 # ── use ───────────────────────────────────────────────────────────────────────────────────────
@@ -121,4 +124,18 @@ def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
     load_model(model, str(folder / "model.safetensors"))
     model.eval()
     with torch.no_grad():
-        return [made.predict(model, item) for item in items]
+        return [_plain(made.predict(model, item)) for item in items]
+
+
+def _plain(value: Any) -> Any:
+    """Turn tensors and arrays of an answer into lists and numbers, or raise BadInput."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    what = f"predict gives a {type(value).__name__}"
+    raise BadInput(what, "give numbers, texts or tensors, in lists and dicts")
