@@ -393,6 +393,11 @@ def test_a_step_that_cannot_be_simulated_is_trained(here: Path) -> None:
     assert result.status == "finished"
 
 
+def test_a_job_is_a_name_or_a_class() -> None:
+    with pytest.raises(BadInput, match="the job is 3; give its name"):
+        trainfit.plan(3)  # type: ignore[arg-type]
+
+
 def test_answers_with_tensors_are_plain_values(here: Path) -> None:
     given = {"a": torch.tensor([1.0, 2.0]), "b": (np.float32(0.5), np.arange(2)), 3: None}
     assert own_steps._plain(given) == {"a": [1.0, 2.0], "b": [0.5, [0, 1]], "3": None}

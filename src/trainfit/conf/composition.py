@@ -106,6 +106,10 @@ def key_for(task: str, written: str) -> str | None:
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """Compose a task's configuration, or raise one error that lists every mistake."""
     schema = schema_of(task)
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        raise BadInput(
+            f"the override {brief(repr(wrong[0]))} is no text", 'write it as "key=value"'
+        )
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))

@@ -182,6 +182,8 @@ def name_of(task: str | type) -> str:
     """Return the name of a job; a class must be importable by the processes that plan it."""
     if isinstance(task, str):
         return task
+    if not isinstance(task, type):
+        raise BadInput(f"the job is {task!r}", "give its name, such as textclass, or its class")
     if task.__module__ == "__main__" or "<locals>" in task.__qualname__:
         raise BadInput(
             f"{task.__qualname__} is defined in the script that runs",
