@@ -4,6 +4,7 @@ import sys
 import pytest
 
 import trainfit
+from trainfit.core.errors import BadInput
 
 
 @pytest.mark.parametrize("name", trainfit.__all__)
@@ -26,3 +27,13 @@ def test_names_are_loaded_when_they_are_used():
         "assert lookup('NVIDIA H200').slug == 'h200-sxm-141gb'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_text_alone_is_one_item_and_not_its_letters(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trainfit.api._folder", lambda run: run)
+    monkeypatch.setattr("trainfit.runs.run_folder.exports_of", lambda run: [run])
+    monkeypatch.setattr("trainfit.runs.run_folder.export_facts", lambda export: {})
+    monkeypatch.setattr("trainfit.jobs.predict.answer", lambda exports, texts, criterion: texts)
+    assert trainfit.predict("run", "a film") == ["a film"]
+    with pytest.raises(BadInput, match="an item is a int; give texts"):
+        trainfit.predict("run", [5])

@@ -61,16 +61,17 @@ def verify(run: str | Path | type[Job]) -> Receipt:
 
 
 def predict(
-    run: str | Path | type[Job], items: Sequence[Any], *, criterion: str | None = None
+    run: str | Path | type[Job], items: Sequence[Any] | str, *, criterion: str | None = None
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A model of words takes lists of words too, and answers for each word.
+    A text alone is one item. A model of words takes lists of words too, and answers for each word.
     """
     from trainfit.jobs import own_steps
     from trainfit.jobs.predict import answer, answer_words
     from trainfit.runs.run_folder import export_facts, exports_of
 
+    items = [items] if isinstance(items, str) else items
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(name_of(run), place, items)  # type: ignore[arg-type]
@@ -78,6 +79,8 @@ def predict(
     if export_facts(exports[0]).get("task") == "tokens":
         split = [item.split() if isinstance(item, str) else list(item) for item in items]
         return answer_words(exports, [words for words in split if words])
+    if wrong := [item for item in items if not isinstance(item, str)]:
+        raise BadInput(f"an item is a {type(wrong[0]).__name__}", "give texts")
     return answer(exports, list(items), criterion)
 
 

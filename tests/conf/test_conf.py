@@ -160,7 +160,15 @@ def test_every_alias_leads_to_a_key():
         "dataloader_drop_last",
         "dataloader_prefetch_factor",
         "per_device_train_batch_size",
+        *("lr", "training.lr", "epochs", "training.epochs"),
     }
+
+
+def test_short_words_and_wrong_kinds_of_words():
+    found = compose("textclass", ["lr=3e-5", "training.epochs=2"]).config.training
+    assert (found.learning_rate, found.num_epochs) == (3e-5, 2)
+    with pytest.raises(BadInput, match="is no text"):
+        compose("textclass", [{"lr": 1}])  # type: ignore[list-item]
 
 
 @pytest.mark.parametrize(

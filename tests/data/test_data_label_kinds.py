@@ -35,6 +35,7 @@ JOINED = ["a|b", "a", "b|c", "a|c"] * 5
         (["a,b", "b,c", "c,a"], "multi", ","),
         (["a", "b", "c", "a,b", "a"], "multi", ","),  # few rows have two, and all occur alone
         (["['a', 'b']", "['b', 'c']", "['a', 'b']"], "multi", ","),
+        (['["a", "b"]', '["b"]'] * 9, "multi", ","),  # two different lists alone
         (["Arts, leisure", "Law, order", "Arts, leisure"], "single", None),
         (["arts|leisure", *["law"] * 9], "single", None),
         (["A | B", "A | C", *"DEFGEFG"], "multi", "|"),  # few rows, and a part in two of them

@@ -126,6 +126,47 @@ ILL: dict[str, tuple[set[str], str]] = {
         {"loader_worker_crashed"},
         "RuntimeError: DataLoader worker (pid(s) 812, 813) exited unexpectedly",
     ),
+    "a bus error in a worker that then went away": (
+        {"shm_full_log"},
+        "ERROR: Unexpected bus error encountered in worker. This might be caused by insufficient "
+        "shared memory (shm).\nRuntimeError: DataLoader worker (pid(s) 77) exited unexpectedly",
+    ),
+    "bf16 on an old GPU": (
+        {"bf16_unsupported"},
+        "ValueError: Your setup doesn't support bf16/gpu. You need Ampere+ GPU with cuda>=11.0",
+    ),
+    "half a file of weights": (
+        {"safetensors_damaged"},
+        "safetensors_rust.SafetensorError: Error while deserializing header: HeaderTooLarge",
+    ),
+    "another number of classes": (
+        {"size_mismatch"},
+        "RuntimeError: Error(s) in loading state_dict for Model:\n\tsize mismatch for "
+        "classifier.weight: copying a param with shape torch.Size([2, 768]) from checkpoint, the "
+        "shape in current model is torch.Size([3, 768]).",
+    ),
+    "unused weights": (
+        {"unused_parameters"},
+        "RuntimeError: Expected to have finished reduction in the prior iteration before starting "
+        "a new one. This error indicates that your module has parameters that were not used.",
+    ),
+    "two devices": (
+        {"two_devices"},
+        "RuntimeError: Expected all tensors to be on the same device, but found at least two "
+        "devices, cuda:0 and cpu!",
+    ),
+    "two dtypes": ({"two_dtypes"}, "RuntimeError: expected scalar type Half but found Float"),
+    "a text that is too long": ({"index_range"}, "IndexError: index out of range in self"),
+    "a gated model": ({"gated_model"}, "OSError: You are trying to access a gated repo."),
+    "no padding token": (
+        {"no_pad_token"},
+        "ValueError: Cannot handle batch sizes > 1 if no padding token is defined.",
+    ),
+    "a pickled checkpoint": (
+        {"weights_only"},
+        "_pickle.UnpicklingError: Weights only load failed. This file can still be loaded.",
+    ),
+    "an error that nobody knows": ({"python_error"}, "my.package.OddError: nobody knows"),
     "open files": (
         {"too_many_open_files"},
         "OSError: [Errno 24] Too many open files: '/tmp/pymp-4jz9w2x1'",

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
@@ -17,16 +18,19 @@ from torch import nn
 
 import trainfit
 from plan_example import make_plan
+from trainfit.cli.inference import _csv, _own_items
 from trainfit.cli.main import run as command
 from trainfit.cli.main import trainfit as cli
 from trainfit.conf import compose
-from trainfit.core.errors import BadInput, TrainfitWarning
+from trainfit.core import codec
+from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.plan_records import Plan
 from trainfit.integrations import plan_exports
-from trainfit.jobs import registry
+from trainfit.jobs import own_steps, registry
 from trainfit.jobs.batch_shape import find_shape
 from trainfit.jobs.job import config_class
-from trainfit.jobs.own import prepare
+from trainfit.jobs.own import OwnTask, prepare
+from trainfit.jobs.own_checks import summed
 from trainfit.runs.run_folder import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
@@ -203,6 +207,7 @@ def test_fields_become_keys_and_tunables_become_the_space(here: Path) -> None:
         ("images:nn", "no trainfit.Job called nn"),
         ("ima ges:Images", "names no job"),
         ("imagse", "unknown job 'imagse'"),
+        ("images.py:Images", "write images:Images"),
     ],
 )
 def test_a_wrong_name_is_one_line(here: Path, capsys: Any, task: str, words: str) -> None:
@@ -247,6 +252,171 @@ def test_a_mistake_in_the_class_is_one_line(
     err = capsys.readouterr().err.strip().splitlines()
     assert words in err[-1]
     assert "Traceback" not in "".join(err)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("size = 1 / 0", "cannot import mine (ZeroDivisionError: division by zero); fix line 4"),
+        ("raise SystemExit(3)", "cannot import mine (SystemExit: 3)"),
+        ("trainfit.tunable(1.0, low=2.0, high=1.0)", "tunable goes from 2.0 to 1.0"),
+    ],
+)
+def test_a_file_that_fails_is_one_line_with_its_number(
+    here: Path, capsys: Any, text: str, words: str
+) -> None:
+    (here / "mine.py").write_text(f"import trainfit\n\n\n{text}\n")
+    assert command(["plan", "mine:Mine"]) == 2
+    assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("body", "words"),
+    [
+        (
+            "class Config:\n        sizes: list = [16, 8]",
+            "Mine.Config.sizes is a list; use a tuple",
+        ),
+        ("class Config:\n        lr = 0.1", "Mine.Config.lr has no type, so that it would be"),
+        ("metric = 5", "Mine.metric is 5; give the name of a figure"),
+        ("def evaluate(self, model): return {}", "define evaluate(self, model, batches)"),
+    ],
+)
+def test_a_class_that_cannot_be_registered_is_one_line(
+    here: Path, capsys: Any, body: str, words: str
+) -> None:
+    own(here, body)
+    assert command(["plan", "mine:Mine"]) == 2
+    assert words in capsys.readouterr().err
+
+
+GOOD = torch.nn.Parameter(torch.ones(4))
+
+
+@pytest.mark.parametrize(
+    ("losses", "words"),
+    [
+        (3.0, "loss gives a float"),
+        (None, "loss gives a NoneType"),
+        (GOOD.sum(), "one number for the whole batch"),
+        (GOOD.detach(), "depends on no weight"),
+        (GOOD[:3] * 2, "loss gives 3 values for 4 samples"),
+        (GOOD.repeat(2), "loss gives 8 values for 4 samples"),
+    ],
+)
+def test_a_loss_is_one_number_per_sample(losses: Any, words: str) -> None:
+    counted = torch.ones(4, dtype=torch.bool)
+    with pytest.raises(BadInput, match=words):
+        summed(losses, counted, False)
+    assert float(summed(GOOD * 2, counted, False).detach()) == 8.0
+    assert float(summed(GOOD * 2, torch.arange(4) < 1, False).detach()) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (None, "evaluate gives a NoneType"),
+        ({"loss": "good"}, "evaluate gives 'good' for loss; give a number"),
+        ({"loss": torch.ones(2)}, "for loss; give a number"),
+    ],
+)
+def test_evaluate_gives_numbers(here: Path, given: Any, words: str) -> None:
+    own(here)
+    prepared = prepare(compose_own("mine:Mine"))
+    type(prepared.job).evaluate = lambda *_: given
+    task = OwnTask(prepared, prepared.job.model, 4)
+    with pytest.raises(BadInput, match=words):
+        task.evaluate(prepared.job.model(), 4)
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        ("return open('/nowhere/data.pt')", 1, "FileNotFoundError: [Errno 2] No such file"),
+        ("return iter([1, 2])", 2, "data('train') gives a list_iterator, which has no len()"),
+    ],
+)
+def test_data_that_cannot_be_read_is_one_line(
+    here: Path, capsys: Any, body: str, code: int, words: str
+) -> None:
+    own(here)
+    text = (here / "mine.py").read_text().replace("return [(torch", f"{body}\n        [(torch")
+    (here / "mine.py").write_text(text)
+    assert command(["plan", "mine:Mine"]) == code
+    err = capsys.readouterr().err.strip().splitlines()[-1]
+    assert words in err
+    assert "internal error" not in err
+    assert code == 2 or "look at line 7 of mine.py" in err
+
+
+def test_an_override_does_not_stay_for_the_next_call(here: Path) -> None:
+    assert compose_own("images:Images", "width=5").config.job.width == 5
+    assert compose_own("images:Images").config.job.width == 16
+
+
+SGD = """def optimizer(self, model):
+        made = torch.optim.SGD(model.parameters(), lr=0.1)
+        {more}
+        return made
+"""
+
+
+def test_the_jobs_own_optimizer_is_tuned_and_no_other(here: Path) -> None:
+    own(here, SGD.replace("{more}", "pass"))
+    prepared = prepare(compose_own("mine:Mine"))
+    assert "optimizer" in prepared.question().pins
+    setup = own_steps.own_trial(
+        make_plan(**dict.fromkeys(("batch_size", "effective_batch_size"), 4), packed=False),
+        task="mine:Mine",
+        config=codec.encode(prepared.config),
+    )
+    made = setup.more["make_optimizer"](prepared.job.model())
+    assert type(made) is torch.optim.SGD
+
+
+def test_a_scheduler_of_torch_is_refused_by_its_name(here: Path, capsys: Any) -> None:
+    own(here, SGD.replace("{more}", "torch.optim.lr_scheduler.StepLR(made, 1)"))
+    assert command(["train", "mine:Mine", *FAST[1:]]) == 2
+    assert "SGD has a scheduler of torch, but the loop sets its rate" in capsys.readouterr().err
+
+
+@pytest.mark.soak
+def test_a_step_that_cannot_be_simulated_is_trained(here: Path) -> None:
+    own(here)
+    text = (here / "mine.py").read_text()
+    said = "f'{batch[0].mean():.3f}'\n        return nn.functional"
+    (here / "mine.py").write_text(text.replace("return nn.functional", said))
+    with pytest.raises(RunFailed, match=r"FakeTensor.*\(at line 11 of mine.py\)"):
+        trainfit.plan("mine:Mine", gpu="t4")
+    with pytest.warns(TrainfitWarning, match="memory and time are not predicted"):
+        result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
+    assert result.status == "finished"
+
+
+def test_a_job_is_a_name_or_a_class() -> None:
+    with pytest.raises(BadInput, match="the job is 3; give its name"):
+        trainfit.plan(3)  # type: ignore[arg-type]
+
+
+def test_answers_with_tensors_are_plain_values(here: Path) -> None:
+    given = {"a": torch.tensor([1.0, 2.0]), "b": (np.float32(0.5), np.arange(2)), 3: None}
+    assert own_steps._plain(given) == {"a": [1.0, 2.0], "b": [0.5, [0, 1]], "3": None}
+    with pytest.raises(BadInput, match="predict gives a object"):
+        own_steps._plain([object()])
+
+
+def test_items_of_a_jsonl_file_may_be_any_json(here: Path) -> None:
+    path = here / "items.jsonl"
+    path.write_text('[1, 2]\n\n{"x": 3}\n"word"\n')
+    assert _own_items(path, "auto") == [[1, 2], {"x": 3}, "word"]
+    path.write_text('{"text": "[1, 2]"}\n')
+    assert _own_items(path, "auto") == [[1, 2]]
+    path.write_text("[1, 2]\n{broken\n")
+    with pytest.raises(BadInput, match="row 2 is not JSON"):
+        _own_items(path, "auto")
+    with pytest.raises(BadInput, match="no names for columns"):
+        _csv([[1, 2]])
+    assert _csv([{"a": 1}, {"b": [2, 3]}]) == "a,b\n1,\n,2|3\n"
 
 
 @pytest.mark.soak

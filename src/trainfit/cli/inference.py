@@ -97,22 +97,23 @@ def predict(
             tagged = answer_words(exports, sentences)
         _give(tagged, output, "json" if as_json else form)
         return
+    if ":" in run:
+        from trainfit.jobs import own_steps
+
+        items = [_item(str(text))] if path is None else _own_items(path, text_column)
+        _give(own_steps.predict(run, place, items), output, "json" if as_json else form)
+        return
     given = {"text": [text]} | ({} if second is None else {"second": [second]})
     found: dict[str, list[Any]] = given
     numbers = [1]
     if path is not None:
         found, numbers = _read(path, columns)
     texts = found["text"]
-    if ":" in run:
-        from trainfit.jobs import own_steps
-
-        rows = own_steps.predict(run, place, [_item(text) for text in texts])
-    else:
-        with loading():
-            from trainfit.jobs.predict import answer
-        with terminal.busy("predicting"):
-            rows = answer(exports, texts, criterion, found.get("second"))
-        rows = [row | {"row": numbers[row["row"] - 1]} for row in rows]
+    with loading():
+        from trainfit.jobs.predict import answer
+    with terminal.busy("predicting"):
+        rows = answer(exports, texts, criterion, found.get("second"))
+    rows = [row | {"row": numbers[row["row"] - 1]} for row in rows]
     _give(rows, output, "json" if as_json else form)
 
 
@@ -154,6 +155,22 @@ def _print(rows: Sequence[Any], form: str) -> None:
         click.echo(json.dumps(rows, indent=2))
 
 
+def _own_items(path: Path, column: str) -> list[Any]:
+    """Items for a job of the user's own: the values of a JSONL file, or the texts of a table."""
+    from trainfit.core.errors import BadInput
+
+    if column == "auto" and path.suffix in (".jsonl", ".ndjson"):
+        items = []
+        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+            try:
+                items += [json.loads(line)] if line.strip() else []
+            except ValueError:
+                raise BadInput(f"{path}: row {number} is not JSON", "write one per line") from None
+        if not all(isinstance(item, dict) and "text" in item for item in items):
+            return items
+    return [_item(text) for text in _read(path, {"text": column})[0]["text"]]
+
+
 def _item(text: str) -> Any:
     """Read an item of a job of the user's own: JSON, or a text."""
     try:
@@ -183,11 +200,17 @@ def _read(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], li
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:
+    from trainfit.core.errors import BadInput
+
     text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
+    if not all(isinstance(row, dict) for row in rows):
+        raise BadInput("the answers have no names for columns", "write JSON instead of CSV")
+    names = dict.fromkeys(name for row in rows for name in row)
+    writer = csv.DictWriter(text, list(names), lineterminator="\n")
     writer.writeheader()
     for row in rows:  # several labels are a list, which CSV has not
-        writer.writerow({k: "|".join(v) if isinstance(v, list) else v for k, v in row.items()})
+        cells = {k: "|".join(map(str, v)) if isinstance(v, list) else v for k, v in row.items()}
+        writer.writerow(cells)
     return text.getvalue()
 
 

@@ -9,6 +9,7 @@ import importlib
 import io
 import math
 import os
+import re
 import sys
 import threading
 import traceback
@@ -28,10 +29,14 @@ from trainfit.core.errors import (
     TrainfitWarning,
     brief,
     did_you_mean,
+    in_one_line,
     redact,
+    user_line,
 )
 from trainfit.core.libraries import PIP_NAMES, missing
 
+_JOB = re.compile(r"[\w.]+:\w+")
+"""A job of the user's own: module:Class."""
 COMMANDS = {
     "check": "Hardware, what it supports, and the settings to start from.",
     "plan": "Every setting of a run with its reason, for this machine or any GPU.",
@@ -171,10 +176,18 @@ def run(arguments: list[str]) -> int:
                 return _fail(str(lacking), lacking.exit_code)
             if os.environ.get("TRAINFIT_TRACEBACK"):
                 raise
-            first = (str(error).strip().splitlines() or ["no message"])[0]
-            hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
-            return _fail(f"internal error, {type(error).__name__}: {first}; {hint}", 1)
+            return _fail(_unexpected(error, arguments), 1)
     return code if isinstance(code, int) else 0
+
+
+def _unexpected(error: Exception, arguments: list[str]) -> str:
+    """Word an error that nothing foresaw; one of a job of the user's is told by its line."""
+    if any(map(_JOB.fullmatch, arguments)) and (at := user_line(error)):
+        hint = f"look at {at}, or set TRAINFIT_TRACEBACK=1 to see all"
+        return f"the job fails with {in_one_line(error)}; {hint}"
+    first = (str(error).strip().splitlines() or ["no message"])[0]
+    hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
+    return f"internal error, {type(error).__name__}: {first}; {hint}"
 
 
 def _with_help(error: click.ClickException) -> str:

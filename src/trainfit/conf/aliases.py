@@ -41,7 +41,11 @@ Tuning = Literal["auto", "off", "force"]
 """Tuned settings. auto: those of the same job here; force: tune first, for three minutes; off."""
 
 
-ALIASES: Mapping[str, str] = {alias: row.key for row in SETTINGS for alias in row.aliases}
+_SHORT = {"lr": "training.learning_rate", "epochs": "training.num_epochs"}
+ALIASES: Mapping[str, str] = {
+    **{alias: row.key for row in SETTINGS for alias in row.aliases},
+    **{f"{room}{short}": key for short, key in _SHORT.items() for room in ("", "training.")},
+}
 """Other spellings of keys, in lower case, with the key that each means."""
 COMBINED: Mapping[str, Mapping[str, Mapping[str, str]]] = {
     "model.method": {

@@ -105,12 +105,16 @@ def key_for(task: str, written: str) -> str | None:
 def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """Compose a task's configuration, or raise one error that lists every mistake."""
     schema = schema_of(task)
+    if wrong := [word for word in overrides if not isinstance(word, str)]:
+        raise BadInput(
+            f"the override {brief(repr(wrong[0]))} is no text", 'write it as "key=value"'
+        )
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
     data = deepcopy(shipped)
     for key, value in _own_tasks[task].defaults.items() if task in _own_tasks else ():
-        put_value(data, key, value)
+        put_value(data, key, deepcopy(value))
     for key, item in settled.items():
         put_value(data, key, item.value)
     problems += contradictions

@@ -5,8 +5,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
+import sysconfig
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 HIDDEN = "***"
@@ -155,6 +158,21 @@ def reason(error: BaseException) -> str:
     if len(said) > 1 and said[0].endswith(":"):
         said[0] = f"{said[0]} {said[1].strip()}"
     return brief(said[0]) if said else type(error).__name__
+
+
+def user_line(error: BaseException) -> str | None:
+    """Name the last line that an error passed in a file of the user's; None where it passed none.
+
+    Files of trainfit, of installed packages and of Python itself are not the user's.
+    """
+    kinds = ("stdlib", "platstdlib", "purelib", "platlib")
+    others = {Path(__file__).parents[1], *(Path(sysconfig.get_path(kind)) for kind in kinds)}
+    found = None
+    for frame, line in traceback.walk_tb(error.__traceback__):
+        path = Path(frame.f_code.co_filename)
+        if path.is_absolute() and others.isdisjoint(path.parents):
+            found = f"line {line} of {path.name}"
+    return found
 
 
 def in_one_line(error: BaseException) -> str:

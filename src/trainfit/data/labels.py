@@ -92,6 +92,8 @@ def _are_codes(numbers: Sequence[float]) -> bool:
 def _separator(known: Sequence[Any], *, certain: bool) -> str | None:
     """Find the character that joins labels; where it is `certain` that one does, the commonest."""
     texts = [value for value in known if isinstance(value, str)]
+    if texts and all(map(_is_list, texts)):
+        return ","
     found = {mark: [text for text in texts if mark in text] for mark in SEPARATORS}
     if certain:
         best = max(SEPARATORS, key=lambda mark: len(found[mark]))
@@ -115,10 +117,14 @@ def _joins(mark: str, rows: Sequence[str], texts: Sequence[str]) -> bool:
     return most or shared or not alone.isdisjoint(every)
 
 
+def _is_list(text: str) -> bool:
+    """Tell a list as Python or JSON writes it."""
+    return text.strip().startswith("[") and text.strip().endswith("]")
+
+
 def _pieces(text: str, separator: str | None) -> list[str]:
     """Split a text into labels; a list as Python prints it loses its brackets and quotes."""
-    text = text.strip()
-    listed = text.startswith("[") and text.endswith("]")
+    text, listed = text.strip(), _is_list(text)
     if listed:
         text = text[1:-1]
     parts = [part.strip() for part in (text.split(separator) if separator else [text])]

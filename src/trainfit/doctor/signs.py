@@ -229,6 +229,9 @@ class Pattern:
     explain: Callable[[Pattern, Sequence[Sign], bool], Seen | None]
     """Takes the signs and True where the log shows fp16; None where they mean nothing."""
     symptom: bool
+    """True for what follows from another fault, which is then shown instead."""
+    alone: bool
+    """True for what is shown only where nothing else was found."""
 
 
 @cache
@@ -242,6 +245,7 @@ def patterns() -> tuple[Pattern, ...]:
             word=row.get("word", ""),
             explain=_EXPLAIN[row.get("explain", "quote")],
             symptom=row.get("symptom", False),
+            alone=row.get("alone", False),
         )
         for row in tables()["log"]
     )
@@ -291,6 +295,8 @@ def diagnose(blocks: Iterable[str]) -> tuple[Finding, ...]:
         for pattern in patterns()
         if (known := signs[pattern.fault.id]) and (seen := pattern.explain(pattern, known, fp16))
     ]
+    if len(found) > 1:
+        found = [(pattern, finding) for pattern, finding in found if not pattern.alone]
     causes = any(not pattern.symptom and f.severity == "error" for pattern, f in found)
     return worst_first(f for pattern, f in found if not (pattern.symptom and causes))
 

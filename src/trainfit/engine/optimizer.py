@@ -67,6 +67,9 @@ def adopt(model: nn.Module, optimizer: object, *, offload: bool = False) -> torc
 
 def _check_usable(optimizer: torch.optim.Optimizer) -> None:
     """Raise BadInput where the loop cannot call step() or set the learning rate."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        what = f"{type(optimizer).__name__} has a scheduler of torch, but the loop sets its rate"
+        raise BadInput(what, "leave it out, and choose training.scheduler and warmup_ratio")
     needed = inspect.signature(optimizer.step).parameters.values()
     if any(p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD for p in needed):
         what = f"{type(optimizer).__name__}.step() needs a closure"

@@ -17,7 +17,7 @@ from torch.utils import _pytree
 from trainfit.core.errors import BadInput
 
 COUNT = "count"
-"""Leaf that says how many samples of a micro-batch count; one without any has a stand-in."""
+"""Leaf that says which samples of a micro-batch count; one without any has a stand-in."""
 _ROWS, _WIDTH = "rows", "width"
 
 
@@ -31,9 +31,9 @@ class BatchShape:
     """Sizes and dtype; "rows" and "width" stand for the samples and for the longest of them."""
 
     def flatten(self, batch: Any, count: int) -> dict[str, Tensor]:
-        """Return the tensors of a batch by name, with the number of samples that count."""
-        found = _tensors(batch)[0]
-        return {str(at): leaf for at, leaf in enumerate(found)} | {COUNT: torch.tensor(count)}
+        """Return the tensors of a batch by name, with a flag for each sample: the first `count`."""
+        counted = torch.arange(max(count, 1)) < count
+        return {str(at): leaf for at, leaf in enumerate(_tensors(batch)[0])} | {COUNT: counted}
 
     def restore(self, leaves: Mapping[str, Tensor]) -> Any:
         """Return the batch that `flatten` took apart."""
@@ -47,7 +47,7 @@ class BatchShape:
             str(at): torch.zeros([int(sizes.get(n, n)) for n in shape], dtype=getattr(torch, dtype))
             for at, (shape, dtype) in enumerate(self.leaves)
         }
-        return made | {COUNT: torch.tensor(rows)}
+        return made | {COUNT: torch.ones(rows, dtype=torch.bool)}
 
 
 def find_shape(

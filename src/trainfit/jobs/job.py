@@ -67,7 +67,13 @@ def tunable(
     """
     if (low is None) != (high is None) or (low is None) == (not choices):
         raise BadInput("tunable needs low and high, or choices", "give one of the two")
+    if low is not None and high is not None and not low < high:
+        raise BadInput(f"tunable goes from {low} to {high}", "give a low that is less than high")
     return Tunable(default, low, high, log, tuple(choices))
+
+
+_VALUES = (bool, int, float, str, list, tuple, dict, set, Tunable)
+"""Values that look like fields of a Config."""
 
 
 class Job:
@@ -158,11 +164,20 @@ def less_is_better(metric: str) -> bool:
 def config_class(job: type[Job]) -> Any:
     """Return the dataclass of a job's Config, or raise BadInput for a field without a default."""
     rows: list[tuple[str, Any, Any]] = []
-    for name, kind in _annotations(job.Config).items():
+    types = _annotations(job.Config)
+    for name, value in vars(job.Config).items():
+        if name not in types and not name.startswith("_") and isinstance(value, _VALUES):
+            kind = type(value.default if isinstance(value, Tunable) else value).__name__
+            what = f"{job.__name__}.Config.{name} has no type, so that it would be ignored"
+            raise BadInput(what, f"write {name}: {kind} = …")
+    for name, kind in types.items():
         if not hasattr(job.Config, name):
             raise BadInput(f"{job.__name__}.Config.{name} has no default", "give it one")
         value = getattr(job.Config, name)
         default = value.default if isinstance(value, Tunable) else value
+        if isinstance(default, list | dict | set):
+            what = f"{job.__name__}.Config.{name} is a {type(default).__name__}"
+            raise BadInput(what, f"use a tuple, such as {name}: tuple[int, ...] = (16, 8)")
         rows.append((name, kind, field(default=default)))
     namespace = {
         k: v for k, v in vars(job.Config).items() if callable(v) and not k.startswith("__")

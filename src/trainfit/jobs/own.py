@@ -30,6 +30,7 @@ from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
 from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
+from trainfit.jobs.own_checks import check_number, check_optimizer, summed
 from trainfit.jobs.run import Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
@@ -129,7 +130,10 @@ class PreparedJob:
             pins["compile"] = Pin(value=False, origin="the job")
         if job.indivisible:
             pins["gradient_accumulation_steps"] = Pin(value=1, origin="the job (indivisible)")
-        chosen = type(job).optimizer is not Job.optimizer
+        chosen = bool(self.own_optimizer)
+        if chosen:
+            origin = "the job has its own, and this is not used"
+            pins["optimizer"] = Pin(value="adamw_fused", origin=origin)
         epochs = config.training.num_epochs
         batch = job_plan.effective_batch(self.composed)
         if config.training.max_steps is not None:
@@ -183,10 +187,10 @@ class PreparedJob:
         digest = hashlib.sha256(self.lengths.tobytes())
         places = np.linspace(0, len(self.train) - 1, min(_SAMPLES, len(self.train))).astype(int)
         for at in dict.fromkeys(places.tolist()):
-            for leaf in self.shape.flatten(self.job.collate([self.train[at]]), 1).values():
-                digest.update(
-                    leaf.contiguous().view(torch.uint8).numpy().tobytes() if leaf.dim() else b""
-                )
+            leaves = self.shape.flatten(self.job.collate([self.train[at]]), 1)
+            for name, leaf in leaves.items():
+                if name != COUNT:
+                    digest.update(leaf.contiguous().view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     def counts(self, _fold: int) -> DataSetup:
@@ -233,18 +237,17 @@ class PreparedJob:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         del run
         alike = int(self.lengths.max()) == 1
-        extras: dict[str, Any] = {"opening": lambda parts: replace(describe(parts), samples=alike)}
-        if type(self.job).optimizer is not Job.optimizer:
-            extras["make_optimizer"] = self._optimizer
-        return extras
+        opening = {"opening": lambda parts: replace(describe(parts), samples=alike)}
+        return opening | self.own_optimizer
+
+    @property
+    def own_optimizer(self) -> dict[str, Any]:
+        """The loop's argument for the job's own optimizer; empty where it has none."""
+        own = type(self.job).optimizer is not Job.optimizer
+        return {"make_optimizer": self._optimizer} if own else {}
 
     def _optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
-        found = self.job.optimizer(model)
-        if not isinstance(found, torch.optim.Optimizer):
-            raise BadInput(
-                f"{type(self.job).__name__}.optimizer gives {found}", "give an optimizer"
-            )
-        return found
+        return check_optimizer(self.job.optimizer(model), self.job)
 
     def judge(self, run: Run, resume: bool) -> OwnResult:
         """Train, score the best weights on the test data and export them."""
@@ -332,13 +335,17 @@ class OwnTask:
 
     def evaluate(self, model: nn.Module, batch_size: int) -> dict[str, float]:
         """Return the job's figures."""
-        found = self._job.evaluate(model, self._batches(model, batch_size))
+        found: Any = self._job.evaluate(model, self._batches(model, batch_size))
+        if not isinstance(found, Mapping):
+            raise BadInput(
+                f"evaluate gives a {type(found).__name__}", "return a dict of names and numbers"
+            )
         if self._job.metric not in found:
             raise BadInput(
                 f"evaluate gives {', '.join(found) or 'nothing'}",
                 f"give {self._job.metric} too, which is the metric",
             )
-        return {name: float(value) for name, value in found.items()}
+        return {name: check_number(name, value) for name, value in found.items()}
 
     def _batches(self, model: nn.Module, batch_size: int) -> Iterator[Any]:
         device = next(model.parameters()).device
@@ -349,20 +356,6 @@ class OwnTask:
             yield self._shape.restore({name: leaf.to(device) for name, leaf in leaves.items()})
 
 
-def summed(losses: Tensor, count: Tensor, indivisible: bool) -> Tensor:
-    """Sum one loss per sample over those that count."""
-    if indivisible:
-        return losses.sum() if losses.dim() == 0 else losses.mean()
-    if losses.dim() == 0:
-        raise BadInput(
-            "loss gives one number for the whole batch",
-            'give one per sample (reduction="none"), or set indivisible = True',
-        )
-    losses = losses.reshape(losses.shape[0], -1).mean(1)
-    counted = torch.arange(losses.shape[0], device=losses.device) < count.to(losses.device)
-    return losses.where(counted, 0.0).sum()
-
-
 def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
     """Make the job and read its data."""
     del nested  # there are no folds
@@ -370,6 +363,9 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
     job = kind(registry.own_config(kind, composed.config))
     train, validation, test = (job.data(split) for split in ("train", "validation", "test"))
     for name, data in (("train", train), ("validation", validation)):
+        if data is not None and not hasattr(data, "__len__"):
+            what = f"data({name!r}) gives a {type(data).__name__}, which has no len()"
+            raise BadInput(what, "give a list or a dataset with len() and [index]")
         if data is None or not len(data):
             raise BadInput(f"data({name!r}) gives no samples", "give at least one")
     test = validation if test is None else test

@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.batch_shape import BatchShape
 from trainfit.jobs.job import Job
 from trainfit.jobs.own import prepare
+from trainfit.jobs.own_checks import check_loss, check_model, check_optimizer
 from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
 
@@ -47,12 +49,14 @@ def own_step(
     shape = codec.decode(BatchShape, batch)
 
     def loss(model: nn.Module, leaves: Mapping[str, Any]) -> Tensor:
-        losses = made.loss(model, shape.restore(leaves))
+        losses = check_loss(made.loss(model, shape.restore(leaves)), made.indivisible)
         return losses.float().sum()
 
     def make_step(model: nn.Module) -> Callable[[], object]:
         own: Any = made.optimizer(model)
-        if own is None:
+        if own is not None:
+            check_optimizer(own, made)
+        else:
             settings = OptimizerSettings(
                 kind=optimizer, learning_rate=1e-5, offload=offload_optimizer
             )
@@ -74,7 +78,7 @@ def own_step(
             saved=saved_on_host(device) if offload_activations else None,
         )
 
-    return made.model(), make_step
+    return check_model(made), make_step
 
 
 def _job_of(name: str, config: dict[str, Any]) -> Job:
@@ -99,7 +103,8 @@ def own_trial(
     prepared = prepare(composed)
     place = torch.device(device)
     settings = replace(prepared.settings(0, plan, place, 1), metric=None)
-    return Setup(prepared.task(0, plan, place), settings, job_plan.runtime_settings(asked, plan))
+    runtime = job_plan.runtime_settings(asked, plan)
+    return Setup(prepared.task(0, plan, place), settings, runtime, more=prepared.own_optimizer)
 
 
 # ── use ───────────────────────────────────────────────────────────────────────────────────────
@@ -119,4 +124,18 @@ def predict(task: str, run: Path, items: Sequence[Any]) -> list[Any]:
     load_model(model, str(folder / "model.safetensors"))
     model.eval()
     with torch.no_grad():
-        return [made.predict(model, item) for item in items]
+        return [_plain(made.predict(model, item)) for item in items]
+
+
+def _plain(value: Any) -> Any:
+    """Turn tensors and arrays of an answer into lists and numbers, or raise BadInput."""
+    if isinstance(value, Tensor | np.ndarray | np.generic):
+        return value.tolist()
+    if isinstance(value, Mapping):
+        return {str(name): _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if value is None or isinstance(value, str | int | float):
+        return value
+    what = f"predict gives a {type(value).__name__}"
+    raise BadInput(what, "give numbers, texts or tensors, in lists and dicts")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import os
 import sys
 from dataclasses import make_dataclass
 from importlib import import_module
@@ -12,7 +13,15 @@ from typing import Any
 
 from trainfit.conf.composition import register
 from trainfit.conf.schema import OwnConfig
-from trainfit.core.errors import BadInput, brief, did_you_mean, reason
+from trainfit.core.errors import (
+    BadInput,
+    TrainfitError,
+    brief,
+    did_you_mean,
+    in_one_line,
+    reason,
+    user_line,
+)
 from trainfit.jobs.job import TRAINING_KEYS, Job, config_class, is_greater_better, tunables
 
 BUILT_IN = {
@@ -57,6 +66,8 @@ def load(task: str) -> type[Job]:
     module, _, name = task.partition(":")
     if not module.replace(".", "").isidentifier() or not name.isidentifier():
         raise BadInput(f"{brief(task)!r} names no job", "give module:Class, such as my_jobs:Images")
+    if module.endswith(".py"):
+        raise BadInput(f"{brief(task)!r} names a file", f"write {module[:-3]}:{name}")
     found = getattr(_imported(module, task), name, None)
     if not (isinstance(found, type) and issubclass(found, Job)):
         raise BadInput(f"{module} has no trainfit.Job called {brief(name)}", "give module:Class")
@@ -82,11 +93,21 @@ def _imported(module: str, task: str) -> Any:
         ) from None
     except (ImportError, SyntaxError) as error:
         raise BadInput(f"cannot import {brief(module)} ({reason(error)})", "fix the file") from None
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TrainfitError) or os.environ.get("TRAINFIT_TRACEBACK"):
+            raise
+        at = user_line(error) or "the file"
+        raise BadInput(
+            f"cannot import {brief(module)} ({in_one_line(error)})", f"fix {at}"
+        ) from None
 
 
 def _register(task: str, job: type[Job]) -> None:
     """Make the job's configuration known: its own fields under `job.`, trainfit's beside them."""
     config = config_class(job)
+    if not isinstance(job.metric, str):
+        raise BadInput(f"{job.__name__}.metric is {job.metric!r}", "give the name of a figure")
+    _check_methods(job)
     own = {f.name: f for f in config.__dataclass_fields__.values() if f.name not in TRAINING_KEYS}
     section = make_dataclass(
         f"{job.__name__}Fields", [(f.name, f.type) for f in own.values()], frozen=True, kw_only=True
@@ -111,6 +132,20 @@ def _register(task: str, job: type[Job]) -> None:
             space[key] = {"kind": kind, "low": one.low, "high": one.high}
     study = {"metric": job.metric, "space": space}
     register(task, schema, defaults=defaults, aliases=aliases, study=study)
+
+
+def _check_methods(job: type[Job]) -> None:
+    """Raise BadInput for a method that does not take what it will be called with."""
+    for name, method in vars(Job).items():
+        own = inspect.getattr_static(job, name)
+        if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(own):
+            continue
+        words = list(inspect.signature(method).parameters)
+        try:
+            inspect.signature(own).bind(*words)
+        except TypeError:
+            what = f"{job.__name__}.{name} takes {inspect.signature(own)}"
+            raise BadInput(what, f"define {name}({', '.join(words)})") from None
 
 
 def own_config(job: type[Job], config: Any) -> Any:
@@ -147,6 +182,8 @@ def name_of(task: str | type) -> str:
     """Return the name of a job; a class must be importable by the processes that plan it."""
     if isinstance(task, str):
         return task
+    if not isinstance(task, type):
+        raise BadInput(f"the job is {task!r}", "give its name, such as textclass, or its class")
     if task.__module__ == "__main__" or "<locals>" in task.__qualname__:
         raise BadInput(
             f"{task.__qualname__} is defined in the script that runs",

@@ -18,7 +18,7 @@ from trainfit.planning import explain
 from trainfit.planning.cuts import FixedSettings
 from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.estimate import Target
-from trainfit.planning.fit import Cutting, StepCandidate
+from trainfit.planning.fit import PARTS, Cutting, StepCandidate
 from trainfit.planning.question import Question
 
 PLENTY = 0.6
@@ -73,6 +73,18 @@ _FAMILIES = {
     "trainfit_gpt": _Family(),
 }
 """Families that the bounds were checked for; any other one is simulated."""
+
+
+def unknown_step(fixed: FixedSettings) -> StepCandidate:
+    """Return the cut that pads the least, of whose memory and time nothing is known."""
+    nothing: dict[str, Any] = dict.fromkeys((*PARTS, "peak_allocated", "peak_reserved"), 0.0)
+    return StepCandidate(
+        checkpointing="none" if fixed.checkpointing is None else fixed.checkpointing.value,
+        cutting=fixed.cuttings[fixed.plain],
+        taken=Taken(**nothing, fits=None, done=()),
+        seconds=None,
+        flops=0.0,
+    )
 
 
 def bounded(

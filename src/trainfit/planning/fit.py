@@ -12,7 +12,7 @@ import numpy as np
 from trainfit.core.plan_records import Precision
 from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
-from trainfit.packing import Cut, MicroBatch, PackedCut, cut_step, deal_steps
+from trainfit.packing import Cut, MicroBatch, PackedCut, PaddedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
 from trainfit.planning.estimator.depths import Taken, both, exactly, take
 from trainfit.planning.estimator.estimate import Target
@@ -151,6 +151,18 @@ def _profile(steps: Sequence[tuple[IntArray, IntArray]], cut: Cut, ranks: int) -
         tokens=sum(b.tokens for b, _ in batches) / len(steps),
         parts=tuple(len(b.sequences) for b in cut_step(first[1], first[0], cut, ranks)[0]),
     )
+
+
+def whole_cutting(size: int, length: int, micro_batches: int, packed: bool) -> Cutting:
+    """Build a cut of micro-batches with `size` sequences of the full length."""
+    tokens, many = size * length, micro_batches
+    cut: Cut = PaddedCut(tokens=tokens, shapes=((size, length),), rows=(size,) * many)
+    if packed:
+        cut = PackedCut(part_size=size * many, micro_batches=many, budgets=(tokens,), slots=size)
+    total = float(tokens * many)
+    rows, width = (1, tokens) if packed else (size, length)
+    lengths = (length,) * size
+    return Cutting(cut=cut, rows=rows, width=width, lengths=lengths, computed=total, tokens=total)
 
 
 class Fitter:

@@ -9,19 +9,20 @@ memory (bounds.py) decides instead where there is plenty of room.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from trainfit.core import caches, codec
+from trainfit.core.errors import TrainfitWarning
 from trainfit.core.plan_records import MemoryEstimate, Plan, Reason, RuntimeSettings, TaskSpec
 from trainfit.core.records import GpuState, HardwareProfile, Measurements
 from trainfit.core.settings import chosen_by
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import GpuSpec, catalogue_gpu, find
-from trainfit.packing import Cut, PackedCut, PaddedCut
 from trainfit.planning import decide
-from trainfit.planning.bounds import bounded, fetched_bytes
+from trainfit.planning.bounds import bounded, fetched_bytes, unknown_step
 from trainfit.planning.cpu_choice import choose
 from trainfit.planning.cuts import (
     FixedSettings,
@@ -35,7 +36,7 @@ from trainfit.planning.cuts import (
 )
 from trainfit.planning.estimator import estimate
 from trainfit.planning.estimator.depths import folder_content
-from trainfit.planning.estimator.estimate import Target, start
+from trainfit.planning.estimator.estimate import NoEstimate, Target, start
 from trainfit.planning.execution import (
     compiled_or_eager,
     execution,
@@ -44,7 +45,7 @@ from trainfit.planning.execution import (
     ways_of,
 )
 from trainfit.planning.explain import choices_for, memory_of, time_of, what_would_fit
-from trainfit.planning.fit import WORTH_IT, Cutting, Fitter, Speed, StepCandidate
+from trainfit.planning.fit import WORTH_IT, Cutting, Fitter, Speed, StepCandidate, whole_cutting
 from trainfit.planning.question import Choice, Question
 from trainfit.planning.savers import cheapest, savings
 from trainfit.planning.sharding import sharded
@@ -118,9 +119,16 @@ def plan(
 
         return sharded(one, with_more(0), machines, with_more)
 
-    made = cheapest(question, profile, attempt)
-    if not made.fits:
-        made = attempt(question, advise=True)
+    try:
+        made = cheapest(question, profile, attempt)
+        if not made.fits:
+            made = attempt(question, advise=True)
+    except NoEstimate as error:
+        if not here:
+            raise
+        fixed = fixed_settings(question, profile, ranks)
+        made = _unestimated(_Case(question=question, fixed=fixed, **given), error)
+        return sharded(question, made, machines, None)
     caches.write(place, made)
     return made
 
@@ -187,24 +195,12 @@ def curve(
     length = question.workload.max_length
     sizes = sorted({1, *(max(1, round(chosen.batch_size * f)) for f in (0.25, 0.5, 1, 1.5, 2, 3))})
     many = min(chosen.gradient_accumulation_steps, 2)
-    cuttings = [_full(size, length, many, chosen.packed) for size in sizes]
+    cuttings = [whole_cutting(size, length, many, chosen.packed) for size in sizes]
     fitter = Fitter(question.factory, arguments, question.layers, cuttings, (target,))
     speed = Speed(gpu=None, precision=chosen.precision, tf32=False)
     found = fitter.candidates(0, (chosen.gradient_checkpointing,), speed)
     by_size = {c.cutting.rows * c.cutting.width // length: c for c in found}
     return [(size, memory_of(by_size[size], target, profile.gpu, None)) for size in sizes]
-
-
-def _full(size: int, length: int, micro_batches: int, packed: bool) -> Cutting:
-    """Build a cut of micro-batches with `size` sequences of the full length."""
-    tokens, many = size * length, micro_batches
-    cut: Cut = PaddedCut(tokens=tokens, shapes=((size, length),), rows=(size,) * many)
-    if packed:
-        cut = PackedCut(part_size=size * many, micro_batches=many, budgets=(tokens,), slots=size)
-    total = float(tokens * many)
-    rows, width = (1, tokens) if packed else (size, length)
-    lengths = (length,) * size
-    return Cutting(cut=cut, rows=rows, width=width, lengths=lengths, computed=total, tokens=total)
 
 
 def _coarse(target: Target) -> Target:
@@ -266,6 +262,18 @@ def _by_bound(case: _Case) -> Plan | None:
     best, compiled = found
     selection = Selection(best=best, fits=True, candidates=[best])
     return _written(case, selection, best, True, {"compile": compiled, "cuda_graph": graph})
+
+
+def _unestimated(case: _Case, error: NoEstimate) -> Plan:
+    """Plan a step that no simulation can run: the largest cut, which the run cuts where it must."""
+    warnings.warn(f"memory and time are not predicted: {error.what}", TrainfitWarning, stacklevel=3)
+    best = unknown_step(case.fixed)
+    without = Choice(value=False, why="the step cannot be simulated")
+    how = {
+        name: decide.pinned(case.question, name) or without for name in ("compile", "cuda_graph")
+    }
+    chosen = Selection(best=best, fits=True, candidates=[best])
+    return replace(_written(case, chosen, best, True, how), memory=None, time=None)
 
 
 def _timed_bound(

@@ -11,10 +11,11 @@ import os
 import tempfile
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -173,6 +174,8 @@ class Setup(NamedTuple):
     runtime: RuntimeSettings
     around: Callable[[], AbstractContextManager[object]] = nullcontext
     """Context manager around the whole run."""
+    more: Mapping[str, Any] = MappingProxyType({})
+    """Further arguments of the loop, such as make_optimizer."""
 
 
 def run_trial(
@@ -224,7 +227,7 @@ def _outcome(candidate: TrialCandidate, clock: Clock) -> tuple[Any, str] | None:
             applied(setup.runtime),
             setup.around(),
         ):
-            train(setup.task, settings, Path(folder) / "run", observers=[clock])
+            train(setup.task, settings, Path(folder) / "run", observers=[clock], **setup.more)
     except Enough:
         return None
     except Exception as error:  # noqa: BLE001  any error of a candidate is an outcome

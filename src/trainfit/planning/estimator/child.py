@@ -24,7 +24,7 @@ from torch.optim.optimizer import (
 from torch.utils._pytree import tree_iter
 
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, TrainfitError
+from trainfit.core.errors import BadInput, TrainfitError, in_one_line, user_line
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
@@ -70,9 +70,9 @@ def answer(request: Request) -> Answer:
     except Exception as error:
         if os.environ.get("TRAINFIT_TRACEBACK"):
             raise
-        kind = type(error).__name__
-        first = (str(error).strip().splitlines() or [kind])[0]
-        return Answer(error=f"the step fails on fake tensors, {kind}: {first}")
+        at = user_line(error)
+        told = f"the step fails on fake tensors, {in_one_line(error)}"
+        return Answer(error=f"{told} (at {at})" if at else told)
 
 
 def _run(request: Request) -> Answer:

@@ -104,6 +104,10 @@ class Answer:
     """Fault in the input of the step, and the fix."""
 
 
+class NoEstimate(RunFailed):
+    """A step cannot run on fake tensors."""
+
+
 def estimate(
     task: TaskSpec | str, gpu: GpuSpec | str, capacity_gib: float | None = None, **arguments: Any
 ) -> MemoryEstimate:
@@ -283,7 +287,7 @@ def told(answer: Answer) -> Answer:
     if answer.refused is not None:
         raise BadInput(*answer.refused)
     if answer.error is not None:
-        raise RunFailed(f"cannot estimate: {answer.error}", "measure a real step instead")
+        raise NoEstimate(f"cannot estimate: {answer.error}", "measure a real step instead")
     if answer.unknown:
         asked = ", ".join(f"{name} ({count})" for name, count in answer.unknown.items())
         _warn(f"the step asked for values that are not known, and zero was taken: {asked}")
