@@ -9,7 +9,7 @@ from trainfit.conf import compose
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.jobs.job_plan import answer, machine, question
-from trainfit.tuning.finder.finder import MARGIN, BatchSizeFound, BatchSizeJob, find
+from trainfit.tuning.finder import MARGIN, BatchSizeFound, BatchSizeJob, find
 
 _SHAPE = ("rows", "width", "slots", "lengths", "micro_batches")
 

@@ -16,7 +16,7 @@ from trainfit.core.files import check_output, write_output
 from trainfit.core.plan_records import MemoryEstimate
 from trainfit.reports.geometry import PlotAxis, linear
 from trainfit.reports.model import shown
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 
 _LINES = 5
 """Approximate number of grid lines of an axis."""

@@ -31,7 +31,7 @@ from trainfit.reports.model import (
     shown,
 )
 from trainfit.runs.reader import RunFiles, read_object
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 _MOST_CURVES = 60

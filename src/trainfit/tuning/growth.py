@@ -303,7 +303,7 @@ def _too_large(found: Search) -> RunFailed:
     )
 
 
-_FACTORY = "trainfit.tuning.finder.growth:probe"  # imported by the child: it needs torch
+_FACTORY = "trainfit.tuning.growth:probe"  # imported by the child: it needs torch
 _SHARES = tuple(share / 100 for share in range(88, 111, 2))
 """Shares of the available memory at which the least sufficient memory is searched."""
 
