@@ -32,9 +32,9 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainfit.core import codec
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import TaskSpec
-from trainfit.jobs.batch_size import job_of
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.models.gpt_model import build_gpt
+from trainfit.jobs.tuned_plans import job_of
 from trainfit.planning.estimator.estimate import Request, Target, ask, told
 from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, find
 

@@ -260,7 +260,7 @@ def predicted(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
 
 
 def finder(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
-    from trainfit.jobs.batch_size import job_of as step_of
+    from trainfit.jobs.tuned_plans import job_of as step_of
     from trainfit.tuning.finder import find
 
     shown["finder"] = codec.encode(find(step_of(job.ask({})), job.profile))

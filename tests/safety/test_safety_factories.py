@@ -14,7 +14,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import OWN_FACTORIES, Plan, TaskSpec
 from trainfit.jobs import job_plan, tuned_plans
-from trainfit.jobs.batch_size import find_batch_size, job_of
+from trainfit.jobs.tuned_plans import find_batch_size, job_of
 from trainfit.planning.estimator import child
 from trainfit.planning.estimator.estimate import Request
 from trainfit.tuning.rungs import NAIVE_FACTORY

@@ -17,11 +17,11 @@ from trainfit.core.plan_records import TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.jobs import probes as gpt_probe
-from trainfit.jobs.batch_size import find_batch_size, job_of
 from trainfit.jobs.job_plan import plan
+from trainfit.jobs.tuned_plans import find_batch_size, job_of
 from trainfit.planning.estimator.estimate import GIB, Request, Target, ask, told
-from trainfit.tuning import probe_device
-from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, cuts, find, finder, page
+from trainfit.tuning import finder, probe_device
+from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, cuts, find, page
 from trainfit.tuning.growth import Measured
 
 TINY = ("gpt", "model.name=gpt-tiny", "data.max_length=64", "training.effective_batch_size=32")

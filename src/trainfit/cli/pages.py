@@ -28,8 +28,7 @@ from trainfit.tuning.rungs import BASELINE, Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
 
 if TYPE_CHECKING:
-    from trainfit.hpo.final import StudyResult
-    from trainfit.hpo.status import StudyStatus, TrialRow
+    from trainfit.hpo.outcome import StudyResult, StudyStatus, TrialRow
 
 
 @contextmanager

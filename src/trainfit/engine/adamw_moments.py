@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from trainfit.core.errors import BadInput
-from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import retried
+from trainfit.engine.parallel import local
 from trainfit.kernels.saved_on_host import host_fetch_, host_store_, host_zeros, pin
 from trainfit.kernels.small_adamw import BLOCK, LEAST, adamw_8bit_, adamw_bf16_, laid_out
 

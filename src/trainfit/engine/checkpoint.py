@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import check_regular, checksum
-from trainfit.engine import fsdp
+from trainfit.engine import parallel
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model
@@ -93,8 +93,8 @@ def save_sharded(
     with first_writes(world) as writes, _telling(run, folder):
         if writes:
             _begin(folder)
-    fsdp.write(folder, {**contents.model, **contents.optimizer})
-    own = _checksums(fsdp.own_files(folder, world.rank))
+    parallel.write(folder, {**contents.model, **contents.optimizer})
+    own = _checksums(parallel.own_files(folder, world.rank))
     sums: dict[str, str] = {}
     for part in gather(world, json.dumps(own)):
         sums |= json.loads(part)
@@ -311,9 +311,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
 def read(folder: Path) -> Contents:
     """Read a checked checkpoint; shards are joined to whole tensors."""
     state = read_state(folder)
-    if fsdp.is_sharded(folder):
-        tensors = fsdp.read_whole(folder)
-        optimizer = {n: t for n, t in tensors.items() if fsdp.is_state(n, tensors)}
+    if parallel.is_sharded(folder):
+        tensors = parallel.read_whole(folder)
+        optimizer = {n: t for n, t in tensors.items() if parallel.is_state(n, tensors)}
         model = {n: t for n, t in tensors.items() if n not in optimizer}
         return Contents(model, optimizer, state)
     return Contents(

@@ -20,8 +20,8 @@ from torch import Tensor
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, did_you_mean
 from trainfit.engine.distributed import Verdict, World, first_says, gather_rows, vote
-from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
+from trainfit.engine.parallel import reshard
 from trainfit.engine.recovery import MustRestart, Parts, TellMemory
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.saved_state import protected

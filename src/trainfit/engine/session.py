@@ -15,6 +15,7 @@ from typing import Literal
 from trainfit.core.records import Event, RunResult
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, saved_state
+from trainfit.engine.captured import Reading, Readings, Waits
 from trainfit.engine.distributed import first_writes, gather
 from trainfit.engine.evaluation import is_better, nonfinite_loss
 from trainfit.engine.loop_settings import rate_factor
@@ -23,7 +24,6 @@ from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_s
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.shared import Shared
-from trainfit.engine.step_numbers import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker

@@ -15,11 +15,9 @@ from torch import nn
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.core.records import Record, TrainTask
 from trainfit.data.batches import StepLoader
-from trainfit.engine import checkpoint, fsdp, saved_state
+from trainfit.engine import checkpoint, parallel, saved_state
 from trainfit.engine.captured import CapturedSteps
-from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
-from trainfit.engine.fsdp import shard
-from trainfit.engine.gradient_buckets import GradientBuckets
+from trainfit.engine.distributed import World, first_says, first_writes
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
@@ -33,6 +31,7 @@ from trainfit.engine.optimizer import (
     take_workspaces,
     trained_parameters,
 )
+from trainfit.engine.parallel import GradientBuckets, shard, spread_weights
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
@@ -293,7 +292,7 @@ def _restore(
     if parts.sharded:
         weights = saved_state.model_tensors(parts.model)
         state_of = saved_state.optimizer_tensors(parts.model, parts.optimizer)
-        fsdp.read_into(folder, weights | state_of)
+        parallel.read_into(folder, weights | state_of)
     else:
         contents = checkpoint.read(folder)
         saved_state.load_model(parts.model, contents.model)

@@ -30,8 +30,7 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn
 from trainfit.engine.shared import Shared
 from trainfit.hardware.host import allowed_by_affinity
-from trainfit.hpo.objective import GpuShare, Objective, is_greater_better
-from trainfit.hpo.search_space import Reporter, mean
+from trainfit.hpo.objective import GpuShare, Objective, Reporter, is_greater_better, mean
 from trainfit.hpo.studies import STORAGE, OpenStudy, StudySettings
 from trainfit.hpo.trial_queue import FOLDS, PUT_BACK, Claim, Outcome, TrialQueue, beating
 from trainfit.jobs.models.sources import kept_in_memory

@@ -17,12 +17,11 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, separates
 from trainfit.jobs.configuration import Chosen
-from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.metrics import Metrics, has_spans
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.scores import FoldScores
 from trainfit.jobs.standard_export import hub_name
-from trainfit.jobs.tag_metrics import has_spans
 
 _DRAWS = 1000
 _TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")

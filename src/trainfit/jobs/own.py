@@ -27,9 +27,9 @@ from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
-from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
-from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
+from trainfit.jobs.own_steps import COUNT, BatchShape, find_shape
+from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
