@@ -29,7 +29,7 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.shared import Shared
 from trainfit.jobs import job_plan, registry
 from trainfit.jobs.registry import less_is_better
-from trainfit.jobs.run import Prepared, Show, compare_run
+from trainfit.jobs.run import Prepared, Show, opened
 from trainfit.planning.estimator.estimate import CONTEXT_GIB
 
 _NOT_DATA = ("training.", "optimization.", "device.", "model.", "runs_dir", "tracking", "tune")
@@ -143,17 +143,17 @@ class Objective:
 
         The folds of a trial share a model.
         """
-        return compare_run(
-            self._prepare(composed),
+        prepared, changes = self._prepare(composed), {"keep_checkpoints": 0, "profile_step": False}
+        with opened(
+            prepared,
             plan,
             self.profile,
-            fold,
             folder,
-            observers,
-            shared or Shared(),
-            metric=self._metric,
-            greater_is_better=self._greater,
-        )
+            show=Show(watch=lambda _title: observers),
+            changes=changes | {"metric": self._metric, "greater_is_better": self._greater},
+            shared=shared or Shared(),
+        ) as run:
+            return run.train(fold, folder, "", resume=False)
 
     def final(self, composed: Composed) -> tuple[str, dict[str, float]]:
         """Train the model to keep; return its run folder and its scores on the held-out test."""

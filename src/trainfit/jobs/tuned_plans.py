@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import Composed, NliConfig, compose
 from trainfit.core import codec
@@ -16,7 +16,7 @@ from trainfit.core.libraries import has
 from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.jobs import job_plan
-from trainfit.jobs.job_times import JobLoad
+from trainfit.jobs.job_times import JobLoad, with_job_time
 from trainfit.planning import preset_for
 from trainfit.planning.question import Question
 from trainfit.tuning import tuner
@@ -24,6 +24,9 @@ from trainfit.tuning.finder import MARGIN, BatchSizeFound, BatchSizeJob, find
 from trainfit.tuning.tuned_cache import Trial, TuneResult
 from trainfit.tuning.tuner import MINUTES as MINUTES
 from trainfit.tuning.tuner import RATE
+
+if TYPE_CHECKING:
+    from trainfit.jobs.run import Prepared
 
 FACTORIES = {
     "nli": "trainfit.jobs.trials:encoder_trial",
@@ -80,6 +83,21 @@ def tune(
         minutes=minutes,
         tell=tell,
     )
+
+
+def make_plan(
+    prepared: Prepared, profile: HardwareProfile, ranks: int = 1, machines: int = 1
+) -> Plan:
+    """Return the plan of a job, with the tuned settings where it was tuned before."""
+    job = prepared.tuned_job(profile, ranks)
+    plan = job_plan.answer(
+        job.composed, job.question, profile, ranks=ranks, machines=machines, here=True
+    )
+    if not plan.fits:
+        advice = plan.advice[0] if plan.advice else "take a smaller model"
+        raise BadInput("the job does not fit this machine", advice)
+    plan = job_plan.with_tuned(job, plan)
+    return with_job_time(plan, job.question, profile, job.load)
 
 
 def trial_task(job: JobQuestion) -> TaskSpec:
