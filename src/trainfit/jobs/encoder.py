@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainfit.conf import Composed, GptConfig
+from trainfit.conf import GptConfig
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
@@ -41,7 +41,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier,
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
-from trainfit.jobs.run import Run
+from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.scores import FoldScores, JobResult
 from trainfit.jobs.side_folds import side_folds
 from trainfit.jobs.targets import OneClass, Outputs, target_of
@@ -59,10 +59,9 @@ _SOME = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedEncoder:
+class PreparedEncoder(Prepared):
     """A classification job: its data in folds, its model, and what it is compared with."""
 
-    composed: Composed
     chosen: Chosen
     datasets: tuple[Dataset, ...]
     """One, or one for each fold; `test` is what its score is taken on, and nothing else."""
@@ -77,7 +76,6 @@ class PreparedEncoder:
 
     @property
     def config(self) -> EncoderConfig:
-        """The configuration of the job."""
         config = self.composed.config
         assert not isinstance(config, GptConfig)
         return config
@@ -89,7 +87,6 @@ class PreparedEncoder:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics that an evaluation gives."""
         return self.target(0).metrics
 
     def target(self, fold: int) -> OneClass:
@@ -98,17 +95,11 @@ class PreparedEncoder:
 
     @property
     def folds(self) -> int:
-        """Number of folds; 1 without cross-validation."""
         return len(self.datasets)
 
     @property
     def sequences(self) -> int:
-        """Number of training sequences of the first fold."""
         return len(self.datasets[0].train)
-
-    def configured(self, composed: Composed) -> PreparedEncoder:
-        """Return the job on the same data with another configuration."""
-        return replace(self, composed=composed)
 
     def typical(self) -> PreparedEncoder:
         """Return the job with one dropout for all: trials that differ in it share a plan."""
@@ -157,12 +148,7 @@ class PreparedEncoder:
             synthetic=made_up(self.composed),
         )
 
-    def files(self) -> Mapping[str, Path]:
-        """Name no files: the tokenizer is in the export."""
-        return {}
-
     def task(self, fold: int, plan: Plan, device: torch.device) -> ClassifierTask:
-        """Return what the loop trains."""
         dataset, config = self.datasets[fold], self.config
         weights = dataset.metadata.get("class_weights") if config.data.class_weights else None
         iterations = config.training.eval_iters
@@ -210,7 +196,6 @@ class PreparedEncoder:
         return self.features.of(tokens, (asked.name, random, *how, plan.quantization), compute)
 
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
-        """Return the settings of a fold."""
         target = self.target(fold)
         made = classification.encoder_settings(
             self.config, plan, self._lengths, device=device.type, ranks=ranks, target=target

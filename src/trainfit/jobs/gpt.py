@@ -22,6 +22,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, embedded_tokens, text_tokens
+from trainfit.engine import checkpoint
 from trainfit.engine.distributed import World, current_world, first_says, gather
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
@@ -35,7 +36,7 @@ from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
-from trainfit.jobs.run import Run
+from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.measuring import flops
 from trainfit.packing import ladder
@@ -44,20 +45,17 @@ from trainfit.runs.opening import PretrainingSetup, RunSetup
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedGpt:
+class PreparedGpt(Prepared):
     """A pretraining job: its configuration with the vocabulary settled, and its tokens."""
 
-    composed: Composed
     data: TokenFolder
 
     @property
     def config(self) -> GptConfig:
-        """The configuration of the job."""
         config = self.composed.config
         assert isinstance(config, GptConfig)
         return config
 
-    folds = 1
     metrics = (METRIC,)
 
     @property
@@ -68,10 +66,6 @@ class PreparedGpt:
     def configured(self, composed: Composed) -> PreparedGpt:
         """Open the tokens again: they are mapped from files, which costs next to nothing."""
         return prepare(composed)
-
-    def typical(self) -> PreparedGpt:
-        """Return the job itself."""
-        return self
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the blocks that there are."""
@@ -101,15 +95,11 @@ class PreparedGpt:
             "unigram_entropy": data.unigram_entropy,
         }
 
-    def counts(self, _fold: int) -> None:
-        """Count nothing: the line on the tokens says it."""
-
     def files(self) -> Mapping[str, Path]:
         """Name the tokenizer, which samples are decoded with."""
         return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer}
 
     def task(self, _fold: int, plan: Plan, device: torch.device) -> GptTask:
-        """Return what the loop trains."""
         config = self.config
         batches = config.training.eval_iters
         return GptTask(
@@ -124,7 +114,6 @@ class PreparedGpt:
         )
 
     def settings(self, _fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
-        """Return the settings of the loop."""
         return gpt_settings(self.config, plan, device=device.type, ranks=ranks)
 
     def extras(self, run: Run) -> dict[str, Any]:
@@ -142,11 +131,8 @@ class PreparedGpt:
         if result.status == "finished" and run.world.first:
             with run.show.busy("writing the model"), timeline.stage("export"):
                 model = build(self.config, run.plan)
-                exports.write_gpt(
-                    run.folder / "export",
-                    _with_best_weights(run, model),
-                    self.data.tokenizer,
-                )
+                checkpoint.load_weights(run.folder, model, best=True)
+                exports.write_gpt(run.folder / "export", model.eval(), self.data.tokenizer)
         return _ended(self, run, result)
 
 
@@ -272,13 +258,6 @@ class _Peaks:
             datasheet=datasheet,
             measured=None if found is None or datasheet is None else found * world.size,
         )
-
-
-def _with_best_weights(run: Run, model: Gpt) -> Gpt:
-    from trainfit.engine import checkpoint
-
-    checkpoint.load_weights(run.folder, model, best=True)
-    return model.eval()
 
 
 def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -108,6 +109,13 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     time = _at(plan, question, step * factors["steps"])
     whole = sum(stages.values())
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
+
+
+def notes(composed: Composed, plan: Plan, question: Question) -> Iterator[str]:
+    """Lines to read before the training begins."""
+    named = hasattr(composed.config, "model")
+    found = (length_note(plan, question, named_model=named), batch_note(composed, plan))
+    return filter(None, found)
 
 
 def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,6 @@ from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import find_launch, writing
 from trainfit.engine.saved_state import load_model
 from trainfit.engine.shared import Shared
-from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.registry import is_own, job_module, load, source_digest
 from trainfit.measuring.receipt import save_receipt
@@ -67,56 +67,70 @@ class Show:
     """A line to read before the training begins."""
 
 
-class Prepared(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Prepared(ABC):
     """A job with its data, ready to be planned and trained: what a job implements."""
 
-    @property
-    def composed(self) -> Composed:
-        """The configuration, with where each value came from."""
+    composed: Composed
 
     @property
     def config(self) -> Any:
         """The composed configuration."""
+        return self.composed.config
 
     @property
     def folds(self) -> int:
         """Number of folds; 1 without cross-validation."""
+        return 1
 
     @property
+    @abstractmethod
     def sequences(self) -> int:
         """Number of training sequences of the first fold."""
 
     @property
+    @abstractmethod
     def metrics(self) -> tuple[str, ...]:
         """Metrics that an evaluation gives."""
 
-    def configured(self, composed: Composed) -> Prepared:
+    def configured(self, composed: Composed) -> Self:
         """Return the job on the same data with another configuration."""
+        return replace(self, composed=composed)
 
-    def typical(self) -> Prepared:
+    def typical(self) -> Self:
         """Return the job with settings that change neither memory nor time at usual values."""
+        return self
 
+    @abstractmethod
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the planner's question with the machine that it is about."""
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Describe the data for data.json, without any of it: counts and a `checksum`."""
 
     def counts(self, fold: int) -> DataSetup | None:
         """Count the rows of a fold for the first lines; None where the job says it otherwise."""
+        del fold
+        return None
 
     def files(self) -> Mapping[str, Path]:
         """Name files to copy into the run folder."""
+        return {}
 
+    @abstractmethod
     def task(self, fold: int, plan: Plan, device: torch.device) -> TrainTask:
         """Return what the loop trains."""
 
+    @abstractmethod
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of the loop."""
 
+    @abstractmethod
     def extras(self, run: Run) -> dict[str, Any]:
         """Return further arguments of the loop: lines of the log, the FLOP count, an optimizer."""
 
+    @abstractmethod
     def judge(self, run: Run, resume: bool) -> Any:
         """Train by `run.train`, score, export, and return the job's result record."""
 
@@ -237,11 +251,6 @@ class Run:
                 one.result()
         self._written.clear()
 
-    def evaluate(self, task: TrainTask, model: nn.Module) -> dict[str, float]:
-        """Score a model as the loop's evaluations do."""
-        with torch.no_grad(), autocast(self.device.type, self.plan.precision):
-            return task.evaluate(model, self.plan.eval_batch_size)
-
 
 @timeline.recording()
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
@@ -266,8 +275,10 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
                 plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
-        for text in _notes(prepared, profile, plan) if resume is None else ():
-            show.note(text)
+        if resume is None:
+            question = prepared.tuned_job(profile, plan.ranks).question
+            for text in job_times.notes(prepared.composed, plan, question):
+                show.note(text)
         with (
             writing(folder, world),
             opened(prepared, plan, profile, folder, show=show) as run,
@@ -301,16 +312,6 @@ def opened(
 
 
 # ── the plan and the folder ───────────────────────────────────────────────────────────────────
-
-
-def _notes(prepared: Prepared, profile: HardwareProfile, plan: Plan) -> Iterator[str]:
-    question = prepared.tuned_job(profile, plan.ranks).question
-    named = hasattr(prepared.config, "model")
-    notes = (
-        job_times.length_note(plan, question, named_model=named),
-        job_times.batch_note(prepared.composed, plan),
-    )
-    return filter(None, notes)
 
 
 def begin(
