@@ -28,8 +28,7 @@ from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.job_plan import check_model
 from trainfit.jobs.known_data import columns_of, files_of, settle_sources
-from trainfit.jobs.model_facts import model_fields
-from trainfit.jobs.models.classifier_settings import Weights
+from trainfit.jobs.models.classifier_settings import Weights, model_fields
 from trainfit.jobs.plan_choices import fitted
 from trainfit.jobs.registry import is_own, load
 

@@ -34,11 +34,14 @@ from trainfit.jobs.configuration import Chosen, made_up
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
-from trainfit.jobs.model_facts import check_vocabulary
 from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier, try_building
-from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
+from trainfit.jobs.models.classifier_settings import (
+    ClassifierSettings,
+    check_vocabulary,
+    settings_from,
+)
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
 from trainfit.jobs.run import Prepared, Run

@@ -29,10 +29,7 @@ if TYPE_CHECKING:
     from trainfit.jobs.run import Prepared
 
 FACTORIES = {
-    "nli": "trainfit.jobs.trials:encoder_trial",
-    "textclass": "trainfit.jobs.trials:encoder_trial",
-    "pairs": "trainfit.jobs.trials:encoder_trial",
-    "tokens": "trainfit.jobs.trials:encoder_trial",
+    **dict.fromkeys(("nli", "textclass", "pairs", "tokens"), "trainfit.jobs.trials:encoder_trial"),
     "gpt": "trainfit.jobs.trials:gpt_trial",
 }
 OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"
