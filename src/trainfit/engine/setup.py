@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.core.records import Record, TrainTask
 from trainfit.data.batches import StepLoader
@@ -303,7 +304,7 @@ def _restore(
     if parts.scale is not None and state["scale"] is not None:
         parts.scale.factor.fill_(state["scale"][0])
         parts.scale.quiet_steps.fill_(state["scale"][1])
-    progress = Progress.from_data(state["progress"], str(folder))
+    progress = codec.decode(Progress, state["progress"], str(folder))
     progress.use_rung(min(progress.rung, len(parts.settings.cuts) - 1))
     states = state["random"]
     if len(states) != parts.world.size:

@@ -25,8 +25,8 @@ from trainfit.conf.search_space_files import Dimension, HpoConfig
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, RunResult
+from trainfit.engine.loop import Shared
 from trainfit.engine.observers import Observer
-from trainfit.engine.shared import Shared
 from trainfit.jobs import job_plan, registry
 from trainfit.jobs.registry import less_is_better
 from trainfit.jobs.run import Prepared, Show, opened

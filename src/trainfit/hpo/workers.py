@@ -25,10 +25,10 @@ from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitError, redact
 from trainfit.core.plan_records import Plan
 from trainfit.engine.distributed import StopRequest, stop_on_signals
+from trainfit.engine.loop import Shared
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn
-from trainfit.engine.shared import Shared
 from trainfit.hardware.host import allowed_by_affinity
 from trainfit.hpo.objective import GpuShare, Objective, Reporter, is_greater_better, mean
 from trainfit.hpo.studies import STORAGE, OpenStudy, StudySettings

@@ -36,11 +36,11 @@ from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult, TrainTask
 from trainfit.engine import checkpoint, loop
 from trainfit.engine.distributed import World, first_says, gather, joined
+from trainfit.engine.loop import Shared
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import find_launch, writing
 from trainfit.engine.saved_state import load_model
-from trainfit.engine.shared import Shared
 from trainfit.jobs import job_plan, job_times, tuned_plans
 from trainfit.jobs.registry import is_own, job_module, load, source_digest
 from trainfit.measuring.receipt import save_receipt
