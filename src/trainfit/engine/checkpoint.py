@@ -219,10 +219,6 @@ class CheckpointWriter:
         self._pool.shutdown()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
 def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
     """Copy a checkpoint's contents to pinned memory, kept for the next; None without room."""
     named = {
@@ -230,7 +226,8 @@ def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
         for part in ("model", "optimizer", "task")
         for name, tensor in getattr(contents, part).items()
     }
-    new = {n: t for n, t in named.items() if n not in pinned or not _alike(pinned[n], t)}
+    there = {name: (tensor.shape, tensor.dtype) for name, tensor in pinned.items()}
+    new = {n: t for n, t in named.items() if there.get(n) != (t.shape, t.dtype)}
     if sum(t.nbytes for t in new.values()) * _ROOM > psutil.virtual_memory().available:
         return None
     for name, tensor in new.items():

@@ -315,15 +315,11 @@ def _update_fused(
     if host is not None:
         host.update(number, update)
     else:
-        numbers = _numbers(optimizer)
+        numbers = {p: number for number, p in enumerate(trained_parameters(optimizer))}
         for alike in _alike(optimizer, parameters):
             pieces = [_piece(p, optimizer.state[p], numbers[p]) for p in alike]
             update(pieces, alike)
     write_once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    return {p: number for number, p in enumerate(trained_parameters(optimizer))}
 
 
 def _piece(parameter: Tensor, state: dict[str, Tensor], number: int) -> Piece:

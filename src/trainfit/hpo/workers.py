@@ -308,17 +308,14 @@ def _work_on(
     parent: int | None,
     tell: Tell | None,
 ) -> str:
-    if _is_asked(request):  # while the trial was being claimed
-        desk.tell(claim.trial, Outcome(kind="stopped"))
-        return "stopped"
     try:
+        if _is_asked(request):  # while the trial was being claimed
+            raise KeyboardInterrupt
         with beating(lambda: desk.beat(claim.trial), desk.hpo.heartbeat, parent):
             outcome = run(claim)
-    except KeyboardInterrupt:
-        desk.tell(claim.trial, Outcome(kind="stopped"))
-        return "stopped"
-    except Exception as error:
-        if _is_asked(request):  # a Ctrl-C reaches helper processes too, which die of it
+    except (KeyboardInterrupt, Exception) as error:
+        # A Ctrl-C reaches helper processes too, which die of it.
+        if isinstance(error, KeyboardInterrupt) or _is_asked(request):
             desk.tell(claim.trial, Outcome(kind="stopped"))
             return "stopped"
         reason = f"{type(error).__name__}: {(redact(str(error)).splitlines() or [''])[0]}"

@@ -281,11 +281,9 @@ class PreparedEncoder(Prepared):
             thresholds = target.thresholds(
                 dataset.validation.labels, predict(dataset.validation, size)[0]
             )
-        criteria = dataset.metadata.get("criteria")
-        judged = scores.judge(dataset, found, result, number + 1, criteria, thresholds)
-        if not run.world.first:
-            return judged
-        run.later(partial(self._write, run, folder, model, judged, found, size))
+        judged = scores.judge(dataset, found, result, number + 1, thresholds)
+        if run.world.first:
+            run.later(partial(self._write, run, folder, model, judged, found, size))
         return judged
 
     def _write(

@@ -220,7 +220,6 @@ def gpt_settings(config: GptConfig, plan: Plan, *, device: str, ranks: int) -> L
         plan,
         cuts,
         device=device,
-        seed=config.seed,
         metric=METRIC,
         greater_is_better=False,
         compile_scope="model",  # a long run pays the minute back: the loss is fused too

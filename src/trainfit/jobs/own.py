@@ -203,7 +203,6 @@ class PreparedJob(Prepared):
             plan,
             cuts,
             device=device.type,
-            seed=self.config.seed,
             metric=self.job.metric,
             greater_is_better=is_greater_better(type(self.job)),
             compile_scope="model",

@@ -89,12 +89,11 @@ def judge(
     found: Outputs,
     result: RunResult,
     fold: int,
-    criteria: Sequence[str] | None,
     thresholds: tuple[float, ...] = (),
 ) -> FoldScores:
     """Score a fold's outputs on its test set."""
     test, names = dataset.test, dataset.metadata["classes"]
-    target = target_of(dataset.metadata)
+    target, criteria = target_of(dataset.metadata), dataset.metadata.get("criteria")
     each: dict[str, Metrics] = {}
     if criteria is not None and test.criteria is not None:
         each = by_group(test.labels, found[:, 1], test.criteria, criteria)

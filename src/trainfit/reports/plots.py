@@ -231,10 +231,8 @@ def _rows(
             )
             yield text_at(max(high, end) + 6, y + 11, label, "small")
         if step.peak_memory_gib is not None:
-            label, end = (
-                shown(step.peak_memory_gib, "gib"),
-                _x(step.peak_memory_gib, memory, _MEMORY),
-            )
+            label = shown(step.peak_memory_gib, "gib")
+            end = _x(step.peak_memory_gib, memory, _MEMORY)
             yield _rect("memory", _MEMORY[0], y, end - _MEMORY[0], _BAR, label)
             yield text_at(end + 6, y + 11, label.removesuffix(" GiB"), "small")
 
