@@ -128,7 +128,8 @@ class MeanPooler(nn.Module):
         self.tokens = tokens
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        lengths = _per_token(layout.lengths, layout)
+        # Of each token's sequence; 1 for padding and filler.
+        lengths = torch.cat([layout.lengths, layout.lengths.new_ones(1)])[layout.ids]
         if self.which == "mean":
             share = 1 / _precise(lengths, hidden)
         else:
@@ -200,11 +201,6 @@ def _heads(width: int) -> int:
 
 def _precise(values: Tensor, like: Tensor) -> Tensor:
     return values.to(torch.promote_types(like.dtype, torch.float32))
-
-
-def _per_token(values: Tensor, layout: Layout) -> Tensor:
-    """Repeat the value of each sequence for its tokens; 1 for padding and filler."""
-    return torch.cat([values, values.new_ones(1)])[layout.ids]
 
 
 def _gather(values: Tensor, layout: Layout) -> Tensor:
@@ -334,10 +330,7 @@ class EncoderClassifier(nn.Module):
         filler starts.
         """
         layout = lay_out(
-            input_ids,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
+            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
         pooled: Tensor = self.pooler(self.encode(input_ids, layout, token_type_ids), layout)
         return pooled
