@@ -20,13 +20,7 @@ from trainfit.core.records import TrainTask
 from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
 from trainfit.engine import saved_state
 from trainfit.engine.captured import CapturedSteps, StepNumbers
-from trainfit.engine.distributed import (
-    Verdict,
-    World,
-    communicating,
-    lost_rank,
-    vote,
-)
+from trainfit.engine.distributed import Verdict, World, communicating, lost_rank, vote
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.parallel import GradientBuckets, joined_norm, sum_over_ranks, synchronised

@@ -68,12 +68,7 @@ class Objective:
     """A job in a study. One is made per process and keeps the data between trials."""
 
     def __init__(
-        self,
-        composed: Composed,
-        metric: str,
-        *,
-        alike: int = 1,
-        show: Show | None = None,
+        self, composed: Composed, metric: str, *, alike: int = 1, show: Show | None = None
     ) -> None:
         """`composed` is the configuration that the trials vary; `show` is for the final model.
 

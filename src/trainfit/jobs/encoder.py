@@ -175,12 +175,7 @@ class PreparedEncoder(Prepared):
         return ClassifierTask(build, dataset.train, validation, **options)
 
     def _pool(
-        self,
-        fold: int,
-        plan: Plan,
-        device: torch.device,
-        model: EncoderClassifier,
-        tokens: Tokens,
+        self, fold: int, plan: Plan, device: torch.device, model: EncoderClassifier, tokens: Tokens
     ) -> Outputs:
         """Run the frozen encoder over tokens, once."""
         asked, chosen = self.config.model, self.chosen

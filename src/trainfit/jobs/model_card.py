@@ -151,10 +151,7 @@ def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, floa
     drawn = draws.reshape(_DRAWS, classes, classes)
     right = np.einsum("dkk->dk", drawn)
     f1 = 2 * right / np.maximum(drawn.sum(1) + drawn.sum(2), 1)
-    found = {
-        "accuracy": right.sum(1) / total,
-        "f1": f1[:, 1] if classes == 2 else f1.mean(1),
-    }
+    found = {"accuracy": right.sum(1) / total, "f1": f1[:, 1] if classes == 2 else f1.mean(1)}
     ends = {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in found.items()}
     return {name: (low, high) for name, (low, high) in ends.items()}
 

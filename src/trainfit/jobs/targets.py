@@ -171,11 +171,7 @@ class RealNumber(OneClass):
         return {"loss": scored.mse / self.std**2, **undefined, **scored.scalars()}
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "problem_type": self.problem_type,
-            "target_mean": self.mean,
-            "target_std": self.std,
-        }
+        return {"problem_type": self.problem_type, "target_mean": self.mean, "target_std": self.std}
 
 
 @dataclass(frozen=True, slots=True)
