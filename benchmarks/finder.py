@@ -32,11 +32,11 @@ from torch.utils.data import DataLoader, TensorDataset
 from trainfit.core import codec
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import TaskSpec
-from trainfit.jobs.batch_size import job_of
 from trainfit.jobs.job_plan import plan
 from trainfit.jobs.models.gpt_model import build_gpt
+from trainfit.jobs.tuned_plans import job_of
 from trainfit.planning.estimator.estimate import Request, Target, ask, told
-from trainfit.tuning.finder.finder import BatchSizeFound, BatchSizeJob, find
+from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, find
 
 GIB = 1 << 30
 CUDA = torch.cuda.is_available()
@@ -89,7 +89,7 @@ def truth(job: BatchSizeJob) -> dict[str, Any]:
     if not CUDA:
         return largest_by_bisection(lambda rows: _predicted_to_fit(job, rows))
     from trainfit.runtime import applied
-    from trainfit.tuning.finder.device import Steps, device_for_probes
+    from trainfit.tuning.probe_device import Steps, device_for_probes
 
     assert job.factory is not None
     with applied(job.runtime), device_for_probes():

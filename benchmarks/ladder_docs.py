@@ -16,7 +16,7 @@ from trainfit.cli.pages import closing_lines, rate, times
 from trainfit.core import codec
 from trainfit.measuring.timing import ratio_interval
 from trainfit.reports.model import shown
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 ROOT = Path(__file__).parent.parent

@@ -42,7 +42,7 @@ from trainfit.measuring.machine_rates import device_name
 from trainfit.planning.estimator.estimate import GIB, Request, ask, target, told
 from trainfit.tuning.candidates import Space, changed, differences, with_budget
 from trainfit.tuning.children import Children
-from trainfit.tuning.ladder.rungs import LadderStep
+from trainfit.tuning.rungs import LadderStep
 from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 
 STAGES = ("grid", "tune", "ladder", "finder", "removals", "rows", "predicted")
@@ -215,8 +215,8 @@ def ladder(
     keep: Any,
 ) -> None:
     from trainfit.cli.pages import step_line
-    from trainfit.tuning.ladder.climb import climb
-    from trainfit.tuning.ladder.rungs import NAIVE_FACTORY
+    from trainfit.tuning.climb import climb
+    from trainfit.tuning.rungs import NAIVE_FACTORY
 
     began = time.monotonic()
 
@@ -260,8 +260,8 @@ def predicted(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
 
 
 def finder(job: JobQuestion, shown: dict[str, Any], keep: Any) -> None:
-    from trainfit.jobs.batch_size import job_of as step_of
-    from trainfit.tuning.finder.finder import find
+    from trainfit.jobs.tuned_plans import job_of as step_of
+    from trainfit.tuning.finder import find
 
     shown["finder"] = codec.encode(find(step_of(job.ask({})), job.profile))
     keep()

@@ -12,7 +12,7 @@ import pytest
 
 from trainfit.core import codec
 from trainfit.planning.estimator.estimate import recorded_error
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 pages = importlib.import_module("docs_tables")

@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from trainfit.integrations.speeding import speed_up as speed_up
     from trainfit.integrations.unpadding import padded as padded
     from trainfit.integrations.unpadding import unpadded as unpadded
-    from trainfit.jobs.batch_size import find_batch_size as find_batch_size
-    from trainfit.jobs.job import Job as Job
-    from trainfit.jobs.job import tunable as tunable
     from trainfit.jobs.job_plan import plan as plan
+    from trainfit.jobs.registry import Job as Job
+    from trainfit.jobs.registry import tunable as tunable
+    from trainfit.jobs.tuned_plans import find_batch_size as find_batch_size
     from trainfit.jobs.tuned_plans import recommend as recommend
     from trainfit.measuring import measure as measure
     from trainfit.measuring.observe import observe as observe
@@ -45,7 +45,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "BadConfig": "trainfit.core.errors",
     "BadInput": "trainfit.core.errors",
-    "Job": "trainfit.jobs.job",
+    "Job": "trainfit.jobs.registry",
     "OutOfMemory": "trainfit.core.errors",
     "RunFailed": "trainfit.core.errors",
     "TrainfitError": "trainfit.core.errors",
@@ -57,7 +57,7 @@ _HOMES = {
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
-    "find_batch_size": "trainfit.jobs.batch_size",
+    "find_batch_size": "trainfit.jobs.tuned_plans",
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
@@ -68,7 +68,7 @@ _HOMES = {
     "report": "trainfit.reports.run_report",
     "speed_up": "trainfit.integrations.speeding",
     "train": "trainfit.api",
-    "tunable": "trainfit.jobs.job",
+    "tunable": "trainfit.jobs.registry",
     "tune": "trainfit.api",
     "undo": "trainfit.runtime",
     "unpadded": "trainfit.integrations.unpadding",

@@ -15,7 +15,7 @@ from trainfit.jobs.registry import name_of
 if TYPE_CHECKING:
     from trainfit.core.plan_records import Recommendation
     from trainfit.core.records import Receipt
-    from trainfit.jobs.job import Job
+    from trainfit.jobs.registry import Job
     from trainfit.tuning.tuned_cache import TuneResult
 
 _RUNS = Path("runs")

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from plan_example import PLAN
 from trainfit.core.files import html_table
 from trainfit.core.records import Event
-from trainfit.hpo.final import StudyResult
+from trainfit.hpo.outcome import StudyResult
 from trainfit.jobs.scores import JobResult
 from trainfit.tuning.tuned_cache import Interval, TuneResult
 

@@ -25,7 +25,7 @@ SIZES = {
 }
 CONFIG = """
 import json, sys
-from trainfit.jobs.model_facts import model_facts, model_fields
+from trainfit.jobs.models.classifier_settings import model_facts, model_fields
 facts = [model_fields(sys.argv[1])["hidden_size"], model_facts(sys.argv[1]).layers]
 print(json.dumps([*facts, "torch" in sys.modules or "transformers" in sys.modules]))
 """

@@ -24,7 +24,7 @@ def main() -> int:
     from job_tiny import be_quick
     from trainfit.cli.main import run
     from trainfit.engine import loop
-    from trainfit.engine.watchdog import Watchdog
+    from trainfit.engine.distributed import Watchdog
 
     words = sys.argv[1:]
     patch = pytest.MonkeyPatch()

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trainfit.engine import captured, recovery
-from trainfit.engine.captured import CapturedSteps
-from trainfit.engine.step_numbers import StepNumbers
+from trainfit.engine.captured import CapturedSteps, StepNumbers
 
 
 class Replayed:

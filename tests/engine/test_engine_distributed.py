@@ -22,6 +22,7 @@ from engine_toy import ToyTask, final_bits, final_weights, settings
 from trainfit.core.records import RunResult
 from trainfit.engine.distributed import (
     Verdict,
+    Watchdog,
     World,
     find_world,
     first_says,
@@ -34,7 +35,6 @@ from trainfit.engine.distributed import (
 from trainfit.engine.loop import train
 from trainfit.engine.observers import Observer
 from trainfit.engine.optimizer import trained_parameters
-from trainfit.engine.watchdog import Watchdog
 
 DOUBLE: dict[str, Any] = {"dtype": torch.float64, "dropout": 0.0}
 
@@ -73,9 +73,9 @@ def test_a_step_dealt_over_two_ranks_is_the_same_step(
 
 def gradients_of_rank(rank: int, folder: Path, options: dict[str, Any]) -> None:
     from trainfit.data.batches import StepLoader
-    from trainfit.engine.gradient_buckets import GradientBuckets
     from trainfit.engine.loop_settings import LoaderSettings
     from trainfit.engine.optimizer import build_optimizer
+    from trainfit.engine.parallel import GradientBuckets
     from trainfit.engine.step import accumulate
 
     with joined("cpu") as (world, device):

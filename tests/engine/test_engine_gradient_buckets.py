@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.errors import RunFailed
-from trainfit.engine import gradient_buckets
-from trainfit.engine.gradient_buckets import GradientBuckets
+from trainfit.engine import parallel
+from trainfit.engine.parallel import GradientBuckets
 
 
 class Done:
@@ -23,7 +23,7 @@ class Spy:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.seen: list[str] = []
-        patch.setattr(gradient_buckets.dist, "all_reduce", self.all_reduce)
+        patch.setattr(parallel.dist, "all_reduce", self.all_reduce)
 
     def all_reduce(self, flat: Tensor, async_op: bool) -> Done:
         assert async_op

@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.data.batches import StepLoader, to_device
+from trainfit.engine.captured import Readings
 from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoaderSettings, LoopSettings, OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
-from trainfit.engine.step_numbers import Readings
 from trainfit.packing import ladder
 from trainfit.runtime import applied
 

@@ -17,7 +17,7 @@ from engine_toy import settings
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import RunResult
-from trainfit.engine import checkpoint, fsdp
+from trainfit.engine import checkpoint, parallel
 from trainfit.engine.checkpoint import latest_good
 from trainfit.engine.distributed import World
 from trainfit.engine.loop import train
@@ -112,7 +112,7 @@ def die_writing(rank: int, run: Path, who: int, point: str, options: dict[str, A
         if point == "manifest":
             patch.setattr(checkpoint, "_check_seen", dying(checkpoint._check_seen))
         else:
-            patch.setattr(fsdp, "write", dying(fsdp.write))
+            patch.setattr(parallel, "write", dying(parallel.write))
         train_deep(rank, run, {}, options)
 
 

@@ -57,8 +57,8 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def gradients_of_rank(rank: int, folder: Path, micro_batches: int, once: bool) -> None:
     from trainfit.data.batches import StepLoader
-    from trainfit.engine.fsdp import shard, synchronised
     from trainfit.engine.loop_settings import LoaderSettings
+    from trainfit.engine.parallel import shard, synchronised
     from trainfit.engine.step import accumulate
 
     with joined("cpu") as (_, device):

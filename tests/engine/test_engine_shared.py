@@ -11,9 +11,8 @@ import torch
 from engine_toy import ToyTask, final_bits, settings
 from torch import nn
 
-from trainfit.engine.loop import train
+from trainfit.engine.loop import Shared, train
 from trainfit.engine.loop_settings import LoopSettings
-from trainfit.engine.shared import Shared
 
 
 def trained(task: ToyTask, chosen: LoopSettings, run: Path, shared: Shared | None) -> str:

@@ -17,10 +17,9 @@ from trainfit.core.errors import BadInput, OutOfMemory
 from trainfit.engine import adamw_moments, setup
 from trainfit.engine.adamw_moments import SmallAdamW
 from trainfit.engine.checkpoint import latest_good, read_tensors
-from trainfit.engine.loop import train
+from trainfit.engine.loop import Shared, train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.engine.optimizer import adopt, build_optimizer, host_moments
-from trainfit.engine.shared import Shared
 from trainfit.engine.step import update_once
 from trainfit.kernels import saved_on_host
 

@@ -16,8 +16,8 @@ from trainfit.hardware.model_shapes import (
     sizes_of,
     transformers_config,
 )
-from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.backbone import traits_of
+from trainfit.jobs.models.classifier_settings import model_facts
 
 ON_HUB = [shape for shape in model_shapes() if shape.hub is not None]
 CLASSES = {

@@ -15,7 +15,7 @@ from typing import Any
 import optuna
 import pytest
 
-from trainfit.hpo.search_space import as_words
+from trainfit.hpo.objective import as_words
 from trainfit.hpo.trial_queue import FINISHED
 
 SEEDS = (43, 44, 45)

@@ -9,8 +9,8 @@ import pytest
 from optuna.trial import TrialState
 
 from gpt_tiny import be_quick, gpt_words
-from trainfit.hpo.final import finish
 from trainfit.hpo.objective import Objective
+from trainfit.hpo.outcome import finish
 from trainfit.hpo.studies import open_study, read_setting
 from trainfit.hpo.workers import run_trial, work
 

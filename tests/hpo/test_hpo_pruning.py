@@ -9,7 +9,7 @@ import optuna
 import pytest
 
 from trainfit.conf.search_space_files import HpoConfig, compose_study
-from trainfit.hpo.search_space import Reporter, make_pruner, note_on, steps_per_fold
+from trainfit.hpo.objective import Reporter, make_pruner, note_on, steps_per_fold
 from trainfit.hpo.trial_queue import quiet
 
 FOLDS, STEPS = 5, 10

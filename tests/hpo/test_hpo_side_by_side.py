@@ -26,9 +26,8 @@ from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hpo import side_by_side
 from trainfit.hpo import workers as trials
-from trainfit.hpo.final import Best, StudyResult
-from trainfit.hpo.objective import GpuShare, Objective
-from trainfit.hpo.search_space import BATCH
+from trainfit.hpo.objective import BATCH, GpuShare, Objective
+from trainfit.hpo.outcome import Best, StudyResult
 from trainfit.hpo.side_by_side import Helpers, SideBySide, _run_beside, plan_workers, room_for
 from trainfit.hpo.studies import read_setting
 from trainfit.hpo.trial_queue import WORKER, Claim, Outcome

@@ -14,7 +14,7 @@ import trainfit.conf
 from trainfit.conf import SCHEMAS, keys, options
 from trainfit.conf.search_space_files import Dimension, compose_study
 from trainfit.core.errors import BadInput
-from trainfit.hpo.search_space import applies, as_words, defaults, fit_space, suggest
+from trainfit.hpo.objective import applies, as_words, defaults, fit_space, suggest
 from trainfit.hpo.studies import read_setting
 
 CONF = Path(trainfit.conf.__file__).parent

@@ -25,9 +25,9 @@ from trainfit.conf.search_space_files import compose_study
 from trainfit.core.errors import BadInput, RunFailed
 from trainfit.core.plan_records import Plan
 from trainfit.engine import loop, recovery
-from trainfit.hpo import final as ending
+from trainfit.hpo import outcome as ending
 from trainfit.hpo.objective import Objective
-from trainfit.hpo.status import status_of
+from trainfit.hpo.outcome import status_of
 from trainfit.hpo.studies import OpenStudy, StudySettings, find_study, open_study, read_setting
 from trainfit.hpo.workers import run_trial, work
 from trainfit.jobs import frozen, nli

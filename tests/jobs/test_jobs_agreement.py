@@ -20,7 +20,8 @@ from trainfit.cli import main
 from trainfit.conf import Composed, compose
 from trainfit.core.errors import BadInput
 from trainfit.engine.distributed import joined
-from trainfit.jobs.agreement import batch_note, check_ranks_agree, difference
+from trainfit.jobs.job_times import batch_note
+from trainfit.jobs.run import check_ranks_agree, difference
 
 
 def test_the_first_difference_is_named_with_its_rank() -> None:

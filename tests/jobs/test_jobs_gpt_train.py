@@ -26,12 +26,11 @@ from trainfit.core.records import HardwareProfile
 from trainfit.data.token_files import open_tokens
 from trainfit.engine.observers import Observer
 from trainfit.jobs import gpt as preparation
-from trainfit.jobs.gpt import build, shape_of, train
+from trainfit.jobs.gpt import build, draw, open_writer, shape_of, train
 from trainfit.jobs.models.gpt_model import Gpt, GptShape
 from trainfit.jobs.plan_choices import CHUNK, FINE_CHUNK, choose_gpt
 from trainfit.jobs.pretraining import GptTask, collate_blocks
 from trainfit.jobs.run import Show
-from trainfit.jobs.sampling import draw, open_writer
 from trainfit.packing import cut_step, ladder
 from trainfit.planning import planner
 

@@ -16,7 +16,7 @@ from torch.nn import functional
 from transformers import AutoModel
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs.models.adapters import projections
+from trainfit.jobs.models.building import projections
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.dora import CompilableDora
 from trainfit.kernels.layout import lay_out

@@ -27,10 +27,10 @@ from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.plan_records import Plan
 from trainfit.integrations import plan_exports
 from trainfit.jobs import own_steps, registry
-from trainfit.jobs.batch_shape import find_shape
-from trainfit.jobs.job import config_class
 from trainfit.jobs.own import OwnTask, prepare
 from trainfit.jobs.own_checks import summed
+from trainfit.jobs.own_steps import find_shape
+from trainfit.jobs.registry import config_class
 from trainfit.runs.run_folder import METRICS
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
@@ -434,7 +434,7 @@ def test_a_method_that_is_missing_is_one_line(here: Path, capsys: Any) -> None:
 
 
 def test_the_direction_of_a_metric_follows_its_name_unless_said() -> None:
-    from trainfit.jobs.job import is_greater_better
+    from trainfit.jobs.registry import is_greater_better
 
     class Error(trainfit.Job):
         metric = "word_error"

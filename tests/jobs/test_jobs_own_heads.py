@@ -16,8 +16,8 @@ from torch.nn import functional
 from transformers import AutoModelForSequenceClassification
 
 from trainfit.core.errors import TrainfitWarning
-from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.classifier import EncoderClassifier
+from trainfit.jobs.models.classifier_settings import model_facts
 
 LABELS = torch.tensor([0, 2, 1, 1])
 

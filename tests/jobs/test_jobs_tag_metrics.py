@@ -8,7 +8,7 @@ import sklearn.metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainfit.jobs.tag_metrics import by_kind, has_spans, tag_intervals, tag_metrics
+from trainfit.jobs.metrics import by_kind, has_spans, tag_intervals, tag_metrics
 
 seqeval = pytest.importorskip("seqeval.metrics")
 SCHEMES = {

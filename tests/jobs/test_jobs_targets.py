@@ -24,9 +24,9 @@ from trainfit.hpo.studies import read_setting
 from trainfit.jobs import textclass
 from trainfit.jobs.classification import ClassifierTask
 from trainfit.jobs.configuration import configure
-from trainfit.jobs.job import less_is_better
 from trainfit.jobs.metrics import best_thresholds, label_metrics, number_metrics
 from trainfit.jobs.predict import answer
+from trainfit.jobs.registry import less_is_better
 from trainfit.jobs.scores import FoldScores, JobResult
 from trainfit.jobs.targets import OneClass, RealNumber, SeveralLabels, target_of
 from trainfit.reports.run_report import report

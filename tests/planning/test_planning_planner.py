@@ -20,7 +20,7 @@ from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find, gpus
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.job_plan import assumed_lengths, plan, plan_all, question
-from trainfit.jobs.model_facts import model_facts
+from trainfit.jobs.models.classifier_settings import model_facts
 from trainfit.packing import coarser_cuts, ladder
 from trainfit.planning import decide, planner
 from trainfit.planning.estimator import depths

@@ -16,7 +16,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, Receipt, ReceiptItem, RunResult
 from trainfit.runs.opening import AttentionPath, RunSetup
 from trainfit.runs.run_folder import Journal
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 OOM = Event(kind="oom", step=200, seconds=31.0, text="cut into 4 micro-batches from here on")

@@ -14,10 +14,10 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import OWN_FACTORIES, Plan, TaskSpec
 from trainfit.jobs import job_plan, tuned_plans
-from trainfit.jobs.batch_size import find_batch_size, job_of
+from trainfit.jobs.tuned_plans import find_batch_size, job_of
 from trainfit.planning.estimator import child
 from trainfit.planning.estimator.estimate import Request
-from trainfit.tuning.ladder.rungs import NAIVE_FACTORY
+from trainfit.tuning.rungs import NAIVE_FACTORY
 
 
 @pytest.fixture

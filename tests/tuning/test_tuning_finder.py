@@ -17,12 +17,12 @@ from trainfit.core.plan_records import TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.hardware import as_if
 from trainfit.jobs import probes as gpt_probe
-from trainfit.jobs.batch_size import find_batch_size, job_of
 from trainfit.jobs.job_plan import plan
+from trainfit.jobs.tuned_plans import find_batch_size, job_of
 from trainfit.planning.estimator.estimate import GIB, Request, Target, ask, told
-from trainfit.tuning.finder import device, finder
-from trainfit.tuning.finder.finder import BatchSizeFound, BatchSizeJob, cuts, find, page
-from trainfit.tuning.finder.growth import Measured
+from trainfit.tuning import finder, probe_device
+from trainfit.tuning.finder import BatchSizeFound, BatchSizeJob, cuts, find, page
+from trainfit.tuning.growth import Measured
 
 TINY = ("gpt", "model.name=gpt-tiny", "data.max_length=64", "training.effective_batch_size=32")
 TINY += ("device.use_cuda=false",)
@@ -183,7 +183,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     gpu = replace(here.gpus[0], state=replace(here.gpus[0].state, memory_used_by_others_gib=3.0))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
+    monkeypatch.setattr(probe_device, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(make=lambda _rows: lambda: None, width=128, effective_batch_size=250)
     found = finder._on_gpu(job, replace(here, gpus=(gpu,)), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
@@ -206,7 +206,7 @@ def test_a_function_is_probed_and_others_are_told(monkeypatch):
 def test_a_task_spec_that_cannot_be_predicted_is_probed_all_the_same(monkeypatch):
     here = as_if(trainfit.lookup("NVIDIA H200"))
     fake = FakeGpu(8 * GIB, 2 * GIB, 0.05 * GIB)
-    monkeypatch.setattr(device, "measure_on", lambda *_: fake.measure)
+    monkeypatch.setattr(probe_device, "measure_on", lambda *_: fake.measure)
     job = BatchSizeJob(factory="trainfit.core.errors:BadInput")
     found = finder._on_gpu(job, replace(here, gpus=here.gpus), fake, 0.0)
     assert abs(found.largest_rows - 120) <= 1
@@ -223,7 +223,7 @@ def seen_rows(monkeypatch, arguments):
         return plain(model, optimizer, loss, batches, weight, **more)
 
     monkeypatch.setattr(gpt_probe, "plain_step", noting)
-    steps = device.Steps(PROBE, arguments, device="cpu")
+    steps = probe_device.Steps(PROBE, arguments, device="cpu")
     for rows in (1, 3):
         steps(rows)()
     return steps, seen

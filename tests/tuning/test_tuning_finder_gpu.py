@@ -11,10 +11,10 @@ import trainfit
 from trainfit.core.plan_records import TaskSpec
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.optimizer import take_workspaces
-from trainfit.jobs.batch_size import job_of
 from trainfit.jobs.job_plan import plan
-from trainfit.tuning.finder.device import Steps, device_for_probes
-from trainfit.tuning.finder.finder import BatchSizeJob, find
+from trainfit.jobs.tuned_plans import job_of
+from trainfit.tuning.finder import BatchSizeJob, find
+from trainfit.tuning.probe_device import Steps, device_for_probes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -14,7 +14,7 @@ import torch
 
 from trainfit.core.plan_records import TaskSpec
 from trainfit.planning.estimator.estimate import Request, Target, ask, told
-from trainfit.tuning.finder.growth import GIB, Measured, Peak, RowRange, Search, predictor, search
+from trainfit.tuning.growth import GIB, Measured, Peak, RowRange, Search, predictor, search
 
 ROOT = Path(__file__).parent.parent.parent
 RECORD = json.loads((ROOT / "benchmarks/results/2026-11-15-finder-h200.json").read_text())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from trainfit.core.errors import RunFailed
 from trainfit.planning.estimator.allocator import Event, replay
 from trainfit.planning.estimator.estimate import Room
-from trainfit.tuning.finder.growth import (
+from trainfit.tuning.growth import (
     GIB,
     Measured,
     Peak,

@@ -22,7 +22,7 @@ from trainfit.reports.plots import ladder_plot
 from trainfit.reports.study_sections import ladder_section
 from trainfit.runs.reader import read_run
 from trainfit.tuning import trial
-from trainfit.tuning.ladder.climb import Ladder, LadderStep, climb
+from trainfit.tuning.climb import Ladder, LadderStep, climb
 from trainfit.tuning.trial import run_trial
 from trainfit.tuning.tuned_cache import Trial, TrialCandidate
 
@@ -324,7 +324,7 @@ def test_a_row_that_does_not_exist_is_told():
 
 def test_the_time_is_kept(monkeypatch: pytest.MonkeyPatch):
     now = [0.0]
-    monkeypatch.setattr("trainfit.tuning.ladder.climb.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("trainfit.tuning.climb.time.monotonic", lambda: now[0])
 
     class Slow(Machine):
         def __call__(self, candidate: TrialCandidate, **rest: Any) -> Trial:

@@ -26,9 +26,8 @@ from trainfit.measuring.evidence import count_workers
 from trainfit.measuring.trace import Evidence
 from trainfit.packing import cut_step
 from trainfit.runtime import applied
-from trainfit.tuning.ladder.naive import NaiveTask, ShuffledCut, attend, eager_attention
-from trainfit.tuning.ladder.optimizations import rungs_for
-from trainfit.tuning.ladder.rungs import THOUGHTFUL, LadderRow, Naive, setting
+from trainfit.tuning.naive import NaiveTask, ShuffledCut, attend, eager_attention
+from trainfit.tuning.rungs import THOUGHTFUL, LadderRow, Naive, rungs_for, setting
 from trainfit.tuning.trial import build
 
 LENGTHS = np.random.default_rng(0).integers(4, 60, 200)

@@ -88,7 +88,7 @@ def _search(
     with loading():
         from trainfit.cli.pages import study_page
         from trainfit.cli.train import report_on
-        from trainfit.hpo.final import finish, summarise
+        from trainfit.hpo.outcome import finish, summarise
         from trainfit.hpo.studies import open_study, read_setting
         from trainfit.reports import terminal
 
@@ -133,8 +133,8 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
     import os
 
     from trainfit.cli.pages import Board
+    from trainfit.hpo.outcome import status_of
     from trainfit.hpo.side_by_side import work_side_by_side
-    from trainfit.hpo.status import status_of
     from trainfit.hpo.workers import check_room, run_fleet, run_trial, seats, work
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
@@ -238,7 +238,7 @@ def status(words: tuple[str, ...], storage: str | None, as_json: bool) -> None:
         raise click.UsageError(f"{words[1]!r} beside the study {words[0]!r}; give one study")
     study = words[0] if words else None
     from trainfit.cli.pages import status_page, studies_page
-    from trainfit.hpo.status import status_of
+    from trainfit.hpo.outcome import status_of
     from trainfit.hpo.storage import reading_study
     from trainfit.hpo.studies import find_study, list_studies
     from trainfit.reports import terminal
@@ -268,7 +268,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     """
     need("hpo", *HPO)
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.hpo.final import finish
+    from trainfit.hpo.outcome import finish
     from trainfit.hpo.storage import reading_study, using_database
     from trainfit.hpo.studies import find_study
 

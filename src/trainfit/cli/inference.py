@@ -247,7 +247,7 @@ def sample(
 
     place = run_folder.find(run, Path("runs"))
     with loading():
-        from trainfit.jobs.sampling import open_writer
+        from trainfit.jobs.gpt import open_writer
     with terminal.busy("writing"):
         writer = open_writer(place)
         text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)

@@ -24,12 +24,11 @@ from trainfit.reports.model import duration, plain
 from trainfit.reports.model import shown as in_units
 from trainfit.reports.plots import ladder_plot
 from trainfit.reports.study_sections import times
-from trainfit.tuning.ladder.rungs import BASELINE, Ladder, LadderStep
+from trainfit.tuning.rungs import BASELINE, Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
 
 if TYPE_CHECKING:
-    from trainfit.hpo.final import StudyResult
-    from trainfit.hpo.status import StudyStatus, TrialRow
+    from trainfit.hpo.outcome import StudyResult, StudyStatus, TrialRow
 
 
 @contextmanager

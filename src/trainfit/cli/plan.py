@@ -295,7 +295,7 @@ def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path
     from trainfit.jobs.job_plan import with_tuned
     from trainfit.jobs.tuned_plans import trial_task
     from trainfit.reports import terminal
-    from trainfit.tuning.ladder.climb import MINUTES, climb
+    from trainfit.tuning.climb import MINUTES, climb
 
     minutes = minutes or MINUTES
     with terminal.busy("planning"):
@@ -321,9 +321,9 @@ def _ladder(job: JobQuestion, minutes: float | None, as_json: bool, output: Path
 
 
 def _batch_size(job: JobQuestion, as_json: bool, output: Path | None) -> int:
-    from trainfit.jobs.batch_size import job_of
+    from trainfit.jobs.tuned_plans import job_of
     from trainfit.reports import terminal
-    from trainfit.tuning.finder.finder import find, page
+    from trainfit.tuning.finder import find, page
 
     with terminal.busy("finding the batch size"):
         found = find(job_of(job.ask({})), job.profile)

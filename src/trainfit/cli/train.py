@@ -271,7 +271,7 @@ def report_on(run: str, as_json: bool) -> None:
 def _dry_run(job: Any, composed: Composed, as_json: bool) -> None:
     from trainfit.core import codec
     from trainfit.jobs.job_plan import machine
-    from trainfit.jobs.run import make_plan
+    from trainfit.jobs.tuned_plans import make_plan
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from trainfit.core.errors import BadInput
-from trainfit.engine.fsdp import local
 from trainfit.engine.memory_errors import retried
+from trainfit.engine.parallel import local
 from trainfit.kernels.saved_on_host import host_fetch_, host_store_, host_zeros, pin
 from trainfit.kernels.small_adamw import BLOCK, LEAST, adamw_8bit_, adamw_bf16_, laid_out
 
@@ -62,12 +62,8 @@ class SmallAdamW(torch.optim.Optimizer):
         """Update all weights that have a gradient."""
         from trainfit.engine.step import update_once
 
-        update_once(self, torch.ones((), dtype=torch.bool, device=_device(self)))
-
-
-def _device(optimizer: torch.optim.Optimizer) -> torch.device:
-    found: Tensor = optimizer.param_groups[0]["params"][0]
-    return found.device
+        where = self.param_groups[0]["params"][0].device
+        update_once(self, torch.ones((), dtype=torch.bool, device=where))
 
 
 def small_moments(parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
@@ -79,13 +75,12 @@ def small_moments(parameter: Tensor, moments: Moments) -> dict[str, Tensor]:
             name: torch.zeros_like(parameter, dtype=dtype) for name in ("exp_avg", "exp_avg_sq")
         }
     blocks = -(-parameter.numel() // BLOCK)
-    made = [
-        torch.zeros(blocks, device=parameter.device)
+    return {
+        name: torch.zeros(blocks, device=parameter.device)
         if name.endswith("_scale")
         else torch.zeros_like(parameter, dtype=torch.uint8)
         for name in CODES
-    ]
-    return dict(zip(CODES, made, strict=True))
+    }
 
 
 def launch(

@@ -37,7 +37,7 @@ from torch import Tensor, nn
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import check_regular, checksum
-from trainfit.engine import fsdp
+from trainfit.engine import parallel
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model
@@ -93,8 +93,8 @@ def save_sharded(
     with first_writes(world) as writes, _telling(run, folder):
         if writes:
             _begin(folder)
-    fsdp.write(folder, {**contents.model, **contents.optimizer})
-    own = _checksums(fsdp.own_files(folder, world.rank))
+    parallel.write(folder, {**contents.model, **contents.optimizer})
+    own = _checksums(parallel.own_files(folder, world.rank))
     sums: dict[str, str] = {}
     for part in gather(world, json.dumps(own)):
         sums |= json.loads(part)
@@ -219,10 +219,6 @@ class CheckpointWriter:
         self._pool.shutdown()
 
 
-def _alike(one: Tensor, other: Tensor) -> bool:
-    return one.shape == other.shape and one.dtype == other.dtype
-
-
 def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
     """Copy a checkpoint's contents to pinned memory, kept for the next; None without room."""
     named = {
@@ -230,7 +226,8 @@ def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
         for part in ("model", "optimizer", "task")
         for name, tensor in getattr(contents, part).items()
     }
-    new = {n: t for n, t in named.items() if n not in pinned or not _alike(pinned[n], t)}
+    there = {name: (tensor.shape, tensor.dtype) for name, tensor in pinned.items()}
+    new = {n: t for n, t in named.items() if there.get(n) != (t.shape, t.dtype)}
     if sum(t.nbytes for t in new.values()) * _ROOM > psutil.virtual_memory().available:
         return None
     for name, tensor in new.items():
@@ -311,9 +308,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
 def read(folder: Path) -> Contents:
     """Read a checked checkpoint; shards are joined to whole tensors."""
     state = read_state(folder)
-    if fsdp.is_sharded(folder):
-        tensors = fsdp.read_whole(folder)
-        optimizer = {n: t for n, t in tensors.items() if fsdp.is_state(n, tensors)}
+    if parallel.is_sharded(folder):
+        tensors = parallel.read_whole(folder)
+        optimizer = {n: t for n, t in tensors.items() if parallel.is_state(n, tensors)}
         model = {n: t for n, t in tensors.items() if n not in optimizer}
         return Contents(model, optimizer, state)
     return Contents(

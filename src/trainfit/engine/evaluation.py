@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
 
@@ -20,8 +20,8 @@ from torch import Tensor
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, did_you_mean
 from trainfit.engine.distributed import Verdict, World, first_says, gather_rows, vote
-from trainfit.engine.fsdp import reshard
 from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
+from trainfit.engine.parallel import reshard
 from trainfit.engine.recovery import MustRestart, Parts, TellMemory
 from trainfit.engine.relaunch import RestartChanges
 from trainfit.engine.saved_state import protected
@@ -97,7 +97,9 @@ def evaluate(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str,
     Ranks share the batches of a task that divides them, and else evaluate all of them: a rank that
     only waited would save no time. The first rank's metrics are used.
     """
-    with protected(parts.device), _without_graphs(parts):
+    # CUDA graphs overwrite outputs that an evaluation may keep.
+    without_graphs = eagerly(parts.model) if parts.settings.graphs else nullcontext()
+    with protected(parts.device), without_graphs:
         parts.model.eval()
         try:
             metrics, batch_size = _halving(parts, batch_size, tell)
@@ -115,11 +117,6 @@ def _is_tight(device: torch.device) -> bool:
     """True where training may need the memory that an evaluation leaves in the cache."""
     free, total = torch.cuda.mem_get_info(device)
     return free < total / 2
-
-
-def _without_graphs(parts: Parts) -> AbstractContextManager[None]:
-    """Run without CUDA graphs, which overwrite outputs that an evaluation may keep."""
-    return eagerly(parts.model) if parts.settings.graphs else nullcontext()
 
 
 def _halving(parts: Parts, batch_size: int, tell: TellMemory) -> tuple[dict[str, float], int]:

@@ -194,7 +194,6 @@ def loop_settings(
     cuts: Sequence[Cut],
     *,
     device: str,
-    seed: int,
     metric: str,
     greater_is_better: bool = True,
     save_last: bool = True,
@@ -206,7 +205,7 @@ def loop_settings(
     return LoopSettings(
         epochs=training.num_epochs,
         max_steps=training.max_steps,
-        seed=seed,
+        seed=config.seed,
         device=device,
         precision=plan.precision,
         cuts=tuple(cuts),

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from trainfit.conf import Composed
-from trainfit.core import codec
 from trainfit.core.errors import BadInput, redact_values, redact_words
 from trainfit.core.files import open_to_append
 from trainfit.core.records import Event, Record, RunResult
@@ -71,16 +70,6 @@ class Progress:
     """Peak memory in bytes."""
     events: tuple[Event, ...] = ()
     window: Window = field(default_factory=Window)
-
-    def to_data(self) -> dict[str, Any]:
-        """Convert to JSON data."""
-        data: dict[str, Any] = codec.encode(self)
-        return data
-
-    @classmethod
-    def from_data(cls, data: Any, source: str) -> Progress:
-        """Restore from the data of `to_data`."""
-        return codec.decode(cls, data, source)
 
     def use_rung(self, rung: int) -> None:
         """Use this cut of the ladder from the next step on."""

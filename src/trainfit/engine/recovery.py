@@ -19,22 +19,13 @@ from trainfit.core.errors import OutOfMemory, RunFailed
 from trainfit.core.records import TrainTask
 from trainfit.data.batches import Batch, LoadedStep, StepLoader, to_device
 from trainfit.engine import saved_state
-from trainfit.engine.captured import CapturedSteps
-from trainfit.engine.distributed import (
-    Verdict,
-    World,
-    communicating,
-    lost_rank,
-    sum_over_ranks,
-    vote,
-)
-from trainfit.engine.fsdp import joined_norm, synchronised
-from trainfit.engine.gradient_buckets import GradientBuckets
+from trainfit.engine.captured import CapturedSteps, StepNumbers
+from trainfit.engine.distributed import Verdict, World, communicating, lost_rank, vote
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.parallel import GradientBuckets, joined_norm, sum_over_ranks, synchronised
 from trainfit.engine.relaunch import RestartChanges, restarts_left
 from trainfit.engine.step import LossScale, accumulate, finish, out_of_graphs
-from trainfit.engine.step_numbers import StepNumbers
 from trainfit.kernels.saved_on_host import SavedOnHost
 
 

@@ -187,19 +187,16 @@ def _acquire(lock: FileLock, run: Path) -> None:
     while True:
         try:
             lock.acquire(timeout=0)
+            return
         except Timeout:
             holder = _holder(run)
             if time.monotonic() < deadline and holder is not None and _is_dead(holder):
                 time.sleep(0.2)
                 continue
-            who = "another process"
-            if holder is not None:
-                who = f"process {holder.pid} on {holder.host}"
+            who = f"process {holder.pid} on {holder.host}" if holder else "another process"
             raise BadInput(
                 f"{run} is written to by {who}", "wait until it ends, or stop it first"
             ) from None
-        else:
-            return
 
 
 def _holder(run: Path) -> Process | None:

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.records import Record
-from trainfit.engine.fsdp import check_same, local
 from trainfit.engine.optimizer import host_moments, is_adamw
+from trainfit.engine.parallel import check_same, local
 from trainfit.runs import timeline
 
 

@@ -10,11 +10,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
+from trainfit.core import codec
 from trainfit.core.records import Event, RunResult
 from trainfit.data.batches import LoadedStep
 from trainfit.engine import checkpoint, saved_state
+from trainfit.engine.captured import Reading, Readings, Waits
 from trainfit.engine.distributed import first_writes, gather
 from trainfit.engine.evaluation import is_better, nonfinite_loss
 from trainfit.engine.loop_settings import rate_factor
@@ -22,8 +24,6 @@ from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
-from trainfit.engine.shared import Shared
-from trainfit.engine.step_numbers import Reading, Readings, Waits
 from trainfit.measuring.profiled_step import is_due, looking
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
@@ -31,6 +31,9 @@ from trainfit.runs import timeline
 from trainfit.runs.opening import RunSetup
 from trainfit.runs.run_folder import Journal
 from trainfit.runtime import compile_seconds
+
+if TYPE_CHECKING:
+    from trainfit.engine.loop import Shared
 
 
 @dataclass
@@ -189,8 +192,7 @@ class Session:
 
     def _peak(self) -> int:
         """Most bytes in use so far; those of a replayed step were counted when it was captured."""
-        peaks = (self.progress.peak_memory, self.memory.update().peak, self.parts.captured.peak)
-        return max(peaks)
+        return max(self.progress.peak_memory, self.memory.update().peak, self.parts.captured.peak)
 
     @contextmanager
     def profiled(self, loaded: LoadedStep) -> Iterator[None]:
@@ -287,9 +289,8 @@ class Session:
         better = settings.metric is not None and is_better(
             metrics, progress.best_metrics, settings.metric, settings.greater_is_better
         )
-        better = (
-            better and nonfinite_loss(metrics) is None
-        )  # with such a loss, other metrics mean nothing
+        # With a loss that is not finite, other metrics mean nothing.
+        better = better and nonfinite_loss(metrics) is None
         progress.evaluations_without_better += 1
         if better:
             progress.best_step, progress.best_metrics = progress.step, dict(metrics)
@@ -318,9 +319,7 @@ class Session:
         states = gather(parts.world, saved_state.take(parts.device).to_json(indent=None))
         keep, best = parts.settings.keep_checkpoints, progress.best_step
         contents = self._contents(states)
-        copied = None
-        if self.writes_alongside:
-            copied = checkpoint.on_host(contents, self.shared.host)
+        copied = checkpoint.on_host(contents, self.shared.host) if self.writes_alongside else None
         if copied is not None:
             self.writer.start(partial(checkpoint.save, self.run, copied, keep=keep, best_step=best))
         elif parts.sharded:
@@ -361,7 +360,7 @@ class Session:
             task=task,
             state={
                 "step": self.progress.step,
-                "progress": self.progress.to_data(),
+                "progress": codec.encode(self.progress),
                 "random": random_states,
                 "scale": scale and [scale.factor.item(), scale.quiet_steps.item()],
                 "frozen": self.frozen.result(),

@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from trainfit.core import codec
 from trainfit.core.errors import BadInput, OutOfMemory, TrainfitWarning
 from trainfit.core.records import Record, TrainTask
 from trainfit.data.batches import StepLoader
-from trainfit.engine import checkpoint, fsdp, saved_state
+from trainfit.engine import checkpoint, parallel, saved_state
 from trainfit.engine.captured import CapturedSteps
-from trainfit.engine.distributed import World, first_says, first_writes, spread_weights
-from trainfit.engine.fsdp import shard
-from trainfit.engine.gradient_buckets import GradientBuckets
+from trainfit.engine.distributed import World, first_says, first_writes
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
@@ -33,6 +32,7 @@ from trainfit.engine.optimizer import (
     take_workspaces,
     trained_parameters,
 )
+from trainfit.engine.parallel import GradientBuckets, shard, spread_weights
 from trainfit.engine.recovery import Buffers, Parts, copies
 from trainfit.engine.relaunch import Launch, RestartChanges, find_launch, read_changes
 from trainfit.engine.step import loss_scale
@@ -293,7 +293,7 @@ def _restore(
     if parts.sharded:
         weights = saved_state.model_tensors(parts.model)
         state_of = saved_state.optimizer_tensors(parts.model, parts.optimizer)
-        fsdp.read_into(folder, weights | state_of)
+        parallel.read_into(folder, weights | state_of)
     else:
         contents = checkpoint.read(folder)
         saved_state.load_model(parts.model, contents.model)
@@ -304,7 +304,7 @@ def _restore(
     if parts.scale is not None and state["scale"] is not None:
         parts.scale.factor.fill_(state["scale"][0])
         parts.scale.quiet_steps.fill_(state["scale"][1])
-    progress = Progress.from_data(state["progress"], str(folder))
+    progress = codec.decode(Progress, state["progress"], str(folder))
     progress.use_rung(min(progress.rung, len(parts.settings.cuts) - 1))
     states = state["random"]
     if len(states) != parts.world.size:

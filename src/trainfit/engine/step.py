@@ -23,10 +23,10 @@ from torch.optim.adamw import adamw
 from trainfit.core.errors import OutOfMemory
 from trainfit.core.plan_records import Precision
 from trainfit.engine.adamw_moments import Piece, SmallAdamW, launch
-from trainfit.engine.fsdp import local
+from trainfit.engine.captured import StepNumbers
 from trainfit.engine.memory_errors import is_out_of_memory, retried, write_once
 from trainfit.engine.optimizer import Combined, host_moments, is_adamw, trained_parameters
-from trainfit.engine.step_numbers import StepNumbers
+from trainfit.engine.parallel import local
 from trainfit.kernels.saved_on_host import SavedOnHost
 from trainfit.kernels.small_adamw import takes_lists
 
@@ -315,15 +315,11 @@ def _update_fused(
     if host is not None:
         host.update(number, update)
     else:
-        numbers = _numbers(optimizer)
+        numbers = {p: number for number, p in enumerate(trained_parameters(optimizer))}
         for alike in _alike(optimizer, parameters):
             pieces = [_piece(p, optimizer.state[p], numbers[p]) for p in alike]
             update(pieces, alike)
     write_once(counts, lambda left: torch._foreach_add_(left, [counted] * len(left)))
-
-
-def _numbers(optimizer: torch.optim.Optimizer) -> dict[Tensor, int]:
-    return {p: number for number, p in enumerate(trained_parameters(optimizer))}
 
 
 def _piece(parameter: Tensor, state: dict[str, Tensor], number: int) -> Piece:

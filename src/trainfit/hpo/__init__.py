@@ -3,7 +3,7 @@
 The only package that imports Optuna. A study lives in a database (storage.py). A worker claims a
 trial (trial_queue.py), trains its folds (workers.py) and records how it ended; a worker that dies
 leaves the trial to the next. The way through a command: studies.py, workers.py or side_by_side.py,
-final.py.
+outcome.py.
 """
 
 import sys
@@ -22,7 +22,7 @@ class _Search(ModuleType):
         from trainfit.core.libraries import HPO, need
 
         need("hpo", *HPO)
-        from trainfit.hpo.final import search
+        from trainfit.hpo.outcome import search
 
         return search(task, *overrides)
 

@@ -23,8 +23,7 @@ from trainfit.core import codec
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Gpu, HardwareProfile, Record
 from trainfit.engine.observers import Observer, TrainRow
-from trainfit.hpo.objective import WORKERS, GpuShare, Objective
-from trainfit.hpo.search_space import BATCH
+from trainfit.hpo.objective import BATCH, WORKERS, GpuShare, Objective
 from trainfit.hpo.studies import OpenStudy
 from trainfit.hpo.trial_queue import FINISHED, WORKER, Claim, Outcome
 from trainfit.hpo.workers import Seat, Tell, run_trial, start_worker, stop_workers, work

@@ -21,14 +21,16 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.files import write_whole
 from trainfit.core.settings import SETTINGS
-from trainfit.hpo.objective import Objective, check_metric, is_greater_better
-from trainfit.hpo.search_space import (
+from trainfit.hpo.objective import (
     BATCH,
+    Objective,
     Space,
     applies,
     as_words,
+    check_metric,
     defaults,
     fit_space,
+    is_greater_better,
     make_pruner,
     note_on,
     steps_per_fold,

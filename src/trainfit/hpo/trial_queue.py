@@ -29,7 +29,7 @@ from optuna.samplers import TPESampler
 from optuna.trial import FrozenTrial, Trial, TrialState
 
 from trainfit.conf.search_space_files import HpoConfig
-from trainfit.hpo.search_space import Space, suggest
+from trainfit.hpo.objective import Space, suggest
 from trainfit.hpo.storage import Database
 
 Worker = dict[str, Any]

@@ -25,13 +25,12 @@ from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitError, redact
 from trainfit.core.plan_records import Plan
 from trainfit.engine.distributed import StopRequest, stop_on_signals
+from trainfit.engine.loop import Shared
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer
 from trainfit.engine.recovery import CannotGoOn
-from trainfit.engine.shared import Shared
 from trainfit.hardware.host import allowed_by_affinity
-from trainfit.hpo.objective import GpuShare, Objective, is_greater_better
-from trainfit.hpo.search_space import Reporter, mean
+from trainfit.hpo.objective import GpuShare, Objective, Reporter, is_greater_better, mean
 from trainfit.hpo.studies import STORAGE, OpenStudy, StudySettings
 from trainfit.hpo.trial_queue import FOLDS, PUT_BACK, Claim, Outcome, TrialQueue, beating
 from trainfit.jobs.models.sources import kept_in_memory
@@ -309,17 +308,14 @@ def _work_on(
     parent: int | None,
     tell: Tell | None,
 ) -> str:
-    if _is_asked(request):  # while the trial was being claimed
-        desk.tell(claim.trial, Outcome(kind="stopped"))
-        return "stopped"
     try:
+        if _is_asked(request):  # while the trial was being claimed
+            raise KeyboardInterrupt
         with beating(lambda: desk.beat(claim.trial), desk.hpo.heartbeat, parent):
             outcome = run(claim)
-    except KeyboardInterrupt:
-        desk.tell(claim.trial, Outcome(kind="stopped"))
-        return "stopped"
-    except Exception as error:
-        if _is_asked(request):  # a Ctrl-C reaches helper processes too, which die of it
+    except (KeyboardInterrupt, Exception) as error:
+        # A Ctrl-C reaches helper processes too, which die of it.
+        if isinstance(error, KeyboardInterrupt) or _is_asked(request):
             desk.tell(claim.trial, Outcome(kind="stopped"))
             return "stopped"
         reason = f"{type(error).__name__}: {(redact(str(error)).splitlines() or [''])[0]}"

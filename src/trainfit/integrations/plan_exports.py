@@ -20,9 +20,8 @@ from trainfit.conf.composition import as_word, flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
 from trainfit.integrations.saver_notes import saver_notes
-from trainfit.jobs.job import Job
 from trainfit.jobs.plan_choices import stream_is_half
-from trainfit.jobs.registry import is_own, load
+from trainfit.jobs.registry import Job, is_own, load
 
 
 @dataclass(frozen=True, slots=True)

@@ -354,7 +354,6 @@ def encoder_settings(
         plan,
         cuts,
         device=device,
-        seed=config.seed,
         metric=target.metric,
         greater_is_better=target.greater_is_better,
         save_last=not in_folds,

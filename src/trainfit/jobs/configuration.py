@@ -28,8 +28,7 @@ from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
 from trainfit.jobs.job_plan import check_model
 from trainfit.jobs.known_data import columns_of, files_of, settle_sources
-from trainfit.jobs.model_facts import model_fields
-from trainfit.jobs.models.classifier_settings import Weights
+from trainfit.jobs.models.classifier_settings import Weights, model_fields
 from trainfit.jobs.plan_choices import fitted
 from trainfit.jobs.registry import is_own, load
 
@@ -217,11 +216,6 @@ def made_up(composed: Composed) -> bool:
     return config.data.data_dir is None
 
 
-def least_occurrences(composed: Composed) -> int:
-    """Minimum occurrences before a piece of text becomes a token, so that no rare name leaks."""
-    return 2 if made_up(composed) else _LEAST
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
     """Initial weights and their tokenizer."""
@@ -237,26 +231,21 @@ class Chosen:
         return pad_id(self.tokenizer)
 
 
-def choose_weights(
-    model: EncoderModel,
-    *,
-    invented: bool,
-    texts: Callable[[], Iterable[str]],
-    least: int = 2,
-) -> Chosen:
+def choose_weights(composed: Composed, texts: Callable[[], Iterable[str]]) -> Chosen:
     """Choose the weights and load the tokenizer, or learn one from `texts`.
 
-    Pieces of text that occur fewer than `least` times get no token of their own.
+    Rare pieces of a user's text get no token of their own, so that no name leaks.
     """
     from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 
+    model, invented = composed.config.model, made_up(composed)
+    assert isinstance(model, EncoderModel)
     weights, place = _source(model, invented)
     if place is not None:
         return Chosen(weights=weights, tokenizer=load_tokenizer(place))
     size, pad_id = _vocabulary(model.name)
-    tokenizer = learn_tokenizer(
-        texts(), vocabulary=min(size, _MOST_WORDS), pad_id=pad_id, least=least
-    )
+    least, words = 2 if invented else _LEAST, min(size, _MOST_WORDS)
+    tokenizer = learn_tokenizer(texts(), vocabulary=words, pad_id=pad_id, least=least)
     return Chosen(weights=weights, tokenizer=tokenizer)
 
 

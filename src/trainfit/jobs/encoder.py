@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from trainfit.conf import Composed, GptConfig
+from trainfit.conf import GptConfig
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
@@ -34,14 +34,17 @@ from trainfit.jobs.configuration import Chosen, made_up
 from trainfit.jobs.frozen import FrozenTask, SharedFeatures
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.model_card import fold_card
-from trainfit.jobs.model_facts import check_vocabulary
 from trainfit.jobs.models.backbone import check_length
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier, try_building
-from trainfit.jobs.models.classifier_settings import ClassifierSettings, settings_from
+from trainfit.jobs.models.classifier_settings import (
+    ClassifierSettings,
+    check_vocabulary,
+    settings_from,
+)
 from trainfit.jobs.models.sources import kept_in_memory
 from trainfit.jobs.predict import pool_within, predict_within
-from trainfit.jobs.run import Run
+from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.scores import FoldScores, JobResult
 from trainfit.jobs.side_folds import side_folds
 from trainfit.jobs.targets import OneClass, Outputs, target_of
@@ -59,10 +62,9 @@ _SOME = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedEncoder:
+class PreparedEncoder(Prepared):
     """A classification job: its data in folds, its model, and what it is compared with."""
 
-    composed: Composed
     chosen: Chosen
     datasets: tuple[Dataset, ...]
     """One, or one for each fold; `test` is what its score is taken on, and nothing else."""
@@ -77,7 +79,6 @@ class PreparedEncoder:
 
     @property
     def config(self) -> EncoderConfig:
-        """The configuration of the job."""
         config = self.composed.config
         assert not isinstance(config, GptConfig)
         return config
@@ -89,7 +90,6 @@ class PreparedEncoder:
 
     @property
     def metrics(self) -> tuple[str, ...]:
-        """Metrics that an evaluation gives."""
         return self.target(0).metrics
 
     def target(self, fold: int) -> OneClass:
@@ -98,17 +98,11 @@ class PreparedEncoder:
 
     @property
     def folds(self) -> int:
-        """Number of folds; 1 without cross-validation."""
         return len(self.datasets)
 
     @property
     def sequences(self) -> int:
-        """Number of training sequences of the first fold."""
         return len(self.datasets[0].train)
-
-    def configured(self, composed: Composed) -> PreparedEncoder:
-        """Return the job on the same data with another configuration."""
-        return replace(self, composed=composed)
 
     def typical(self) -> PreparedEncoder:
         """Return the job with one dropout for all: trials that differ in it share a plan."""
@@ -157,12 +151,7 @@ class PreparedEncoder:
             synthetic=made_up(self.composed),
         )
 
-    def files(self) -> Mapping[str, Path]:
-        """Name no files: the tokenizer is in the export."""
-        return {}
-
     def task(self, fold: int, plan: Plan, device: torch.device) -> ClassifierTask:
-        """Return what the loop trains."""
         dataset, config = self.datasets[fold], self.config
         weights = dataset.metadata.get("class_weights") if config.data.class_weights else None
         iterations = config.training.eval_iters
@@ -186,12 +175,7 @@ class PreparedEncoder:
         return ClassifierTask(build, dataset.train, validation, **options)
 
     def _pool(
-        self,
-        fold: int,
-        plan: Plan,
-        device: torch.device,
-        model: EncoderClassifier,
-        tokens: Tokens,
+        self, fold: int, plan: Plan, device: torch.device, model: EncoderClassifier, tokens: Tokens
     ) -> Outputs:
         """Run the frozen encoder over tokens, once."""
         asked, chosen = self.config.model, self.chosen
@@ -210,7 +194,6 @@ class PreparedEncoder:
         return self.features.of(tokens, (asked.name, random, *how, plan.quantization), compute)
 
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
-        """Return the settings of a fold."""
         target = self.target(fold)
         made = classification.encoder_settings(
             self.config, plan, self._lengths, device=device.type, ranks=ranks, target=target
@@ -293,11 +276,9 @@ class PreparedEncoder:
             thresholds = target.thresholds(
                 dataset.validation.labels, predict(dataset.validation, size)[0]
             )
-        criteria = dataset.metadata.get("criteria")
-        judged = scores.judge(dataset, found, result, number + 1, criteria, thresholds)
-        if not run.world.first:
-            return judged
-        run.later(partial(self._write, run, folder, model, judged, found, size))
+        judged = scores.judge(dataset, found, result, number + 1, thresholds)
+        if run.world.first:
+            run.later(partial(self._write, run, folder, model, judged, found, size))
         return judged
 
     def _write(

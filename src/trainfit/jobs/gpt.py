@@ -1,4 +1,4 @@
-"""`train gpt`: pretraining of a small GPT on a folder of tokens.
+"""`train gpt`: pretraining of a small GPT on a folder of tokens; and `sample`: text from it.
 
 RUN/data.json, tokenizer.json    the tokens, and what turns them into text
 RUN/export/, results.json        the model as transformers reads it; how the run ended
@@ -6,14 +6,16 @@ RUN/export/, results.json        the model as transformers reads it; how the run
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice, takewhile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trainfit.conf import Composed, GptConfig
 from trainfit.core import codec
@@ -22,42 +24,46 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, embedded_tokens, text_tokens
+from trainfit.data.tokenizers import end_of_text, load_bpe
+from trainfit.engine import checkpoint
 from trainfit.engine.distributed import World, current_world, first_says, gather
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
+from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
 from trainfit.jobs import exports, gpt_result, job_plan, plan_choices, tuned_plans
+from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
-from trainfit.jobs.run import Run
+from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.measuring import flops
 from trainfit.packing import ladder
 from trainfit.runs import timeline
 from trainfit.runs.opening import PretrainingSetup, RunSetup
 
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedGpt:
+class PreparedGpt(Prepared):
     """A pretraining job: its configuration with the vocabulary settled, and its tokens."""
 
-    composed: Composed
     data: TokenFolder
 
     @property
     def config(self) -> GptConfig:
-        """The configuration of the job."""
         config = self.composed.config
         assert isinstance(config, GptConfig)
         return config
 
-    folds = 1
     metrics = (METRIC,)
 
     @property
@@ -68,10 +74,6 @@ class PreparedGpt:
     def configured(self, composed: Composed) -> PreparedGpt:
         """Open the tokens again: they are mapped from files, which costs next to nothing."""
         return prepare(composed)
-
-    def typical(self) -> PreparedGpt:
-        """Return the job itself."""
-        return self
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the question of the planner and the tuner, about the blocks that there are."""
@@ -93,23 +95,18 @@ class PreparedGpt:
 
     def facts(self) -> dict[str, Any]:
         """Describe the tokens for data.json."""
-        data = self.data
         return {
-            "checksum": data.checksum,
-            "folder": str(data.folder),
-            "header": codec.encode(data.header),
-            "unigram_entropy": data.unigram_entropy,
+            "checksum": self.data.checksum,
+            "folder": str(self.data.folder),
+            "header": codec.encode(self.data.header),
+            "unigram_entropy": self.data.unigram_entropy,
         }
-
-    def counts(self, _fold: int) -> None:
-        """Count nothing: the line on the tokens says it."""
 
     def files(self) -> Mapping[str, Path]:
         """Name the tokenizer, which samples are decoded with."""
         return {} if self.data.tokenizer is None else {TOKENIZER: self.data.tokenizer}
 
     def task(self, _fold: int, plan: Plan, device: torch.device) -> GptTask:
-        """Return what the loop trains."""
         config = self.config
         batches = config.training.eval_iters
         return GptTask(
@@ -124,7 +121,6 @@ class PreparedGpt:
         )
 
     def settings(self, _fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
-        """Return the settings of the loop."""
         return gpt_settings(self.config, plan, device=device.type, ranks=ranks)
 
     def extras(self, run: Run) -> dict[str, Any]:
@@ -142,11 +138,8 @@ class PreparedGpt:
         if result.status == "finished" and run.world.first:
             with run.show.busy("writing the model"), timeline.stage("export"):
                 model = build(self.config, run.plan)
-                exports.write_gpt(
-                    run.folder / "export",
-                    _with_best_weights(run, model),
-                    self.data.tokenizer,
-                )
+                checkpoint.load_weights(run.folder, model, best=True)
+                exports.write_gpt(run.folder / "export", model.eval(), self.data.tokenizer)
         return _ended(self, run, result)
 
 
@@ -227,7 +220,6 @@ def gpt_settings(config: GptConfig, plan: Plan, *, device: str, ranks: int) -> L
         plan,
         cuts,
         device=device,
-        seed=config.seed,
         metric=METRIC,
         greater_is_better=False,
         compile_scope="model",  # a long run pays the minute back: the loss is fused too
@@ -261,9 +253,8 @@ class _Peaks:
 
     @classmethod
     def of(cls, plan: Plan, profile: HardwareProfile, world: World, place: torch.device) -> _Peaks:
-        own = None
-        if place.type == "cuda" and (place.index or 0) < len(profile.gpus):
-            own = profile.gpus[place.index or 0].slug
+        index = (place.index or 0) if place.type == "cuda" else len(profile.gpus)
+        own = profile.gpus[index].slug if index < len(profile.gpus) else None
         slugs = [slug or None for slug in gather(world, own or "")]
         dtype = flops.dtype_in_use(plan.precision, plan.runtime.tf32)
         found = flops.measured_peak(plan.measurements, dtype)
@@ -272,13 +263,6 @@ class _Peaks:
             datasheet=datasheet,
             measured=None if found is None or datasheet is None else found * world.size,
         )
-
-
-def _with_best_weights(run: Run, model: Gpt) -> Gpt:
-    from trainfit.engine import checkpoint
-
-    checkpoint.load_weights(run.folder, model, best=True)
-    return model.eval()
 
 
 def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
@@ -317,3 +301,98 @@ def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
         spent=meter.spent,
         events=result.events,
     )
+
+
+# ── text from a trained GPT ───────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextWriter:
+    """Model with its tokenizer."""
+
+    model: Gpt
+    tokenizer: Tokenizer
+
+    def write(
+        self,
+        prompt: str = "",
+        *,
+        tokens: int = 200,
+        temperature: float = 0.8,
+        top_k: int | None = 50,
+        seed: int = 0,
+    ) -> str:
+        """Continue the prompt until the text ends or `tokens` are drawn."""
+        ends = end_of_text(self.tokenizer)
+        given = self.tokenizer.encode(prompt, add_special_tokens=False).ids
+        if not given and ends is None:
+            raise BadInput("there is no prompt", "give one (--prompt): no token begins a text")
+        # In training a text begins after the end of another.
+        start = [*([] if ends is None else [ends]), *given]
+        drawn = draw(
+            self.model,
+            start,
+            known=self.tokenizer.get_vocab_size(),
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+        found = takewhile(lambda token: token != ends, islice(drawn, tokens))
+        return str(self.tokenizer.decode([*given, *found]))
+
+
+def open_writer(run: Path) -> TextWriter:
+    """Load a run's export, or the best checkpoint of a run that is not finished."""
+    exported = run / "export" / TOKENIZER
+    tokenizer = exported if exported.is_file() else run / TOKENIZER
+    if not tokenizer.is_file():
+        raise BadInput(
+            f"{run} has no {TOKENIZER}: its tokens cannot be turned into text",
+            "give a run of `trainfit train gpt` whose data had one",
+        )
+    if (run / "export").is_dir():
+        model = exports.read_gpt(run / "export")
+    else:
+        config = configured_by(run, "gpt").config
+        assert isinstance(config, GptConfig)
+        model = build(config, Plan.load(run / "plan.json"))
+        checkpoint.load_weights(run, model, best=True)
+    if name := find_nonfinite(model):
+        raise BadInput(f"the weight {name} of {run} is not finite", "train it again")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return TextWriter(model=model.to(device).eval(), tokenizer=load_bpe(tokenizer))
+
+
+@torch.no_grad()
+def draw(
+    model: Gpt,
+    start: list[int],
+    *,
+    known: int,
+    temperature: float = 0.8,
+    top_k: int | None = 50,
+    seed: int = 0,
+) -> Iterator[int]:
+    """Draw tokens after `start` from the first `known`, which the tokenizer can decode.
+
+    A temperature of 0 always takes the most likely token.
+    """
+    random = torch.Generator().manual_seed(seed)
+    device = model.token_embedding.weight.device
+    ids = list(start)
+    while True:
+        recent = torch.tensor([ids[-model.shape.block_size :]], device=device)
+        last = model.encode(recent)[0, -1]
+        logits = (model.token_embedding.weight[:known] @ last).float().cpu()
+        ids.append(_choose(logits, temperature, top_k, random))
+        yield ids[-1]
+
+
+def _choose(logits: Tensor, temperature: float, top_k: int | None, random: torch.Generator) -> int:
+    if temperature == 0:
+        return int(logits.argmax())
+    if top_k is not None and top_k < logits.numel():
+        least = logits.topk(top_k).values[-1]
+        logits = logits.masked_fill(logits < least, -torch.inf)
+    chances = (logits / temperature).softmax(-1)
+    return int(torch.multinomial(chances, 1, generator=random))

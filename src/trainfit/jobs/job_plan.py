@@ -25,8 +25,12 @@ from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import model_shape, sizes_of
 from trainfit.jobs import plan_choices
 from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
-from trainfit.jobs.model_facts import ModelFacts, model_facts, model_fields
-from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.models.classifier_settings import (
+    ModelFacts,
+    model_facts,
+    model_fields,
+    settings_from,
+)
 from trainfit.jobs.plan_choices import choose_freezing, choose_gpt
 from trainfit.kernels import supported
 from trainfit.measuring import remembered
@@ -47,10 +51,7 @@ _OWN_BATCH = 32
 _ANYWHERE = ("auto", "cpu", "conservative")
 """Presets that do not ask for a GPU."""
 _FACTORIES = {
-    "nli": "trainfit.jobs.probes:encoder_step",
-    "textclass": "trainfit.jobs.probes:encoder_step",
-    "pairs": "trainfit.jobs.probes:encoder_step",
-    "tokens": "trainfit.jobs.probes:encoder_step",
+    **dict.fromkeys(("nli", "textclass", "pairs", "tokens"), "trainfit.jobs.probes:encoder_step"),
     "gpt": "trainfit.jobs.probes:gpt_step",
 }
 _MEASURED = ("task", "cuts", "memory", "time", "reasons", "measurements")

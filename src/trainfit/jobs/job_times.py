@@ -13,11 +13,13 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from trainfit.conf import Composed
 from trainfit.core import caches, codec
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, TimeEstimate
@@ -109,6 +111,13 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
 
 
+def notes(composed: Composed, plan: Plan, question: Question) -> Iterator[str]:
+    """Lines to read before the training begins."""
+    named = hasattr(composed.config, "model")
+    found = (length_note(plan, question, named_model=named), batch_note(composed, plan))
+    return filter(None, found)
+
+
 def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | None:
     """Say that a job takes hours here, and what would not; None for a shorter job."""
     told = None if plan.time is None else plan.time.job_seconds
@@ -123,6 +132,19 @@ def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | N
     return (
         f"this job takes about {hours} on this machine; for about an hour, set "
         f"training.max_steps={fewer} in place of {steps:,}{smaller}"
+    )
+
+
+def batch_note(composed: Composed, plan: Plan) -> str | None:
+    """Say that the batch of a step grows with the ranks, where the configuration has it so."""
+    training = composed.config.training
+    if plan.ranks == 1 or training.effective_batch_size != "auto" or training.batch_size == "auto":
+        return None
+    alone = plan.effective_batch_size // plan.ranks
+    return (
+        f"training.batch_size is per rank: {plan.ranks} ranks make steps of "
+        f"{plan.effective_batch_size} sequences, where one rank makes them of {alone}; "
+        f"training.effective_batch_size={alone} keeps them whatever the number of ranks"
     )
 
 

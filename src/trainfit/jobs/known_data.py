@@ -312,10 +312,7 @@ def _texts(config: TextFilesConfig, path: Path) -> KnownData:
     rows = len(words)
     shares = [
         share
-        for share, other in (
-            (data.test_share, data.test),
-            (data.validation_share, data.validation),
-        )
+        for share, other in ((data.test_share, data.test), (data.validation_share, data.validation))
         if other is None
     ]
     kept = max(1, round(rows * float(np.prod([1 - share for share in shares]))))

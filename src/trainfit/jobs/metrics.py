@@ -2,15 +2,19 @@
 
 A metric that is not defined is None (the AUC of a single class), never a zero that would be
 averaged. Precision, recall and F1 without a true positive are 0, since model selection needs them.
+
+Tags of words with B- and I- mark spans, in any of the usual schemes (IOB1, IOB2, IOBES, BILOU). A
+span is found if its type and both ends are right. As by seqeval's default, it may begin with I-.
+Other tags are counted themselves.
 """
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -40,11 +44,11 @@ class Metrics:
     confusion: tuple[tuple[int, ...], ...]
     """Counts by true class, then by predicted class; none for several labels per item."""
 
-    def scalars(self, prefix: str = "") -> dict[str, float]:
+    def scalars(self) -> dict[str, float]:
         """Return the metrics that are not None, by name."""
         names = ("accuracy", "precision", "recall", "f1", "macro_f1", "auc")
         values = {name: getattr(self, name) for name in names}
-        return {f"{prefix}{name}": value for name, value in values.items() if value is not None}
+        return {name: value for name, value in values.items() if value is not None}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,26 +67,6 @@ class NumberMetrics:
         """Return the metrics that are not None, by name."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "count"}
         return {name: value for name, value in values.items() if value is not None}
-
-
-RANGES = {
-    **dict.fromkeys(("accuracy", "precision", "recall", "f1", "macro_f1", "auc"), (0.0, 1.0)),
-    **dict.fromkeys(("mse", "rmse", "mae"), (0.0, math.inf)),
-    **dict.fromkeys(("pearson", "spearman"), (-1.0, 1.0)),
-}
-"""Lowest and highest possible value of each metric."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Spread:
-    """Mean and spread of a metric over folds."""
-
-    mean: float
-    std: float | None
-    """Sample standard deviation (n - 1); None for a single fold, as is the interval."""
-    low: float | None
-    """Lower end of the 95% confidence interval of the mean: Student's, in the metric's range."""
-    high: float | None
 
 
 def binary_metrics(labels: IntArray, scores: Floats, threshold: float = 0.5) -> Metrics:
@@ -107,19 +91,18 @@ def label_metrics(labels: IntArray, scores: Floats, thresholds: Sequence[float])
     _check_some(labels)
     given = scores >= np.asarray(thresholds)
     true = labels > 0
-    hits, said, there = ((table).sum(0) for table in (true & given, given, true))
-    each = ratio(2 * hits, said + there)
+    hits, said, there = (table.sum(0) for table in (true & given, given, true))
     seen = said + there > 0
     areas = [rank_auc(labels[:, k], scores[:, k]) for k in range(labels.shape[1])]
     known = [area for area in areas if area is not None]
-    micro = [hits.sum(), said.sum(), there.sum()]
+    precision, recall, f1 = map(float, _shares(hits.sum(), said.sum(), there.sum()))
     return Metrics(
         count=len(labels),
         accuracy=float((true == given).all(1).mean()),
-        precision=float(ratio(micro[0], micro[1])),
-        recall=float(ratio(micro[0], micro[2])),
-        f1=float(ratio(2 * micro[0], micro[1] + micro[2])),
-        macro_f1=float(each[seen].mean()) if seen.any() else 0.0,
+        precision=precision,
+        recall=recall,
+        f1=f1,
+        macro_f1=float(_shares(hits, said, there)[2][seen].mean()) if seen.any() else 0.0,
         auc=math.fsum(known) / len(known) if known else None,
         confusion=(),
     )
@@ -177,10 +160,7 @@ def by_label(
 
 
 def by_group(
-    labels: IntArray,
-    scores: Floats,
-    groups: IntArray,
-    names: Sequence[str],
+    labels: IntArray, scores: Floats, groups: IntArray, names: Sequence[str]
 ) -> dict[str, Metrics]:
     """Metrics of each group, such as a criterion, that has items."""
     return {
@@ -202,47 +182,18 @@ def rank_auc(labels: IntArray, scores: Floats) -> float | None:
     return above / (positives * negatives)
 
 
-def over_folds(folds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
-    """Mean and spread of each metric over the folds that have it."""
-    names = dict.fromkeys(name for fold in folds for name in fold)
-    return {
-        name: spread([fold[name] for fold in folds if name in fold], *RANGES.get(name, ()))
-        for name in names
-    }
-
-
-def spread(values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf) -> Spread:
-    """Mean of the values with standard deviation and confidence interval.
-
-    A mean cannot leave the range of its values: without that part the interval covers it as often.
-    """
-    count = len(values)
-    mean = math.fsum(values) / count
-    if count < 2:
-        return Spread(mean=mean, std=None, low=None, high=None)
-    from scipy.special import stdtrit  # scipy.stats takes a second to import
-
-    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
-    margin = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
-    low, high = max(lowest, mean - margin), min(highest, mean + margin)
-    return Spread(mean=mean, std=std, low=low, high=high)
-
-
 def _metrics(labels: IntArray, predicted: IntArray, auc: float | None, classes: int) -> Metrics:
     _check_some(labels)
     table = np.array(class_table(labels, predicted, classes))
-    hits = np.diag(table)
-    precision = ratio(hits, table.sum(0))
-    recall = ratio(hits, table.sum(1))
-    f1 = ratio(2 * hits, table.sum(0) + table.sum(1))
+    hits, said, there = np.diag(table), table.sum(0), table.sum(1)
+    means = dict(zip(("precision", "recall", "f1"), _shares(hits, said, there), strict=True))
     # A class that is neither present nor predicted has no F1 to average.
-    seen = (table.sum(0) + table.sum(1)) > 0
-    means = {"precision": precision, "recall": recall, "f1": f1}
+    seen = said + there > 0
     return Metrics(
         count=int(labels.size),
         accuracy=float(hits.sum() / labels.size),
         **{name: float(v[1] if classes == 2 else v[seen].mean()) for name, v in means.items()},
-        macro_f1=float(f1[seen].mean()),
+        macro_f1=float(means["f1"][seen].mean()),
         auc=auc,
         confusion=tuple(map(tuple, table.tolist())),
     )
@@ -259,6 +210,161 @@ def _check_some(labels: NDArray[Any]) -> None:
         raise BadInput("metrics of no predictions", "give the part that is evaluated some data")
 
 
+def _shares(hits: Any, said: Any, there: Any) -> list[NDArray[np.float64]]:
+    """Return precision, recall and F1 of what is right, was predicted and is true."""
+    return [ratio(hits, said), ratio(hits, there), ratio(2 * hits, said + there)]
+
+
 def ratio(part: Any, whole: Any) -> NDArray[np.float64]:
     """Divide; 0 by 0 is 0."""
     return np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
+
+
+# ── tags of words ─────────────────────────────────────────────────────────────────────────────────
+
+
+_SPELLINGS = {"L": "E", "U": "S", "M": "I"}
+"""Letters of BILOU and BMES, as those of IOBES."""
+_DRAWS = 1000
+_GROUPS = 2000
+"""Random groups in which very many sentences are resampled; their spread is the same."""
+
+
+class _Counted(NamedTuple):
+    """Sentence and kind `[n, 2]` of what is right, what was predicted and what is true."""
+
+    hits: IntArray
+    said: IntArray
+    there: IntArray
+    kinds: list[str]
+    """Types of spans, or the tags."""
+
+    def by_kind(self) -> list[IntArray]:
+        """Count hits, predictions and true spans of each kind."""
+        every = (self.hits, self.said, self.there)
+        return [np.bincount(part[:, 1], minlength=len(self.kinds)) for part in every]
+
+
+def has_spans(names: Sequence[str]) -> bool:
+    """Tell tags of spans from others, such as parts of speech."""
+    return any(name.startswith(("B-", "I-")) for name in names)
+
+
+def tag_metrics(truth: IntArray, predicted: IntArray, names: Sequence[str]) -> Metrics:
+    """Metrics of the words' predicted tags; `truth` has the sentence and the tag of each.
+
+    Precision, recall and F1 are those of all spans (micro), or the mean over the tags.
+    """
+    tags = truth[:, 1]
+    hits, said, there = _count(truth, predicted, names).by_kind()
+    seen = said + there > 0
+    each = _shares(hits, said, there)
+    macro = found = [float(one[seen].mean()) if seen.any() else 0.0 for one in each]
+    if has_spans(names):
+        found = list(map(float, _shares(hits.sum(), said.sum(), there.sum())))
+    return Metrics(
+        count=len(tags),
+        accuracy=float((tags == predicted).mean()),
+        precision=found[0],
+        recall=found[1],
+        f1=found[2],
+        macro_f1=macro[2],
+        auc=None,
+        confusion=() if has_spans(names) else class_table(tags, predicted, len(names)),
+    )
+
+
+def by_kind(truth: IntArray, predicted: IntArray, names: Sequence[str]) -> dict[str, Metrics]:
+    """Metrics of each type of span, or of each tag, as counts of right, wrong and missed ones."""
+    counted = _count(truth, predicted, names)
+    scored = {}
+    for kind, *counts in zip(counted.kinds, *counted.by_kind(), strict=True):
+        hits, said, there = map(int, counts)
+        if not said + there:
+            continue
+        precision, recall, f1 = map(float, _shares(hits, said, there))
+        scored[kind] = Metrics(
+            count=there,
+            accuracy=float(ratio(hits, said + there - hits)),
+            precision=precision,
+            recall=recall,
+            f1=f1,
+            macro_f1=f1,
+            auc=None,
+            confusion=((0, said - hits), (there - hits, hits)),
+        )
+    return scored
+
+
+def tag_intervals(
+    truth: IntArray, predicted: IntArray, names: Sequence[str]
+) -> dict[str, tuple[float, float]]:
+    """95% bootstrap intervals over sentences of the F1 and of the words' accuracy."""
+    random = np.random.default_rng(0)
+    counted = _count(truth, predicted, names)
+    sentences = int(truth[:, 0].max()) + 1
+    group = random.permutation(sentences) % _GROUPS
+    groups, kinds = int(group.max()) + 1, len(counted.kinds)
+    draws = random.multinomial(groups, np.full(groups, 1 / groups), size=_DRAWS)
+
+    def drawn(part: IntArray) -> NDArray[np.int64]:
+        places = group[part[:, 0]] * kinds + part[:, 1]
+        table = np.bincount(places, minlength=groups * kinds).reshape(groups, kinds)
+        found: NDArray[np.int64] = draws @ table
+        return found.sum(1, keepdims=True) if has_spans(names) else found
+
+    hits, both = drawn(counted.hits), drawn(counted.said) + drawn(counted.there)
+    seen = np.maximum((both > 0).sum(1), 1)
+    right = (truth[:, 1] == predicted).astype(np.float64)
+    words = [np.bincount(group[truth[:, 0]], each, groups) for each in (right, np.ones_like(right))]
+    values = {
+        "f1": ratio(2 * hits, both).sum(1) / seen,
+        "accuracy": (draws @ words[0]) / np.maximum(draws @ words[1], 1),
+    }
+    ends = {name: np.quantile(each, [0.025, 0.975]).tolist() for name, each in values.items()}
+    return {name: (low, high) for name, (low, high) in ends.items()}
+
+
+def _count(truth: IntArray, predicted: IntArray, names: Sequence[str]) -> _Counted:
+    sentence, tags = truth.T
+    if not has_spans(names):
+        said = np.stack([sentence, predicted], 1)
+        return _Counted(truth[tags == predicted], said, truth, list(names))
+    there, said = (find_spans(sentence, each, names) for each in (tags, predicted))
+    rows, times = np.unique(np.concatenate([there, said]), axis=0, return_counts=True)
+    hits = rows[times == 2]
+    return _Counted(hits[:, :2], said[:, :2], there[:, :2], list(dict.fromkeys(_types(names))))
+
+
+def _types(names: Sequence[str]) -> list[str]:
+    """Type of span of each tag; _ for none."""
+    return [name[1:].split("-", 1)[-1] or "_" for name in names]
+
+
+def find_spans(sentence: IntArray, tags: IntArray, names: Sequence[str]) -> IntArray:
+    """Find the spans `[spans, 4]`: sentence, type, first word and the word after the last.
+
+    Types are numbered in the order of the tags' names. An O is put after each sentence, so that
+    words are counted with one more per sentence before them.
+    """
+    number = {kind: place for place, kind in enumerate(dict.fromkeys(_types(names)))}
+    types = np.array([number[kind] for kind in _types(names)])
+    nothing = number.get("_", -1)
+    letters = np.array([ord(_SPELLINGS.get(name[0], name[0])) for name in names])
+    ends = np.append(np.flatnonzero(np.diff(sentence)) + 1, sentence.size)
+    owner = np.insert(sentence, ends, sentence[ends - 1])
+    now, kind = np.insert(letters[tags], ends, ord("O")), np.insert(types[tags], ends, nothing)
+    before, kind_before = np.append(ord("O"), now[:-1]), np.append(nothing, kind[:-1])
+
+    def among(values: IntArray, chosen: str) -> NDArray[np.bool_]:
+        return np.isin(values, [ord(letter) for letter in chosen])
+
+    changes = kind != kind_before
+    begins = among(now, "BS") | (among(before, "ESO") & among(now, "EI"))
+    begins |= ~among(now, "O.") & changes
+    closes = among(before, "ES") | (among(before, "BI") & among(now, "BSO"))
+    closes |= ~among(before, "O.") & changes
+    starts, stops = np.flatnonzero(begins), np.flatnonzero(closes)
+    first = starts[np.searchsorted(starts, stops) - 1]
+    found = np.stack([owner[stops - 1], kind[stops - 1], first, stops], 1)
+    return np.unique(found, axis=0)

@@ -17,12 +17,11 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, separates
 from trainfit.jobs.configuration import Chosen
-from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.metrics import Metrics, has_spans
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.scores import FoldScores
 from trainfit.jobs.standard_export import hub_name
-from trainfit.jobs.tag_metrics import has_spans
 
 _DRAWS = 1000
 _TRAINING = ("num_epochs", "learning_rate", "weight_decay", "scheduler", "warmup_ratio")
@@ -152,10 +151,7 @@ def intervals(confusion: Sequence[Sequence[int]]) -> dict[str, tuple[float, floa
     drawn = draws.reshape(_DRAWS, classes, classes)
     right = np.einsum("dkk->dk", drawn)
     f1 = 2 * right / np.maximum(drawn.sum(1) + drawn.sum(2), 1)
-    found = {
-        "accuracy": right.sum(1) / total,
-        "f1": f1[:, 1] if classes == 2 else f1.mean(1),
-    }
+    found = {"accuracy": right.sum(1) / total, "f1": f1[:, 1] if classes == 2 else f1.mean(1)}
     ends = {name: np.quantile(values, [0.025, 0.975]).tolist() for name, values in found.items()}
     return {name: (low, high) for name, (low, high) in ends.items()}
 

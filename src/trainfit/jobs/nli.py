@@ -18,7 +18,7 @@ from trainfit.data.redsm5 import (
 )
 from trainfit.data.synthetic import make_corpus
 from trainfit.jobs.baselines import pair_arrays
-from trainfit.jobs.configuration import choose_weights, least_occurrences, made_up
+from trainfit.jobs.configuration import choose_weights
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.run import train as train
 
@@ -31,10 +31,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     test, parts = split_parts(corpus, config, nested=nested)
     known = np.setdiff1d(np.arange(len(corpus.ids)), corpus.post_of[test])
     chosen = choose_weights(
-        config.model,
-        invented=made_up(composed),
-        texts=lambda: [*(corpus.texts[post] for post in known), *corpus.criteria],
-        least=least_occurrences(composed),
+        composed, lambda: [*(corpus.texts[post] for post in known), *corpus.criteria]
     )
     tokens = tokenize_corpus(corpus, chosen.tokenizer, config.data.max_length)
     ratio = config.data.negative_ratio

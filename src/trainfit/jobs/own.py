@@ -26,12 +26,13 @@ from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.setup import describe
+from trainfit.engine.step import autocast
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
-from trainfit.jobs.batch_shape import COUNT, BatchShape, find_shape
-from trainfit.jobs.job import Job, is_greater_better
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.own_checks import check_number, check_optimizer, summed
-from trainfit.jobs.run import Run
+from trainfit.jobs.own_steps import COUNT, BatchShape, find_shape
+from trainfit.jobs.registry import Job, is_greater_better
+from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
 from trainfit.planning.question import Pin, Question
@@ -64,20 +65,16 @@ class OwnResult(Record):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PreparedJob:
-    """A job with its data, ready to be planned and trained."""
+class PreparedJob(Prepared):
+    """A job of the user's own with its data."""
 
-    composed: Composed
     job: Job
     train: Any
     validation: Any
     test: Any
 
-    folds = 1
-
     @property
     def sequences(self) -> int:
-        """Number of training samples."""
         return len(self.train)
 
     @property
@@ -86,19 +83,9 @@ class PreparedJob:
         return tuple(dict.fromkeys((self.job.metric, "loss")))
 
     def configured(self, composed: Composed) -> PreparedJob:
-        """Return the job on the same data with another configuration."""
         kind = type(self.job)
         job = kind(registry.own_config(kind, composed.config))
         return replace(self, composed=composed, job=job)
-
-    def typical(self) -> PreparedJob:
-        """Return the job itself."""
-        return self
-
-    @property
-    def config(self) -> Any:
-        """Return the composed configuration."""
-        return self.composed.config
 
     @cached_property
     def lengths(self) -> NDArray[np.int64]:
@@ -169,7 +156,6 @@ class PreparedJob:
         )
 
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
-        """Return the question with the machine that it is about."""
         return tuned_plans.JobQuestion(
             composed=self.composed, question=self.question(), profile=profile, ranks=ranks
         )
@@ -198,17 +184,11 @@ class PreparedJob:
         test = 0 if self.test is self.validation else len(self.test)
         return DataSetup(train=len(self.train), validation=len(self.validation), test=test)
 
-    def files(self) -> Mapping[str, Path]:
-        """Name files to copy into the run folder: none."""
-        return {}
-
     def task(self, _fold: int, plan: Plan, device: torch.device) -> OwnTask:
-        """Return the task that the loop trains."""
         build = on_device(birthplace(plan, device), self.job.model)
         return OwnTask(self, build, plan.effective_batch_size)
 
     def settings(self, _fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
-        """Return the settings of the loop."""
         most = int(self.lengths.max())
         cuts = ladder(
             self.lengths,
@@ -227,7 +207,6 @@ class PreparedJob:
             plan,
             cuts,
             device=device.type,
-            seed=self.config.seed,
             metric=self.job.metric,
             greater_is_better=is_greater_better(type(self.job)),
             compile_scope="model",
@@ -256,7 +235,9 @@ class PreparedJob:
         if result.status == "finished":
             model = run.best_model(self.job.model, run.folder)
             size = run.plan.effective_batch_size
-            metrics = run.evaluate(OwnTask(self, self.job.model, size, held_out=self.test), model)
+            task = OwnTask(self, self.job.model, size, held_out=self.test)
+            with torch.no_grad(), autocast(run.device.type, run.plan.precision):
+                metrics = task.evaluate(model, run.plan.eval_batch_size)
             if run.world.first:
                 with run.show.busy("writing the model"), timeline.stage("export"):
                     self._export(model, run.folder / "export")

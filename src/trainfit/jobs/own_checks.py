@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, brief
-from trainfit.jobs.job import Job
+from trainfit.jobs.registry import Job
 
 
 def check_number(name: str, value: Any) -> float:

@@ -1,15 +1,21 @@
-"""A job of the user's own in other processes: the planner's step, the tuner's run, predictions."""
+"""A job of the user's own in other processes: the planner's step, the tuner's run, predictions.
+
+A batch may be any nesting of lists, tuples and dicts of tensors. Its shape is found by collating a
+few samples. Its leaves travel between processes as a plain mapping, and the planner's child builds
+batches of any size from the shapes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree
 
 from trainfit.conf import SCHEMAS, Composed
 from trainfit.core import codec
@@ -19,12 +25,78 @@ from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import exports, job_plan, registry
-from trainfit.jobs.batch_shape import BatchShape
-from trainfit.jobs.job import Job
-from trainfit.jobs.own import prepare
 from trainfit.jobs.own_checks import check_loss, check_model, check_optimizer
+from trainfit.jobs.registry import Job
 from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_model
+
+COUNT = "count"
+"""Leaf that says which samples of a micro-batch count; one without any has a stand-in."""
+_ROWS, _WIDTH = "rows", "width"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class BatchShape:
+    """The nesting of a batch, and the shape and dtype of each of its tensors."""
+
+    structure: str
+    """The nesting as JSON, in the form of torch's pytree."""
+    leaves: tuple[tuple[tuple[int | str, ...], str], ...]
+    """Sizes and dtype; "rows" and "width" stand for the samples and for the longest of them."""
+
+    def flatten(self, batch: Any, count: int) -> dict[str, Tensor]:
+        """Return the tensors of a batch by name, with a flag for each sample: the first `count`."""
+        counted = torch.arange(max(count, 1)) < count
+        return {str(at): leaf for at, leaf in enumerate(_tensors(batch)[0])} | {COUNT: counted}
+
+    def restore(self, leaves: Mapping[str, Tensor]) -> Any:
+        """Return the batch that `flatten` took apart."""
+        spec = _pytree.treespec_loads(self.structure)
+        return _pytree.tree_unflatten([leaves[str(at)] for at in range(len(self.leaves))], spec)
+
+    def make(self, rows: int, width: int) -> dict[str, Tensor]:
+        """Return a batch of zeros with `rows` samples, each as long as `width`."""
+        sizes: dict[int | str, int | str] = {_ROWS: rows, _WIDTH: width}
+        made = {
+            str(at): torch.zeros([int(sizes.get(n, n)) for n in shape], dtype=getattr(torch, dtype))
+            for at, (shape, dtype) in enumerate(self.leaves)
+        }
+        return made | {COUNT: torch.ones(rows, dtype=torch.bool)}
+
+
+def find_shape(
+    collate: Callable[[list[Any]], Any], data: Any, lengths: Sequence[int]
+) -> BatchShape:
+    """Collate one and two samples, and a longer one, and see which sizes change."""
+    short = min(range(len(lengths)), key=lambda at: lengths[at])
+    long = max(range(len(lengths)), key=lambda at: lengths[at])
+    one, structure = _tensors(collate([data[short]]))
+    two, _ = _tensors(collate([data[short], data[short]]))
+    other, _ = _tensors(collate([data[long]]))
+    leaves = []
+    for a, b, c in zip(one, two, other, strict=True):
+        if a.dim() == 0:
+            raise BadInput(
+                "collate gives a tensor without a dimension", "give one value per sample"
+            )
+        sizes: list[int | str] = []
+        for at, n in enumerate(a.shape):
+            if b.shape[at] != n:
+                sizes.append(_ROWS)
+            else:
+                sizes.append(_WIDTH if c.shape[at] != n else n)
+        leaves.append((tuple(sizes), str(a.dtype).removeprefix("torch.")))
+    return BatchShape(structure=structure, leaves=tuple(leaves))
+
+
+def _tensors(batch: Any) -> tuple[list[Tensor], str]:
+    leaves, spec = _pytree.tree_flatten(batch)
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor):
+            raise BadInput(
+                f"collate gives a {type(leaf).__name__}", "give tensors, in lists, tuples or dicts"
+            )
+    return leaves, _pytree.treespec_dumps(spec)
 
 
 def own_step(
@@ -91,6 +163,7 @@ def own_trial(
     plan: Plan, *, task: str, config: dict[str, Any], device: str = "cpu", **_more: Any
 ) -> Any:
     """Build the run of a plan on the job's own data, for the tuner."""
+    from trainfit.jobs.own import prepare
     from trainfit.jobs.trials import one_rank
     from trainfit.tuning.trial import Setup
 

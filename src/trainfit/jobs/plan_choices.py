@@ -225,10 +225,7 @@ def text_of(composed: Composed) -> Path | None:
 def preparation(config: GptConfig) -> Preparation:
     """Return how a text that is named as data becomes tokens."""
     return Preparation(
-        vocab_size=config.data.vocab_size,
-        seed=config.seed,
-        validation_share=HELD_OUT,
-        least=_LEAST,
+        vocab_size=config.data.vocab_size, seed=config.seed, validation_share=HELD_OUT, least=_LEAST
     )
 
 

@@ -81,10 +81,7 @@ def pool_within(
 
 
 def _within(
-    batch_size: int,
-    model: nn.Module,
-    precision: Precision,
-    compute: Callable[[int], Outputs],
+    batch_size: int, model: nn.Module, precision: Precision, compute: Callable[[int], Outputs]
 ) -> tuple[Outputs, int]:
     """Call `compute`, halving the number of sequences whenever memory runs out."""
     device = next(model.parameters()).device.type

@@ -21,7 +21,6 @@ from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
-from trainfit.kernels.saved_on_host import SavedOnHost
 from trainfit.kernels.varlen import VarlenAttention
 from trainfit.planning.estimator.compiled_steps import simulate
 from trainfit.planning.estimator.fake_cuda import saved_on_host
@@ -54,12 +53,10 @@ def encoder_step(
     """Return a classifier and the maker of its step; `settings` are ClassifierSettings."""
     changed = dict(overrides or {}) | ({} if depth is None else {"num_hidden_layers": depth})
     model = build_classifier(ClassifierSettings(overrides=changed, **settings))
-
     made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
-        saved = saved_on_host(device) if offload_activations else None
-        step = _make_step(built, loss, made, precision, device, saved)
+        step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
             simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
@@ -107,12 +104,14 @@ def gpt_step(
         half_stream=stream_is_half(half_stream, precision),
         **changed,
     )
-
     made = OptimizerSettings(kind=optimizer, learning_rate=1e-5, offload=offload_optimizer)
 
     def make_step(built: nn.Module) -> Step:
-        saved = saved_on_host(device) if offload_activations else None
-        step = _make_step(built, _blocks_loss, made, precision, device, saved)
+        def loss(gpt: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+            summed: Tensor = gpt(**batch)
+            return summed
+
+        step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
             simulate([built], budget=activation_budget)
         elif compile:
@@ -124,22 +123,18 @@ def gpt_step(
     return model, make_step
 
 
-def _blocks_loss(gpt: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    summed: Tensor = gpt(**batch)
-    return summed
-
-
 def _make_step(
     model: nn.Module,
     loss: Callable[[nn.Module, Mapping[str, Any]], Tensor],
     settings: OptimizerSettings,
     precision: Precision,
     device: str,
-    saved: type[SavedOnHost] | None = None,
+    offload_activations: bool,
 ) -> Callable[[list[dict[str, Any]], float], object]:
     """Return the engine's step as a function of micro-batches and their weight."""
     made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
+    saved = saved_on_host(device) if offload_activations else None
     return lambda batches, weight: plain_step(
         model,
         made,

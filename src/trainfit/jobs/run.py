@@ -13,7 +13,9 @@ Under cross-validation each fold has the engine's files in a folder of its own: 
 from __future__ import annotations
 
 import json
+import os
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,27 +23,26 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from trainfit.conf import Composed
-from trainfit.core.errors import BadInput
+from trainfit.core import caches, codec
+from trainfit.core.errors import BadInput, brief, reason
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.core.records import HardwareProfile, RunResult, TrainTask
 from trainfit.engine import checkpoint, loop
-from trainfit.engine.distributed import World, first_says, joined
+from trainfit.engine.distributed import World, first_says, gather, joined
+from trainfit.engine.loop import Shared
 from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.observers import Observer
 from trainfit.engine.relaunch import find_launch, writing
 from trainfit.engine.saved_state import load_model
-from trainfit.engine.shared import Shared
-from trainfit.engine.step import autocast
 from trainfit.jobs import job_plan, job_times, tuned_plans
-from trainfit.jobs.agreement import batch_note, check_ranks_agree, check_same_data
-from trainfit.jobs.registry import job_module
+from trainfit.jobs.registry import is_own, job_module, load, source_digest
 from trainfit.measuring.receipt import save_receipt
 from trainfit.planning.cpu_choice import dismissed
 from trainfit.runs import run_folder, timeline
@@ -66,56 +67,70 @@ class Show:
     """A line to read before the training begins."""
 
 
-class Prepared(Protocol):
+@dataclass(frozen=True, kw_only=True)
+class Prepared(ABC):
     """A job with its data, ready to be planned and trained: what a job implements."""
 
-    @property
-    def composed(self) -> Composed:
-        """The configuration, with where each value came from."""
+    composed: Composed
 
     @property
     def config(self) -> Any:
         """The composed configuration."""
+        return self.composed.config
 
     @property
     def folds(self) -> int:
         """Number of folds; 1 without cross-validation."""
+        return 1
 
     @property
+    @abstractmethod
     def sequences(self) -> int:
         """Number of training sequences of the first fold."""
 
     @property
+    @abstractmethod
     def metrics(self) -> tuple[str, ...]:
         """Metrics that an evaluation gives."""
 
-    def configured(self, composed: Composed) -> Prepared:
+    def configured(self, composed: Composed) -> Self:
         """Return the job on the same data with another configuration."""
+        return replace(self, composed=composed)
 
-    def typical(self) -> Prepared:
+    def typical(self) -> Self:
         """Return the job with settings that change neither memory nor time at usual values."""
+        return self
 
+    @abstractmethod
     def tuned_job(self, profile: HardwareProfile, ranks: int = 1) -> tuned_plans.JobQuestion:
         """Return the planner's question with the machine that it is about."""
 
+    @abstractmethod
     def facts(self) -> dict[str, Any]:
         """Describe the data for data.json, without any of it: counts and a `checksum`."""
 
     def counts(self, fold: int) -> DataSetup | None:
         """Count the rows of a fold for the first lines; None where the job says it otherwise."""
+        del fold
+        return None
 
     def files(self) -> Mapping[str, Path]:
         """Name files to copy into the run folder."""
+        return {}
 
+    @abstractmethod
     def task(self, fold: int, plan: Plan, device: torch.device) -> TrainTask:
         """Return what the loop trains."""
 
+    @abstractmethod
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
         """Return the settings of the loop."""
 
+    @abstractmethod
     def extras(self, run: Run) -> dict[str, Any]:
         """Return further arguments of the loop: lines of the log, the FLOP count, an optimizer."""
 
+    @abstractmethod
     def judge(self, run: Run, resume: bool) -> Any:
         """Train by `run.train`, score, export, and return the job's result record."""
 
@@ -236,11 +251,6 @@ class Run:
                 one.result()
         self._written.clear()
 
-    def evaluate(self, task: TrainTask, model: nn.Module) -> dict[str, float]:
-        """Score a model as the loop's evaluations do."""
-        with torch.no_grad(), autocast(self.device.type, self.plan.precision):
-            return task.evaluate(model, self.plan.eval_batch_size)
-
 
 @timeline.recording()
 def train(composed: Composed, show: Show | None = None, *, resume: Path | None = None) -> Any:
@@ -265,8 +275,10 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
                 plan, folder = begin(prepared, profile, world, resume)
         if world.first:
             timeline.write_to(folder)
-        for text in _notes(prepared, profile, plan) if resume is None else ():
-            show.note(text)
+        if resume is None:
+            question = prepared.tuned_job(profile, plan.ranks).question
+            for text in job_times.notes(prepared.composed, plan, question):
+                show.note(text)
         with (
             writing(folder, world),
             opened(prepared, plan, profile, folder, show=show) as run,
@@ -277,23 +289,6 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
                 result.save(folder / "results.json", parents=False)
                 job_times.learn(folder)
             return result
-
-
-def compare_run(
-    prepared: Prepared,
-    plan: Plan,
-    profile: HardwareProfile,
-    fold: int,
-    folder: Path,
-    observers: Sequence[Observer],
-    shared: Shared,
-    **changes: Any,
-) -> RunResult:
-    """Train a fold for its validation score alone: no checkpoint, no test, no export."""
-    changes = {"keep_checkpoints": 0, "profile_step": False, **changes}
-    show = Show(watch=lambda _title: observers)
-    with opened(prepared, plan, profile, folder, show=show, changes=changes, shared=shared) as run:
-        return run.train(fold, folder, "", resume=False)
 
 
 @contextmanager
@@ -319,31 +314,6 @@ def opened(
 # ── the plan and the folder ───────────────────────────────────────────────────────────────────
 
 
-def make_plan(
-    prepared: Prepared, profile: HardwareProfile, ranks: int = 1, machines: int = 1
-) -> Plan:
-    """Return the plan of a job, with the tuned settings where it was tuned before."""
-    job = prepared.tuned_job(profile, ranks)
-    plan = job_plan.answer(
-        job.composed, job.question, profile, ranks=ranks, machines=machines, here=True
-    )
-    if not plan.fits:
-        advice = plan.advice[0] if plan.advice else "take a smaller model"
-        raise BadInput("the job does not fit this machine", advice)
-    plan = job_plan.with_tuned(job, plan)
-    return job_times.with_job_time(plan, job.question, profile, job.load)
-
-
-def _notes(prepared: Prepared, profile: HardwareProfile, plan: Plan) -> Iterator[str]:
-    question = prepared.tuned_job(profile, plan.ranks).question
-    named = hasattr(prepared.config, "model")
-    notes = (
-        job_times.length_note(plan, question, named_model=named),
-        batch_note(prepared.composed, plan),
-    )
-    return filter(None, notes)
-
-
 def begin(
     prepared: Prepared, profile: HardwareProfile, world: World, resume: Path | None
 ) -> tuple[Plan, Path]:
@@ -357,8 +327,14 @@ def begin(
         if resume is None:
             if prepared.config.tune == "force":
                 tuned_plans.tune(prepared.tuned_job(profile, world.size))
-            plan = make_plan(prepared, profile, world.size, machines=world.machines)
-            folder = _new_folder(prepared, plan, config)
+            plan = tuned_plans.make_plan(prepared, profile, world.size, machines=world.machines)
+            name = prepared.composed.task.rpartition(":")[2]
+            folder = run_folder.create(
+                Path(prepared.config.runs_dir), name, config=config, plan=plan
+            )
+            write_whole(folder / "data.json", json.dumps(prepared.facts(), indent=2) + "\n")
+            for target, source in prepared.files().items():
+                shutil.copyfile(source, folder / target)
             profile.save(folder / "hardware.json")
             launch.note(folder)
         else:
@@ -369,10 +345,53 @@ def begin(
     return Plan.from_json(text), Path(name)
 
 
-def _new_folder(prepared: Prepared, plan: Plan, config: dict[str, Any]) -> Path:
-    name = prepared.composed.task.rpartition(":")[2]
-    folder = run_folder.create(Path(prepared.config.runs_dir), name, config=config, plan=plan)
-    write_whole(folder / "data.json", json.dumps(prepared.facts(), indent=2) + "\n")
-    for target, source in prepared.files().items():
-        shutil.copyfile(source, folder / target)
-    return folder
+# ── agreement of ranks, and of a run with its data: others would train a mixture, or wait ─────
+
+
+def check_ranks_agree(world: World, prepared: Any) -> None:
+    """Raise BadInput on every rank where their prepared jobs differ."""
+    if world.size == 1:
+        return
+    composed: Composed = prepared.composed
+    values = {key: _value(value) for key, value in composed.values().items()}
+    code = source_digest(load(composed.task)) if is_own(composed.task) else ""
+    own = values | {
+        "task": composed.task,
+        "the data": prepared.facts()["checksum"],
+        "the code": [caches.sources(), code, caches.libraries()],
+    }
+    said = gather(world, json.dumps(own, sort_keys=True))
+    if problem := difference([json.loads(text) for text in said]):
+        raise BadInput(problem, "start the same command, data and version on every machine")
+
+
+def difference(said: Sequence[Mapping[str, Any]]) -> str | None:
+    """Name the first thing in which a rank differs from the first one; None where all agree."""
+    for rank, other in enumerate(said):
+        for name in sorted({*said[0], *other}):
+            first, here = said[0].get(name), other.get(name)
+            if first == here:
+                continue
+            if name.startswith("the "):
+                return f"{name} of rank {rank} is not that of rank 0"
+            shown = (brief(json.dumps(value)) for value in (first, here))
+            return "ranks differ in {}: {} on rank 0, {} on rank {}".format(name, *shown, rank)
+    return None
+
+
+def _value(value: Any) -> Any:
+    """Value of a key; a path that exists may differ between machines, since data has a checksum."""
+    if isinstance(value, str) and os.sep in value and Path(value).exists():
+        return "a path"
+    return codec.encode(value)
+
+
+def check_same_data(run: Path, prepared: Any) -> None:
+    """Raise BadInput for other data than a run was started with."""
+    try:
+        before = codec.read_object(run / "data.json")["checksum"]
+    except (OSError, ValueError, KeyError) as error:
+        what = f"cannot read data.json in {run} ({reason(error)})"
+        raise BadInput(what, "give a run's folder") from None
+    if before != prepared.facts()["checksum"]:
+        raise BadInput(f"the data is not what {run} was trained on", "start a new run with it")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import csv
 import hashlib
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -15,10 +16,29 @@ import numpy as np
 from trainfit.core.files import read_text, text_facts, write_whole
 from trainfit.core.records import Event, Record, RunResult
 from trainfit.data.tokens import Dataset, Tokens
-from trainfit.jobs.metrics import Metrics, by_group, class_metrics, over_folds
+from trainfit.jobs.metrics import Metrics, by_group, class_metrics
 from trainfit.jobs.targets import Outputs, Scores, target_of
 
 Row = dict[str, Any]
+
+RANGES = {
+    **dict.fromkeys(("accuracy", "precision", "recall", "f1", "macro_f1", "auc"), (0.0, 1.0)),
+    **dict.fromkeys(("mse", "rmse", "mae"), (0.0, math.inf)),
+    **dict.fromkeys(("pearson", "spearman"), (-1.0, 1.0)),
+}
+"""Lowest and highest possible value of each metric."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """Mean and spread of a metric over folds."""
+
+    mean: float
+    std: float | None
+    """Sample standard deviation (n - 1); None for a single fold, as is the interval."""
+    low: float | None
+    """Lower end of the 95% confidence interval of the mean: Student's, in the metric's range."""
+    high: float | None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,12 +89,11 @@ def judge(
     found: Outputs,
     result: RunResult,
     fold: int,
-    criteria: Sequence[str] | None,
     thresholds: tuple[float, ...] = (),
 ) -> FoldScores:
     """Score a fold's outputs on its test set."""
     test, names = dataset.test, dataset.metadata["classes"]
-    target = target_of(dataset.metadata)
+    target, criteria = target_of(dataset.metadata), dataset.metadata.get("criteria")
     each: dict[str, Metrics] = {}
     if criteria is not None and test.criteria is not None:
         each = by_group(test.labels, found[:, 1], test.criteria, criteria)
@@ -134,6 +153,32 @@ def _fold_metrics(folds: Sequence[FoldScores], cross_validated: bool) -> dict[st
         "ci95": {name: [one.low, one.high] for name, one in spread.items()},
         "folds": figures,
     }
+
+
+def over_folds(folds: Sequence[Mapping[str, float]]) -> dict[str, Spread]:
+    """Mean and spread of each metric over the folds that have it."""
+    names = dict.fromkeys(name for fold in folds for name in fold)
+    return {
+        name: spread([fold[name] for fold in folds if name in fold], *RANGES.get(name, ()))
+        for name in names
+    }
+
+
+def spread(values: Sequence[float], lowest: float = -math.inf, highest: float = math.inf) -> Spread:
+    """Mean of the values with standard deviation and confidence interval.
+
+    A mean cannot leave the range of its values: without that part the interval covers it as often.
+    """
+    count = len(values)
+    mean = math.fsum(values) / count
+    if count < 2:
+        return Spread(mean=mean, std=None, low=None, high=None)
+    from scipy.special import stdtrit  # scipy.stats takes a second to import
+
+    std = math.sqrt(math.fsum((value - mean) ** 2 for value in values) / (count - 1))
+    margin = float(stdtrit(count - 1, 0.975)) * std / math.sqrt(count)
+    low, high = max(lowest, mean - margin), min(highest, mean + margin)
+    return Spread(mean=mean, std=std, low=low, high=high)
 
 
 def _pooled(folds: Sequence[dict[str, Metrics]]) -> dict[str, Metrics]:

@@ -25,10 +25,9 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
-from trainfit.jobs.agreement import check_same_data
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.registry import job_module
-from trainfit.jobs.run import Run, Show, opened
+from trainfit.jobs.run import Run, Show, check_same_data, opened
 from trainfit.runtime.environment import other_gpus
 
 if TYPE_CHECKING:

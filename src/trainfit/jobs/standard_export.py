@@ -28,7 +28,6 @@ from trainfit.jobs.models.gpt_model import Gpt, GptShape
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from torch import Tensor
     from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
     from trainfit.jobs.models.classifier import EncoderClassifier
@@ -127,10 +126,7 @@ def _merged(model: EncoderClassifier, state: dict[str, Tensor]) -> dict[str, Ten
 
 
 def _write_adapter(
-    folder: Path,
-    model: EncoderClassifier,
-    state: dict[str, Tensor],
-    of_head: dict[str, Tensor],
+    folder: Path, model: EncoderClassifier, state: dict[str, Tensor], of_head: dict[str, Tensor]
 ) -> None:
     """Write the adapters as peft does for the whole classifier, whose head is saved with them."""
     head = cast("OwnHead", model.head)

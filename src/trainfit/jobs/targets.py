@@ -24,13 +24,15 @@ from trainfit.jobs.metrics import (
     Metrics,
     NumberMetrics,
     best_thresholds,
+    by_kind,
     by_label,
     class_metrics,
     label_metrics,
     number_metrics,
+    tag_intervals,
+    tag_metrics,
 )
 from trainfit.jobs.models.classifier import classification_loss
-from trainfit.jobs.tag_metrics import by_kind, tag_intervals, tag_metrics
 
 Outputs = NDArray[np.float64]
 """Probabilities of the classes or labels, or numbers, `[sequences, outputs]`."""
@@ -169,11 +171,7 @@ class RealNumber(OneClass):
         return {"loss": scored.mse / self.std**2, **undefined, **scored.scalars()}
 
     def facts(self) -> dict[str, Any]:
-        return {
-            "problem_type": self.problem_type,
-            "target_mean": self.mean,
-            "target_std": self.std,
-        }
+        return {"problem_type": self.problem_type, "target_mean": self.mean, "target_std": self.std}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from trainfit.jobs.metrics import (
     class_metrics,
     label_metrics,
     number_metrics,
+    tag_metrics,
 )
-from trainfit.jobs.tag_metrics import tag_metrics
 
 IntArray = NDArray[np.int64]
 Floats = NDArray[np.float64]

@@ -16,13 +16,7 @@ from trainfit.data.row_files import check_file
 from trainfit.data.synthetic import Texts, make_pairs, make_tagged, make_texts
 from trainfit.data.text_files import read_chunks
 from trainfit.data.tokens import Dataset, tokenize_texts, tokenize_words
-from trainfit.jobs.configuration import (
-    Chosen,
-    choose_weights,
-    kind_of,
-    least_occurrences,
-    made_up,
-)
+from trainfit.jobs.configuration import Chosen, choose_weights, kind_of
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.known_data import columns_of
 from trainfit.jobs.run import train as train
@@ -37,12 +31,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     config = composed.config
     assert isinstance(config, TextFilesConfig)
     texts = read_texts(config)
-    chosen = choose_weights(
-        config.model,
-        invented=made_up(composed),
-        texts=lambda: islice(texts(), _LEARN_FROM),
-        least=least_occurrences(composed),
-    )
+    chosen = choose_weights(composed, lambda: islice(texts(), _LEARN_FROM))
     whole = _load(config, chosen)
     plain = config.cv.folds is None or not nested
     datasets = whole if plain else _nested(whole, config)

@@ -16,10 +16,9 @@ from trainfit.data.tokens import Tokens
 from trainfit.jobs import job_plan
 from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
 from trainfit.jobs.gpt import build, gpt_settings, shape_of
-from trainfit.jobs.model_facts import model_facts
 from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier
-from trainfit.jobs.models.classifier_settings import settings_from
+from trainfit.jobs.models.classifier_settings import model_facts, settings_from
 from trainfit.jobs.pretraining import GptTask
 from trainfit.jobs.targets import OneClass, WordTags
 from trainfit.tuning.trial import Setup

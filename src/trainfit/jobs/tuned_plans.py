@@ -1,13 +1,13 @@
-"""A job, tuned: its question, the trials of its task, and starting values for a machine.
+"""A job, tuned: its question, its trials, starting values for a machine, the largest micro-batch.
 
 Nothing here imports torch: trials run in processes of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from trainfit.conf import Composed, NliConfig, compose
 from trainfit.core import codec
@@ -16,19 +16,20 @@ from trainfit.core.libraries import has
 from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.jobs import job_plan
-from trainfit.jobs.job_times import JobLoad
+from trainfit.jobs.job_times import JobLoad, with_job_time
 from trainfit.planning import preset_for
 from trainfit.planning.question import Question
 from trainfit.tuning import tuner
+from trainfit.tuning.finder import MARGIN, BatchSizeFound, BatchSizeJob, find
 from trainfit.tuning.tuned_cache import Trial, TuneResult
 from trainfit.tuning.tuner import MINUTES as MINUTES
 from trainfit.tuning.tuner import RATE
 
+if TYPE_CHECKING:
+    from trainfit.jobs.run import Prepared
+
 FACTORIES = {
-    "nli": "trainfit.jobs.trials:encoder_trial",
-    "textclass": "trainfit.jobs.trials:encoder_trial",
-    "pairs": "trainfit.jobs.trials:encoder_trial",
-    "tokens": "trainfit.jobs.trials:encoder_trial",
+    **dict.fromkeys(("nli", "textclass", "pairs", "tokens"), "trainfit.jobs.trials:encoder_trial"),
     "gpt": "trainfit.jobs.trials:gpt_trial",
 }
 OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"
@@ -79,6 +80,21 @@ def tune(
         minutes=minutes,
         tell=tell,
     )
+
+
+def make_plan(
+    prepared: Prepared, profile: HardwareProfile, ranks: int = 1, machines: int = 1
+) -> Plan:
+    """Return the plan of a job, with the tuned settings where it was tuned before."""
+    job = prepared.tuned_job(profile, ranks)
+    plan = job_plan.answer(
+        job.composed, job.question, profile, ranks=ranks, machines=machines, here=True
+    )
+    if not plan.fits:
+        advice = plan.advice[0] if plan.advice else "take a smaller model"
+        raise BadInput("the job does not fit this machine", advice)
+    plan = job_plan.with_tuned(job, plan)
+    return with_job_time(plan, job.question, profile, job.load)
 
 
 def trial_task(job: JobQuestion) -> TaskSpec:
@@ -147,3 +163,100 @@ def recommend(profile: HardwareProfile) -> Recommendation:
         reasons=(row, *plan.reasons),
         advice=plan.advice,
     )
+
+
+# ── the largest micro-batch ───────────────────────────────────────────────────────────────────────
+
+
+_SHAPE = ("rows", "width", "slots", "lengths", "micro_batches")
+
+
+def find_batch_size(
+    task: str | TaskSpec | Callable[[int], Callable[[], object]],
+    *overrides: str,
+    margin: float = MARGIN,
+    at_least: int = 1,
+    at_most: int | None = None,
+    effective_batch_size: int | None = None,
+    memory_gib: float | None = None,
+    max_length: int | None = None,
+    lengths: Sequence[int] | None = None,
+) -> BatchSizeFound:
+    """Find the largest micro-batch that fits the GPU as it is now, the advised one, and the knee.
+
+    `task` is nli, textclass, pairs or gpt, with `overrides` as on the command line; or a step of
+    your own: a TaskSpec (or module:function) whose function takes `rows` beside its arguments and
+    returns a model and what makes its step, as for `trainfit.estimate`; or a function of `rows`
+    that returns a step, which cannot be predicted and takes a little longer. For those,
+    `max_length` is the number of tokens in a row.
+
+    The advised size is `margin` of the largest, in the range from `at_least` to `at_most` rows.
+    `memory_gib` bounds the memory. `lengths` are the tokens of the training sequences.
+    """
+    limits: dict[str, Any] = {
+        "margin": margin,
+        "at_least": at_least,
+        "at_most": at_most,
+        "memory_gib": memory_gib,
+    }
+    if isinstance(task, str) and ":" not in task:
+        if max_length is not None:
+            raise BadInput(
+                "max_length is for a step of your own", f"say data.max_length={max_length}"
+            )
+        if effective_batch_size is not None:
+            overrides = (*overrides, f"training.effective_batch_size={effective_batch_size}")
+        return _for_task(task, overrides, lengths, limits)
+    if overrides:
+        raise BadInput(f"{' '.join(overrides)} beside a step of your own", "leave the words out")
+    limits |= {"effective_batch_size": effective_batch_size, "width": max_length}
+    if callable(task):
+        return find(BatchSizeJob(make=task, **limits))
+    spec = TaskSpec(factory=task, arguments={}) if isinstance(task, str) else task
+    spec.check()
+    given = spec.arguments
+    return find(
+        BatchSizeJob(factory=spec.factory, arguments=lambda rows: given | {"rows": rows}, **limits)
+    )
+
+
+def _for_task(
+    task: str, overrides: Sequence[str], lengths: Sequence[int] | None, limits: dict[str, Any]
+) -> BatchSizeFound:
+    BatchSizeJob(factory="", **limits)  # a bad range is told before anything is planned
+    composed = compose(task, list(overrides))
+    profile = job_plan.machine(composed)
+    asked = job_plan.question(composed, lengths)
+    plan = job_plan.answer(composed, asked, profile, memory_gib=limits["memory_gib"])
+    return find(job_of(plan, **limits), profile)
+
+
+def job_of(plan: Plan, **limits: Any) -> BatchSizeJob:
+    """Make the finder's job of a plan: its step, with its settings, at any number of rows."""
+    width, effective = plan.workload.max_length, plan.effective_batch_size
+    settled = {name: v for name, v in plan.task.arguments.items() if name not in _SHAPE}
+
+    def micro_batches(rows: int) -> int:
+        # From the second micro-batch on, gradients occupy memory beside the activations.
+        return 1 if rows * plan.ranks >= effective else 2
+
+    def arguments(rows: int) -> dict[str, Any]:
+        return settled | _shape(rows, width, plan.packed) | {"micro_batches": micro_batches(rows)}
+
+    return BatchSizeJob(
+        factory=plan.task.check().factory,
+        arguments=arguments,
+        micro_batches=micro_batches,
+        width=width,
+        packed=plan.packed,
+        effective_batch_size=effective,
+        runtime=plan.runtime,
+        **limits,
+    )
+
+
+def _shape(rows: int, width: int, packed: bool) -> dict[str, Any]:
+    """Arguments for `rows` sequences of the full length, the most memory they can take."""
+    if packed:
+        return {"rows": 1, "width": rows * width, "slots": rows, "lengths": [width] * rows}
+    return {"rows": rows, "width": width, "slots": None, "lengths": None}

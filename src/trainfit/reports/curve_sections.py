@@ -237,10 +237,7 @@ def _mfu_levels(run: RunFiles) -> tuple[Reference, ...]:
     spec = next((row for row in gpus() if row.slug == slug), None)
     if spec is None or run.config.get("task") != "gpt":
         return ()
-    targets: Mapping[str, tuple[int, int] | None] = {
-        "good": spec.mfu_good,
-        "excellent": spec.mfu_excellent,
-    }
+    targets = {"good": spec.mfu_good, "excellent": spec.mfu_excellent}
     return tuple(
         Reference(y=percents[0] / 100, label=f"{name} from {percents[0]}%")
         for name, percents in targets.items()
@@ -338,19 +335,18 @@ def _scores(runs: Sequence[RunFiles]) -> list[Block]:
     found = [main_score(run) for run in runs]
     blocks: list[Block] = []
     for label in dict.fromkeys(score[0] for score in found if score is not None):
-        rows = [
-            replace(s[1], color=at) for at, s in enumerate(found) if s is not None and s[0] == label
-        ]
-        if rows:
-            top = 1.0 if label == "F1" else None
-            blocks.append(
-                Intervals(
-                    id=f"compared-{label[:2] if ' ' in label else label}",
-                    title=label,
-                    rows=tuple(rows),
-                    top=top,
-                )
+        blocks.append(
+            Intervals(
+                id=f"compared-{label[:2] if ' ' in label else label}",
+                title=label,
+                rows=tuple(
+                    replace(score[1], color=at)
+                    for at, score in enumerate(found)
+                    if score is not None and score[0] == label
+                ),
+                top=1.0 if label == "F1" else None,
             )
+        )
     return blocks
 
 

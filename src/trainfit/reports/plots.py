@@ -16,7 +16,7 @@ from trainfit.core.files import check_output, write_output
 from trainfit.core.plan_records import MemoryEstimate
 from trainfit.reports.geometry import PlotAxis, linear
 from trainfit.reports.model import shown
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 
 _LINES = 5
 """Approximate number of grid lines of an axis."""
@@ -231,10 +231,8 @@ def _rows(
             )
             yield text_at(max(high, end) + 6, y + 11, label, "small")
         if step.peak_memory_gib is not None:
-            label, end = (
-                shown(step.peak_memory_gib, "gib"),
-                _x(step.peak_memory_gib, memory, _MEMORY),
-            )
+            label = shown(step.peak_memory_gib, "gib")
+            end = _x(step.peak_memory_gib, memory, _MEMORY)
             yield _rect("memory", _MEMORY[0], y, end - _MEMORY[0], _BAR, label)
             yield text_at(end + 6, y + 11, label.removesuffix(" GiB"), "small")
 

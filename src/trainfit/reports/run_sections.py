@@ -198,20 +198,15 @@ def plan_section(run: RunFiles) -> Section:
 
 def prediction_section(run: RunFiles) -> Section:
     """Predicted against measured memory and time."""
-    blocks: list[Block] = []
     plan = run.plan
+    blocks: list[Block] = []
     if plan is None:
         blocks.append(Remark(text="Without a plan nothing was predicted."))
-        return Section(id="promise", title="Predicted and measured", blocks=tuple(blocks))
-    rows = tuple(row for row in _rows(plan, run) if {row[1], row[3]} != {MISSING})
-    blocks.append(
-        Table(
-            columns=("", "predicted", "stated error", "measured", "difference"),
-            rows=rows,
-            note=_note(plan, run),
-        )
-    )
-    if plan.memory is not None:
+    else:
+        columns = ("", "predicted", "stated error", "measured", "difference")
+        rows = tuple(row for row in _rows(plan, run) if {row[1], row[3]} != {MISSING})
+        blocks.append(Table(columns=columns, rows=rows, note=_note(plan, run)))
+    if plan is not None and plan.memory is not None:
         blocks.append(_stack(plan.memory, measured_memory(run) if on_gpu(plan) else None))
     return Section(id="promise", title="Predicted and measured", blocks=tuple(blocks))
 
@@ -348,8 +343,7 @@ def receipt_section(run: RunFiles) -> Section | None:
     """Requested against observed, where the run has a receipt; what failed stands first."""
     if run.receipt is None:
         return None
-    order = list(_STATUS)
-    items = sorted(run.receipt.items, key=lambda item: (item.status != "not_active",))
+    items = sorted(run.receipt.items, key=lambda item: item.status != "not_active")
     rows = tuple(
         (
             item.name,
@@ -361,7 +355,7 @@ def receipt_section(run: RunFiles) -> Section | None:
         )
         for item in items
     )
-    counts = {status: sum(i.status == status for i in items) for status in order}
+    counts = {status: sum(i.status == status for i in items) for status in _STATUS}
     said = ", ".join(f"{n} {_STATUS[s].lower()}" for s, n in counts.items() if n)
     columns = ("optimization", "status", "requested", "observed", "evidence", "fix")
     failed = tuple(at for at, item in enumerate(items) if item.status == "not_active")
@@ -383,11 +377,8 @@ def events_section(run: RunFiles) -> Section:
         for event in part.events
     ]
     if not rows:
-        return Section(
-            id="events",
-            title="Events",
-            blocks=(Remark(text="Nothing out of the ordinary happened."),),
-        )
+        nothing = Remark(text="Nothing out of the ordinary happened.")
+        return Section(id="events", title="Events", blocks=(nothing,))
     table = Table(
         columns=("", "step", "after", "event", "what"),
         rows=tuple(rows[:_MOST_EVENTS]),

@@ -31,7 +31,7 @@ from trainfit.reports.model import (
     shown,
 )
 from trainfit.runs.reader import RunFiles, read_object
-from trainfit.tuning.ladder.rungs import Ladder, LadderStep
+from trainfit.tuning.rungs import Ladder, LadderStep
 from trainfit.tuning.tuned_cache import Interval
 
 _MOST_CURVES = 60
@@ -140,12 +140,7 @@ def _parameters(figures: Mapping[str, Any], metric: str) -> list[Block]:
         note = "the share of the differences that a parameter explains"
         blocks.append(
             Intervals(
-                id="importance",
-                title="Importance",
-                note=note,
-                form="percent",
-                rows=rows,
-                bars=True,
+                id="importance", title="Importance", note=note, form="percent", rows=rows, bars=True
             )
         )
     trials: Sequence[Mapping[str, Any]] = figures.get("parallel") or ()
@@ -174,8 +169,9 @@ _NOT_PARAMETERS = ("number", "value")
 def _parallel(
     trials: Sequence[Mapping[str, Any]], names: list[str], metric: str, upward: bool
 ) -> Parallel:
-    columns = [_axis(name, [trial.get(name) for trial in trials]) for name in names]
-    columns.append(_axis(metric, [trial["value"] for trial in trials], ("value",)))
+    short = {name: name.rpartition(".")[2] for name in names}
+    columns = [_axis(short[name], [trial.get(name) for trial in trials]) for name in names]
+    columns.append(_axis(metric, [trial["value"] for trial in trials]))
     return Parallel(
         id="parallel",
         title="Parallel coordinates",
@@ -188,27 +184,23 @@ def _parallel(
     )
 
 
-def _axis(
-    name: str, values: list[Any], kinds: tuple[str, ...] = ()
-) -> tuple[ParallelAxis, list[float | None]]:
+def _axis(name: str, values: list[Any]) -> tuple[ParallelAxis, list[float | None]]:
     """Place numbers by size, or by logarithm where they span much, and words by order."""
-    short = name if kinds else name.rpartition(".")[2]
     numbers = [v for v in values if isinstance(v, int | float) and not isinstance(v, bool)]
     if len(numbers) != len([v for v in values if v is not None]) or not numbers:
         words = sorted({str(v) for v in values if v is not None})
         last = max(len(words) - 1, 1)
         spots = {word: at / last for at, word in enumerate(words)}
         ticks = tuple((at, word) for word, at in spots.items())
-        return ParallelAxis(name=short, ticks=ticks), [
-            None if v is None else spots[str(v)] for v in values
-        ]
+        placed = [None if v is None else spots[str(v)] for v in values]
+        return ParallelAxis(name=name, ticks=ticks), placed
     low, high = min(numbers), max(numbers)
     log = low > 0 and high / low >= 8
     scale = math.log if log else float
     span = (scale(high) - scale(low)) or 1.0
     placed = [None if v is None else (scale(v) - scale(low)) / span for v in values]
     ticks = ((0.0, cell(low)), (1.0, cell(high))) if high > low else ((0.0, cell(low)),)
-    return ParallelAxis(name=short, ticks=ticks), placed
+    return ParallelAxis(name=name, ticks=ticks), placed
 
 
 _KEPT, _ASIDE = 0, 7

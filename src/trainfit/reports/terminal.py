@@ -91,9 +91,7 @@ def table(
 
 
 def machine_page(
-    profile: HardwareProfile,
-    specs: Iterable[GpuSpec | None],
-    measured: Measurements | None,
+    profile: HardwareProfile, specs: Iterable[GpuSpec | None], measured: Measurements | None
 ) -> RenderableType:
     """First part of `trainfit check`: the hardware, its measurements and notes."""
     parts: list[RenderableType] = [
@@ -234,10 +232,7 @@ def _machine_panel(profile: HardwareProfile) -> Panel:
     bf16 = "" if profile.simulated else f", bf16 {_yes(cpu.native_bf16)}"  # not tried then
     rows = [
         ("CPU", f"{beside}, {cores} cores{' (assumed)' if cpu.assumed else bf16}"),
-        (
-            "Memory",
-            f"{profile.memory_gib:.1f} GiB, {profile.memory_available_gib:.1f} available",
-        ),
+        ("Memory", f"{profile.memory_gib:.1f} GiB, {profile.memory_available_gib:.1f} available"),
         ("/dev/shm", "none" if profile.shm_gib is None else f"{profile.shm_gib:.1f} GiB"),
         ("Disk here", f"{profile.disk_free_gib:.1f} GiB free"),
         ("Torch", _torch(profile)),

@@ -49,15 +49,12 @@ _LONGEST = 16
 
 def page(report: Report) -> str:
     """Render the report as one HTML text."""
-    return (
-        _environment()
-        .get_template("page.html")
-        .render(
-            report=report,
-            style=Markup(_file("style.css")),  # our own files, which hold nothing of a run
-            script=Markup(_file("script.js")),
-            numbers=_script_data(_plot_data(report)),
-        )
+    template = _environment().get_template("page.html")
+    return template.render(
+        report=report,
+        style=Markup(_file("style.css")),  # our own files, which hold nothing of a run
+        script=Markup(_file("script.js")),
+        numbers=_script_data(_plot_data(report)),
     )
 
 

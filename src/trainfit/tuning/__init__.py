@@ -2,5 +2,5 @@
 
 tuner.py runs a whole search: candidates.py proposes plans, trial.py times one, children.py runs it
 in a process of its own, search.py chooses within a time budget, tuned_cache.py stores the result.
-finder/ finds the largest batch that fits, ladder/ measures the gain of each optimization.
+finder.py finds the largest batch that fits, climb.py measures the gain of each optimization.
 """

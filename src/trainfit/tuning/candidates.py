@@ -83,10 +83,8 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
     """Change the tokens of a micro-batch by about `factor`; optimizer steps stay the same."""
     workload = space.question.workload
-    longest, share = (
-        max(map(max, space.question.folds)),
-        math.ceil(plan.effective_batch_size / plan.ranks),
-    )
+    longest = max(map(max, space.question.folds))
+    share = math.ceil(plan.effective_batch_size / plan.ranks)
     rows = share if space.free("batch_size") else space.base.batch_size
     most = max(longest, rows * workload.max_length)
     if not plan.packed:

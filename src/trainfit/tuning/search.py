@@ -9,7 +9,7 @@ search ends early when nothing is left to try and the best is clearly ahead.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -90,7 +90,7 @@ class _Board:
 
     def attempt(self, candidate: TrialCandidate, rung: int, reserve: float = 0.0) -> None:
         """Run a candidate, unless trials like it took longer than the time that is left."""
-        key, mode = _key(candidate), mode_of(candidate.plan)
+        key, mode = _key(candidate.settings), mode_of(candidate.plan)
         left = self.left - reserve
         # A compile mode that was not tried yet takes at least as long as the default one.
         usual = self.costs.get("default", 0.0) if candidate.plan.compile else 0.0
@@ -139,7 +139,7 @@ class _Board:
         )
 
     def _is_worse(self, settings: dict[str, Scalar], than: Tried) -> bool:
-        key = _settings_key(settings)
+        key = _key(settings)
         found = self.tried.get(key)
         slower = found is not None and found.rate.high < _CLEARLY * than.rate.low
         return slower or key in self.failed
@@ -175,7 +175,7 @@ def search(
 
 def _try(board: _Board, each: TrialCandidate | Trial, reserve: float = 0.0) -> None:
     """Try a candidate that was not tried before, or record once why it is skipped."""
-    key = _settings_key(each.settings)
+    key = _key(each.settings)
     if key in board.known:
         return
     if isinstance(each, Trial):
@@ -191,7 +191,7 @@ def _halve(board: _Board) -> None:
     At least two are timed again, and the planner's own plan, so that a moment in which the machine
     was busy does not decide.
     """
-    planned = board.tried.get(_settings_key({}))
+    planned = board.tried.get(_key({}))
     for rung in range(1, len(RUNGS)):
         rivals = board.rivals() if board.tried else []
         keep = rivals[: max(2, len(board.tried) // 2**rung)]
@@ -210,25 +210,25 @@ def _refine(board: _Board, neighbours: Neighbours) -> None:
     """
     while board.tried and board.left > 0:
         winner = board.ranking()[0]
-        held = 2 * board.costs[_key(winner.candidate)]
+        held = 2 * board.costs[_key(winner.candidate.settings)]
         for each in neighbours(winner.candidate):
             _try(board, each, held)
             best = board.ranking()[0]
             if best is not winner and best.rate.low > winner.rate.high:
                 break  # clearly better: go on from there
-        if _key(board.ranking()[0].candidate) == _key(winner.candidate):
+        if _key(board.ranking()[0].candidate.settings) == _key(winner.candidate.settings):
             return
 
 
 def _confirm(board: _Board) -> None:
     """Time ties again in turns, and a new winner beside the planner's own plan."""
-    planned = _settings_key({})
+    planned = _key({})
     for _ in range(_ROUNDS):
         ranked = board.ranking()
         if not ranked:
             return
-        close = [_key(tried.candidate) for tried in ranked if tried.rate.high >= ranked[0].rate.low]
-        again = close[:3]
+        close = [tried for tried in ranked if tried.rate.high >= ranked[0].rate.low]
+        again = [_key(tried.candidate.settings) for tried in close[:3]]
         if ranked[0].rung == 0 and planned in board.tried and planned not in again:
             again.append(planned)
         if len(again) < 2 or _alike([board.tried[key] for key in again]):
@@ -260,10 +260,5 @@ def _chosen_first(board: _Board) -> list[Tried]:
     return [chosen, *(tried for tried in ranked if tried is not chosen)]
 
 
-def _key(candidate: TrialCandidate) -> str:
-    return _settings_key(candidate.settings)
-
-
-def _settings_key(settings: object) -> str:
-    assert isinstance(settings, dict)
+def _key(settings: Mapping[str, Scalar]) -> str:
     return repr(sorted(settings.items()))

@@ -20,13 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from trainfit.core.errors import (
-    BadInput,
-    CompileFailed,
-    OutOfMemory,
-    TrainfitWarning,
-    in_one_line,
-)
+from trainfit.core.errors import BadInput, CompileFailed, OutOfMemory, TrainfitWarning, in_one_line
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Event, TrainTask
 from trainfit.engine.loop import epoch_steps, train

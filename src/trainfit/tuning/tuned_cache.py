@@ -179,10 +179,8 @@ def read(question: Question, profile: HardwareProfile, ranks: int = 1) -> TuneRe
     lengths = _histogram(question)
     for path in sorted(_folder().glob(f"{_digest(named)}-*.json")):
         kept = caches.read(Kept, path)
-        if kept is None:
-            continue
-        if distance(kept.lengths, lengths) > _ALIKE:
-            continue  # a result for other data
+        if kept is None or distance(kept.lengths, lengths) > _ALIKE:
+            continue  # damaged, or a result for other data
         now = _plain(circumstances(question, profile))
         changed = [key for key, value in now.items() if kept.circumstances.get(key) != value]
         if not changed and kept.identity == named:

@@ -16,9 +16,8 @@ from torch.nn import functional
 
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.jobs.models import sources
-from trainfit.jobs.models.adapters import checkpoint_blocks, train_by
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_path, traits_of
-from trainfit.jobs.models.building import build_anywhere
+from trainfit.jobs.models.building import build_anywhere, checkpoint_blocks, train_by
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
 from trainfit.jobs.models.own_heads import OwnHead, fill_head, find_head
 from trainfit.kernels.fused_ops import IGNORED
@@ -129,7 +128,8 @@ class MeanPooler(nn.Module):
         self.tokens = tokens
 
     def forward(self, hidden: Tensor, layout: Layout) -> Tensor:
-        lengths = _per_token(layout.lengths, layout)
+        # Of each token's sequence; 1 for padding and filler.
+        lengths = torch.cat([layout.lengths, layout.lengths.new_ones(1)])[layout.ids]
         if self.which == "mean":
             share = 1 / _precise(lengths, hidden)
         else:
@@ -201,11 +201,6 @@ def _heads(width: int) -> int:
 
 def _precise(values: Tensor, like: Tensor) -> Tensor:
     return values.to(torch.promote_types(like.dtype, torch.float32))
-
-
-def _per_token(values: Tensor, layout: Layout) -> Tensor:
-    """Repeat the value of each sequence for its tokens; 1 for padding and filler."""
-    return torch.cat([values, values.new_ones(1)])[layout.ids]
 
 
 def _gather(values: Tensor, layout: Layout) -> Tensor:
@@ -335,10 +330,7 @@ class EncoderClassifier(nn.Module):
         filler starts.
         """
         layout = lay_out(
-            input_ids,
-            attention_mask=attention_mask,
-            cu_seqlens=cu_seqlens,
-            max_seqlen=max_seqlen,
+            input_ids, attention_mask=attention_mask, cu_seqlens=cu_seqlens, max_seqlen=max_seqlen
         )
         pooled: Tensor = self.pooler(self.encode(input_ids, layout, token_type_ids), layout)
         return pooled

@@ -1,14 +1,42 @@
-"""Settings of a classifier, as plain values that travel as JSON to the planner's process."""
+"""Settings of a classifier, and facts of its model that decide how it can be planned.
+
+Both are plain values, without torch: settings travel as JSON to the planner's process, and facts
+are read from the model's config alone.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from trainfit.conf.schema import EncoderModel, TokensModel
 from trainfit.core.codec import Range, decode
 from trainfit.core.errors import BadConfig, BadInput
 from trainfit.core.plan_records import Quantization
+from trainfit.data.hub import may_be_on_hub
+from trainfit.data.model_files import read_config
+from trainfit.hardware.model_shapes import (
+    OWN_GPT,
+    heads_of,
+    layers_of,
+    model_shape,
+    read_model_config,
+    width_of,
+)
+from trainfit.kernels import supported
+from trainfit.kernels.supported import (
+    CAPPED_HEADS,
+    LARGEST_HEAD,
+    NOT_RECOMPUTED,
+    OVERFLOWS_FP16,
+    OWN_ATTENTION,
+    model_obstacle,
+)
+
+if TYPE_CHECKING:
+    from trainfit.data.tokens import Tokens
 
 Weights = Literal["auto", "random", "pretrained"]
 WeightsDtype = Literal["float32", "bfloat16", "float16"]
@@ -110,3 +138,130 @@ def settings_from(model: EncoderModel, **decided: Any) -> ClassifierSettings:
         **({"words": True, "classes": _TAGS} if isinstance(model, TokensModel) else {}),
     }
     return decode(ClassifierSettings, asked | decided, "model")
+
+
+# ── facts of a model ──────────────────────────────────────────────────────────────────────────────
+
+
+_TABLES = {"albert", "bert", "distilbert", "electra", "mobilebert"}
+_OFFSET_TABLES = {"camembert", "mpnet", "roberta", "xlm-roberta", "xlm-roberta-xl"}
+"""Types of encoders with a table of positions, from the first row or after that of padding."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelFacts:
+    """Facts of a model's config that decide how it can be planned."""
+
+    layers: int
+    own_gpt: bool
+    unpackable: str | None
+    own_attention: bool
+    packed_attention: str
+    window: int | None
+    """Tokens that windowed layers see to either side, at least; None: all see every token."""
+    fp16_overflows: bool
+    """Hidden states leave the range of float16."""
+    not_recomputed: str | None
+    no_liger: str | None
+    vocabulary: int
+    """Number of tokens in its vocabulary."""
+    positions: int | None
+    """Longest sequence of a model with a table of positions; None: any, or not known."""
+
+
+def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
+    """Read the facts of a model from the catalogue, a folder or the hub, without building it.
+
+    With `pooling` auto a decoder is causal.
+    """
+    fields = model_fields(name)
+    kind = fields.get("model_type")
+    layers = layers_of(fields)
+    if not isinstance(kind, str) or not isinstance(layers, int) or layers < 1:
+        lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
+        fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
+        raise BadInput(f"the config of {name} has no {lacks}", fix)
+    unpackable = _unpackable(name, kind, fields)
+    if unpackable is None and pooling == "auto" and fields.get("attn_logit_softcapping"):
+        unpackable = f"{name} has soft-capped logits, whose kernel for packed rows looks both ways"
+    return ModelFacts(
+        layers=layers,
+        own_gpt=kind == OWN_GPT,
+        unpackable=unpackable,
+        own_attention=kind in OWN_ATTENTION,
+        packed_attention=_packed_attention(kind, fields),
+        window=_window(fields),
+        fp16_overflows=kind in OVERFLOWS_FP16,
+        not_recomputed=f"transformers cannot compute the blocks of {name} again"
+        if kind in NOT_RECOMPUTED
+        else None,
+        no_liger=supported.obstacle(kind),
+        vocabulary=int(fields.get("vocab_size") or 0),
+        positions=_positions(kind, fields),
+    )
+
+
+def model_fields(name: str) -> dict[str, Any]:
+    """Read the fields of a model's config (of its text part) from a folder, catalogue or hub."""
+    folder = Path(name)
+    if folder.is_dir():
+        fields = read_model_config(folder)
+    else:
+        try:
+            fields = model_shape(name).config
+        except BadInput:
+            if not may_be_on_hub(name):
+                raise
+            fields = read_config(name)
+    text: dict[str, Any] = fields.get("text_config") or fields
+    return text
+
+
+def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
+    if kind in OWN_ATTENTION:
+        reason = model_obstacle(fields)
+        return None if reason is None else f"{name} has its own attention, and {reason}"
+    heads, width = heads_of(fields), width_of(fields)
+    head = fields.get("head_dim") or (width // heads if heads and width else 64)
+    capped = bool(fields.get("attn_logit_softcapping"))
+    if head % 8 or head > LARGEST_HEAD or (capped and head not in CAPPED_HEADS):
+        return f"{name} has heads of {head}"
+    return None
+
+
+def _packed_attention(kind: str, fields: dict[str, Any]) -> str:
+    if kind in OWN_ATTENTION:
+        return "disentangled"
+    return "softcapped" if fields.get("attn_logit_softcapping") else "varlen"
+
+
+def _window(fields: dict[str, Any]) -> int | None:
+    """Half of the config's window: some families count both sides, and Gemma 3 halves its own."""
+    size = fields.get("sliding_window") or fields.get("local_attention")
+    kinds = fields.get("layer_types") or ["sliding_attention"]
+    if not size or "sliding_attention" not in kinds or fields.get("use_sliding_window") is False:
+        return None
+    return int(size) // 2
+
+
+def _positions(kind: str, fields: dict[str, Any]) -> int | None:
+    """Rows of a table of positions, less those that RoBERTa and its kin leave out."""
+    size = fields.get("max_position_embeddings")
+    if kind not in _TABLES | _OFFSET_TABLES or not isinstance(size, int):
+        return None
+    if kind in _TABLES:
+        return size
+    pad = fields.get("pad_token_id", 1)
+    return size - pad - 1 if isinstance(pad, int) else None
+
+
+def check_vocabulary(name: str, parts: Iterable[Tokens]) -> None:
+    """Raise BadInput for a token that a model has no embedding for."""
+    rows = model_facts(name).vocabulary
+    arrays = {id(part.ids): part.ids for part in parts}  # most parts share one
+    largest = max(int(ids.max()) for ids in arrays.values())
+    if rows and largest >= rows:
+        raise BadInput(
+            f"the tokenizer makes token {largest}, and {name} has embeddings for {rows} only",
+            "give a folder whose tokenizer goes with its weights",
+        )

@@ -272,11 +272,7 @@ class CausalAttention(nn.Module):
         parts = self.qkv(hidden).unflatten(-1, (3, self.heads, -1))
         query, key, value = (part.transpose(1, 2) for part in parts.unbind(2))
         attended = functional.scaled_dot_product_attention(
-            query,
-            key,
-            value,
-            dropout_p=self.probability if self.training else 0.0,
-            is_causal=True,
+            query, key, value, dropout_p=self.probability if self.training else 0.0, is_causal=True
         )
         mixed: Tensor = self.dropout(self.output(attended.transpose(1, 2).flatten(2)))
         return mixed

@@ -126,10 +126,8 @@ def _again(model: PreTrainedModel) -> PreTrainedModel:
 
 def _alias(tensor: torch.Tensor) -> torch.Tensor:
     """Return another tensor, or parameter, with the same memory."""
-    from torch.nn import Parameter
-
-    if isinstance(tensor, Parameter):
-        return Parameter(tensor.detach(), tensor.requires_grad)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(tensor.detach(), tensor.requires_grad)
     return tensor.detach()
 
 
@@ -139,9 +137,7 @@ def _read(config: PretrainedConfig, place: str, dtype: torch.dtype) -> tuple[Pre
     Random numbers for those that were not leave no trace in the generator: what is drawn later is
     the same if the model comes from memory.
     """
-    from torch.random import fork_rng
-
-    with refusing(partial(unreadable, place)), without_bars(), fork_rng(devices=[]):
+    with refusing(partial(unreadable, place)), without_bars(), torch.random.fork_rng(devices=[]):
         # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
         kind: Any = _class_of(config)

@@ -20,10 +20,10 @@ from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware import detect
 from trainfit.packing import cut_step, ladder
-from trainfit.tuning.finder.growth import GIB, RowRange, Search, knee, law, predictor, search
+from trainfit.tuning.growth import GIB, Measured, RowRange, Search, knee, law, predictor, search
 
 if TYPE_CHECKING:
-    from trainfit.tuning.finder.device import ProbeDevice
+    from trainfit.tuning.probe_device import ProbeDevice
 
 
 MARGIN = 0.9
@@ -136,7 +136,7 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
     if not profile.gpus or profile.torch is None or profile.torch.backend not in ("cuda", "rocm"):
         return _on_cpu(job, profile, began)
     from trainfit.runtime import applied
-    from trainfit.tuning.finder.device import device_for_probes
+    from trainfit.tuning.probe_device import device_for_probes
 
     with applied(job.runtime), device_for_probes(job.memory_gib) as device:
         return _on_gpu(job, profile, device, began)
@@ -145,7 +145,7 @@ def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSize
 def _on_gpu(
     job: BatchSizeJob, profile: HardwareProfile, device: ProbeDevice, began: float
 ) -> BatchSizeFound:
-    from trainfit.tuning.finder.device import Steps, measure_on
+    from trainfit.tuning.probe_device import Steps, measure_on
 
     gpu = profile.gpus[device.index] if device.index < len(profile.gpus) else profile.gpus[0]
     make = job.make
@@ -236,7 +236,7 @@ def _result(
         margin=job.margin,
         effective_batch_size=effective,
         cuts=cuts(effective, recommended, packed=job.packed),
-        probes=tuple(_probe_record(found, at, tokens) for at in range(len(found.probes))),
+        probes=tuple(_probe_record(found, probe, tokens) for probe in found.probes),
         ran_out_at_rows=found.ran_out,
         capacity_gib=found.room() / GIB,
         used_by_others_gib=others,
@@ -258,8 +258,7 @@ def _points(found: Search, largest: int) -> list[tuple[float, float]]:
     return [(each, found.peak(each).allocated + found.off(each)) for each in rows]
 
 
-def _probe_record(found: Search, at: int, tokens: Callable[[int], int | None]) -> Probe:
-    probe = found.probes[at]
+def _probe_record(found: Search, probe: Measured, tokens: Callable[[int], int | None]) -> Probe:
     predicted = None if found.predict is None else found.peak(probe.rows).allocated / GIB
     return Probe(
         rows=probe.rows,
@@ -285,8 +284,7 @@ def page(found: BatchSizeFound) -> str:
     lines = ["Micro-batch", _budget("largest that fits", found.largest_rows, found.largest_tokens)]
     lines.append(_budget(f"recommended, {share}", found.recommended_rows, found.recommended_tokens))
     if found.knee_rows is not None:
-        knee = _budget("within 2% of its speed from", found.knee_rows, found.knee_tokens)
-        lines.append(knee)
+        lines.append(_budget("within 2% of its speed from", found.knee_rows, found.knee_tokens))
     lines += ["", "Step", f"  {_step(found)}", "", "Memory", *_memory(found)]
     if found.probes:
         lines += ["", "Probes", *_probes(found)]

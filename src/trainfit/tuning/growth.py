@@ -16,7 +16,6 @@ from typing import Any
 from trainfit.core.errors import RunFailed
 from trainfit.core.plan_records import TaskSpec
 from trainfit.core.records import Gpu
-from trainfit.engine.optimizer import take_workspaces
 from trainfit.planning.estimator.estimate import Request, Room, Target, ask, told
 
 _FINE = 64
@@ -303,7 +302,7 @@ def _too_large(found: Search) -> RunFailed:
     )
 
 
-_FACTORY = "trainfit.tuning.finder.growth:probe"  # imported by the child: it needs torch
+_FACTORY = "trainfit.tuning.growth:probe"
 _SHARES = tuple(share / 100 for share in range(88, 111, 2))
 """Shares of the available memory at which the least sufficient memory is searched."""
 
@@ -344,7 +343,9 @@ def peak_of(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
 
 
 def probe(factory: str, arguments: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
-    """Model of `factory(**arguments)`, and the function that builds its step."""
+    """Model of `factory(**arguments)`, and the function that builds its step; for the child."""
+    from trainfit.engine.optimizer import take_workspaces
+
     model, make_step = TaskSpec(factory=factory, arguments={}).function()(**arguments)
 
     def make(built: Any) -> Any:

@@ -24,7 +24,7 @@ from trainfit.kernels.supported import use_liger
 from trainfit.packing import MicroBatch
 from trainfit.packing.cut_ladder import PaddedCut
 from trainfit.packing.steps import IntArray
-from trainfit.tuning.ladder.rungs import Naive
+from trainfit.tuning.rungs import Naive
 from trainfit.tuning.trial import Setup, build
 from trainfit.tuning.tuned_cache import TrialCandidate
 

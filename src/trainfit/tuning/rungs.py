@@ -1,23 +1,29 @@
 """Rungs of the ladder, the naive baseline, and the rows that are measured.
 
 A rung is data: values that it sets in the plan, and naive habits that it ends. Any set of rungs on
-top of the baseline is a setting that can be timed.
+top of the baseline is a setting that can be timed. Every row of the source documents' tables is a
+rung, or has the reason why it is not applicable here; optimizations.yaml has their words.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
+from pathlib import Path
 from typing import Any, Literal
 
 from trainfit.core import codec
+from trainfit.core.files import read_own_yaml
 from trainfit.core.plan_records import Plan, TaskSpec
-from trainfit.core.records import Record, Scalar
+from trainfit.core.records import HardwareProfile, Record, Scalar
+from trainfit.kernels import supported
 from trainfit.measuring.timing import ratio_interval, rounds_interval
 from trainfit.tuning.tuned_cache import Interval, Status, Trial, TrialCandidate
 
+BASELINE = "baseline"
 NAIVE_BATCH = 8
 """Batch size of the baseline: the default of transformers' Trainer."""
 FUSIBLE = ("sdpa", "varlen", "varlen_efficient")
@@ -105,24 +111,6 @@ def setting(best: Plan, rungs: Iterable[Rung]) -> tuple[Plan, Naive]:
     return plan, naive
 
 
-def describe(plan: Plan, naive: Naive) -> str:
-    """Describe the baseline, given its plan and habits."""
-    parts = [
-        "fp32 without TF32",
-        "eager attention" if naive.eager else "the model's own attention",
-        "AdamW weight by weight",
-        "gradients zeroed",
-        f"{plan.batch_size} of {plan.effective_batch_size} sequences at a time",
-        *(["in random order, padded to the longest of them"] if naive.shuffled else []),
-        "no loader process",
-        "unpinned",
-    ]
-    return ", ".join(parts)
-
-
-BASELINE = "baseline"
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LadderStep(Record):
     """One optimization on top of those before it, or the best without one of them."""
@@ -185,7 +173,7 @@ class Ladder(Record):
 
 Timed = list[tuple[int, float]]
 """Sequences and seconds of each timed step of a trial."""
-NAIVE_FACTORY = "trainfit.tuning.ladder.naive:trial"
+NAIVE_FACTORY = "trainfit.tuning.naive:trial"
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -266,18 +254,16 @@ class LadderRow:
         )
 
     def _timed(self) -> list[Timed]:
-        return [
-            list(zip(trial.step_samples, trial.step_seconds, strict=True)) for trial in self.good
-        ]
-
-    def _usual_seconds(self) -> float:
-        return statistics.median(seconds for trial in self.good for seconds in trial.step_seconds)
+        return [list(zip(t.step_samples, t.step_seconds, strict=True)) for t in self.good]
 
     def _notes(self) -> Iterator[str]:
         if self.note:
             yield self.note
         if self.twin is not None and self.good and self.twin.good:
-            own, other = (row._usual_seconds() for row in (self, self.twin))
+            own, other = (
+                statistics.median(seconds for trial in row.good for seconds in trial.step_seconds)
+                for row in (self, self.twin)
+            )
             yield (
                 f"an epoch's first step takes {own:.3g} s, before {other:.3g} s; "
                 f"spread over the job's {self.epoch_steps:,} steps an epoch"
@@ -309,3 +295,106 @@ def _spread(rounds: list[Timed], usual: list[list[float]], epoch_steps: int) -> 
         ]
         for firsts in rounds
     ]
+
+
+Made = Rung | NotApplicable
+
+
+def rungs_for(
+    best: Plan, profile: HardwareProfile, no_liger: str | None = None
+) -> tuple[tuple[Rung, ...], tuple[NotApplicable, ...]]:
+    """Rungs from the naive baseline up to `best`, and the optimizations that are not applicable.
+
+    `no_liger` is why Liger has no kernels for the model, if it has none.
+    """
+    gpu, fused = bool(profile.gpus), best.attention in FUSIBLE
+    missing = profile.compile.missing(gpu=gpu)
+    if no_liger is None and not supported.is_installed():
+        no_liger = "liger-kernel is not installed"
+    no_liger = no_liger if gpu else "they are for GPUs"
+    facts = {"batch": NAIVE_BATCH, "missing": " and ".join(missing), "no_liger": no_liger}
+    rung = partial(_made, best, facts)
+
+    def planned(*names: str) -> dict[str, Any]:
+        return {name: getattr(best, name) for name in names}
+
+    sizes = planned("batch_size", "micro_batch_tokens", "gradient_accumulation_steps")
+    mode = best.compile_mode if best.compile else "default"
+    made = [
+        rung("TF32", best.runtime.tf32, runtime={"tf32": True}),
+        rung("mixed precision", best.precision != "fp32", plan=planned("precision")),
+        rung(
+            "fused AdamW",
+            best.optimizer == "adamw_fused",
+            plan=planned("optimizer", "offload_optimizer"),
+        ),
+        rung("set_to_none", True, naive={"zeroed": False}),
+        rung("loader workers", best.num_workers, plan=planned("num_workers", "prefetch_factor")),
+        rung("pinned memory", best.pin_memory, plan={"pin_memory": True}),
+        rung("persistent workers", best.persistent_workers, plan={"persistent_workers": True}),
+        rung("data on the GPU", best.data_on_gpu, plan={"data_on_gpu": True}),
+        rung("cuDNN benchmark", gpu, runtime={"cudnn_benchmark": True}),
+        rung(
+            "attention with packing" if best.packed and not fused else "attention kernel",
+            fused,
+            naive={"eager": False},
+        ),
+        *(
+            # Without it, larger batches do not fit.
+            [rung("planned checkpointing", True, plan=planned("gradient_checkpointing"))]
+            if best.gradient_checkpointing != "none"
+            else []
+        ),
+        rung("batch size", best.batch_size > NAIVE_BATCH, plan=sizes),
+        rung("grouping by length", len(set(best.workload.lengths)) > 1, naive={"shuffled": False}),
+        rung(
+            "packing",
+            best.packed,
+            plan=planned("packed", "attention"),
+            naive={"shuffled": False, "eager": False},
+        ),
+        rung("torch.compile", not missing, plan={"compile": True, "compile_mode": mode}),
+        rung("captured steps", best.cuda_graph, plan={"cuda_graph": True}),
+        *_trades(rung, best, profile),
+        rung("Liger kernels", no_liger is None, naive={"liger": True}),
+        rung("channels-last", False),
+        rung("evaluation batch size", False),
+    ]
+    rungs = tuple(one for one in made if isinstance(one, Rung))
+    return rungs, tuple(one for one in made if isinstance(one, NotApplicable))
+
+
+def _trades(rung: Callable[..., Made], best: Plan, profile: HardwareProfile) -> Iterator[Made]:
+    """Rungs that give one thing up for another, which nothing is built on."""
+    frozen, gpus = best.workload.method == "frozen", profile.gpus
+    if frozen or best.gradient_checkpointing == "none":
+        yield rung("gradient checkpointing", not frozen, plan={"gradient_checkpointing": "full"})
+    if best.precision == "bf16" and gpus and gpus[0].fp16:
+        yield rung("fp16 instead of bf16", True, plan={"precision": "fp16"})
+    compiles = not profile.compile.missing(gpu=True)
+    graphs = {"compile": True, "compile_mode": "reduce-overhead"}
+    name = "CUDA graphs" if compiles or not gpus else "CUDA graphs without a compiler"
+    yield rung(name, gpus and compiles, plan=graphs)
+
+
+def _made(
+    best: Plan, facts: Mapping[str, object], name: str, applies: object, **change: Any
+) -> Made:
+    """Rung of a row of optimizations.yaml, or the reason why it is not applicable."""
+    row = _table()[name]
+    if applies:
+        fields: dict[str, Any] = {k: row[k] for k in ("trades", "between_epochs") if k in row}
+        fields |= {key: tuple(row[key]) for key in ("needs", "replaces") if key in row}
+        what = row["what"].format(best=best, **facts)
+        return Rung(name=row.get("name", name), what=what, **fields, **change)
+    said = [r.why for r in best.reasons if r.setting == row.get("setting") and r.why]
+    why = said[0] if said else row["otherwise"].format(best=best, **facts)
+    return NotApplicable(
+        name=row.get("name", name), reason=row.get("reason", "{why}").format(why=why)
+    )
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    found: dict[str, dict[str, Any]] = read_own_yaml(Path(__file__).with_name("optimizations.yaml"))
+    return found

@@ -18,7 +18,7 @@ from trainfit.engine.optimizer import take_workspaces
 from trainfit.engine.saved_state import protected
 from trainfit.measuring.timing import synchronize, time_work
 from trainfit.runtime.compile import forget_compiled
-from trainfit.tuning.finder.growth import GIB, Measure, Measured
+from trainfit.tuning.growth import GIB, Measure, Measured
 
 Step = Callable[[], object]
 MakeStep = Callable[[int], Step]

@@ -20,16 +20,16 @@ from trainfit.core.plan_records import Plan, TaskSpec
 from trainfit.core.records import HardwareProfile
 from trainfit.measuring.timing import ratio_interval
 from trainfit.tuning.children import Children, RunTrial, mode_of
-from trainfit.tuning.ladder.optimizations import rungs_for
-from trainfit.tuning.ladder.rungs import (
+from trainfit.tuning.rungs import (
     BASELINE,
     NAIVE_FACTORY,
     Ladder,
     LadderRow,
     LadderStep,
+    Naive,
     NotApplicable,
     Rung,
-    describe,
+    rungs_for,
     setting,
 )
 from trainfit.tuning.tuned_cache import Interval, Trial
@@ -161,7 +161,7 @@ class _Ascent:
 
     def climb(self, rungs: Sequence[Rung]) -> tuple[list[Rung], LadderRow]:
         """Climb from the baseline; return the rungs that were kept and the last row."""
-        described = describe(*setting(self.best, ()))
+        described = _describe(*setting(self.best, ()))
         top = self.row(BASELINE, described, ())
         self.rows.append(top)
         self.measure(top)
@@ -274,6 +274,21 @@ class _Ascent:
             seconds=time.monotonic() - self.began,
             ended=self.ended,
         )
+
+
+def _describe(plan: Plan, naive: Naive) -> str:
+    """Describe the baseline, given its plan and habits."""
+    parts = [
+        "fp32 without TF32",
+        "eager attention" if naive.eager else "the model's own attention",
+        "AdamW weight by weight",
+        "gradients zeroed",
+        f"{plan.batch_size} of {plan.effective_batch_size} sequences at a time",
+        *(["in random order, padded to the longest of them"] if naive.shuffled else []),
+        "no loader process",
+        "unpinned",
+    ]
+    return ", ".join(parts)
 
 
 def _modes(best: Plan, rungs: Sequence[Rung]) -> list[str]:

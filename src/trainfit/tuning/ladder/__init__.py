@@ -1,1 +1,0 @@
-"""The ladder of optimizations: one at a time, each measured."""
