@@ -20,7 +20,8 @@ from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
 from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
-from trainfit.integrations.unpadding import facts_in, hooked_module, unpadded
+from trainfit.integrations.unpadded_calls import Unpadding
+from trainfit.integrations.unpadding import facts_in, foreign_in, unpadded
 from trainfit.runtime import apply
 
 TrainerT = TypeVar("TrainerT")
@@ -80,16 +81,13 @@ def _unpad(
     trainer: Any, model: nn.Module, done: list[str], left: list[str], names: Collection[str]
 ) -> None:
     graphs, gpu = "graphs" in names, torch.cuda.is_available()
-    if (name := hooked_module(model)) is not None:
-        left.append(f"without padding (a hook on {name} would see packed rows)")
+    if (why := foreign_in(model)) is not None:
+        left.append(f"without padding ({why})")
         return
 
     def changed(one: nn.Module) -> nn.Module:
-        unpadded(one)
-        for facts in facts_in(one) if graphs and gpu else ():
-            facts.graphs = facts.graphs or BodyGraphs()
-            if "compile" in names:
-                facts.graphs.blocks = facts.graphs.blocks or BodyBlocks()
+        for facts in facts_in(unpadded(one)):
+            _prepare(facts, names if gpu else ())
         return one
 
     try:
@@ -111,6 +109,16 @@ def _unpad(
             return changed(build(*args, **kwargs))
 
         trainer.model_init = built
+
+
+def _prepare(facts: Unpadding, names: Collection[str]) -> None:
+    """Set up one model of a script that is not known."""
+    if facts.reads == "outside":  # it may read padding before it trains
+        facts.reads = "unknown"
+    if "graphs" in names:
+        facts.graphs = facts.graphs or BodyGraphs()
+        if "compile" in names:
+            facts.graphs.blocks = facts.graphs.blocks or BodyBlocks()
 
 
 def _check_there(trainer: Any, done: list[str]) -> None:

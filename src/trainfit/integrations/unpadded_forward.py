@@ -18,6 +18,7 @@ from trainfit.integrations.unpadded_calls import (
     Unpadding,
     call_obstacle,
     find_rows,
+    late_obstacle,
     packed_inputs,
 )
 from trainfit.jobs.models.backbone import own_obstacle
@@ -66,11 +67,12 @@ def _bind(self: Any, kind: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 @uncompiled
-def _rows(facts: Unpadding, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
+def _rows(facts: Unpadding, runner: Any, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
     """Find the rows of a call that can go without padding; say the reason where it cannot."""
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+    if torch._C._get_tracing_state() is not None:
         return None
-    found: UnpaddedRows | str | None = call_obstacle(facts, body, given)
+    found: UnpaddedRows | str | None = late_obstacle(facts, runner, body)
+    found = found or call_obstacle(facts, body, given)
     if found is None:
         found = find_rows(facts, body, given)
     if isinstance(found, str):
@@ -96,7 +98,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     if facts is None or facts.off:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
-    batch = _rows(facts, body, given)
+    batch = _rows(facts, self, body, given)
     # A loss that is computed elsewhere may read padded columns.
     unsure = given.get("labels") is None and self.training and torch.is_grad_enabled()
     try:
@@ -130,7 +132,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         inputs = {name: value for name, value in given.items() if value is not None}
         inputs |= {"position_ids": passing.positions}
         return _run_rows(self, kind, facts, passing.batch, inputs)
-    batch = _rows(facts, self, given)
+    batch = _rows(facts, self, self, given)
     if batch is None:
         facts.count(None)
         return kind.forward(self, *args, **kwargs)
