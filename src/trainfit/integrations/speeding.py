@@ -27,6 +27,8 @@ from trainfit.runtime import apply
 TrainerT = TypeVar("TrainerT")
 
 _PLAIN_ADAMW = "adamw_torch"
+_OURS = "_trainfit_changed"
+"""Mark of a function of a trainer that was replaced: each of its trainings comes here again."""
 
 
 def speed_up(
@@ -102,12 +104,13 @@ def _unpad(
     if "compile" in names and gpu:
         (done if graphs else left).append(COMPILED if graphs else f"{COMPILED} (they need graphs)")
     build = getattr(trainer, "model_init", None)
-    if build is not None:  # train() builds the model again
+    if build is not None and not hasattr(build, _OURS):  # train() builds the model again
 
         @wraps(build)
         def built(*args: Any, **kwargs: Any) -> Any:
             return changed(build(*args, **kwargs))
 
+        setattr(built, _OURS, True)
         trainer.model_init = built
 
 
@@ -127,7 +130,7 @@ def _check_there(trainer: Any, done: list[str]) -> None:
     method: Any = getattr(trainer, "training_step", None)
     filters = getattr(arguments, "logging_nan_inf_filter", False)
     filters = filters and arguments.device.type == "cuda"
-    if not filters or method is None or not hasattr(trainer, "add_callback"):
+    if not filters or not hasattr(trainer, "add_callback") or hasattr(method, _OURS):
         return
     from transformers import TrainerCallback
 
@@ -148,6 +151,7 @@ def _check_there(trainer: Any, done: list[str]) -> None:
         since = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         return torch.where(torch.isfinite(loss), loss, total / since)
 
+    setattr(step, _OURS, True)
     trainer.training_step = step
     trainer.add_callback(Restore())
     done.append("no wait for each loss")

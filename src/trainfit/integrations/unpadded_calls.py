@@ -51,7 +51,6 @@ class Unpadding:
     """True if a caller may go on from the keys and values that a call returns."""
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
-    said: set[str] = field(default_factory=set)
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
@@ -66,6 +65,7 @@ class Unpadding:
 
     def count(self, batch: UnpaddedRows | None) -> None:
         """Count a batch that goes without padding, or None for one that does not."""
+        self.tally.aside += not torch.is_grad_enabled()
         if batch is None:
             self.tally.own_way += 1
         else:
@@ -75,8 +75,8 @@ class Unpadding:
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""
-        if reason not in self.said:
-            self.said.add(reason)
+        if reason not in self.tally.said:
+            self.tally.said.add(reason)
             _LOG.warning("unpadded: a batch goes the model's own way, with padding: %s", reason)
 
 

@@ -113,7 +113,9 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
-        return output if batch is None or not unsure else _watch(facts, batch, output)
+        return (
+            output if batch is None or not unsure else _watch(facts, batch, output, self.training)
+        )
     finally:
         body.__dict__.pop(_PASSING, None)
 
@@ -139,7 +141,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
     if not _sure(facts, batch, outside or facts.reads == "unknown"):
         facts.count(None)
-        return _watch(facts, batch, kind.forward(self, *args, **kwargs))
+        return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
@@ -282,9 +284,9 @@ def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
 
 
 @uncompiled
-def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
     """Look by the gradients if anybody reads what stands in padded columns."""
-    if batch.mask is None or facts.reads == "padding":
+    if batch is None or batch.mask is None or facts.reads == "padding":
         return output
     empty = ~batch.mask
     seen = [output[0]]
@@ -302,7 +304,9 @@ def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
         elif found[2] and facts.reads != "padding":
             facts.watched |= batch.sides
 
-    for one in seen:
-        if one.requires_grad:
-            one.register_hook(look)
+    learnt = [one for one in seen if one.requires_grad]
+    for one in learnt:
+        one.register_hook(look)
+    if training and not learnt:
+        facts.say("no gradient reaches it, which would show if padded columns are read")
     return output

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from trainfit.core.errors import BadInput
+from trainfit.integrations.speedups import NO_MODEL
 from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
@@ -50,7 +51,7 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
     found = list(_outermost(model))
     if not found:
         raise BadInput(
-            f"{type(model).__name__} has no model of transformers in it",
+            f"{type(model).__name__} {NO_MODEL}",
             "give a model of transformers, or a module that contains one",
         )
     taken = [(one, *_taken(one, alone=one is _without_adapters(model))) for one in found]
