@@ -105,6 +105,20 @@ def test_a_model_is_exported_as_it_is(name: str) -> None:
     torch.testing.assert_close(found, plain(**given).logits)
 
 
+def test_a_second_head_that_reads_padding_is_noticed() -> None:
+    plain = BertModel(config("bert"))
+    model = copy.deepcopy(plain)
+    apply_speedups(model, ["unpadded"])
+    for _ in range(9):
+        model(**batch("bert"))[0][:, 0].sum().backward()
+    [facts] = facts_in(model)
+    assert (facts.tally.own_way, facts.tally.packed) == (8, 1)  # heads may take turns
+    model(**batch("bert"))[0].exp().mean().backward()
+    assert facts.reads == "padding"
+    found, expected = (one(**batch("bert"))[0].mean(1) for one in (model, plain))
+    torch.testing.assert_close(found, expected)
+
+
 # ── the closing line ──────────────────────────────────────────────────────────────────────────
 
 

@@ -27,6 +27,8 @@ from trainfit.runtime import apply
 TrainerT = TypeVar("TrainerT")
 
 _PLAIN_ADAMW = "adamw_torch"
+_WATCHED = 8
+"""Batches in which heads of a script are watched: it may train several of them in turn."""
 _OURS = "_trainfit_changed"
 """Mark of a function of a trainer that was replaced: each of its trainings comes here again."""
 
@@ -118,6 +120,8 @@ def _prepare(facts: Unpadding, names: Collection[str]) -> None:
     """Set up one model of a script that is not known."""
     if facts.reads == "outside":  # it may read padding before it trains
         facts.reads = "unknown"
+    if facts.wait == 1:
+        facts.wait = _WATCHED
     if "graphs" in names:
         facts.graphs = facts.graphs or BodyGraphs()
         if "compile" in names:

@@ -33,6 +33,7 @@ _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
 _READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")
 _KNOWN = {"torch", "transformers", "peft", "accelerate", "trainfit", "bitsandbytes", "torchao"}
 """Packages whose layers and hooks take a packed row."""
+_LOOKS = 16
 _NOISE = "transformers.integrations.neftune"
 """Module of the one hook among them that reads how wide rows are."""
 
@@ -51,6 +52,10 @@ class Unpadding:
     """True if a caller may go on from the keys and values that a call returns."""
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
+    wait: int = 1
+    """Batches that are watched with padding before one goes without."""
+    looks: int = _LOOKS
+    """Batches without padding that are still watched: a script may have several heads."""
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None

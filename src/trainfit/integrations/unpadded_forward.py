@@ -108,7 +108,8 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
             output = kind.forward(self, **inputs, return_dict=True)
             if _PASSING not in body.__dict__:
                 facts.count(batch)
-                return _as_asked(self, given, _restore(batch, output))
+                output = _restore(batch, output)
+                return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
             facts.say("its head goes past the body")
         facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
@@ -139,7 +140,8 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         facts.count(None)
         return kind.forward(self, *args, **kwargs)
     outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
-    if not _sure(facts, batch, outside or facts.reads == "unknown"):
+    unsure = outside or facts.reads == "unknown"
+    if not _sure(facts, batch, unsure):
         facts.count(None)
         return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
@@ -147,7 +149,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:
         output["pooler_output"] = _pool(self, output.last_hidden_state)
-    return _as_asked(self, given, output)
+    return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
 
 
 @partial(uncompiled, recursive=False)
@@ -284,6 +286,15 @@ def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
 
 
 @uncompiled
+def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+    """Look at the gradients of a few batches without padding too, which other heads may read."""
+    if facts.looks and output[0].requires_grad:
+        facts.looks -= 1
+        _watch(facts, batch, output, training=False)
+    return output
+
+
+@uncompiled
 def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
     """Look by the gradients if anybody reads what stands in padded columns."""
     if batch is None or batch.mask is None or facts.reads == "padding":
@@ -301,10 +312,11 @@ def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: 
         if found[1]:
             facts.reads = "padding"
             facts.say("what stands on top of it reads padded columns")
-        elif found[2] and facts.reads != "padding":
+        elif found[2] and facts.reads != "padding" and facts.wait <= 0:
             facts.watched |= batch.sides
 
     learnt = [one for one in seen if one.requires_grad]
+    facts.wait -= bool(learnt)
     for one in learnt:
         one.register_hook(look)
     if training and not learnt:
