@@ -442,15 +442,19 @@ def test_a_model_with_hooks_of_the_script_keeps_its_rows() -> None:
     assert seen[1] == seen[0]
 
 
-def test_a_signal_to_end_reaches_the_script(tmp_path: Path) -> None:
-    script = "import time, pathlib; pathlib.Path('begun').touch(); time.sleep(100)"
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 128 + 15), (signal.SIGUSR1, 9)])
+def test_a_signal_reaches_the_script(number: int, code: int, tmp_path: Path) -> None:
+    script = (
+        "import os, time, pathlib, signal; signal.signal(signal.SIGUSR1, lambda *_: os._exit(9))"
+    )
+    script += "; pathlib.Path('begun').touch(); time.sleep(100)"
     words = ["-m", "trainfit", "run", "--", sys.executable, "-c", script]
     child = subprocess.Popen([sys.executable, *words], cwd=tmp_path, stderr=subprocess.PIPE)
     while not (tmp_path / "begun").exists():
         assert child.poll() is None
         time.sleep(0.05)
-    child.terminate()
-    assert child.wait(30) == 128 + signal.SIGTERM
+    child.send_signal(number)
+    assert child.wait(30) == code
 
 
 @pytest.mark.usefixtures("hooked")

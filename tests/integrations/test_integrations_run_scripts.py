@@ -40,7 +40,7 @@ def text(at, size):
 
 
 def batches():
-    for at in range(6):
+    for at in range(12):
         sizes = [(at * 5 + row * 3) % 11 + 1 for row in range(4)]
         mask = (torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]).long()
         ids = torch.randint(4, 60, mask.shape) * mask
@@ -50,7 +50,7 @@ TRAINED = """
 columns = {"a": [text(at, at % 9 + 1) for at in range(24)]}
 columns |= {"b": [text(at + 5, at % 4 + 1) for at in range(24)]}
 arguments = dict(
-    output_dir=sys.argv[1] + "/out", max_steps=4, per_device_train_batch_size=4, logging_steps=1,
+    output_dir=sys.argv[1] + "/out", max_steps=12, per_device_train_batch_size=4, logging_steps=1,
     report_to=[], use_cpu=True, disable_tqdm=True, save_strategy="no", seed=1, learning_rate=1e-3,
 )
 """

@@ -111,6 +111,15 @@ def test_checkpointing_is_told_where_memory_is_free() -> None:
     assert found == pytest.approx(saved(0.75 * 0.088 + 0.012), **LOOSELY)
 
 
+def test_a_cpu_has_no_recorded_errors_and_pads_attention() -> None:
+    batches = replace(STEP.batches, waited_share=0.5)
+    seen = replace(STEP, device="cpu", device_name="", batches=batches)
+    found = {one.name: one for one in what_if(seen, step_seconds=0.2)}
+    assert found["loader"].change == "DataLoader(…, num_workers=4)"
+    assert {one.error for one in found.values()} == {None}
+    assert found["unpadded"].percent == pytest.approx(saved(0.1 + 0.022 + 0.6 * 0.078, 0.2))
+
+
 def test_waiting_for_the_loader_and_attention_without_a_kernel() -> None:
     waits = replace(STEP, batches=replace(STEP.batches, waited_share=0.5))
     assert gains(waits, step_seconds=0.2)["loader"] == pytest.approx(50.0, **LOOSELY)

@@ -13,13 +13,12 @@ import time
 import weakref
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
 from functools import wraps
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speedups import COMPILED, GRAPHS, SpeedUp, Tally
+from trainfit.integrations.speedups import COMPILED, GRAPHS, NO_MODEL, SpeedUp, Tally
 
 _NAMES = "TRAINFIT_SPEED_UP_NAMES"
 _DRY = "TRAINFIT_SPEED_UP_DRY"
@@ -62,13 +61,15 @@ def hook(module: Any, folder: Path) -> None:
 
     @wraps(method)
     def begun(self: Any, *args: Any, **kwargs: Any) -> Any:
-        for one in [self] if direct else [*args, *kwargs.values()]:
-            _take(one, folder, self)
-        if os.environ.get(_DRY) == "1" and _reports:
-            sys.exit(0)
+        _loops.append(self)
         try:
+            for one in [self] if direct else [*args, *kwargs.values()]:
+                _take(one, folder, _loops[0])  # Trainer has an Accelerator of its own
+            if os.environ.get(_DRY) == "1" and _reports:
+                sys.exit(0)
             return method(self, *args, **kwargs)
         finally:
+            _loops.pop()
             _report(folder)  # processes of multiprocessing, and those that are killed, have no exit
 
     setattr(kind, place[1], begun)
@@ -87,7 +88,11 @@ _reports: list[_Taken] = []
 _seconds = 0.0
 """Time that making them faster took."""
 _turns: Any = None
-"""The `Turns` of this process; it imports torch."""
+"""The `Turns` of the present training; it imports torch."""
+_earlier: list[Any] = []
+"""Those of models of other kinds."""
+_loops: list[Any] = []
+"""Loops that have begun, the outermost first."""
 
 
 def _take(trainer: Any, folder: Path, loop: Any) -> None:
@@ -103,6 +108,9 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
     if not isinstance(model, nn.Module) or any(one.model() is model for one in _reports):
         return
+    known = {id(tally) for one in _reports for tally in one.tallies}
+    if (there := facts_in(model)) and all(id(one.tally) in known for one in there):
+        return  # wrapped, as by torch.compile
     names = [name for name in os.environ.get(_NAMES, "").split(",") if name]
     try:
         found = apply_speedups(trainer, names)
@@ -112,7 +120,7 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
         atexit.register(_report, folder)
     _reports.append(_taken(model, found))
     _seconds += time.perf_counter() - began
-    _begin_turns(facts_in(model))
+    _begin_turns(model)
     _follow(loop)
     _report(folder)
 
@@ -125,11 +133,21 @@ def _taken(model: Any, found: SpeedUp) -> _Taken:
     return _Taken(weakref.ref(model), found, [one.tally for one in facts] + graphs)
 
 
-def _begin_turns(facts: Any) -> None:
+def _begin_turns(model: Any) -> None:
+    """Time the steps of a model; one of another kind than those before has turns of its own."""
     global _turns
     from trainfit.integrations.turns import Turns
+    from trainfit.integrations.unpadding import facts_in
 
+    if not (facts := facts_in(model)):
+        return
+    kind = type(model).__name__, sum(weight.numel() for weight in model.parameters())
+    if _turns is not None and _turns.ended and kind not in _turns.kinds:
+        _turns.pause()
+        _earlier.append(_turns)
+        _turns = next((one for one in _earlier if kind in one.kinds), None)
     _turns = _turns or Turns()
+    _turns.kinds.add(kind)
     _turns.begin(facts)
 
 
@@ -172,29 +190,33 @@ def _report(folder: Path) -> None:
     if not _reports:
         return
     tallies = [tally for one in _reports for tally in one.tallies]
-    first = max((one.found for one in _reports), key=lambda one: len(one.done))
     packed, replayed = (sum(getattr(one, n) for one in tallies) for n in ("packed", "replayed"))
-    done, left = first.done, first.left
+    done = list(dict.fromkeys(name for one in _reports for name in one.found.done))
+    left = list(dict.fromkeys(name for one in _reports for name in one.found.left))
+    if packed:  # parts of the script's own beside a model, as a head that is prepared apart
+        left = [one for one in left if NO_MODEL not in one]
     if GRAPHS in done and not replayed:
         none = "no size came twice" if packed else "no batch went without padding"
         why = {reason for one in tallies for reason in one.reasons} or {none}
-        done = tuple(one for one in done if one != GRAPHS)
-        left = (*left, f"{GRAPHS} ({'; '.join(sorted(why))})")
-    compiled = _turns.compiled if _turns else None
-    if COMPILED in done and _turns and (compiled is None or compiled.times < 1):
-        done = tuple(one for one in done if one != COMPILED)
+        done.remove(GRAPHS)
+        left.append(f"{GRAPHS} ({'; '.join(sorted(why))})")
+    every = [one for one in (*_earlier, _turns) if one is not None]
+    turns = max(every, key=lambda one: (one.gain is not None, one.steps.total()), default=None)
+    compiled = turns.compiled if turns else None
+    if COMPILED in done and turns and (compiled is None or compiled.times < 1):
+        done.remove(COMPILED)
         if compiled is None:
-            left = (*left, f"{COMPILED} ({_turns.uncompiled})")
+            left.append(f"{COMPILED} ({turns.uncompiled})")
     times = {
-        name: gain.times if _turns and (gain := getattr(_turns, name)) else None
+        name: gain.times if turns and (gain := getattr(turns, name)) else None
         for name in ("alone", "added", "compiled")
     }
-    gain = _turns.gain if _turns else None
+    gain = turns.gain if turns else None
     with suppress(OSError):  # the folder goes with the command
-        replace(
-            first,
-            done=done,
-            left=left,
+        SpeedUp(
+            done=tuple(done),
+            left=tuple(left),
+            why=tuple(sorted({reason for one in tallies for reason in one.said})),
             packed=packed,
             own=sum(one.own_way for one in tallies),
             real=sum(one.real for one in tallies),

@@ -20,12 +20,17 @@ from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
 from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
-from trainfit.integrations.unpadding import facts_in, hooked_module, unpadded
+from trainfit.integrations.unpadded_calls import Unpadding
+from trainfit.integrations.unpadding import facts_in, foreign_in, unpadded
 from trainfit.runtime import apply
 
 TrainerT = TypeVar("TrainerT")
 
 _PLAIN_ADAMW = "adamw_torch"
+_WATCHED = 8
+"""Batches in which heads of a script are watched: it may train several of them in turn."""
+_OURS = "_trainfit_changed"
+"""Mark of a function of a trainer that was replaced: each of its trainings comes here again."""
 
 
 def speed_up(
@@ -80,16 +85,13 @@ def _unpad(
     trainer: Any, model: nn.Module, done: list[str], left: list[str], names: Collection[str]
 ) -> None:
     graphs, gpu = "graphs" in names, torch.cuda.is_available()
-    if (name := hooked_module(model)) is not None:
-        left.append(f"without padding (a hook on {name} would see packed rows)")
+    if (why := foreign_in(model)) is not None:
+        left.append(f"without padding ({why})")
         return
 
     def changed(one: nn.Module) -> nn.Module:
-        unpadded(one)
-        for facts in facts_in(one) if graphs and gpu else ():
-            facts.graphs = facts.graphs or BodyGraphs()
-            if "compile" in names:
-                facts.graphs.blocks = facts.graphs.blocks or BodyBlocks()
+        for facts in facts_in(unpadded(one)):
+            _prepare(facts, names if gpu else ())
         return one
 
     try:
@@ -104,13 +106,26 @@ def _unpad(
     if "compile" in names and gpu:
         (done if graphs else left).append(COMPILED if graphs else f"{COMPILED} (they need graphs)")
     build = getattr(trainer, "model_init", None)
-    if build is not None:  # train() builds the model again
+    if build is not None and not hasattr(build, _OURS):  # train() builds the model again
 
         @wraps(build)
         def built(*args: Any, **kwargs: Any) -> Any:
             return changed(build(*args, **kwargs))
 
+        setattr(built, _OURS, True)
         trainer.model_init = built
+
+
+def _prepare(facts: Unpadding, names: Collection[str]) -> None:
+    """Set up one model of a script that is not known."""
+    if facts.reads == "outside":  # it may read padding before it trains
+        facts.reads = "unknown"
+    if facts.wait == 1:
+        facts.wait = _WATCHED
+    if "graphs" in names:
+        facts.graphs = facts.graphs or BodyGraphs()
+        if "compile" in names:
+            facts.graphs.blocks = facts.graphs.blocks or BodyBlocks()
 
 
 def _check_there(trainer: Any, done: list[str]) -> None:
@@ -119,7 +134,7 @@ def _check_there(trainer: Any, done: list[str]) -> None:
     method: Any = getattr(trainer, "training_step", None)
     filters = getattr(arguments, "logging_nan_inf_filter", False)
     filters = filters and arguments.device.type == "cuda"
-    if not filters or method is None or not hasattr(trainer, "add_callback"):
+    if not filters or not hasattr(trainer, "add_callback") or hasattr(method, _OURS):
         return
     from transformers import TrainerCallback
 
@@ -140,6 +155,7 @@ def _check_there(trainer: Any, done: list[str]) -> None:
         since = 1 + trainer.state.global_step - trainer._globalstep_last_logged
         return torch.where(torch.isfinite(loss), loss, total / since)
 
+    setattr(step, _OURS, True)
     trainer.training_step = step
     trainer.add_callback(Restore())
     done.append("no wait for each loss")

@@ -38,8 +38,12 @@ class Tally:
     padded: int = 0
     replayed: int = 0
     """Batches that were replayed as CUDA graphs."""
+    aside: int = 0
+    """Batches of evaluations: those that had no gradient."""
     reasons: set[str] = field(default_factory=set)
     """Reasons for passes that were not replayed."""
+    said: set[str] = field(default_factory=set)
+    """Reasons for batches that kept their padding."""
     seconds: float = 0.0
     """Time that captures and compiling took."""
 
@@ -47,6 +51,7 @@ class Tally:
 GRAPHS = "CUDA graphs"
 COMPILED = "compiled blocks"
 """Changes in the words of the closing line."""
+NO_MODEL = "has no model of transformers in it"
 _LATER = " (left out later)"
 
 
@@ -60,6 +65,8 @@ class SpeedUp(Record):
     """Batches that went without padding."""
     own: int = 0
     """Batches that went the model's own way."""
+    why: tuple[str, ...] = ()
+    """Reasons for that, other than the turns in which the own way was timed."""
     real: int = 0
     """Tokens of the batches without padding."""
     padded: int = 0
@@ -88,6 +95,7 @@ class SpeedUp(Record):
             said += f", in {self.packed} of {self.packed + self.own} batches"
         elif self.own:
             said += f"; but all {self.own} batches went the model's own way"
+        said += f" (with padding: {'; '.join(self.why)})" if self.why else ""
         if self.replayed:
             said += f"; {self.replayed} of them were replayed as CUDA graphs"
         return f"trainfit: {said}" + "".join(f"; not {one}" for one in self.left) + self._speed()
@@ -103,6 +111,7 @@ class SpeedUp(Record):
         if self.compiled is not None:
             said += f", {self.compiled:.2f} by compiling on top"
             said += _LATER if self.compiled < 1 else ""
+        said += "; no clear gain" if abs(self.times - 1) < self.error else ""
         said += f"; {self.times:.2f} times as fast as your script alone (±{self.error:.2f})"
         slower = ", so that all later steps had padding"
         said += slower if self.times < 1 else ", same losses"

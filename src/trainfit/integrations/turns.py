@@ -11,6 +11,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from math import inf
 from statistics import median, stdev
 from typing import Any, NamedTuple
 from weakref import WeakSet
@@ -93,7 +94,12 @@ class Turns:
         self._step = 0
         self._last = 0.0
         self._other = 0
+        self._aside = 0.0
+        self._least = inf
+        """Fewest batches of evaluations in a turn: one with more of them is not timed."""
         self._handle: Any = None
+        self.kinds: set[Any] = set()
+        """Kinds of models whose steps these turns are."""
 
     def begin(
         self, facts: Sequence[Unpadding], left: Callable[[], int | None] = lambda: None
@@ -103,9 +109,21 @@ class Turns:
 
         self.facts.update(facts)
         self.left = left
+        self._aside = -inf  # the turn in which a training begins is not timed
         self._switch(self._current)  # as an earlier training of this process found it
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
+
+    @property
+    def ended(self) -> bool:
+        """True once nothing is left to be compared."""
+        return self._ended
+
+    def pause(self) -> None:
+        """Follow no optimizer steps until the next `begin`."""
+        if self._handle is not None:
+            self._handle.remove()
+            self._handle = None
 
     def _graphs(self) -> list[Any]:
         return [one.graphs for one in self.facts if one.graphs is not None]
@@ -124,6 +142,7 @@ class Turns:
         place = (self._step - self._begins) % _BLOCK
         if place == 1:
             self._last, self._other = self._clock(), self._untimed()
+            self._aside = self._evaluated()
         elif place == 0:
             if self._step > self._begins:
                 self._end_turn()
@@ -136,11 +155,19 @@ class Turns:
         """Count passes that are not the usual ones of graphs: a turn with one is not timed."""
         return sum(one.eager + one.captured for one in self._graphs())
 
+    def _evaluated(self) -> int:
+        return sum(one.tally.aside for one in self.facts)
+
     def _end_turn(self) -> None:
         """Note the time of a turn, and leave the ways that are clearly slower."""
         now, way = self._clock(), self._current
         self._had[way] += 1
-        if way < GRAPHS or self._untimed() == self._other:
+        aside = self._evaluated() - self._aside
+        if 0 <= aside < self._least:  # below 0 a model was freed
+            self._least = aside
+            for one in self._ways:  # turns before this one had an evaluation in them
+                del self.seconds[one][self._from[one] :]
+        if aside == self._least < inf and (way < GRAPHS or self._untimed() == self._other):
             self.seconds[way].append((now - self._last) / (_BLOCK - 1))
         self._ways = tuple(one for one in self._ways if not self._clearly_slower(one))
         self._queue = [one for one in self._queue if one in self._ways]
@@ -216,6 +243,10 @@ class Turns:
         """Compare the ways, and leave the fastest on."""
         compiling, self._ways = self._compiling, ()
         way = self._best_compiled() if compiling else self._best()
+        if min(len(self.seconds[PADDED]), len(self.seconds[way])) < _FEWEST:
+            self._switch(way)  # something came between the steps of all turns
+            self._leave()
+            return
         self.gain = gain_of(self.seconds[PADDED], self.seconds[way])
         slower = self.gain.times < 1
         self._switch(PADDED if slower else way)

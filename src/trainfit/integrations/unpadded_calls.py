@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.hooks import RemovableHandle
 
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.body_state import HOOKS
 from trainfit.integrations.host_batches import host_copies
 from trainfit.integrations.speedups import Tally
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.attention import computed_in
 from trainfit.kernels.fused_ops import IGNORED
-from trainfit.kernels.unpadded_rows import AttentionCase, UnpaddedRows
+from trainfit.kernels.unpadded_rows import AttentionCase, UnpaddedRows, takes_packed
 
 _LOG = logging.getLogger("trainfit")
 
@@ -29,6 +31,11 @@ found to be padding too, or not."""
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
 _READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")
+_KNOWN = {"torch", "transformers", "peft", "accelerate", "trainfit", "bitsandbytes", "torchao"}
+"""Packages whose layers and hooks take a packed row."""
+_LOOKS = 16
+_NOISE = "transformers.integrations.neftune"
+"""Module of the one hook among them that reads how wide rows are."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False, weakref_slot=True)
@@ -45,7 +52,10 @@ class Unpadding:
     """True if a caller may go on from the keys and values that a call returns."""
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
-    said: set[str] = field(default_factory=set)
+    wait: int = 1
+    """Batches that are watched with padding before one goes without."""
+    looks: int = _LOOKS
+    """Batches without padding that are still watched: a script may have several heads."""
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
@@ -55,9 +65,12 @@ class Unpadding:
     insisted: bool = False
     """True if it is to go without padding also where that is known to be slower."""
     tally: Tally = field(default_factory=Tally)
+    looked: tuple[int, bool] | None = None
+    """Hooks that there were in the process when nothing foreign was found in the model."""
 
     def count(self, batch: UnpaddedRows | None) -> None:
         """Count a batch that goes without padding, or None for one that does not."""
+        self.tally.aside += not torch.is_grad_enabled()
         if batch is None:
             self.tally.own_way += 1
         else:
@@ -67,9 +80,42 @@ class Unpadding:
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""
-        if reason not in self.said:
-            self.said.add(reason)
+        if reason not in self.tally.said:
+            self.tally.said.add(reason)
             _LOG.warning("unpadded: a batch goes the model's own way, with padding: %s", reason)
+
+
+def foreign_part(runner: nn.Module) -> str | None:
+    """Name a layer or a hook of the script's own inside of a model that packed rows go through.
+
+    Such a one expects rows and columns, and would be given one packed row.
+    """
+    for module in runner.modules():
+        if module is runner:
+            continue
+        name = type(module).__name__
+        if not _known(module.__dict__.get("forward", type(module).forward)):
+            return f"{name}, a layer of the script, would see packed rows"
+        if not all(_known(hook) for kind in HOOKS for hook in getattr(module, kind).values()):
+            return f"a hook on {name} would see packed rows"
+    return None
+
+
+def _known(function: Any) -> bool:
+    place: str = getattr(function, "__module__", None) or ""
+    return place.partition(".")[0] in _KNOWN and place != _NOISE
+
+
+def late_obstacle(unpadding: Unpadding, runner: Any, body: Any) -> str | None:
+    """Reason that a script has brought into its model since it goes without padding."""
+    if unpadding.own and not takes_packed(body.config._attn_implementation):
+        return f"its attention implementation was set to {body.config._attn_implementation}"
+    now = RemovableHandle.next_id, runner is body  # the number of all hooks so far
+    if unpadding.looked != now:
+        if (found := foreign_part(runner)) is not None:
+            return found
+        unpadding.looked = now
+    return None
 
 
 def call_obstacle(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> str | None:

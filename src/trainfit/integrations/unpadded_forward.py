@@ -18,6 +18,7 @@ from trainfit.integrations.unpadded_calls import (
     Unpadding,
     call_obstacle,
     find_rows,
+    late_obstacle,
     packed_inputs,
 )
 from trainfit.jobs.models.backbone import own_obstacle
@@ -66,11 +67,12 @@ def _bind(self: Any, kind: Any, args: Any, kwargs: Any) -> dict[str, Any]:
 
 
 @uncompiled
-def _rows(facts: Unpadding, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
+def _rows(facts: Unpadding, runner: Any, body: Any, given: dict[str, Any]) -> UnpaddedRows | None:
     """Find the rows of a call that can go without padding; say the reason where it cannot."""
-    if torch._C._get_tracing_state() is not None or torch.compiler.is_exporting():
+    if torch._C._get_tracing_state() is not None:
         return None
-    found: UnpaddedRows | str | None = call_obstacle(facts, body, given)
+    found: UnpaddedRows | str | None = late_obstacle(facts, runner, body)
+    found = found or call_obstacle(facts, body, given)
     if found is None:
         found = find_rows(facts, body, given)
     if isinstance(found, str):
@@ -96,7 +98,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     if facts is None or facts.off:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
-    batch = _rows(facts, body, given)
+    batch = _rows(facts, self, body, given)
     # A loss that is computed elsewhere may read padded columns.
     unsure = given.get("labels") is None and self.training and torch.is_grad_enabled()
     try:
@@ -106,12 +108,15 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
             output = kind.forward(self, **inputs, return_dict=True)
             if _PASSING not in body.__dict__:
                 facts.count(batch)
-                return _as_asked(self, given, _restore(batch, output))
+                output = _restore(batch, output)
+                return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
             facts.say("its head goes past the body")
         facts.count(None)
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
-        return output if batch is None or not unsure else _watch(facts, batch, output)
+        return (
+            output if batch is None or not unsure else _watch(facts, batch, output, self.training)
+        )
     finally:
         body.__dict__.pop(_PASSING, None)
 
@@ -130,20 +135,21 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         inputs = {name: value for name, value in given.items() if value is not None}
         inputs |= {"position_ids": passing.positions}
         return _run_rows(self, kind, facts, passing.batch, inputs)
-    batch = _rows(facts, self, given)
+    batch = _rows(facts, self, self, given)
     if batch is None:
         facts.count(None)
         return kind.forward(self, *args, **kwargs)
     outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
-    if not _sure(facts, batch, outside or facts.reads == "unknown"):
+    unsure = outside or facts.reads == "unknown"
+    if not _sure(facts, batch, unsure):
         facts.count(None)
-        return _watch(facts, batch, kind.forward(self, *args, **kwargs))
+        return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
     if output.get("pooler_output") is not None:
         output["pooler_output"] = _pool(self, output.last_hidden_state)
-    return _as_asked(self, given, output)
+    return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
 
 
 @partial(uncompiled, recursive=False)
@@ -280,9 +286,18 @@ def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
 
 
 @uncompiled
-def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
+    """Look at the gradients of a few batches without padding too, which other heads may read."""
+    if facts.looks and output[0].requires_grad:
+        facts.looks -= 1
+        _watch(facts, batch, output, training=False)
+    return output
+
+
+@uncompiled
+def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
     """Look by the gradients if anybody reads what stands in padded columns."""
-    if batch.mask is None or facts.reads == "padding":
+    if batch is None or batch.mask is None or facts.reads == "padding":
         return output
     empty = ~batch.mask
     seen = [output[0]]
@@ -297,10 +312,13 @@ def _watch(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
         if found[1]:
             facts.reads = "padding"
             facts.say("what stands on top of it reads padded columns")
-        elif found[2] and facts.reads != "padding":
+        elif found[2] and facts.reads != "padding" and facts.wait <= 0:
             facts.watched |= batch.sides
 
-    for one in seen:
-        if one.requires_grad:
-            one.register_hook(look)
+    learnt = [one for one in seen if one.requires_grad]
+    facts.wait -= bool(learnt)
+    for one in learnt:
+        one.register_hook(look)
+    if training and not learnt:
+        facts.say("no gradient reaches it, which would show if padded columns are read")
     return output

@@ -11,11 +11,12 @@ from collections.abc import Iterator
 from functools import cache, wraps
 from typing import TYPE_CHECKING, Any, TypeVar
 
+import torch
 from torch import nn
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.body_state import HOOKS
-from trainfit.integrations.unpadded_calls import HeadReads, Unpadding
+from trainfit.integrations.speedups import NO_MODEL
+from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
 from trainfit.kernels.supported import OWN_ATTENTION
@@ -34,8 +35,6 @@ FAMILIES = (
 """Model types whose packed outputs were compared with the padded ones."""
 _PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _SHIFTED = ("ForCausalLM", "LMHeadModel")
-_KNOWN_HOOKS = {"torch", "transformers", "peft", "accelerate", "trainfit"}
-"""Packages whose hooks take a packed row."""
 
 
 # ── the public names ──────────────────────────────────────────────────────────────────────────
@@ -52,7 +51,7 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
     found = list(_outermost(model))
     if not found:
         raise BadInput(
-            f"{type(model).__name__} has no model of transformers in it",
+            f"{type(model).__name__} {NO_MODEL}",
             "give a model of transformers, or a module that contains one",
         )
     taken = [(one, *_taken(one, alone=one is _without_adapters(model))) for one in found]
@@ -79,19 +78,12 @@ def facts_in(model: nn.Module) -> list[Unpadding]:
     return [one.__dict__[FACTS] for one in model.modules() if FACTS in one.__dict__]
 
 
-def hooked_module(model: nn.Module) -> str | None:
-    """Name a module inside of a transformers model that has a hook of the script's own.
-
-    Such a hook expects rows and columns, and would be given one packed row.
-    """
+def foreign_in(model: nn.Module) -> str | None:
+    """Name a layer or a hook of the script's own that keeps the padding of a model."""
     for one in _outermost(model):
-        for module in one.modules():
-            if module is one or module is body_of(one):
-                continue
-            hooks = [hook for name in HOOKS for hook in getattr(module, name).values()]
-            places = [getattr(hook, "__module__", None) or "" for hook in hooks]
-            if not all(place.partition(".")[0] in _KNOWN_HOOKS for place in places):
-                return type(module).__name__
+        per_column = type(one).__name__.endswith(_PER_COLUMN)
+        if (found := foreign_part(one if per_column else body_of(one))) is not None:
+            return found
     return None
 
 
@@ -194,6 +186,8 @@ def _unpadded_class(kind: Any, is_body: bool) -> Any:
 
     @wraps(kind.forward)
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_exporting():
+            return kind.forward(self, *args, **kwargs)
         return run(self, kind, args, kwargs)
 
     def reduce(self: Any, protocol: Any) -> Any:

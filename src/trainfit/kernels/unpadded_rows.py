@@ -251,6 +251,11 @@ def register_beside(own: str) -> str:
     return name
 
 
+def takes_packed(name: str | None) -> bool:
+    """Tell if an attention implementation is one of `register_beside`."""
+    return bool(name) and str(name).startswith(_PREFIX)
+
+
 def own_implementation(name: str | None) -> str | None:
     """Return transformers' name of the implementation that `register_beside` stands beside."""
     return name.removeprefix(_PREFIX) if name else name

@@ -367,10 +367,10 @@ def _wait(child: subprocess.Popen[bytes]) -> int:
 
 @contextmanager
 def _passing_on(child: subprocess.Popen[bytes]) -> Iterator[None]:
-    """Pass on signals to end that only this process gets, as from `timeout` or a container."""
+    """Pass on signals that only this process gets, as from `timeout`, a container or Slurm."""
     before: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
-        for number in (signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
             if signal.getsignal(number) != signal.SIG_IGN:  # nohup ignores them for both
                 before[number] = signal.signal(number, lambda sent, _: child.send_signal(sent))
     try:

@@ -146,7 +146,7 @@ def what_if(
     if padding_share is None:
         padding_share = seen.batches.padding_share
     facts = _Facts(seen, step, memory_share, padding_share, rates or {})
-    errors = recorded_errors()
+    errors = recorded_errors() if step.gpu else {}  # of a GPU
     found = []
     for name, (estimate, words) in _CHANGES.items():
         if (answer := estimate(facts)) is None:
@@ -155,6 +155,7 @@ def what_if(
         percent = 100 * (1 - after.seconds / step.seconds)
         if percent >= _LEAST:
             change = words.get(framework, words["torch"])
+            change = change if step.gpu else change.replace(_PINNED, "")
             found.append(
                 WhatIf(name=name, percent=percent, error=errors.get(name), why=why, change=change)
             )
@@ -234,6 +235,7 @@ def _unpadded(facts: _Facts) -> tuple[Step, str] | None:
     if own_scores and exact:
         return None  # the kernel of its scores is one of half precision
     host, other, attention = _UNPADDED_HOST, real, real**_ATTENTION_POWER
+    attention = attention if facts.step.gpu else 1.0  # a CPU has no kernel for packed rows
     if own_scores:
         host, other = _OWN_SCORES_HOST, _OWN_SCORES * real
     elif exact and not seen.calls:
@@ -291,6 +293,7 @@ def _checkpointing(facts: _Facts) -> tuple[Step, str] | None:
     return after, f"the forward pass runs twice, with {facts.memory_share:.0%} of the memory in use"
 
 
+_PINNED = ", pin_memory=True"
 _RUN = "run it by `trainfit run -- python …`"
 _CHANGES: dict[str, tuple[Estimate, Words]] = {
     "bf16": (
@@ -326,7 +329,7 @@ _CHANGES: dict[str, tuple[Estimate, Words]] = {
         _loader,
         {
             "transformers": "TrainingArguments(dataloader_num_workers=4)",
-            "torch": "DataLoader(…, num_workers=4, pin_memory=True)",
+            "torch": f"DataLoader(…, num_workers=4{_PINNED})",
         },
     ),
     "graphs": (_graphs, {"torch": _RUN}),
