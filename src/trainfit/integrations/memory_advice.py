@@ -10,6 +10,8 @@ from trainfit.doctor.finding import numbered, tables
 from trainfit.doctor.signs import Numbers, kind_of, read_numbers
 
 _HEAD = "trainfit:"
+_UNKNOWN = "python_error"
+"""The finding that only says that there was an error."""
 _MODULES = {
     "transformers.": "transformers",
     "lightning.": "lightning",
@@ -38,6 +40,8 @@ def add_advice(error: BaseException) -> None:
         return
     numbers = read_numbers(str(error))
     for finding in diagnose_text(f"{type(error).__name__}: {error}"):
+        if finding.id == _UNKNOWN:
+            continue
         out_of_memory = finding.id == kind_of(numbers)
         steps = numbered(_steps(finding.id, numbers, framework_of(error)))
         advice = steps if out_of_memory else finding.why
