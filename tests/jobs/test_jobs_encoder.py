@@ -14,6 +14,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels.layout import lay_out
+from trainfit.kernels.unpadded_rows import without_padding
 
 FAMILIES = (*TINY, *CONFIGS, *OTHERS)
 
@@ -149,6 +150,19 @@ def test_products_have_no_padding_on_a_cpu(name: str) -> None:
         assert tokens_of_products(reference, batch) == {4 * 17}
     found, wanted = (gradient(one, batch, labels) for one in (model, reference))
     assert torch.linalg.norm(found - wanted) < 1e-5 * torch.linalg.norm(wanted)
+
+
+def test_short_rows_are_attended_in_groups_of_their_own() -> None:
+    lengths, labels = (3, 30, 4, 28, 2, 3, 12, 5), torch.tensor([0, 2, 1, 1, 0, 0, 2, 1])
+    for name in ("modernbert-base", "gemma-2-2b", "mistral"):
+        batch = rows(lengths).padded
+        found = without_padding(lay_out(**batch), None, causal=False)
+        assert found is not None
+        widths = [(group.rows.rows, group.rows.width) for group in found[1].groups]
+        assert widths == [(2, 30), (6, 12)]  # a third group would save little
+        model, reference = tiny(name), tiny(name, attention="masked")
+        one, other = (gradient(each, batch, labels) for each in (model, reference))
+        assert torch.linalg.norm(one - other) < 1e-5 * torch.linalg.norm(other)
 
 
 def test_a_little_padding_is_computed() -> None:

@@ -16,8 +16,10 @@ from job_tiny import be_quick, words, write_texts
 from trainfit.jobs import textclass
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.model_card import intervals
+from trainfit.jobs.models import backbone
 from trainfit.jobs.predict import answer
 from trainfit.jobs.scores import JobResult
+from trainfit.kernels.unpadded_rows import without_padding
 from trainfit.runs.run_folder import exports_of
 
 
@@ -54,6 +56,29 @@ def test_files_of_its_own(tmp_path: Path):
     assert result.baselines["bag_of_words_f1"] > 0.9
     counts = json.loads((Path(result.run) / "data.json").read_text())["folds"][0]
     assert [counts[part]["texts"] for part in ("train", "validation", "test")] == [160, 40, 50]
+
+
+def test_a_run_on_a_cpu_computes_no_padding_outside_of_attention(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    seen: list[bool] = []
+
+    def spied(*given: Any, **more: Any) -> Any:
+        seen.append((found := without_padding(*given, **more)) is not None)
+        return found
+
+    monkeypatch.setattr(backbone, "without_padding", spied)
+    path = tmp_path / "all.csv"
+    rows = [
+        f"{'good' if n % 2 else 'bad'}{' word' * (20 if n % 8 == 0 else 2)},{n % 2}"
+        for n in range(96)
+    ]
+    path.write_text("text,label\n" + "\n".join(rows) + "\n")
+    result = run(tmp_path, f"data.train={path}", "training.num_epochs=1", "training.batch_size=16")
+    assert sum(seen) > len(seen) / 2
+    log = (Path(result.run) / "train.log").read_text()
+    assert "the rest is computed without padding" in log
+    assert "Steps of 1 padded micro-batches" in log
 
 
 def test_folds_and_three_classes(tmp_path: Path):

@@ -184,7 +184,8 @@ def _on_padded_rows(model: EncoderClassifier, device: torch.device) -> Attention
         return AttentionPath(kind="own")
     if model.traits.softcap is not None:
         return AttentionPath(kind="products")
-    drops = device.type == "cpu" and drops_padding(model.encoder, model.traits)
+    plain = device.type == "cpu" and model.settings.attention == "auto"
+    drops = plain and drops_padding(model.encoder, model.traits)
     return AttentionPath(kind="sdpa", drops_padding=True) if drops else None
 
 
@@ -312,8 +313,9 @@ def model_decisions(plan: Plan, asked: EncoderModel) -> dict[str, Any]:
         "quantization": plan.quantization,
         "liger": plan.liger,
     }
-    if not plan.packed:  # nor does an evaluation take packed rows
-        decided["attention"] = "masked"
+    if not plan.packed:
+        if plan.gpu is not None:  # nor does an evaluation take packed rows
+            decided["attention"] = "masked"
     elif asked.attention_dropout is None:  # it costs time, so that packed rows have it on request
         decided["attention_dropout"] = 0.0
     return decided

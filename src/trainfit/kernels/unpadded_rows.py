@@ -29,6 +29,8 @@ from trainfit.kernels.layout import Layout, lay_out
 
 _FULL = 0.9
 """Share of real tokens above which attention's copies cost more than padding."""
+_WORTH = 0.1
+"""Share of attention's work that one more group of rows must save; each costs some calls."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -96,28 +98,6 @@ class UnpaddedRows:
         return lay_out(batch, attention_mask=self.mask)
 
 
-def rows_without_padding(layout: Layout) -> UnpaddedRows | None:
-    """Return the real tokens of padded rows on a CPU; None where dropping padding gains nothing.
-
-    Their number is read from the mask, which would make a GPU wait.
-    """
-    mask = layout.mask
-    if mask is None or mask.device.type != "cpu" or isinstance(mask, FakeTensor):
-        return None
-    places = mask.flatten().nonzero()[:, 0]
-    if len(places) > _FULL * mask.numel():
-        return None
-    return UnpaddedRows(
-        rows=mask.shape[0],
-        width=mask.shape[1],
-        mask=mask,
-        places=places,
-        starts=functional.pad(layout.lengths.cumsum(0), (1, 0)),
-        tokens=len(places),
-        longest=layout.max_seqlen,
-    )
-
-
 AttentionCase = tuple[torch.dtype, int, float | None, float]
 """Facts that decide between kernels: dtype, size of a head, cap of the logits, rate of dropout."""
 
@@ -138,6 +118,76 @@ class PaddedRowsAttention:
             self.rows.restore(part.transpose(1, 2)).transpose(1, 2) for part in (query, key, value)
         )
         return self.rows.pack(self.masked(module, *parts, **options))
+
+
+# Without eq, as above.
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupedAttention:
+    """Attention of a packed row whose sequences come in groups, each padded to its own width."""
+
+    groups: tuple[PaddedRowsAttention, ...]
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, **options: Any
+    ) -> Tensor:
+        """Attend: from `[B, heads, tokens, head]` to `[B, tokens, heads, head]`."""
+        sizes = [group.rows.tokens for group in self.groups]
+        parts = zip(*(torch.split(part, sizes, 2) for part in (query, key, value)), strict=True)
+        found = [g(module, *part, **options) for g, part in zip(self.groups, parts, strict=True)]
+        return found[0] if len(found) == 1 else torch.cat(found, dim=1)
+
+
+def without_padding(
+    layout: Layout, window: int | None, *, causal: bool
+) -> tuple[UnpaddedRows, GroupedAttention] | None:
+    """Return the real tokens of padded rows on a CPU, and their attention.
+
+    None where dropping the padding gains nothing. The number of tokens is read from the mask, which
+    would make a GPU wait. Short rows are the last, and attention pads them in groups of their own.
+    """
+    mask = layout.mask
+    if mask is None or mask.device.type != "cpu" or isinstance(mask, FakeTensor):
+        return None
+    if int(mask.sum()) > _FULL * mask.numel():
+        return None
+    width = mask.shape[1]
+    ends = (mask * torch.arange(1, width + 1)).amax(1).clamp(min=1)
+    ends, order = ends.sort(descending=True, stable=True)
+    ordered, groups = mask[order], []
+    starts = _starts(ends.tolist())
+    for at, part in zip(starts, ordered.tensor_split(starts[1:]), strict=True):
+        rows = _rows(part[:, : int(ends[at])])
+        masked = masked_attention(rows.padded_layout(), window, causal=causal)
+        groups.append(PaddedRowsAttention(rows, masked))
+    row, column = ordered.nonzero(as_tuple=True)
+    whole = replace(_rows(ordered), places=order[row] * width + column)
+    return whole, GroupedAttention(tuple(groups))
+
+
+def _starts(ends: list[int]) -> list[int]:
+    """First rows of the groups; `ends` of rows fall, and a group is as wide as its first row."""
+    starts = [0]
+    while True:
+        rest = ends[starts[-1] :]
+        costs = [at * rest[0] ** 2 + (len(rest) - at) * rest[at] ** 2 for at in range(len(rest))]
+        best = min(range(len(rest)), key=lambda at: costs[at])
+        if costs[0] - costs[best] < _WORTH * len(ends) * ends[0] ** 2:
+            return starts
+        starts.append(starts[-1] + best)
+
+
+def _rows(mask: Tensor) -> UnpaddedRows:
+    """Describe the real tokens of rows with this mask."""
+    places = mask.flatten().nonzero()[:, 0]
+    return UnpaddedRows(
+        rows=mask.shape[0],
+        width=mask.shape[1],
+        mask=mask,
+        places=places,
+        starts=functional.pad(mask.sum(1).cumsum(0), (1, 0)),
+        tokens=len(places),
+        longest=mask.shape[1],
+    )
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -27,7 +27,7 @@ from trainfit.kernels import attention, disentangled, varlen
 from trainfit.kernels.attention import same_sequence
 from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import OWN_ATTENTION, model_obstacle
-from trainfit.kernels.unpadded_rows import PaddedRowsAttention, rows_without_padding
+from trainfit.kernels.unpadded_rows import without_padding
 from trainfit.kernels.varlen import PackedRows
 from trainfit.measuring.flops import sliding_window
 
@@ -135,17 +135,19 @@ def encode(
     if layout.cu_seqlens is None or layout.max_seqlen < layout.ids.shape[1]:  # else not known
         check_length(traits, layout.max_seqlen)
     drops = path == "auto" and drops_padding(model, traits)
-    rows = rows_without_padding(layout) if drops else None
-    given = {"input_ids": input_ids, "position_ids": layout.positions + traits.first_position}
+    rows = without_padding(layout, traits.window, causal=traits.causal) if drops else None
+    inputs: dict[str, Any] = {
+        "input_ids": input_ids,
+        "position_ids": layout.positions + traits.first_position,
+    }
     if traits.token_types and token_type_ids is not None:
-        given["token_type_ids"] = token_type_ids
-    inputs: dict[str, Any] = given
+        inputs["token_type_ids"] = token_type_ids
     if rows is not None:
-        inputs = {name: rows.pack(values) for name, values in given.items()}
-        masked = attention.masked_attention(layout, traits.window, causal=traits.causal)
-        inputs[attention.ARGUMENT] = PaddedRowsAttention(rows, masked)
-        output = model(**inputs)
-    elif not traits.own_attention:
+        real, attended = rows
+        inputs = {name: real.pack(values) for name, values in inputs.items()}
+        output = model(**inputs, **{attention.ARGUMENT: attended})
+        return real.restore(output.last_hidden_state)
+    if not traits.own_attention:
         inputs[attention.ARGUMENT] = attention.choose(
             layout,
             traits.window,
@@ -163,7 +165,7 @@ def encode(
     else:
         output = _encode_own(model, inputs, layout, path)
     hidden: Tensor = output.last_hidden_state
-    return hidden if rows is None else rows.restore(hidden)
+    return hidden
 
 
 def drops_padding(model: PreTrainedModel, traits: Traits) -> bool:
