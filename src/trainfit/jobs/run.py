@@ -157,9 +157,10 @@ class Run:
 
     @property
     def idle_cores(self) -> int:
-        """Cores that training on GPUs leaves idle; on a CPU it takes all of them."""
-        busy = self.world.size * (1 + self.plan.num_workers)
-        return self.profile.cpu.cores - busy if self.device.type == "cuda" else 0
+        """Cores that training leaves idle; on a CPU, further folds may still take some of them."""
+        cores = self.profile.cpu.cores
+        threads = 1 if self.device.type == "cuda" else self.plan.runtime.num_threads or cores
+        return cores - self.world.size * (threads + self.plan.num_workers)
 
     @cached_property
     def _extras(self) -> dict[str, Any]:
