@@ -104,6 +104,7 @@ def test_packed_rows_have_attention_dropout_on_request(
     assert basis.arguments["attention_dropout"] == planned
     plan: Any = SimpleNamespace(
         packed=gpu == "h200",
+        gpu=gpu,
         workload=SimpleNamespace(method="full"),
         gradient_checkpointing="none",
         weights_dtype="float32",

@@ -104,7 +104,10 @@ def test_masks_only_where_something_is_masked(name: str, monkeypatch: pytest.Mon
     model(short["input_ids"])
     assert set(spy.masks) == {None}
     spy.masks.clear()
-    model(**short)
+    model(**short)  # each row is a group of its own, without padding
+    assert set(spy.masks) == {None}
+    spy.masks.clear()
+    tiny(name, attention="masked")(**short)
     # One of each shape, made once for all layers; a window's has that shape however short rows are.
     shapes = {(2, 1, 1, 4), (2, 1, 4, 4)} if name == "gemma-3-1b-it" else {(2, 1, 1, 4)}
     assert {None if mask is None else tuple(mask.shape) for mask in spy.masks} == shapes

@@ -233,15 +233,16 @@ def test_kernels_belong_to_the_operators_that_started_them() -> None:
 
 
 def test_a_step_on_this_machine_has_parts() -> None:
-    model = torch.nn.Linear(256, 256)
+    model = torch.nn.Linear(512, 512)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=True)
     with trainfit.observe(warm_up=1) as seen:
         for _ in range(3):
-            model(torch.randn(512, 256)).square().mean().backward()
+            model(torch.randn(4096, 512)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
     assert seen.evidence is not None
     parts = seen.evidence.parts
     assert parts.keys() >= {"products", "update", "other"}
-    assert 0 < sum(parts.values()) <= seen.evidence.step_seconds
+    # The profiler fits its clock to the system's at its two ends, where a busy core adds a few ms.
+    assert 0 < sum(parts.values()) <= 1.2 * seen.evidence.step_seconds
     assert seen.result().framework == "torch"

@@ -179,11 +179,12 @@ def _starts(ends: list[int]) -> list[int]:
 def _rows(mask: Tensor) -> UnpaddedRows:
     """Describe the real tokens of rows with this mask."""
     places = mask.flatten().nonzero()[:, 0]
+    full = len(places) == mask.numel()
     return UnpaddedRows(
         rows=mask.shape[0],
         width=mask.shape[1],
-        mask=mask,
-        places=places,
+        mask=None if full else mask,
+        places=None if full else places,
         starts=functional.pad(mask.sum(1).cumsum(0), (1, 0)),
         tokens=len(places),
         longest=mask.shape[1],
