@@ -37,6 +37,7 @@ from trainfit.integrations.captured_passes import (
     BodyCall,
     BodyGraph,
     BodyReplay,
+    GradientMemory,
     Replayed,
     Run,
     bound_of,
@@ -44,7 +45,6 @@ from trainfit.integrations.captured_passes import (
     size_of,
     sort_call,
 )
-from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.integrations.speedups import Tally
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
