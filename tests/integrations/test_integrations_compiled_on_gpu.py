@@ -18,8 +18,8 @@ from unpadded_tiny import batch, config, gradients
 
 import trainfit
 from trainfit.integrations import host_batches
-from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.speedups import AROUND
 from trainfit.integrations.unpadding import facts_in
 

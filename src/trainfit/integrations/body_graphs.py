@@ -27,8 +27,7 @@ from torch import nn
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.integrations.body_blocks import BodyBlocks
-from trainfit.integrations.body_state import BodyState, body_state
+from trainfit.integrations.body_state import BodyBlocks, BodyState, body_state
 from trainfit.integrations.captured_passes import (
     COARSE,
     FINE,

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from trainfit.integrations.body_blocks import BodyBlocks
-from trainfit.integrations.body_state import BodyState
+from trainfit.integrations.body_state import BodyBlocks, BodyState
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 Run = Callable[[UnpaddedRows, dict[str, Any], BodyBlocks | None], Any]
