@@ -142,8 +142,8 @@ _LOG = logging.getLogger("trainfit")
 class BodyBlocks:
     """Compiled calls of a body's repeated blocks, for any number of tokens, while a pass runs.
 
-    They are its own calls again after each pass.
-    So evaluation, copies and whatever looks at the model see nothing of them.
+    They are its own calls again after each pass, so that evaluation, copies and whatever looks at
+    the model see nothing of them.
     """
 
     backend: str | Callable[..., Any] = "inductor"

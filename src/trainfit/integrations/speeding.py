@@ -15,10 +15,9 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
-from trainfit.integrations.batches_ahead import fetch_ahead
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
-from trainfit.integrations.host_batches import keep_host_batches
+from trainfit.integrations.host_batches import fetch_ahead, keep_host_batches
 from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
 from trainfit.integrations.unpadded_calls import Unpadding
 from trainfit.integrations.unpadding import facts_in, foreign_in, unpadded
