@@ -1,9 +1,9 @@
 """Batches on their way to the GPU: fetched ahead, and sent without a wait.
 
 The lengths of a batch are needed on the host. Read from the GPU, they are there once it has done
-all its work, and it then waits for the host in turn; so it does after a copy that is waited for. So the host's
-copy is left beside a batch.
-Loaders of Accelerate, which Trainer has too, and sentence-transformers send batches.
+all its work, and it then waits for the host in turn; so it does after a copy that is waited for.
+So the host's copy is left beside a batch. Loaders of Accelerate, which Trainer has too, and
+sentence-transformers send batches.
 """
 
 from __future__ import annotations
