@@ -1,4 +1,4 @@
-"""Measure any training loop (tokens, time, operations, memory, dtypes), and advise on its errors."""
+"""Meter of any training loop: tokens, time, operations, memory; and advice on its errors."""
 
 from __future__ import annotations
 
