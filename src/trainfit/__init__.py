@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.integrations.speeding import padded as padded
     from trainfit.integrations.speeding import speed_up as speed_up
-    from trainfit.integrations.unpadding import padded as padded
-    from trainfit.integrations.unpadding import unpadded as unpadded
+    from trainfit.integrations.speeding import unpadded as unpadded
     from trainfit.jobs.job_plan import plan as plan
     from trainfit.jobs.registry import Job as Job
     from trainfit.jobs.registry import tunable as tunable
@@ -61,7 +61,7 @@ _HOMES = {
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
-    "padded": "trainfit.integrations.unpadding",
+    "padded": "trainfit.integrations.speeding",
     "plan": "trainfit.jobs.job_plan",
     "predict": "trainfit.api",
     "recommend": "trainfit.jobs.tuned_plans",
@@ -71,7 +71,7 @@ _HOMES = {
     "tunable": "trainfit.jobs.registry",
     "tune": "trainfit.api",
     "undo": "trainfit.runtime",
-    "unpadded": "trainfit.integrations.unpadding",
+    "unpadded": "trainfit.integrations.speeding",
     "verify": "trainfit.api",
 }
 _PACKAGES = ("doctor", "hpo")

@@ -24,10 +24,9 @@ from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
-from trainfit.integrations.speeding import apply_speedups
+from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.speedups import SpeedUp, Switch
 from trainfit.integrations.turns import GRAPHS, Turns
-from trainfit.integrations.unpadding import facts_in
 
 SCRIPT = """
 import sys
