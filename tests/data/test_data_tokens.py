@@ -15,7 +15,7 @@ from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.synthetic import CUES, make_corpus
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer, pad_id, tokenizer_hash
 from trainfit.data.tokens import from_lists, tokenize_pairs, tokenize_texts
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import lay_out
 
 POST = "one two three four five six seven eight nine ten"
 CRITERIA = ["alpha beta", "gamma delta epsilon"]
