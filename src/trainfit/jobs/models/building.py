@@ -1,4 +1,4 @@
-"""How a model is built: where, or as fakes; its trained parts and adapters; transformers' own head."""
+"""How a model is built: where, or as fakes; its trained parts, adapters and transformers' head."""
 
 from __future__ import annotations
 
