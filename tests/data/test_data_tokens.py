@@ -179,7 +179,7 @@ def test_a_tokenizer_is_loaded_from_a_folder_and_one_line_says_that_there_is_non
 def test_importing_the_data_package_is_light():
     code = (
         "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds;"
-        "import trainfit.jobs.textclass, trainfit.data.synthetic, trainfit.data.synthetic;"
+        "import trainfit.data.synthetic;"
         "import trainfit.jobs.metrics, trainfit.jobs.baselines;"
         "heavy = {'torch', 'sklearn', 'transformers', 'pyarrow', 'scipy', 'datasets'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"
