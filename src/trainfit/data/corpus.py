@@ -31,7 +31,7 @@ _DULL = {"test", "tests", "idle_test", "encodings", "pydoc_data"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Piece:
+class DocumentPart:
     """A document, or a part of one that is very long."""
 
     text: str = field(repr=False)
@@ -121,7 +121,7 @@ def read_pieces(
     separator: str = END_OF_TEXT,
     column: str = "text",
     ends: float | None = None,
-) -> Iterator[Piece]:
+) -> Iterator[DocumentPart]:
     """Read the documents of the files in order; empty ones are left out.
 
     `ends` is the share of each text file that is held out at its end, where there are too few
@@ -130,14 +130,14 @@ def read_pieces(
     for path in files:
         if path.suffix.lower() in _TABLES:
             for text in read_texts(path, column):
-                yield Piece(text=text, place=_place(text, seed), last=True)
+                yield DocumentPart(text=text, place=_place(text, seed), last=True)
         elif ends is None:
             yield from _pieces(path, seed, separator)
         else:
             yield from _with_end_apart(path, separator, ends)
 
 
-def _with_end_apart(path: Path, separator: str, share: float) -> Iterator[Piece]:
+def _with_end_apart(path: Path, separator: str, share: float) -> Iterator[DocumentPart]:
     """Split a text file as `_pieces` does, with the place 0 after its border, cut at a line end."""
     border, done = path.stat().st_size * (1 - share), 0
     for text, last in _cut(path, separator):
@@ -145,14 +145,14 @@ def _with_end_apart(path: Path, separator: str, share: float) -> Iterator[Piece]
         if done < border < done + size:
             about = int(len(text) * (border - done) / size)
             cut = text.rfind("\n", 0, about) + 1 or about
-            yield Piece(text=text[:cut], place=share, last=True)
-            yield Piece(text=text[cut:], place=0.0, last=last)
+            yield DocumentPart(text=text[:cut], place=share, last=True)
+            yield DocumentPart(text=text[cut:], place=0.0, last=last)
         elif text.strip():
-            yield Piece(text=text, place=share if done < border else 0.0, last=last)
+            yield DocumentPart(text=text, place=share if done < border else 0.0, last=last)
         done += size
 
 
-def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
+def _pieces(path: Path, seed: int, separator: str) -> Iterator[DocumentPart]:
     """Split a text file at the separators, and at line ends where a piece would get too long."""
     place: float | None = None  # of the current document
     for text, last in _cut(path, separator):
@@ -160,7 +160,7 @@ def _pieces(path: Path, seed: int, separator: str) -> Iterator[Piece]:
             continue
         if place is None:
             place = _place(text, seed)
-        yield Piece(text=text, place=place, last=last)
+        yield DocumentPart(text=text, place=place, last=last)
         if last:
             place = None
 

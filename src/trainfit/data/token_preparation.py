@@ -28,7 +28,7 @@ from trainfit.core.files import cache_folder, checksum
 from trainfit.core.records import Record
 from trainfit.data.corpus import (
     END_OF_TEXT,
-    Piece,
+    DocumentPart,
     find_files,
     find_texts,
     read_pieces,
@@ -192,7 +192,7 @@ def _tokenizer(
     return learn_bpe(texts(), how.vocab_size, how.special, least=how.least)
 
 
-def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
+def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[DocumentPart]:
     ends = how.validation_share if how.ends else None
     return read_pieces(files, seed=how.seed, separator=how.separator, column=how.column, ends=ends)
 
@@ -202,16 +202,16 @@ def _pieces(files: Sequence[Path], how: Preparation) -> Iterator[Piece]:
 
 def _encode(
     files: Sequence[Path], how: Preparation, tokenizer: Tokenizer, processes: int
-) -> Iterator[tuple[Piece, NDArray[np.uint32]]]:
+) -> Iterator[tuple[DocumentPart, NDArray[np.uint32]]]:
     """Yield each piece with its tokens, in order."""
     groups = ((group, [piece.text for piece in group]) for group in _grouped(_pieces(files, how)))
     for pieces, encoded in map_in_order(groups, partial(_work, tokenizer), processes):
         yield from zip(pieces, encoded, strict=True)
 
 
-def _grouped(pieces: Iterator[Piece]) -> Iterator[list[Piece]]:
+def _grouped(pieces: Iterator[DocumentPart]) -> Iterator[list[DocumentPart]]:
     """Group pieces, so that each group is worth sending to a process."""
-    group: list[Piece] = []
+    group: list[DocumentPart] = []
     size = 0
     for piece in pieces:
         group.append(piece)
@@ -259,7 +259,7 @@ class _Written:
 
 def _write(
     building: Path,
-    encoded: Iterator[tuple[Piece, NDArray[np.uint32]]],
+    encoded: Iterator[tuple[DocumentPart, NDArray[np.uint32]]],
     tokenizer: Tokenizer,
     how: Preparation,
     progress: Callable[[int], None],

@@ -77,7 +77,7 @@ class Observation:
         self._marked = ExitStack()
         self._passes = Passes()
         self._given: list[Any] = []
-        self._tokens = Tokens()
+        self._tokens = TokenCounts()
         self._loaders: list[Any] = []
         self._times: list[float] = []
         self._timed = 0
@@ -282,7 +282,7 @@ def observe_process(path: Path, optimizers: Any) -> None:
     atexit.register(end)
 
 
-class Tokens:
+class TokenCounts:
     """Counts the tokens of batches, with and without padding, as they come from a loader."""
 
     def __init__(self) -> None:
@@ -306,7 +306,7 @@ class Tokens:
 
 
 @contextmanager
-def _watching_loaders(given: list[Any] | Tokens, loaders: list[Any] | None) -> Iterator[None]:
+def _watching_loaders(given: list[Any] | TokenCounts, loaders: list[Any] | None) -> Iterator[None]:
     """Collect every batch that a DataLoader returns, and the loader."""
     from torch.utils.data.dataloader import _BaseDataLoaderIter
 
