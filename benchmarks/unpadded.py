@@ -356,7 +356,7 @@ class Clock:
     def stepped(self) -> None:
         import torch
 
-        from trainfit.integrations.unpadding import facts_in
+        from trainfit.integrations.speeding import facts_in
 
         self.step += 1
         if self.step < self.warm_up:
@@ -390,8 +390,8 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
     import torch
     from transformers import set_seed
 
+    from trainfit.integrations.speeding import facts_in
     from trainfit.integrations.speedups import AROUND
-    from trainfit.integrations.unpadding import facts_in
 
     set_seed(0)
     steps = EXACT_STEPS if exact else given.steps

@@ -37,7 +37,7 @@ from trainfit.core import codec
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.hardware.model_shapes import model_shape, transformers_config
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.unpadding import facts_in
+from trainfit.integrations.speeding import facts_in
 from trainfit.jobs.job_plan import assumed_lengths
 from trainfit.measuring import what_if as estimating
 from trainfit.measuring.machine_rates import _launches

@@ -30,7 +30,7 @@ def test_names_are_loaded_when_they_are_used():
 
 
 def test_a_text_alone_is_one_item_and_not_its_letters(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trainfit.api._folder", lambda run: run)
+    monkeypatch.setattr("trainfit._folder", lambda run: run)
     monkeypatch.setattr("trainfit.runs.run_folder.exports_of", lambda run: [run])
     monkeypatch.setattr("trainfit.runs.run_folder.export_facts", lambda export: {})
     monkeypatch.setattr("trainfit.jobs.predict.answer", lambda exports, texts, criterion: texts)

@@ -1,19 +1,22 @@
 """trainfit fits a training run to the hardware it is on.
 
-The public names are loaded when they are first used: `import trainfit` imports no torch.
+The commands are functions: `trainfit.train("nli", "cv.folds=5")` for `train nli cv.folds=5`. A job
+is nli, textclass, pairs, tokens, gpt, "module:Class", or a subclass of `trainfit.Job` itself.
+
+The other public names are loaded when they are first used: `import trainfit` imports no torch.
 """
+
+from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+    from pathlib import Path
+
     from trainfit import doctor as doctor
     from trainfit import hpo as hpo
-    from trainfit.api import check as check
-    from trainfit.api import predict as predict
-    from trainfit.api import train as train
-    from trainfit.api import tune as tune
-    from trainfit.api import verify as verify
     from trainfit.conf import compose as compose
     from trainfit.core.errors import BadConfig as BadConfig
     from trainfit.core.errors import BadInput as BadInput
@@ -21,12 +24,14 @@ if TYPE_CHECKING:
     from trainfit.core.errors import RunFailed as RunFailed
     from trainfit.core.errors import TrainfitError as TrainfitError
     from trainfit.core.errors import TrainfitWarning as TrainfitWarning
+    from trainfit.core.plan_records import Recommendation
+    from trainfit.core.records import Receipt
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.integrations.speeding import padded as padded
     from trainfit.integrations.speeding import speed_up as speed_up
-    from trainfit.integrations.unpadding import padded as padded
-    from trainfit.integrations.unpadding import unpadded as unpadded
+    from trainfit.integrations.speeding import unpadded as unpadded
     from trainfit.jobs.job_plan import plan as plan
     from trainfit.jobs.registry import Job as Job
     from trainfit.jobs.registry import tunable as tunable
@@ -39,6 +44,7 @@ if TYPE_CHECKING:
     from trainfit.runtime import applied as applied
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
+    from trainfit.tuning.tuned_cache import TuneResult
 
 __version__ = "0.1.0"
 
@@ -53,7 +59,6 @@ _HOMES = {
     "applied": "trainfit.runtime",
     "apply": "trainfit.runtime",
     "as_if": "trainfit.hardware",
-    "check": "trainfit.api",
     "compose": "trainfit.conf",
     "detect": "trainfit.hardware",
     "estimate": "trainfit.planning",
@@ -61,22 +66,19 @@ _HOMES = {
     "lookup": "trainfit.hardware.catalogue",
     "measure": "trainfit.measuring",
     "observe": "trainfit.measuring.observe",
-    "padded": "trainfit.integrations.unpadding",
+    "padded": "trainfit.integrations.speeding",
     "plan": "trainfit.jobs.job_plan",
-    "predict": "trainfit.api",
     "recommend": "trainfit.jobs.tuned_plans",
     "report": "trainfit.reports.run_report",
     "speed_up": "trainfit.integrations.speeding",
-    "train": "trainfit.api",
     "tunable": "trainfit.jobs.registry",
-    "tune": "trainfit.api",
     "undo": "trainfit.runtime",
-    "unpadded": "trainfit.integrations.unpadding",
-    "verify": "trainfit.api",
+    "unpadded": "trainfit.integrations.speeding",
 }
 _PACKAGES = ("doctor", "hpo")
 """Packages that can be called."""
-__all__ = ["__version__", *_HOMES, *_PACKAGES]
+_COMMANDS = ("check", "predict", "train", "tune", "verify")
+__all__ = ["__version__", *_COMMANDS, *_HOMES, *_PACKAGES]
 
 
 def __getattr__(name: str) -> Any:
@@ -89,3 +91,85 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def train(task: str | type[Job], *overrides: str, resume: str | Path | None = None) -> Any:
+    """Train a job, score it on held-out data and export the model; return the result record.
+
+    `resume` is a run folder to continue; it continues with its own configuration.
+    """
+    from trainfit.core.errors import BadInput
+    from trainfit.jobs import configuration, registry
+
+    name = registry.name_of(task)
+    module = registry.job_module(name)
+    if resume is None:
+        return module.train(configuration.configure(name, overrides))
+    if overrides:
+        raise BadInput(f"resume with {overrides[0]}", "a run continues with its own configuration")
+    folder = _folder(resume)
+    return module.train(configuration.configured_by(folder, name), resume=folder)
+
+
+def tune(task: str | type[Job], *overrides: str, minutes: float = 3.0) -> TuneResult:
+    """Measure for `minutes` which settings are fastest here, and keep them for `train`."""
+    from trainfit.jobs import configuration, job_plan, registry, tuned_plans
+
+    name = registry.name_of(task)
+    module = registry.job_module(name)
+    composed = configuration.configure(name, overrides)
+    job = module.prepare(composed).tuned_job(job_plan.machine(composed))
+    return tuned_plans.tune(job, minutes=minutes)
+
+
+def verify(run: str | Path | type[Job]) -> Receipt:
+    """Return the receipt of a run: what was asked for against what was seen to run.
+
+    `run` is a run folder, its name under runs/, or a job of yours, for its newest run.
+    """
+    from trainfit.measuring.receipt import read_receipt
+
+    return read_receipt(_folder(run))
+
+
+def predict(
+    run: str | Path | type[Job], items: Sequence[Any] | str, *, criterion: str | None = None
+) -> list[Any]:
+    """Answer for texts by the model of a finished run, or for items by a job of yours.
+
+    A text alone is one item. A model of words takes lists of words too, and answers for each word.
+    """
+    from trainfit.core.errors import BadInput
+    from trainfit.jobs import own_steps, registry
+    from trainfit.jobs.predict import answer, answer_words
+    from trainfit.runs.run_folder import export_facts, exports_of
+
+    items = [items] if isinstance(items, str) else items
+    place = _folder(run)
+    if isinstance(run, type) or ":" in str(run):
+        return own_steps.predict(registry.name_of(run), place, items)  # type: ignore[arg-type]
+    exports = exports_of(place)
+    if export_facts(exports[0]).get("task") == "tokens":
+        split = [item.split() if isinstance(item, str) else list(item) for item in items]
+        return answer_words(exports, [words for words in split if words])
+    if wrong := [item for item in items if not isinstance(item, str)]:
+        raise BadInput(f"an item is a {type(wrong[0]).__name__}", "give texts")
+    return answer(exports, list(items), criterion)
+
+
+def check(gpu: str | None = None) -> Recommendation:
+    """Return the settings to start from on this machine, or on a GPU of the catalogue."""
+    from trainfit.hardware import as_if, detect
+    from trainfit.hardware.catalogue import find
+    from trainfit.jobs.tuned_plans import recommend
+
+    return recommend(detect() if gpu is None else as_if(find(gpu)))
+
+
+def _folder(run: str | Path | type[Job]) -> Path:
+    from pathlib import Path
+
+    from trainfit.jobs.registry import name_of
+    from trainfit.runs import run_folder
+
+    return run_folder.find(name_of(run) if isinstance(run, type) else run, Path("runs"))

@@ -13,13 +13,13 @@ from tokenizer_folders import KINDS, WORDS, tokenizer_folder
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.conll_files import TAGGED
-from trainfit.data.labelled_texts import load_text_files
 from trainfit.data.labels import LabelKind
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer
 from trainfit.data.tokens import encode_words, tokenize_words
 from trainfit.jobs.known_data import find_splits
+from trainfit.jobs.textclass import load_text_files
 
 COLUMNS = Columns(text="tokens", label="tags", tagged=True)
 KIND = LabelKind(target="tags")

@@ -12,13 +12,13 @@ import pytest
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.data import token_cache
 from trainfit.data.columnar import choose_columns
-from trainfit.data.labelled_texts import load_text_files, text_datasets
 from trainfit.data.row_files import column_names
 from trainfit.data.synthetic import CLASSES, make_texts
 from trainfit.data.text_files import Columns, read_chunks
 from trainfit.data.token_cache import tokenize_file
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.data.tokens import tokenize_texts
+from trainfit.jobs.textclass import load_text_files, text_datasets
 
 WHO = Columns(group="who")
 FORMATS = ["csv", "jsonl", "parquet", "datasets"]

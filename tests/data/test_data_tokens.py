@@ -15,7 +15,7 @@ from trainfit.data.batches import collate_packed, collate_padded
 from trainfit.data.synthetic import CUES, make_corpus
 from trainfit.data.tokenizers import learn_tokenizer, load_tokenizer, pad_id, tokenizer_hash
 from trainfit.data.tokens import from_lists, tokenize_pairs, tokenize_texts
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import lay_out
 
 POST = "one two three four five six seven eight nine ten"
 CRITERIA = ["alpha beta", "gamma delta epsilon"]
@@ -179,7 +179,7 @@ def test_a_tokenizer_is_loaded_from_a_folder_and_one_line_says_that_there_is_non
 def test_importing_the_data_package_is_light():
     code = (
         "import sys, trainfit.data, trainfit.data.redsm5, trainfit.data.folds;"
-        "import trainfit.data.labelled_texts, trainfit.data.synthetic, trainfit.data.synthetic;"
+        "import trainfit.data.synthetic;"
         "import trainfit.jobs.metrics, trainfit.jobs.baselines;"
         "heavy = {'torch', 'sklearn', 'transformers', 'pyarrow', 'scipy', 'datasets'};"
         "sys.exit(str(heavy & set(sys.modules)) if heavy & set(sys.modules) else 0)"

@@ -23,9 +23,9 @@ from transformers import AutoModelForSequenceClassification
 from unpadded_tiny import batch, config, gradients
 
 import trainfit
-from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.unpadding import facts_in
+from trainfit.integrations.body_state import BodyBlocks
+from trainfit.integrations.speeding import facts_in
 
 LENGTHS = ((9, 30, 20, 33), (40, 21, 17, 40), (50, 60, 61, 10), (33, 48, 64, 60))
 LABELS = torch.tensor([0, 2, 1, 1])

@@ -24,8 +24,8 @@ from unpadded_tiny import HEADS, batch, config, gradients
 
 import trainfit
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.gradient_memory import GradientMemory
-from trainfit.integrations.unpadding import facts_in
+from trainfit.integrations.captured_passes import GradientMemory
+from trainfit.integrations.speeding import facts_in
 
 FIRST, LAST, WIDE = (5, 11, 1, 8), (9, 2, 7, 10), (30, 40, 20, 33)
 LABELS = torch.tensor([0, 2, 1, 1])

@@ -14,7 +14,7 @@ from unpadded_tiny import batch, config, gradients
 
 import trainfit
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.unpadding import facts_in
+from trainfit.integrations.speeding import facts_in
 
 SIZES = {"hidden_size": 64, "initializer_range": 0.1}
 LENGTHS = ((5, 61, 1, 128, 33, 90), (100, 20, 64, 17, 90, 3), (120, 128, 100, 90, 128, 101))

@@ -18,10 +18,9 @@ from unpadded_tiny import batch, config, pair
 
 import trainfit
 from trainfit.integrations import script_hooks
-from trainfit.integrations.speeding import apply_speedups
+from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.speedups import SpeedUp
 from trainfit.integrations.turns import PADDED, Turns
-from trainfit.integrations.unpadding import facts_in
 
 
 def classifier() -> BertForSequenceClassification:

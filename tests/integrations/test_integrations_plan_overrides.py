@@ -11,7 +11,7 @@ from plan_example import make_plan
 from trainfit.conf import compose
 from trainfit.conf.schema import SCHEMAS
 from trainfit.core.plan_records import RuntimeSettings
-from trainfit.integrations.plan_exports import command_line, hydra, overrides, shell
+from trainfit.integrations.plan_exports import FORMATS, command_line, overrides
 
 PLANNED = {
     "device.use_cuda": True,
@@ -47,7 +47,7 @@ ENCODER = {"model.method": "dora", "model.freeze_encoder": False}
 )
 def test_they_compose_back_with_the_plan_pinned(task: str, given_words):
     composed = compose(task, given_words)
-    lines = hydra(make_plan(), composed).text.splitlines()
+    lines = FORMATS["hydra"](make_plan(), composed).text.splitlines()
     again = compose(task, lines)
     pinned = PLANNED | (ENCODER if task != "gpt" else {})
     assert again.values() == composed.values() | pinned
@@ -90,7 +90,7 @@ def test_what_a_configuration_cannot_say_is_left_to_the_planner():
         gpu=None,
     )
     plan = replace(plan, workload=replace(plan.workload, method="frozen"))
-    handover = hydra(plan, compose("nli"))
+    handover = FORMATS["hydra"](plan, compose("nli"))
     values = compose("nli", handover.text.splitlines()).values()
     assert values["model.use_gradient_checkpointing"] == "selective"
     assert values["training.prefetch_factor"] == "auto"
@@ -130,14 +130,14 @@ def heard(text: str, program: str = "trainfit") -> list[str]:
 
 def test_several_ranks_start_with_torchrun():
     composed = compose("gpt")
-    words = heard(shell(make_plan(ranks=2), composed).text, "torchrun")
+    words = heard(FORMATS["shell"](make_plan(ranks=2), composed).text, "torchrun")
     start = ["--standalone", "--nproc-per-node", "2", "-m", "trainfit", "train", "gpt"]
     assert words == [*start, *overrides(make_plan(ranks=2), composed)]
 
 
 def test_variables_that_torch_reads_when_it_starts():
     runtime = RuntimeSettings(expandable_segments=True, deterministic=True, num_threads=3)
-    text = shell(make_plan(runtime=runtime), compose("nli")).text
+    text = FORMATS["shell"](make_plan(runtime=runtime), compose("nli")).text
     exports = text.split("\ntrainfit")[0]
     done = subprocess.run(
         ["bash", "-euc", f"{exports}\nprintenv PYTORCH_ALLOC_CONF CUBLAS_WORKSPACE_CONFIG"],
@@ -146,4 +146,6 @@ def test_variables_that_torch_reads_when_it_starts():
     )
     assert done.stdout.decode().splitlines() == ["expandable_segments:True", ":4096:8"]
     assert "export OMP_NUM_THREADS=3" in exports
-    assert "export" not in shell(make_plan(runtime=RuntimeSettings()), compose("nli")).text
+    assert (
+        "export" not in FORMATS["shell"](make_plan(runtime=RuntimeSettings()), compose("nli")).text
+    )

@@ -22,12 +22,11 @@ from unpadded_tiny import batch, config, counting_packed
 import trainfit
 from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
-from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
-from trainfit.integrations.speeding import apply_speedups
+from trainfit.integrations.body_state import BodyBlocks
+from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.speedups import SpeedUp, Switch
 from trainfit.integrations.turns import GRAPHS, Turns
-from trainfit.integrations.unpadding import facts_in
 
 SCRIPT = """
 import sys

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from transformers import BatchEncoding
 from unpadded_tiny import HEADS, NAMES, SIDES, batch, check_same, config, counting_packed, pair
 
-from trainfit.integrations.unpadding import FAMILIES
+from trainfit.integrations.speeding import FAMILIES
 from trainfit.kernels import unpadded_rows
-from trainfit.kernels.attention import masked_attention
-from trainfit.kernels.layout import Layout
+from trainfit.kernels.attention import Layout, masked_attention
 
 _FIRST = ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "electra", "albert")
 READS_FIRST = (*_FIRST, "deberta-v3", "deberta", "mpnet", "modernbert-cls")

@@ -14,7 +14,7 @@ from own_tiny import COMMON, FAMILIES, GROUPED, config_of
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from trainfit.integrations import unpadded_forward, unpadding
+from trainfit.integrations import speeding, unpadded_forward
 
 _ROTARY = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
 _PAIRED = COMMON | {"num_key_value_heads": 4}
@@ -62,7 +62,7 @@ def pair(name: str, head: str = "classes", **others: Any) -> tuple[Any, Any]:
     """Two models with the same weights: the plain one, and one that goes without padding."""
     torch.manual_seed(0)
     plain = HEADS[head].from_config(config(name, **others)).eval()
-    return plain, unpadding.unpadded(copy.deepcopy(plain))
+    return plain, speeding.unpadded(copy.deepcopy(plain))
 
 
 def batch(

@@ -6,7 +6,6 @@ import numpy as np
 import psutil
 import pytest
 
-from trainfit.data.labelled_texts import text_datasets
 from trainfit.data.redsm5 import split_corpus
 from trainfit.data.synthetic import make_corpus
 from trainfit.data.tokens import from_lists
@@ -18,6 +17,7 @@ from trainfit.jobs.baselines import (
     tfidf_baseline,
 )
 from trainfit.jobs.text_baselines import best_threshold, text_arrays, text_baselines
+from trainfit.jobs.textclass import text_datasets
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoModelForSequenceClassification
 
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import lay_out
 from trainfit.kernels.unpadded_rows import without_padding
 
 FAMILIES = (*TINY, *CONFIGS, *OTHERS)

@@ -32,8 +32,8 @@ from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.jobs import gpt as job
 from trainfit.jobs import job_plan
-from trainfit.jobs.gpt_result import GptResult
 from trainfit.jobs.models.gpt_model import Gpt
+from trainfit.jobs.pretraining import GptResult
 from trainfit.jobs.run import Show
 from trainfit.planning import planner
 from trainfit.runtime import compile_model

@@ -17,9 +17,9 @@ from trainfit.engine.observers import Progress, TrainRow, Window, make_row
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find, gpus
 from trainfit.jobs import gpt as job
-from trainfit.jobs import gpt_result, job_plan
-from trainfit.jobs.gpt_result import iter_line, read_meter
+from trainfit.jobs import job_plan, pretraining
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
+from trainfit.jobs.pretraining import iter_line, read_meter
 from trainfit.measuring import flops
 
 
@@ -165,23 +165,23 @@ def test_the_catalogue_has_the_guides_table(slug: str):
     good, excellent = spec.mfu_good, spec.mfu_excellent
     assert good is not None
     assert excellent is not None
-    assert gpt_result.standing((good[0] - 1) / 100, spec) == "poor"
-    assert gpt_result.standing(good[0] / 100, spec) == "good"
-    assert gpt_result.standing(excellent[0] / 100, spec) == "excellent"
+    assert pretraining.standing((good[0] - 1) / 100, spec) == "poor"
+    assert pretraining.standing(good[0] / 100, spec) == "good"
+    assert pretraining.standing(excellent[0] / 100, spec) == "excellent"
 
 
 def test_gpus_without_a_row_are_held_to_the_guides_general_targets():
     spec = find("h200")
     assert spec.mfu_good is None
-    assert [gpt_result.standing(x, spec) for x in (0.1, 0.2, 0.5)] == ["poor", "good", "excellent"]
-    assert all(gpt_result.targets(one)[0][0] >= 15 for one in gpus())
+    assert [pretraining.standing(x, spec) for x in (0.1, 0.2, 0.5)] == ["poor", "good", "excellent"]
+    assert all(pretraining.targets(one)[0][0] >= 15 for one in gpus())
 
 
 def advice(tmp: Path, slug: str, *words: str, memory: float = 0.9, wait: float = 0.0) -> list[str]:
     composed = compose("gpt", [*gpt_words(tmp), *words])
     plan = plan_here(job_plan.question(composed), as_if(find(slug)))
     config: Any = composed.config
-    return gpt_result.next_steps(plan, config, find(slug), memory_share=memory, wait_share=wait)
+    return pretraining.next_steps(plan, config, find(slug), memory_share=memory, wait_share=wait)
 
 
 def test_the_next_steps_come_in_the_guides_order(tmp_path: Path):

@@ -19,7 +19,7 @@ from trainfit.core.errors import BadInput
 from trainfit.jobs.models.building import projections
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.dora import CompilableDora
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import lay_out
 from trainfit.kernels.supported import NOT_RECOMPUTED
 from trainfit.runtime import repeated_blocks
 

@@ -28,8 +28,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.integrations import plan_exports
 from trainfit.jobs import own_steps, registry
 from trainfit.jobs.own import OwnTask, prepare
-from trainfit.jobs.own_checks import summed
-from trainfit.jobs.own_steps import find_shape
+from trainfit.jobs.own_steps import find_shape, summed
 from trainfit.jobs.registry import config_class
 from trainfit.runs.run_folder import METRICS
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trainfit.core.errors import BadInput
 from trainfit.jobs.models.classifier import KeyValueProbePooler, QueryProbePooler, build_pooler
 from trainfit.jobs.models.classifier_settings import Pooling
-from trainfit.kernels.layout import Layout, lay_out
+from trainfit.kernels.attention import Layout, lay_out
 
 WIDTH = 12
 SIDES = ("right", "left")

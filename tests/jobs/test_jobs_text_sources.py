@@ -17,11 +17,11 @@ from trainfit.cli.main import run
 from trainfit.conf import TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.data.labelled_texts import load_text_files
 from trainfit.data.text_files import Columns, RowCount, read_chunks
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.known_data import columns_of
+from trainfit.jobs.textclass import load_text_files
 
 ROWS = [
     {"review": f"film {n}, seen; twice\nor more", "sentiment": ["bad", "good"][n % 2]}

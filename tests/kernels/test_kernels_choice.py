@@ -14,8 +14,7 @@ from kernels_tiny import packed, padded, tiny
 
 from trainfit.core.errors import BadInput
 from trainfit.kernels import attention, varlen
-from trainfit.kernels.attention import MaskedAttention
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import MaskedAttention, lay_out
 from trainfit.kernels.varlen import PackedRows, VarlenAttention, kernel_for
 
 HALF = (torch.float16, torch.bfloat16)

@@ -22,8 +22,8 @@ from torch import Tensor
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.kernels import varlen
+from trainfit.kernels.attention import lay_out
 from trainfit.kernels.disentangled import disentangled_attention
-from trainfit.kernels.layout import lay_out
 from trainfit.kernels.varlen import VarlenAttention, softcapped_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_enough")]

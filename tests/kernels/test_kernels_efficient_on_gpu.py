@@ -10,9 +10,8 @@ from kernels_tiny import logits_and_gradients, packed, padded, relative_error, t
 from torch import Tensor
 
 from trainfit.kernels import attention
-from trainfit.kernels.attention import masked_attention
+from trainfit.kernels.attention import Layout, lay_out, masked_attention
 from trainfit.kernels.efficient_packed import efficient_attention, efficient_attention_backward
-from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.varlen import varlen_attention
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 from trainfit.runtime import compile_blocks

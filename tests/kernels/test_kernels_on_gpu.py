@@ -11,8 +11,7 @@ from torch import Tensor
 
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.kernels import attention
-from trainfit.kernels.attention import masked_attention
-from trainfit.kernels.layout import lay_out
+from trainfit.kernels.attention import lay_out, masked_attention
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("new_enough")]

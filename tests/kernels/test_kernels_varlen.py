@@ -13,9 +13,8 @@ from kernels_reference import install_efficient, install_reference
 from kernels_tiny import FILLER, TINY, logits_and_gradients, packed, tiny
 
 from trainfit.kernels import attention
-from trainfit.kernels.attention import MaskedAttention, masked_attention
+from trainfit.kernels.attention import Layout, MaskedAttention, lay_out, masked_attention
 from trainfit.kernels.efficient_packed import efficient_attention
-from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.varlen import VarlenAttention, varlen_attention
 from trainfit.measuring.evidence import attention_of
 from trainfit.measuring.trace import Profiling

@@ -8,6 +8,7 @@ and Hydra's sweeps change the space: `training.learning_rate=tag(log,interval(1e
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -225,8 +226,7 @@ def _refused(task: str, name: str, values: Sequence[Any]) -> BadInput | None:
         try:
             codec.decode(key_type(task, name), value)
         except BadInput as error:
-            what = error.what.removeprefix("value is ")
-            return BadInput(f"{name} is searched at {brief(what)}", error.fix)
+            return BadInput(f"{name} is searched at {brief(json.dumps(value))}", error.fix)
     return None
 
 

@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trainfit.integrations.hf_trainer import TrainfitCallback
     from trainfit.integrations.lightning_callback import TrainfitLightningCallback
-    from trainfit.integrations.memory_advice import oom_advice
+    from trainfit.integrations.meter import oom_advice
 
 _PLACES = {
     "TrainfitCallback": "hf_trainer",
     "TrainfitLightningCallback": "lightning_callback",
-    "oom_advice": "memory_advice",
+    "oom_advice": "meter",
 }
 
 __all__ = ["TrainfitCallback", "TrainfitLightningCallback", "oom_advice"]

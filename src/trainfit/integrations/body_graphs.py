@@ -27,8 +27,7 @@ from torch import nn
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
 from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
-from trainfit.integrations.body_blocks import BodyBlocks
-from trainfit.integrations.body_state import BodyState, body_state
+from trainfit.integrations.body_state import BodyBlocks, BodyState, body_state
 from trainfit.integrations.captured_passes import (
     COARSE,
     FINE,
@@ -37,6 +36,7 @@ from trainfit.integrations.captured_passes import (
     BodyCall,
     BodyGraph,
     BodyReplay,
+    GradientMemory,
     Replayed,
     Run,
     bound_of,
@@ -44,7 +44,6 @@ from trainfit.integrations.captured_passes import (
     size_of,
     sort_call,
 )
-from trainfit.integrations.gradient_memory import GradientMemory
 from trainfit.integrations.speedups import Tally
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 

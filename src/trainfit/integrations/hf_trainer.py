@@ -9,8 +9,7 @@ from typing import Any, Self
 from transformers import Trainer, TrainerCallback, TrainerState, TrainingArguments
 
 from trainfit.core.records import Receipt
-from trainfit.integrations.memory_advice import oom_advice
-from trainfit.integrations.meter import LoopMeter, Observing
+from trainfit.integrations.meter import LoopMeter, Observing, oom_advice
 from trainfit.measuring.observe import WARM_UP
 
 

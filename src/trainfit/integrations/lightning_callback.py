@@ -7,8 +7,7 @@ from typing import Any
 
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt
-from trainfit.integrations.memory_advice import add_advice
-from trainfit.integrations.meter import LoopMeter, Observing
+from trainfit.integrations.meter import LoopMeter, Observing, add_advice
 from trainfit.measuring.observe import WARM_UP
 
 try:

@@ -19,7 +19,6 @@ from trainfit.conf import Composed, Config, keys
 from trainfit.conf.composition import as_word, flat_values
 from trainfit.core.plan_records import Plan
 from trainfit.core.settings import SETTINGS, chosen_by
-from trainfit.integrations.saver_notes import saver_notes
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.jobs.registry import Job, is_own, load
 
@@ -202,7 +201,7 @@ class Handover:
 def hf(plan: Plan, composed: Composed) -> Handover:
     """JSON object for `TrainingArguments(output_dir=…, **arguments)`."""
     training = composed.config.training
-    notes = [*_unfit(plan), *_unsaid(plan, composed)]
+    notes = _unsaid(plan, composed)
     if plan.gradient_checkpointing == "selective":
         notes.append(
             "selective checkpointing was planned, and TrainingArguments has only the whole: "
@@ -222,7 +221,7 @@ def hf(plan: Plan, composed: Composed) -> Handover:
 def lightning(plan: Plan, composed: Composed) -> Handover:
     """JSON object for Lightning's `Trainer(**arguments)`."""
     config = composed.config
-    notes = [*_unfit(plan), *_unsaid(plan, composed), *_in_the_script(plan, config)]
+    notes = [*_unsaid(plan, composed), *_in_the_script(plan, config)]
     if plan.compile:
         notes.append(f"compile the model: torch.compile(model, mode={plan.compile_mode!r})")
     if config.training.early_stopping_patience is not None:
@@ -234,7 +233,7 @@ def lightning(plan: Plan, composed: Composed) -> Handover:
 def accelerate(plan: Plan, composed: Composed) -> Handover:
     """YAML file for `accelerate launch --config_file`."""
     config = composed.config
-    notes = [*_unfit(plan), *_unsaid(plan, composed), *_in_the_script(plan, config)]
+    notes = [*_unsaid(plan, composed), *_in_the_script(plan, config)]
     steps = even_batch(plan).accumulation
     notes.append(f"build Accelerator(gradient_accumulation_steps={steps})")
     if config.training.max_grad_norm:
@@ -244,22 +243,13 @@ def accelerate(plan: Plan, composed: Composed) -> Handover:
     return Handover(text.rstrip("\n"), tuple(notes))
 
 
-def hydra(plan: Plan, composed: Composed) -> Handover:
-    """Overrides for trainfit itself, one per line."""
-    return Handover("\n".join(overrides(plan, composed)), _unfit(plan))
-
-
-def shell(plan: Plan, composed: Composed) -> Handover:
-    """Environment variables, and the command that trains with this plan."""
-    return Handover(command_line(plan, composed), _unfit(plan))
-
-
 FORMATS: Mapping[str, Callable[[Plan, Composed], Handover]] = {
     "hf": hf,
     "lightning": lightning,
     "accelerate": accelerate,
-    "hydra": hydra,
-    "shell": shell,
+    # Overrides for trainfit itself, one per line; variables and the command that trains so.
+    "hydra": lambda plan, made: Handover("\n".join(overrides(plan, made)), _unfit(plan)),
+    "shell": lambda plan, made: Handover(command_line(plan, made), _unfit(plan)),
 }
 
 
@@ -271,9 +261,9 @@ def _unfit(plan: Plan) -> tuple[str, ...]:
 
 def _unsaid(plan: Plan, composed: Composed) -> list[str]:
     """Notes on settings that none of the other tools has an argument for."""
-    load = plan.workload
-    batch = even_batch(plan)
-    notes = [*batch.notes, *(_of_own_job(composed.task, batch) if is_own(composed.task) else [])]
+    load, batch = plan.workload, even_batch(plan)
+    notes = [*_unfit(plan), *batch.notes]
+    notes += _of_own_job(composed.task, batch) if is_own(composed.task) else []
     if load.max_length > 1:
         notes.append(f"cut sequences at {load.max_length} tokens")
     if load.method == "frozen":
@@ -282,11 +272,34 @@ def _unsaid(plan: Plan, composed: Composed) -> list[str]:
         notes.append(f"planned for {load.method}: give the trainer a model wrapped by peft")
     if plan.weights_dtype != "float32":
         notes.append(f"weights that are not trained are planned in {plan.weights_dtype}: cast them")
-    notes += saver_notes(plan)
+    notes += _of_savers(plan)
     if plan.packed:
         notes.append("planned with packed rows; batches here are padded, and slower for it")
     if plan.runtime.expandable_segments:
         notes.append("export PYTORCH_ALLOC_CONF=expandable_segments:True before Python starts")
+    return notes
+
+
+def _of_savers(plan: Plan) -> list[str]:
+    """Notes on settings that save memory and are no argument of a trainer."""
+    notes = []
+    if plan.quantization != "none":
+        bits = "load_in_4bit, nf4" if plan.quantization == "nf4" else "load_in_8bit"
+        notes.append(
+            f"planned on {plan.quantization} weights: give it a BitsAndBytesConfig ({bits})"
+        )
+    if plan.optimizer in ("adamw_bf16", "muon"):
+        notes.append(f"{plan.optimizer} is trainfit's own: AdamW in its place keeps more state")
+    if plan.offload_activations:
+        notes.append(
+            "planned with activations in the host's memory: run the forward pass under "
+            "torch.autograd.graph.save_on_cpu(pin_memory=True)"
+        )
+    if plan.runtime.memory_gib is not None:
+        notes.append(
+            f"planned for {plan.runtime.memory_gib:g} GiB: limit torch with "
+            "torch.cuda.set_per_process_memory_fraction"
+        )
     return notes
 
 
@@ -347,22 +360,17 @@ def overrides(plan: Plan, composed: Composed) -> list[str]:
 def pins(plan: Plan, composed: Composed) -> dict[str, Any]:
     """Planned settings by key; those that a configuration cannot express are left out."""
     method = plan.workload.method
+    half = plan.task.arguments.get("half_stream")  # in plans of a GPT
     rows = chosen_by("planner", "tune", "tuned")
     values = {row.key: row.to_configuration(row.of(plan)) for row in rows}
     values |= {
         "device.use_cuda": True if plan.gpu is not None else None,
         "model.method": None if method == "frozen" else method,
         "model.freeze_encoder": method == "frozen",
-        "model.half_stream": _half_stream(plan),
+        "model.half_stream": None if half is None else stream_is_half(half, plan.precision),
     }
     known = keys(composed.task)
     return {key: value for key, value in values.items() if value is not None and key in known}
-
-
-def _half_stream(plan: Plan) -> bool | None:
-    """Decision of a GPT plan on half precision between blocks; None in plans of other models."""
-    asked = plan.task.arguments.get("half_stream")
-    return None if asked is None else stream_is_half(asked, plan.precision)
 
 
 def command_line(plan: Plan, composed: Composed) -> str:

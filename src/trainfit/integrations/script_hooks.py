@@ -101,8 +101,7 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
     began = time.perf_counter()  # imports of trainfit count
     from torch import nn
 
-    from trainfit.integrations.speeding import apply_speedups
-    from trainfit.integrations.unpadding import facts_in
+    from trainfit.integrations.speeding import apply_speedups, facts_in
 
     _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
@@ -126,7 +125,7 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
 
 
 def _taken(model: Any, found: SpeedUp) -> _Taken:
-    from trainfit.integrations.unpadding import facts_in
+    from trainfit.integrations.speeding import facts_in
 
     facts = facts_in(model)
     graphs = [one.graphs.tally for one in facts if one.graphs is not None]
@@ -136,8 +135,8 @@ def _taken(model: Any, found: SpeedUp) -> _Taken:
 def _begin_turns(model: Any) -> None:
     """Time the steps of a model; one of another kind than those before has turns of its own."""
     global _turns
+    from trainfit.integrations.speeding import facts_in
     from trainfit.integrations.turns import Turns
-    from trainfit.integrations.unpadding import facts_in
 
     if not (facts := facts_in(model)):
         return

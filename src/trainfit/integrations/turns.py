@@ -16,7 +16,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from trainfit.integrations.body_blocks import BodyBlocks
+from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.speedups import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
 

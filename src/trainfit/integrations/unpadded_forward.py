@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
-from trainfit.integrations.body_blocks import BodyBlocks
+from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.unpadded_calls import (
     Unpadding,
     call_obstacle,

@@ -34,9 +34,9 @@ from trainfit.data.corpus import END_OF_TEXT
 from trainfit.data.model_files import plain_config, read_weights
 from trainfit.data.token_files import TOKENIZER
 from trainfit.data.tokenizers import is_learned, load_bpe
+from trainfit.jobs.models.building import OwnHead
 from trainfit.jobs.models.classifier import EncoderClassifier
 from trainfit.jobs.models.gpt_model import Gpt
-from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.models.sources import without_bars
 from trainfit.jobs.standard_export import (
     from_gpt2,

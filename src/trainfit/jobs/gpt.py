@@ -33,14 +33,20 @@ from trainfit.engine.saved_state import find_nonfinite
 from trainfit.engine.setup import describe
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.host import check_room
-from trainfit.jobs import exports, gpt_result, job_plan, plan_choices, tuned_plans
+from trainfit.jobs import exports, job_plan, plan_choices, pretraining, tuned_plans
 from trainfit.jobs.configuration import configured_by
-from trainfit.jobs.gpt_result import GptResult, iter_line, read_meter
 from trainfit.jobs.job_times import load_of
 from trainfit.jobs.models.building import birthplace, on_device
 from trainfit.jobs.models.gpt_model import Gpt, GptShape, gpt_shape
 from trainfit.jobs.plan_choices import stream_is_half
-from trainfit.jobs.pretraining import METRIC, GptTask, count_blocks
+from trainfit.jobs.pretraining import (
+    METRIC,
+    GptResult,
+    GptTask,
+    count_blocks,
+    iter_line,
+    read_meter,
+)
 from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.measuring import flops
@@ -270,15 +276,15 @@ def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
     plan, peaks = run.plan, _Peaks.of(run.plan, run.profile, run.world, run.device)
     meter = read_meter(run.folder)
     spec = None if plan.gpu is None else find(plan.gpu)
-    standing: gpt_result.Standing | None = None
+    standing: pretraining.Standing | None = None
     steps: tuple[str, ...] = ()
     if meter.mfu is not None and spec is not None:
-        standing = gpt_result.standing(meter.mfu, spec)
+        standing = pretraining.standing(meter.mfu, spec)
         if standing == "poor":
             share = (result.peak_memory_gib or 0.0) / spec.memory_gib
             config, wait = prepared.config, meter.wait_share
             steps = tuple(
-                gpt_result.next_steps(plan, config, spec, memory_share=share, wait_share=wait)
+                pretraining.next_steps(plan, config, spec, memory_share=share, wait_share=wait)
             )
     of_measured = None
     if meter.mfu is not None and peaks.measured and peaks.datasheet:

@@ -18,8 +18,8 @@ from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, separates
 from trainfit.jobs.configuration import Chosen
 from trainfit.jobs.metrics import Metrics, has_spans
+from trainfit.jobs.models.building import OwnHead
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.scores import FoldScores
 from trainfit.jobs.standard_export import hub_name
 

@@ -29,8 +29,14 @@ from trainfit.engine.setup import describe
 from trainfit.engine.step import autocast
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.models.building import birthplace, on_device
-from trainfit.jobs.own_checks import check_number, check_optimizer, summed
-from trainfit.jobs.own_steps import COUNT, BatchShape, find_shape
+from trainfit.jobs.own_steps import (
+    COUNT,
+    BatchShape,
+    check_number,
+    check_optimizer,
+    find_shape,
+    summed,
+)
 from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train

@@ -26,9 +26,9 @@ from trainfit.engine.step import autocast
 from trainfit.jobs import exports
 from trainfit.jobs.classification import in_batches, predict
 from trainfit.jobs.models.backbone import build_encoder
+from trainfit.jobs.models.building import OwnHead
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
-from trainfit.jobs.models.own_heads import OwnHead
 from trainfit.jobs.standard_export import FACTS
 from trainfit.jobs.targets import OneClass, Outputs, SeveralLabels, WordTags, target_of
 from trainfit.runs import timeline

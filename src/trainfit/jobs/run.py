@@ -349,6 +349,10 @@ def begin(
 # ── agreement of ranks, and of a run with its data: others would train a mixture, or wait ─────
 
 
+_DIGESTS = ("the data", "the code")
+"""What ranks compare by a digest, which tells a reader nothing."""
+
+
 def check_ranks_agree(world: World, prepared: Any) -> None:
     """Raise BadInput on every rank where their prepared jobs differ."""
     if world.size == 1:
@@ -356,11 +360,8 @@ def check_ranks_agree(world: World, prepared: Any) -> None:
     composed: Composed = prepared.composed
     values = {key: _value(value) for key, value in composed.values().items()}
     code = source_digest(load(composed.task)) if is_own(composed.task) else ""
-    own = values | {
-        "task": composed.task,
-        "the data": prepared.facts()["checksum"],
-        "the code": [caches.sources(), code, caches.libraries()],
-    }
+    digests = prepared.facts()["checksum"], [caches.sources(), code, caches.libraries()]
+    own = values | {"task": composed.task} | dict(zip(_DIGESTS, digests, strict=True))
     said = gather(world, json.dumps(own, sort_keys=True))
     if problem := difference([json.loads(text) for text in said]):
         raise BadInput(problem, "start the same command, data and version on every machine")
@@ -373,7 +374,7 @@ def difference(said: Sequence[Mapping[str, Any]]) -> str | None:
             first, here = said[0].get(name), other.get(name)
             if first == here:
                 continue
-            if name.startswith("the "):
+            if name in _DIGESTS:
                 return f"{name} of rank {rank} is not that of rank 0"
             shown = (brief(json.dumps(value)) for value in (first, here))
             return "ranks differ in {}: {} on rank 0, {} on rank {}".format(name, *shown, rank)

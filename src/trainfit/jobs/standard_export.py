@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
     from transformers import GPT2Config, GPT2LMHeadModel, PretrainedConfig, PreTrainedModel
 
+    from trainfit.jobs.models.building import OwnHead
     from trainfit.jobs.models.classifier import EncoderClassifier
-    from trainfit.jobs.models.own_heads import OwnHead
 
 
 FACTS = "trainfit.json"

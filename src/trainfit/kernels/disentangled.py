@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from trainfit.kernels.attention import Layout
 from trainfit.kernels.efficient_packed import differentiate
-from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import TERMS, model_obstacle
 from trainfit.kernels.varlen import draw_seed, starts_of, triton_obstacle
 

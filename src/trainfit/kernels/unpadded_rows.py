@@ -20,12 +20,13 @@ from trainfit.kernels import varlen
 from trainfit.kernels.attention import (
     ARGUMENT,
     Attention,
+    Layout,
     attend,
     computed_in,
+    lay_out,
     masked_attention,
     packed_kernel,
 )
-from trainfit.kernels.layout import Layout, lay_out
 
 _FULL = 0.9
 """Share of real tokens above which attention's copies cost more than padding."""

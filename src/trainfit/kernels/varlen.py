@@ -14,15 +14,17 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 
 from trainfit.kernels import efficient_packed
 from trainfit.kernels.efficient_packed import differentiate, dtype_name
-from trainfit.kernels.layout import Layout
 from trainfit.kernels.supported import CAPPED_HEADS, FLASH_SINCE, LARGEST_HEAD, TRITON_SINCE
+
+if TYPE_CHECKING:
+    from trainfit.kernels.attention import Layout
 
 F = TypeVar("F", bound=Callable[..., Any])
 PackedKernel = Literal["varlen", "varlen_efficient", "softcapped"]

@@ -22,7 +22,15 @@ from trainfit.measuring.evidence import (
     work_of,
 )
 from trainfit.measuring.timing import synchronize
-from trainfit.measuring.trace import Evidence, Operator, Profiling, Trace, cuda_in_use, optimizer_of
+from trainfit.measuring.trace import (
+    HOST,
+    Evidence,
+    Operator,
+    Profiling,
+    Trace,
+    cuda_in_use,
+    optimizer_of,
+)
 
 WARM_UP = 10
 """Steps before the profiled one, in which kernels are chosen and shapes compiled."""
@@ -218,7 +226,7 @@ def moments_of(optimizer: Any) -> dict[str, int]:
             for value in state.values() if isinstance(state, dict) else ():
                 if isinstance(value, torch.Tensor) and value.numel() > 1:
                     host = cuda_in_use() and value.device.type == "cpu"
-                    place = "the host" if host else value.device.type
+                    place = HOST if host else value.device.type
                     total[f"{str(value.dtype).removeprefix('torch.')} on {place}"] += value.nbytes
     return dict(total)
 

@@ -26,6 +26,8 @@ _ATTENTION = re.compile(r"attention|attn")
 UPDATE = "Optimizer.step#"
 """Start of the range that torch marks around an optimizer's step, before the optimizer's name."""
 _BYTES = re.compile(r'"bytes": (\d+)')
+HOST = "the host"
+"""Place of moments that a GPU's optimizer keeps in the host's memory."""
 
 
 def optimizer_of(mark: str) -> str:
@@ -360,7 +362,7 @@ class Evidence(Record):
     optimizers: dict[str, str] = field(default_factory=dict)
     """Kind of update by optimizer; of two alike, the slower kind."""
     moments: dict[str, int] = field(default_factory=dict)
-    """Bytes of the optimizer's state by dtype and place, such as `bfloat16 on cuda`."""
+    """Bytes of the optimizer's state by dtype and place: `bfloat16 on cuda`, or on `HOST`."""
     fetched: int = 0
     """Copies of moments from the host's memory."""
     recomputed: int = 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from trainfit.core.records import Scalar
-from trainfit.measuring.trace import AttentionSeen, Evidence
+from trainfit.measuring.trace import HOST, AttentionSeen, Evidence
 
 _HALF = ("bf16", "fp16")
 OFF = (None, False, "off", "none", "fp32", 0)
@@ -392,7 +392,7 @@ def _observed(seen: Evidence) -> str:
 
 def offload(_: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the memory that holds the moments, and the copies from it."""
-    held = sum(size for where, size in seen.moments.items() if where.endswith("on the host"))
+    held = sum(size for where, size in seen.moments.items() if where.endswith(f" on {HOST}"))
     fetched = f"fetched by {seen.fetched} copies in the step"
     evidence = f"{held / 2**20:,.1f} MiB of moments in the host's memory, {fetched}"
     fix = "use adamw_fused or adamw_bf16, which trainfit keeps there, on an NVIDIA GPU"

@@ -29,8 +29,8 @@ from trainfit.engine.observers import (
     tokens_part,
 )
 from trainfit.hardware.catalogue import find
-from trainfit.jobs.gpt_result import GptResult, iter_line, targets
 from trainfit.jobs.metrics import Metrics
+from trainfit.jobs.pretraining import GptResult, iter_line, targets
 from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal

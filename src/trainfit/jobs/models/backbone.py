@@ -24,8 +24,7 @@ from trainfit.jobs.models import sources
 from trainfit.jobs.models.building import build_anywhere, unscript
 from trainfit.jobs.models.classifier_settings import Weights, WeightsDtype
 from trainfit.kernels import attention, disentangled, varlen
-from trainfit.kernels.attention import same_sequence
-from trainfit.kernels.layout import Layout
+from trainfit.kernels.attention import Layout, same_sequence
 from trainfit.kernels.supported import OWN_ATTENTION, model_obstacle
 from trainfit.kernels.unpadded_rows import without_padding
 from trainfit.kernels.varlen import PackedRows

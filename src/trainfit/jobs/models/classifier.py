@@ -17,11 +17,17 @@ from torch.nn import functional
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.backbone import build_encoder, encode, packed_path, traits_of
-from trainfit.jobs.models.building import build_anywhere, checkpoint_blocks, train_by
+from trainfit.jobs.models.building import (
+    OwnHead,
+    build_anywhere,
+    checkpoint_blocks,
+    fill_head,
+    find_head,
+    train_by,
+)
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, Pooling
-from trainfit.jobs.models.own_heads import OwnHead, fill_head, find_head
+from trainfit.kernels.attention import Layout, lay_out
 from trainfit.kernels.fused_ops import IGNORED
-from trainfit.kernels.layout import Layout, lay_out
 from trainfit.kernels.supported import OVERFLOWS_FP16, use_liger
 
 if TYPE_CHECKING:
