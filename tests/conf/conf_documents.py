@@ -47,7 +47,9 @@ SHOWN: dict[str, list[tuple[str, str, str, Any]]] = {
     ],
     "3090 document": [
         ("nli", "device.use_tf32=false", "device.tf32", False),
+        ("nli", "use_tf32=false", "device.tf32", False),
         ("nli", "training.optimizer_type=adamw", "optimization.optimizer", "adamw"),
+        ("nli", "optimizer_type=adamw", "optimization.optimizer", "adamw"),
         ("nli", "training.optimizer_type=adamw_fused", "optimization.optimizer", "adamw_fused"),
         ("nli", "model.use_flash_attention=false", "model.use_flash_attention", False),
         ("nli", "model.use_torch_compile=false", "optimization.compile", False),

@@ -79,15 +79,18 @@ class Assignment:
 
 
 def canonical_key(written: str, keys: Iterable[str]) -> str | None:
-    """Canonical key of a spelling; the last part alone is enough where one key ends so."""
+    """Canonical key of a spelling; the last part alone is enough where it means one key."""
     valid = set(keys)
     folded = written.strip().lower()
     if folded in valid:
         return folded
     if ALIASES.get(folded) in valid:
         return ALIASES[folded]
-    endings = [key for key in valid if "." not in folded and key.split(".")[-1] == folded]
-    return endings[0] if len(endings) == 1 else None
+    if "." in folded:
+        return None
+    endings = {key for key in valid if _last_part(key) == folded}
+    endings |= {key for other, key in ALIASES.items() if _last_part(other) == folded} & valid
+    return endings.pop() if len(endings) == 1 else None
 
 
 def canonical_value(written: str, key: str, value: Any) -> Any:
