@@ -13,12 +13,18 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, parts_of, settle
+from trainfit.conf.aliases import (
+    Assignment,
+    canonical_key,
+    canonical_value,
+    parts_of,
+    preset_meant,
+    settle,
+)
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.core import codec
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
+from trainfit.core.files import read_own_yaml
 from trainfit.core.libraries import has, need
 
 if TYPE_CHECKING:
@@ -286,33 +292,9 @@ def choose(task: str, group: str, value: Any) -> str:
     """Return the name of a preset, or raise BadInput for an unknown one."""
     names = options(task, group)
     if str(value) not in names:
-        fix = _meant(str(value), names) or f"the choices are {', '.join(names)}"
+        fix = preset_meant(str(value), names) or f"the choices are {', '.join(names)}"
         raise BadInput(f"unknown {group}={brief(str(value))} for {task}", fix)
     return str(value)
-
-
-def _meant(value: str, names: Sequence[str]) -> str:
-    """Ask for the names that may have been meant; empty where none is near.
-
-    rtx_3090 is gpu_3090, and neither rtx_5090 nor rtx_4080 is near it.
-    """
-    if same := [name for name in names if _core(name) == _core(value)]:
-        return f"did you mean {' or '.join(same)}?"
-    return did_you_mean(value, [n for n in names if _slip(_digits(value), _digits(n))])
-
-
-def _core(name: str) -> str:
-    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|rtx|gpu", "", name.lower())
-
-
-def _digits(name: str) -> str:
-    return "".join(filter(str.isdigit, name))
-
-
-def _slip(one: str, other: str) -> bool:
-    """Tell if at most one digit of a number was left out or doubled."""
-    short, long = sorted((one, other), key=len)
-    return short == long or any(long[:at] + long[at + 1 :] == short for at in range(len(long)))
 
 
 def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
@@ -364,7 +346,7 @@ def _plain_compose(
     task: str, groups: dict[str, str]
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Merge the files as Hydra does, so that commands without key=value words need no Hydra."""
-    data = yaml.safe_load((task_folder(task) / "config.yaml").read_text(encoding="utf-8"))
+    data = read_own_yaml(task_folder(task) / "config.yaml")
     listed: list[dict[str, str | None]] = data.pop("defaults")[1:]
     chosen = {group: name for item in listed for group, name in item.items()}
     choices = chosen | _overridden(task, groups.get("experiment")) | groups
@@ -379,7 +361,7 @@ def _overridden(task: str, experiment: str | None) -> dict[str, str]:
     if experiment is None:
         return {}
     path = task_folder(task) / "experiment" / f"{experiment}.yaml"
-    listed = (yaml.safe_load(path.read_text(encoding="utf-8")) or {}).get("defaults", [])
+    listed = (read_own_yaml(path) or {}).get("defaults", [])
     return {key.removeprefix("override /"): name for item in listed for key, name in item.items()}
 
 
@@ -396,10 +378,7 @@ def _origins(
 @cache
 def layer(task: str, group: str, name: str) -> dict[str, Any]:
     """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
-    data = (
-        yaml.safe_load((group_folder(task, group) / f"{name}.yaml").read_text(encoding="utf-8"))
-        or {}
-    )
+    data = read_own_yaml(group_folder(task, group) / f"{name}.yaml") or {}
     return dict(flatten({key: value for key, value in data.items() if key != "defaults"}))
 
 
