@@ -5,7 +5,7 @@ A job is nli, textclass, pairs, tokens, gpt, "module:Class", or a subclass of `t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,17 +61,21 @@ def verify(run: str | Path | type[Job]) -> Receipt:
 
 
 def predict(
-    run: str | Path | type[Job], items: Sequence[Any] | str, *, criterion: str | None = None
+    run: str | Path | type[Job],
+    items: Sequence[Any] | Mapping[str, Any] | str,
+    *,
+    criterion: str | None = None,
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A text alone is one item. A model of words takes lists of words too, and answers for each word.
+    A text or a dict alone is one item. A model of words takes lists of words too, and answers for
+    each word.
     """
     from trainfit.jobs import own_steps
     from trainfit.jobs.predict import answer, answer_words
     from trainfit.runs.run_folder import export_facts, exports_of
 
-    items = [items] if isinstance(items, str) else items
+    items = [items] if isinstance(items, str | Mapping) else items
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(name_of(run), place, items)  # type: ignore[arg-type]
@@ -96,4 +100,4 @@ def check(gpu: str | None = None) -> Recommendation:
 def _folder(run: str | Path | type[Job]) -> Path:
     from trainfit.runs import run_folder
 
-    return run_folder.find(name_of(run) if isinstance(run, type) else run, _RUNS)
+    return run_folder.find(run, _RUNS)

@@ -294,7 +294,9 @@ def choose(task: str, group: str, value: Any) -> str:
 def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     key = key_for(task, written)
     if key is None:
-        near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
+        aliases = _own_tasks[task].aliases if task in _own_tasks else {}
+        known = [*keys(task), *aliases]
+        near = did_you_mean(written, known) or did_you_mean(written.split(".")[-1], known)
         listed = f"`trainfit config {task}` shows the keys"
         raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, brief
+from trainfit.engine.optimizer import Combined, check_usable
 from trainfit.jobs.registry import Job
 
 
@@ -33,10 +34,13 @@ def check_model(job: Job) -> nn.Module:
 def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
     """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
     name = f"{type(job).__name__}.optimizer"
+    if isinstance(found, list | tuple) and found:  # one for each part of the model, as of a GAN
+        return Combined(*(check_optimizer(one, job) for one in found))
     if not isinstance(found, torch.optim.Optimizer):
         raise BadInput(f"{name} gives a {type(found).__name__}", "give a torch.optim.Optimizer")
     if isinstance(found, torch.optim.LBFGS):
         raise BadInput(f"{name} gives LBFGS, which needs a closure", "give another optimizer")
+    check_usable(found)
     return found
 
 
