@@ -303,7 +303,8 @@ def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
         last = written.split(".")[-1]
         if (there := key_for(task, last)) is not None:  # the right name in another group
             raise BadInput(f"unknown key {brief(written)} for {task}", f"did you mean {there}?")
-        near = did_you_mean(written, keys(task)) or did_you_mean(last, keys(task))
+        known = [*keys(task), *(_own_tasks[task].aliases if task in _own_tasks else {})]
+        near = did_you_mean(written, known) or did_you_mean(last, known)
         listed = f"`trainfit config {task}` shows the keys"
         raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
