@@ -133,18 +133,22 @@ def verify(run: str | Path | type[Job]) -> Receipt:
 
 
 def predict(
-    run: str | Path | type[Job], items: Sequence[Any] | str, *, criterion: str | None = None
+    run: str | Path | type[Job],
+    items: Sequence[Any] | dict[str, Any] | str,
+    *,
+    criterion: str | None = None,
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A text alone is one item. A model of words takes lists of words too, and answers for each word.
+    A text or a dict alone is one item. A model of words takes lists of words too, and answers for
+    each word.
     """
     from trainfit.core.errors import BadInput
     from trainfit.jobs import own_steps, registry
     from trainfit.jobs.predict import answer, answer_words
     from trainfit.runs.run_folder import export_facts, exports_of
 
-    items = [items] if isinstance(items, str) else items
+    items = [items] if isinstance(items, str | dict) else items
     place = _folder(run)
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(registry.name_of(run), place, items)  # type: ignore[arg-type]
@@ -169,7 +173,6 @@ def check(gpu: str | None = None) -> Recommendation:
 def _folder(run: str | Path | type[Job]) -> Path:
     from pathlib import Path
 
-    from trainfit.jobs.registry import name_of
     from trainfit.runs import run_folder
 
-    return run_folder.find(name_of(run) if isinstance(run, type) else run, Path("runs"))
+    return run_folder.find(run, Path("runs"))

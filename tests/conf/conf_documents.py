@@ -47,7 +47,9 @@ SHOWN: dict[str, list[tuple[str, str, str, Any]]] = {
     ],
     "3090 document": [
         ("nli", "device.use_tf32=false", "device.tf32", False),
+        ("nli", "use_tf32=false", "device.tf32", False),
         ("nli", "training.optimizer_type=adamw", "optimization.optimizer", "adamw"),
+        ("nli", "optimizer_type=adamw", "optimization.optimizer", "adamw"),
         ("nli", "training.optimizer_type=adamw_fused", "optimization.optimizer", "adamw_fused"),
         ("nli", "model.use_flash_attention=false", "model.use_flash_attention", False),
         ("nli", "model.use_torch_compile=false", "optimization.compile", False),
@@ -138,6 +140,8 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
         ("model.name=gemma-2-2b", "training.batch_size=8", "training.num_workers=4"),
         ("model.name=deberta-v3-base", "training.batch_size=23"),
         ("target_effective_batch_size=128", "training.batch_size=23", "use_bf16=True"),
+        ("hardware=gpu_4090", "target_effective_batch_size=64"),
+        ("hardware=gpu_low_mem", "training.effective_batch_size=64"),
     ],
     "textclass": [
         ("experiment=t4_textclass", "BATCH_TRAIN=12", "BATCH_EVAL=24"),
@@ -152,6 +156,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
         ("hardware=v100", "BATCH_TRAIN=12"),
         ("hardware=v100", "MAX_LENGTH=128"),
         ("hardware=a100", "fp16=False", "bf16=True", "tf32=True"),
+        ("hardware=t4", "target_effective_batch_size=128"),
     ],
     "gpt": [
         (
@@ -171,6 +176,7 @@ COMMANDS: dict[str, list[tuple[str, ...]]] = {
         ("hardware=t4", "batch_size=12"),
         ("hardware=a30", "batch_size=16", "enable_compile=False", "eval_iters=50"),
         ("batch_size=20", "max_length=512"),
+        ("hardware=gpu_3090", "training.effective_batch_size=64"),
     ],
 }
 """Words that a document has in one command, in one recipe, or as a remedy on top of a preset."""

@@ -272,6 +272,12 @@ def test_precisions_that_contradict_each_other_are_one_line(words: list[str]):
         ("nli", "device.mixed_precision=1", "device.mixed_precision is 1; use auto"),
         ("nli", "optim=adamw_troch", 'optimization.optimizer is "adamw_troch"'),
         ("nlu", "seed=1", "unknown task 'nlu'; did you mean nli?"),
+        ("nli", "training.fp16=true", "for nli; did you mean device.mixed_precision?"),
+        ("nli", "data.block_size=64", "for nli; did you mean data.max_length?"),
+        ("nli", "hardware=rtx_3090", "hardware=rtx_3090 for nli; did you mean gpu_3090?"),
+        ("nli", "hardware=gpu_5090", "hardware=gpu_5090 for nli; did you mean rtx_5090?"),
+        ("nli", "hardware=GPU_T4", "hardware=GPU_T4 for nli; did you mean t4?"),
+        ("nli", "hardware=rtx_3060", "hardware=rtx_3060 for nli; the choices are a10"),
     ],
 )
 def test_a_mistake_is_named_with_the_fix(task: str, word: str, message: str):

@@ -176,6 +176,9 @@ def pinned(composed: Composed) -> dict[str, Any]:
     both = (found["batch_size"], found["gradient_accumulation_steps"])
     if "auto" not in both and found["effective_batch_size"] == "auto":
         found["effective_batch_size"] = both[0] * both[1]
+    effective = found["effective_batch_size"]
+    if "auto" not in (*both, effective) and both[0] * both[1] < effective:
+        del found["gradient_accumulation_steps"]  # a preset's, for a smaller batch
     return {name: value for name, value in found.items() if value != "auto"}
 
 

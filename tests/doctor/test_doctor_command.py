@@ -100,6 +100,14 @@ def test_bad_input_is_one_line(words: list[str], capsys: pytest.CaptureFixture[s
     assert len(capsys.readouterr().err.strip().splitlines()) == 1
 
 
+def test_a_log_without_a_known_fault_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    (tmp_path / "a.log").write_text("step 4\nKeyboardInterrupt\n")
+    assert run(["doctor", "--log", str(tmp_path / "a.log")]) == 0
+    assert capsys.readouterr().out.strip() == "Nothing known is wrong in this log."
+
+
 def test_a_log_and_a_run_are_one_too_many(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "a.log").write_text("")
     assert run(["doctor", "--log", str(tmp_path / "a.log"), "--run", "x"]) == 2

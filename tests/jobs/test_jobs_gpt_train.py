@@ -299,6 +299,8 @@ def test_sample_writes_what_it_learned(tmp_path: Path, capsys: Any):
     assert end_of(capsys)["text"] == greedy
     assert run(["sample", folder, "--tokens", "12"]) == 0  # a document from its beginning
     assert len(capsys.readouterr().out) > 1
+    assert run([*sample[:2], "--prompt", "\udcff"]) == 2  # a byte of a shell that is no UTF-8
+    assert "the prompt: half of a surrogate pair" in capsys.readouterr().err
 
 
 def test_top_k_and_the_vocabulary_bound_what_is_drawn():

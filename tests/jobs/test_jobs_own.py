@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections import UserDict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -481,3 +482,86 @@ def test_a_config_is_a_frozen_record_with_its_defaults() -> None:
 def compose_own(task: str, *words: str) -> Any:
     registry.check_job(task)
     return compose(task, list(words))
+
+
+def test_a_batch_may_hold_named_tuples_and_mappings(here: Path) -> None:
+    data = [Pair(torch.full((3,), float(n)), n) for n in range(4)]
+    job = registry.Job()
+    shape = find_shape(lambda items: UserDict(pair=job.collate(items)), data, [1] * 4)
+    back = shape.restore(shape.flatten(UserDict(pair=job.collate(data)), 4))
+    assert type(back["pair"]) is Pair
+    assert back["pair"].y.tolist() == [0, 1, 2, 3]
+    assert shape.make(7, 1)["0"].shape == (7, 3)
+
+
+class Pair(NamedTuple):
+    x: torch.Tensor
+    y: int
+
+
+@pytest.mark.parametrize(
+    ("sample", "words"),
+    [
+        ({"x": 1.0, "name": "a"}, r"a str as batch\['name'\]\[0\]"),
+        (Path(), "default collation cannot join these samples.*define collate"),
+    ],
+)
+def test_a_batch_that_is_not_of_tensors_is_one_line(sample: Any, words: str) -> None:
+    with pytest.raises(BadInput, match=words):
+        find_shape(registry.Job().collate, [sample] * 2, [1, 1])
+
+
+def test_samples_that_differ_are_planned_by_the_largest() -> None:
+    data = [torch.zeros(n) for n in (2, 9, 4)]
+
+    def collate(items: list[torch.Tensor]) -> torch.Tensor:
+        return nn.utils.rnn.pad_sequence(items, batch_first=True)
+
+    with pytest.warns(TrainfitWarning, match="differ in size.*no lengths"):
+        shape = find_shape(collate, data, [1, 1, 1])
+    assert shape.make(5, 1)["0"].shape == (5, 9)
+    with pytest.raises(BadInput, match=r"equal size.*define collate"):
+        find_shape(registry.Job().collate, data, [1, 1, 1])
+
+
+AVERAGED = """
+import copy
+import torch
+import images
+
+class Mine(images.Images):
+    def model(self):
+        net = super().model()
+        return torch.nn.ModuleDict({"net": net, "ema": copy.deepcopy(net).requires_grad_(False)})
+    def optimizer(self, model):
+        halves = model["net"][0], model["net"][-1]
+        return [torch.optim.SGD(half.parameters(), lr=0.1) for half in halves]
+    def after_step(self, model, step):
+        with torch.no_grad():
+            for a, b in zip(model["ema"].parameters(), model["net"].parameters()):
+                a.lerp_(b, 0.2)
+    def loss(self, model, batch):
+        return super().loss(model["net"], batch)
+    def evaluate(self, model, batches):
+        weights = sum(float(p.double().abs().sum()) for p in model["ema"].parameters())
+        return {"accuracy": weights}
+"""
+
+
+@pytest.mark.soak
+def test_an_average_of_the_weights_is_saved_with_them(here: Path) -> None:
+    """Two optimizers, and weights without gradients that after_step changes."""
+    (here / "mine.py").write_text(AVERAGED)
+    words = (*FAST[1:], "training.checkpoint_steps=4", "training.max_steps=12", "tune=off")
+    whole, part = (trainfit.train("mine:Mine", *words) for _ in range(2))
+    rows = [json.loads(line) for line in (Path(whole.run) / METRICS).read_text().splitlines()]
+    best = max(row["accuracy"] for row in rows if "accuracy" in row)
+    assert whole.metrics["accuracy"] == best  # of the exported model, as it was evaluated
+    for step in Path(part.run).glob("checkpoints/*"):
+        if not step.name.endswith("4"):
+            shutil.rmtree(step)
+    for name in ("results.json", "result.json", "export/model.safetensors"):
+        (Path(part.run) / name).unlink()
+    again = trainfit.train("mine:Mine", resume=part.run)
+    weights = [(Path(r.run) / "export" / "model.safetensors").read_bytes() for r in (whole, again)]
+    assert weights[0] == weights[1]

@@ -184,3 +184,29 @@ def test_the_checker_catches_a_planted_write(code: str) -> None:
 )
 def test_the_checker_lets_reading_pass(code: str) -> None:
     assert writes(code) == []
+
+
+def unnamed_encodings(code: str) -> list[int]:
+    """The lines that read or write a text in whatever encoding the machine's locale has."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(code))
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("read_text", "write_text")
+        and ast.unparse(node.func.value) != "files"
+        and not any(word.arg == "encoding" for word in node.keywords)
+        and not any("utf" in ast.unparse(given) for given in node.args)
+    ]
+
+
+def test_no_file_depends_on_the_locale() -> None:
+    """A tokenizer's settings read as Latin-1 on a machine with LANG=tr_TR lost their letters."""
+    found = [
+        f"{file.relative_to(SOURCE)}:{line}"
+        for file in FILES
+        for line in unnamed_encodings(file.read_text("utf-8"))
+    ]
+    assert found == []
+    assert unnamed_encodings("path.read_text()\npath.write_text(text)") == [1, 2]
+    assert unnamed_encodings("path.read_text('utf-8')\nfiles.read_text(path)") == []

@@ -141,7 +141,9 @@ def doctor(log: Path | None, run: str | None, as_json: bool) -> int:
     if as_json:
         click.echo(codec.for_programs({"healthy": healthy, "findings": codec.encode(findings)}))
     else:
-        terminal.console().print(page(findings, healthy))
+        # A log may end with what nobody has seen before; a machine was looked at part by part.
+        fine = "Nothing is wrong." if log is None else "Nothing known is wrong in this log."
+        terminal.console().print(page(findings, healthy, fine))
     return 0 if healthy else 1
 
 
@@ -164,11 +166,13 @@ def _find(log: Path | None, run: str | None, *, quiet: bool) -> tuple[Finding, .
         return examine(gather())
 
 
-def page(findings: Sequence[Finding], healthy: bool) -> RenderableType:
-    """The findings for a person."""
+def page(
+    findings: Sequence[Finding], healthy: bool, fine: str = "Nothing is wrong."
+) -> RenderableType:
+    """The findings for a person; `fine` where nothing is wrong."""
     from rich.console import Group
 
-    verdict = "Nothing is wrong." if healthy else "Something is wrong."
+    verdict = fine if healthy else "Something is wrong."
     if not findings:
         return verdict
     return Group(*(_finding(finding) for finding in findings), verdict)

@@ -133,9 +133,10 @@ def _sentences(
 ) -> list[list[str]]:
     """Read the words of a file, or split the text."""
     from trainfit.data.conll_files import read_sentences
+    from trainfit.data.labels import check_characters
 
     if path is None:
-        return [words] if (words := str(text).split()) else []
+        return [words] if (words := check_characters(str(text), "--text").split()) else []
     return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
 
 
@@ -161,7 +162,8 @@ def _own_items(path: Path, column: str) -> list[Any]:
 
     if column == "auto" and path.suffix in (".jsonl", ".ndjson"):
         items = []
-        for number, line in enumerate(path.read_text("utf-8", "replace").splitlines(), 1):
+        # Lines end with \n alone: JSON may hold U+2028, at which splitlines() would cut it.
+        for number, line in enumerate(_whole(path).split("\n"), 1):
             try:
                 items += [json.loads(line)] if line.strip() else []
             except ValueError:
@@ -169,6 +171,16 @@ def _own_items(path: Path, column: str) -> list[Any]:
         if not all(isinstance(item, dict) and "text" in item for item in items):
             return items
     return [_item(text) for text in _read(path, {"text": column})[0]["text"]]
+
+
+def _whole(path: Path) -> str:
+    from trainfit.core import files
+    from trainfit.core.errors import BadInput, reason
+
+    try:
+        return files.read_text(path, most=4 << 30, errors="replace")
+    except (OSError, ValueError) as error:
+        raise BadInput(f"cannot read {path} ({reason(error)})", "give another file") from None
 
 
 def _item(text: str) -> Any:

@@ -227,7 +227,7 @@ def _accelerator(gpu: str | None) -> str:
 
 
 def _submit(path: Path) -> None:
-    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True)
+    done = subprocess.run(["sbatch", str(path)], capture_output=True, text=True, errors="replace")
     if done.returncode:
         said = (done.stderr.strip().splitlines() or ["no message"])[-1]
         raise RunFailed(f"sbatch refused {path} ({said})", "change it, and submit it with sbatch")

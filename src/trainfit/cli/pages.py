@@ -143,7 +143,8 @@ def _ending(result: TuneResult) -> Iterator[str]:
     yield from result.notes
     end = {"finished": "", "time is up": "; the time was up", "interrupted": "; interrupted"}
     measured = sum(trial.status == "ok" for trial in result.trials)
-    yield f"{measured} trials in {result.seconds:.0f} s{end[result.ended]}."
+    trials = "trial" if measured == 1 else "trials"
+    yield f"{measured} {trials} in {result.seconds:.0f} s{end[result.ended]}."
     if result.samples_per_second is not None:
         yield "`trainfit train` of the same job uses this from now on; tune=off does not."
 
@@ -322,7 +323,7 @@ def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
         return Text(f"Stopped. The same command continues: {again}")
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("best trial", str(best.trial))
-    table.add_row("validation", f"{best.value:.4f}, the mean over folds")
+    table.add_row("validation", f"{best.value:.4f}")
     for name, value in best.test.items():
         table.add_row(f"test {name}", f"{value:.4f}")
     for key, value in best.params.items():

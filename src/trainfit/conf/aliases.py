@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 from trainfit.core.codec import Length, PathName, Range
-from trainfit.core.errors import BadInput, brief
+from trainfit.core.errors import BadInput, brief, did_you_mean
 from trainfit.core.settings import SETTINGS
 
 Auto = Literal["auto"]
@@ -79,15 +80,18 @@ class Assignment:
 
 
 def canonical_key(written: str, keys: Iterable[str]) -> str | None:
-    """Canonical key of a spelling; the last part alone is enough where one key ends so."""
+    """Canonical key of a spelling; the last part alone is enough where it means one key."""
     valid = set(keys)
     folded = written.strip().lower()
     if folded in valid:
         return folded
     if ALIASES.get(folded) in valid:
         return ALIASES[folded]
-    endings = [key for key in valid if "." not in folded and key.split(".")[-1] == folded]
-    return endings[0] if len(endings) == 1 else None
+    if "." in folded:
+        return None
+    endings = {key for key in valid if _last_part(key) == folded}
+    endings |= {key for other, key in ALIASES.items() if _last_part(other) == folded} & valid
+    return endings.pop() if len(endings) == 1 else None
 
 
 def canonical_value(written: str, key: str, value: Any) -> Any:
@@ -104,6 +108,30 @@ def canonical_value(written: str, key: str, value: Any) -> Any:
 
 def _last_part(written: str) -> str:
     return written.lower().split(".")[-1]
+
+
+def preset_meant(value: str, names: Sequence[str]) -> str:
+    """Ask for the names that may have been meant; empty where none is near.
+
+    rtx_3090 is gpu_3090, and neither rtx_5090 nor rtx_4080 is near it.
+    """
+    if same := [name for name in names if _core(name) == _core(value)]:
+        return f"did you mean {' or '.join(same)}?"
+    return did_you_mean(value, [n for n in names if _slip(_digits(value), _digits(n))])
+
+
+def _core(name: str) -> str:
+    return re.sub(r"[^a-z0-9]|nvidia|geforce|tesla|rtx|gpu", "", name.lower())
+
+
+def _digits(name: str) -> str:
+    return "".join(filter(str.isdigit, name))
+
+
+def _slip(one: str, other: str) -> bool:
+    """Tell if at most one digit of a number was left out or doubled."""
+    short, long = sorted((one, other), key=len)
+    return short == long or any(long[:at] + long[at + 1 :] == short for at in range(len(long)))
 
 
 def parts_of(item: Assignment) -> list[Assignment]:

@@ -13,12 +13,18 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import yaml
-
-from trainfit.conf.aliases import Assignment, canonical_key, canonical_value, parts_of, settle
+from trainfit.conf.aliases import (
+    Assignment,
+    canonical_key,
+    canonical_value,
+    parts_of,
+    preset_meant,
+    settle,
+)
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.core import codec
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
+from trainfit.core.files import read_own_yaml
 from trainfit.core.libraries import has, need
 
 if TYPE_CHECKING:
@@ -286,7 +292,7 @@ def choose(task: str, group: str, value: Any) -> str:
     """Return the name of a preset, or raise BadInput for an unknown one."""
     names = options(task, group)
     if str(value) not in names:
-        fix = did_you_mean(str(value), names, f"the choices are {', '.join(names)}")
+        fix = preset_meant(str(value), names) or f"the choices are {', '.join(names)}"
         raise BadInput(f"unknown {group}={brief(str(value))} for {task}", fix)
     return str(value)
 
@@ -294,7 +300,11 @@ def choose(task: str, group: str, value: Any) -> str:
 def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     key = key_for(task, written)
     if key is None:
-        near = did_you_mean(written, keys(task)) or did_you_mean(written.split(".")[-1], keys(task))
+        last = written.split(".")[-1]
+        if (there := key_for(task, last)) is not None:  # the right name in another group
+            raise BadInput(f"unknown key {brief(written)} for {task}", f"did you mean {there}?")
+        known = [*keys(task), *(_own_tasks[task].aliases if task in _own_tasks else {})]
+        near = did_you_mean(written, known) or did_you_mean(last, known)
         listed = f"`trainfit config {task}` shows the keys"
         raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
@@ -337,7 +347,7 @@ def _plain_compose(
     task: str, groups: dict[str, str]
 ) -> tuple[dict[str, str | None], dict[str, Any]]:
     """Merge the files as Hydra does, so that commands without key=value words need no Hydra."""
-    data = yaml.safe_load((task_folder(task) / "config.yaml").read_text())
+    data = read_own_yaml(task_folder(task) / "config.yaml")
     listed: list[dict[str, str | None]] = data.pop("defaults")[1:]
     chosen = {group: name for item in listed for group, name in item.items()}
     choices = chosen | _overridden(task, groups.get("experiment")) | groups
@@ -352,7 +362,7 @@ def _overridden(task: str, experiment: str | None) -> dict[str, str]:
     if experiment is None:
         return {}
     path = task_folder(task) / "experiment" / f"{experiment}.yaml"
-    listed = (yaml.safe_load(path.read_text()) or {}).get("defaults", [])
+    listed = (read_own_yaml(path) or {}).get("defaults", [])
     return {key.removeprefix("override /"): name for item in listed for key, name in item.items()}
 
 
@@ -369,7 +379,7 @@ def _origins(
 @cache
 def layer(task: str, group: str, name: str) -> dict[str, Any]:
     """The values that one YAML file of hardware/ or experiment/ sets, by dotted key."""
-    data = yaml.safe_load((group_folder(task, group) / f"{name}.yaml").read_text()) or {}
+    data = read_own_yaml(group_folder(task, group) / f"{name}.yaml") or {}
     return dict(flatten({key: value for key, value in data.items() if key != "defaults"}))
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Self
 
 from trainfit.core.errors import BadInput
-from trainfit.core.files import text_table
+from trainfit.core.files import text_facts, text_table
 from trainfit.core.records import Measurement, Record, Scalar
 
 Sharding = Literal["none", "fsdp", "hybrid"]
@@ -181,6 +181,15 @@ class MemoryEstimate(Record):
     """Weights of LoRA's or DoRA's adapters."""
     bound: bool = False
     """True: upper bounds by the sizes of the model, and no prediction of what will be used."""
+
+    def __repr__(self) -> str:
+        """GiB by use for a terminal."""
+        verdict = "Fits" if self.fits else "Does not fit"
+        uses = {
+            name: value for name in self.__slots__ if (value := getattr(self, name)) is not None
+        }
+        del uses["fits"], uses["bound"]
+        return text_facts(f"{verdict}, GiB by use", uses)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

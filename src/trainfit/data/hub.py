@@ -290,8 +290,10 @@ def _point(folder: Path, name: str, remote: _Remote) -> None:
             _check_split(split, name)
             (made / split).mkdir()
             known = about | {"split": split, "size": remote.size}
-            (made / split / STREAM).write_text(json.dumps(known))
-            (made / split / "state.json").write_text(json.dumps({"_data_files": []}))
+            (made / split / STREAM).write_text(json.dumps(known), encoding="utf-8")
+            (made / split / "state.json").write_text(
+                json.dumps({"_data_files": []}), encoding="utf-8"
+            )
 
 
 def _is_whole(folder: Path) -> bool:
@@ -357,4 +359,4 @@ def _link_split(folder: Path, files: Sequence[Path]) -> None:
     for name, file in zip(names, files, strict=True):
         (folder / name).symlink_to(file.absolute())
     state = {"_data_files": [{"filename": name} for name in names]}
-    (folder / "state.json").write_text(json.dumps(state))
+    (folder / "state.json").write_text(json.dumps(state), encoding="utf-8")

@@ -161,7 +161,7 @@ def _prepare(
         count = processes or (allowed_by_affinity() if total >= _LARGE else 1)
         encoded = _encode(files, how, made, count)
         header = _write(building, encoded, made, how, lambda done: progress("tokens", done, total))
-        (building / META).write_text(header.to_json() + "\n")
+        (building / META).write_text(header.to_json() + "\n", encoding="utf-8")
         if output.is_dir():
             output.rmdir()
         building.rename(output)

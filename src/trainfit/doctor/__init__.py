@@ -33,7 +33,7 @@ class _Doctor(ModuleType):
     """The package itself can be called: `trainfit.doctor()`."""
 
     def __call__(
-        self, *, log: str | Path | None = None, run: str | Path | None = None
+        self, *, log: str | Path | None = None, run: str | Path | type | None = None
     ) -> tuple[Finding, ...]:
         """Find the faults of this machine, of a log or of a run, the worst first."""
         from trainfit.runs import run_folder

@@ -45,6 +45,10 @@ class Finding(Record):
     mend: str
     """The steps in the order to try them, numbered where there are several."""
 
+    def __repr__(self) -> str:
+        """Title and steps for a terminal."""
+        return f"{self.severity}: {self.title}\n{self.mend}"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:

@@ -162,7 +162,7 @@ def _write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def _write_text(path: Path, text: str) -> None:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
     _sync(path)
 
 

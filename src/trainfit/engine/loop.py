@@ -89,7 +89,7 @@ def train(
         model = setup.build_model(task)
         parts = take_over(shared, task, settings, model)
         if parts is None:
-            shared.frozen = frozen_checksum(model)
+            shared.frozen = frozen_checksum(model, task)
             shared.remember(model)
             parts = setup.build_parts(task, settings, model, world, device, make_optimizer)
         del model
@@ -307,7 +307,7 @@ def take_over(
         return None
     before.model.train()
     if _copy(model, before.model, shared.sources):
-        shared.frozen = frozen_checksum(before.model)
+        shared.frozen = frozen_checksum(before.model, task)
     if (host := host_moments(before.optimizer)) is not None:
         host.settle()
     for state in before.optimizer.state.values():

@@ -46,7 +46,7 @@ def adopt(model: nn.Module, optimizer: object, *, offload: bool = False) -> torc
     if not isinstance(optimizer, torch.optim.Optimizer):
         what = f"the optimizer is a {type(optimizer).__name__}"
         raise BadInput(what, "return a torch.optim.Optimizer")
-    _check_usable(optimizer)
+    check_usable(optimizer)
     held = {id(parameter) for parameter in trained_parameters(optimizer)}
     trained = {id(p): name for name, p in model.named_parameters() if p.requires_grad}
     if left_out := [name for key, name in trained.items() if key not in held]:
@@ -65,7 +65,7 @@ def adopt(model: nn.Module, optimizer: object, *, offload: bool = False) -> torc
     return optimizer
 
 
-def _check_usable(optimizer: torch.optim.Optimizer) -> None:
+def check_usable(optimizer: torch.optim.Optimizer) -> None:
     """Raise BadInput where the loop cannot call step() or set the learning rate."""
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         what = f"{type(optimizer).__name__} has a scheduler of torch, but the loop sets its rate"

@@ -120,6 +120,11 @@ class Parts:
         """True where this rank is the only one, with whole weights."""
         return self.world.size == 1 and not self.sharded
 
+    def saved_weights(self) -> dict[str, Tensor]:
+        """Return the weights and buffers that a checkpoint holds."""
+        frozen = saved_state.changes_frozen(self.task)
+        return saved_state.model_tensors(self.model, frozen=frozen)
+
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
@@ -259,11 +264,14 @@ def nothing_finer(parts: Parts) -> tuple[str, str]:
             "and continue with --resume",
         )
     tokens = parts.settings.cuts[-1].tokens
-    return (
-        f"memory ran out with the finest cut, {tokens} tokens at a time",
+    fix = getattr(
+        parts.task,
+        "memory_fix",
         "shorten the sequences (data.max_length), checkpoint activations "
-        "(model.use_gradient_checkpointing) or take a smaller model, and continue with --resume",
+        "(model.use_gradient_checkpointing) or take a smaller model",
     )
+    what = f"memory ran out with the finest cut, {tokens} tokens at a time"
+    return what, f"{fix}, and continue with --resume"
 
 
 def copies(settings: LoopSettings, world: World) -> int:

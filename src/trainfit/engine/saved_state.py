@@ -128,9 +128,14 @@ def unflatten(data: Any, tensors: Mapping[str, Tensor], device: torch.device) ->
     return data
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Trained weights and buffers by name; weights that are tied appear once."""
-    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+def changes_frozen(task: object) -> bool:
+    """Tell whether a task may change weights without gradients, such as an average of others."""
+    return bool(getattr(task, "changes_frozen", False))
+
+
+def model_tensors(model: nn.Module, *, frozen: bool = False) -> dict[str, Tensor]:
+    """Trained weights and buffers by name, or all weights; those that are tied appear once."""
+    trained = [(name, p) for name, p in model.named_parameters() if p.requires_grad or frozen]
     kept = model.state_dict().keys()
     buffers = [(name, b) for name, b in model.named_buffers() if name in kept]
     return {plain_name(name): tensor for name, tensor in [*trained, *buffers]}
@@ -142,14 +147,15 @@ def plain_name(name: str) -> str:
 
 
 @timeline.stage("build")
-def frozen_checksum(model: nn.Module) -> Future[str | None]:
-    """Begin to compute the checksum of the frozen weights; None where all are trained.
+def frozen_checksum(model: nn.Module, task: object = None) -> Future[str | None]:
+    """Begin to compute the checksum of the frozen weights; None where all are saved.
 
     A thread works on them as they are now, wherever the model is moved to meanwhile: gigabytes take
     seconds, and the first checkpoint is the first to need the answer.
     """
     named = model.named_parameters()
-    frozen = [(plain_name(n), p.detach()) for n, p in named if not p.requires_grad]
+    unsaved = () if changes_frozen(task) else named
+    frozen = [(plain_name(n), p.detach()) for n, p in unsaved if not p.requires_grad]
     pool = ThreadPoolExecutor(1, "checksum")
     found = pool.submit(_checksum, frozen)
     pool.shutdown(wait=False)
@@ -186,7 +192,8 @@ def find_nonfinite(model: nn.Module) -> str | None:
 @torch.no_grad()
 def load_model(model: nn.Module, tensors: Mapping[str, Tensor]) -> None:
     """Copy saved tensors into a model with the same names and shapes."""
-    own = model_tensors(model)
+    everything = model_tensors(model, frozen=True)
+    own = model_tensors(model) | {n: t for n, t in everything.items() if n in tensors}
     check_same({name: tensor.shape for name, tensor in tensors.items()}, own)
     for name, tensor in own.items():
         tensor.copy_(tensors[name])

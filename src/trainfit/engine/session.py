@@ -335,7 +335,7 @@ class Session:
         """Copy the weights, which are the best so far, to host memory if it has room."""
         self.shared.best = None
         if self.parts.whole:
-            best = checkpoint.Contents(saved_state.model_tensors(self.parts.model), {}, {})
+            best = checkpoint.Contents(self.parts.saved_weights(), {}, {})
             copied = checkpoint.on_host(best, self.shared.best_host)
             self.shared.best = None if copied is None else copied.model
 
@@ -355,7 +355,7 @@ class Session:
         optimizer, optimizer_rest = saved_state.optimizer_state(parts.model, parts.optimizer)
         task, task_rest = saved_state.task_state(parts.task)
         return checkpoint.Contents(
-            model=saved_state.model_tensors(parts.model),
+            model=parts.saved_weights(),
             optimizer=optimizer,
             task=task,
             state={

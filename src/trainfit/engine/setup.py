@@ -23,6 +23,7 @@ from trainfit.engine.loop_settings import LoopSettings
 from trainfit.engine.memory_errors import is_out_of_memory
 from trainfit.engine.observers import Progress
 from trainfit.engine.optimizer import (
+    Combined,
     adopt,
     build_optimizer,
     host_moments,
@@ -291,7 +292,7 @@ def _restore(
             "use the model of the run",
         )
     if parts.sharded:
-        weights = saved_state.model_tensors(parts.model)
+        weights = parts.saved_weights()
         state_of = saved_state.optimizer_tensors(parts.model, parts.optimizer)
         parallel.read_into(folder, weights | state_of)
     else:
@@ -351,6 +352,7 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         micro_batches=cut.micro_batches,
         micro_batch_tokens=cut.tokens,
         packed=isinstance(cut, PackedCut),
+        alike=len(set(parts.task.lengths())) == 1,
         indivisible=parts.indivisible,
         compiled=any(module._compiled_call_impl is not None for module in parts.model.modules()),
     )
@@ -358,6 +360,8 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
 
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     """Name of an optimizer, with the dtype and place of moments that are not the usual ones."""
+    if isinstance(optimizer, Combined):
+        return " and ".join(dict.fromkeys(map(_name_of, optimizer.optimizers)))
     moments = optimizer.param_groups[0].get("moments")
     notes = [f"{moments} moments"] if moments else []
     notes += ["moments on the host"] if host_moments(optimizer) is not None else []

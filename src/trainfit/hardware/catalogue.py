@@ -134,6 +134,8 @@ def lookup(name: str, memory_gib: float | None = None) -> GpuSpec | None:
 
 def find(word: str) -> GpuSpec:
     """Find the row for a slug, a short form or a full device name; BadInput if there is none."""
+    if not isinstance(word, str):
+        raise BadInput(f"the GPU is {word!r}", "give its name, such as t4")
     folded = word.strip().lower().replace(" ", "-").replace("_", "-")
     by_word = {short: row for row in gpus() for short in row.short_names}
     by_word |= {row.slug: row for row in gpus()}

@@ -156,7 +156,7 @@ def tried_before() -> Path | None:
     It is of this Python, its libraries and the variables that choose a processor's instructions.
     """
     try:
-        started = _BOOT.read_text()
+        started = _BOOT.read_text(encoding="utf-8")
     except OSError:  # no Linux
         return None
     chosen = {name: value for name, value in os.environ.items() if name.endswith(_INSTRUCTIONS)}

@@ -125,7 +125,7 @@ def _number(text: str) -> int | None:
 def _text(path: Path) -> str:
     """Read a file; empty where it is absent or unreadable, as many of these are."""
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return ""
 
@@ -281,7 +281,9 @@ def nvidia_on_pci(root: Path = Path("/")) -> int:
     found = 0
     for device in (root / "sys/bus/pci/devices").glob("*"):
         try:
-            vendor, kind = ((device / name).read_text() for name in ("vendor", "class"))
+            vendor, kind = (
+                (device / name).read_text(encoding="utf-8") for name in ("vendor", "class")
+            )
         except OSError:  # the device went away, or a sandbox shows the name alone
             continue
         found += vendor.strip() == "0x10de" and kind.startswith("0x03")

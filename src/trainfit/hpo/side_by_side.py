@@ -114,7 +114,7 @@ def start_helpers(opened: OpenStudy, objective: Objective, row: TrainRow | None)
     started = []
     for number in range(2, workers + 1):
         seat = Seat(number=number, share=room.share, variables={})
-        with (logs / f"worker-{number}.log").open("a") as log:
+        with (logs / f"worker-{number}.log").open("a", encoding="utf-8") as log:
             more = ("--beside", str(room.used))
             started.append(start_worker(opened.setting, seat, log.fileno(), *more))
     return started

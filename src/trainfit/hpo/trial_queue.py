@@ -62,7 +62,7 @@ def _machine() -> str:
     """Identity of the host since it started, and of its process namespace."""
     parts = [platform.node(), str(psutil.boot_time())]
     try:
-        parts[1] = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        parts[1] = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="utf-8").strip()
         parts.append(str(Path("/proc/self/ns/pid").readlink()))
     except OSError:
         pass

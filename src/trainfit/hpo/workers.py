@@ -201,7 +201,9 @@ def run_fleet(
     with ExitStack() as stack, stop_on_signals() as request:
         workers = []
         for seat in taken:
-            log = stack.enter_context((logs / f"worker-{seat.number}.log").open("a"))
+            log = stack.enter_context(
+                (logs / f"worker-{seat.number}.log").open("a", encoding="utf-8")
+            )
             workers.append(start_worker(setting, seat, log.fileno()))
             stack.callback(_end, workers[-1])
         while request.name is None and any(worker.poll() is None for worker in workers):
@@ -257,7 +259,7 @@ def _verdict(codes: Sequence[int | None], asked: bool, logs: Path) -> Literal["d
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(errors="replace").strip().splitlines()
+    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     return lines[-1] if lines else ""
 
 

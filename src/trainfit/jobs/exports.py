@@ -180,7 +180,7 @@ def _write_tokenizer(
     """
     tokenizer.save_pretrained(folder)
     path = folder / "tokenizer_config.json"
-    settings = json.loads(path.read_text())
+    settings = json.loads(path.read_text(encoding="utf-8"))
     # transformers records where it read a vocabulary: a path of this machine.
     settings = {key: value for key, value in settings.items() if not key.endswith("_file")}
     names = settings.get("model_input_names", tokenizer.model_input_names)
@@ -191,7 +191,7 @@ def _write_tokenizer(
         settings |= {"model_max_length": facts["max_length"], "padding_side": "right"}
         if tokenizer.pad_token is None:
             settings["pad_token"] = tokenizer.convert_ids_to_tokens(facts["pad_id"])
-    path.write_text(json.dumps(settings, indent=2) + "\n")
+    path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
 
 def read_gpt(folder: Path) -> Gpt:

@@ -22,6 +22,7 @@ from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile, RunResult
+from trainfit.data.labels import check_characters
 from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, embedded_tokens, text_tokens
 from trainfit.data.tokenizers import end_of_text, load_bpe
@@ -330,6 +331,7 @@ class TextWriter:
     ) -> str:
         """Continue the prompt until the text ends or `tokens` are drawn."""
         ends = end_of_text(self.tokenizer)
+        check_characters(prompt, "the prompt")
         given = self.tokenizer.encode(prompt, add_special_tokens=False).ids
         if not given and ends is None:
             raise BadInput("there is no prompt", "give one (--prompt): no token begins a text")

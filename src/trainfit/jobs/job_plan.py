@@ -5,6 +5,7 @@ Nothing here imports torch: the planner builds the model in a process of its own
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import replace
@@ -291,14 +292,23 @@ def _method(model: Any) -> Any:
     return "frozen" if model.freeze_encoder is True else model.method
 
 
+_CUT = ("gradient_accumulation_steps", "batch_size")
+
+
 def configured_pins(composed: Composed) -> dict[str, Pin]:
     """Return the settings that the configuration decides, with where each value came from."""
     values = composed.values()
-    return {
+    pins = {
         row.name: Pin(value=row.to_plan(values[row.key]), origin=composed.origins[row.key])
         for row in SETTINGS
         if row.pinned and values.get(row.key) not in ("auto", None)
     }
+    effective, cut = pins.get("effective_batch_size"), pins.keys() & _CUT
+    asked = effective is not None and effective.origin == "override" and len(cut) == len(_CUT)
+    if asked and math.prod(pins[name].value for name in _CUT) < effective.value:
+        # The user's effective batch beats the cut of a preset, which was made for another.
+        pins.pop(next((name for name in _CUT if pins[name].origin != "override"), ""), None)
+    return pins
 
 
 def _looked_at(composed: Composed, lengths: Sequence[int] | None) -> KnownData:

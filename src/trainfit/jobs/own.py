@@ -272,6 +272,10 @@ class PreparedJob(Prepared):
 class OwnTask:
     """The loop's task, derived from a job."""
 
+    memory_fix = "take smaller samples, checkpoint activations in the model or take a smaller one"
+    changes_frozen = True
+    """after_step, or the model itself, may keep averages in weights without gradients."""
+
     def __init__(
         self,
         prepared: PreparedJob,

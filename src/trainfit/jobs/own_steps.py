@@ -1,28 +1,31 @@
 """A job of the user's own in other processes: the planner's step, the tuner's run, predictions.
 
-A batch may be any nesting of lists, tuples and dicts of tensors. Its shape is found by collating a
-few samples. Its leaves travel between processes as a plain mapping, and the planner's child builds
-batches of any size from the shapes.
+A batch may be any nesting of lists, tuples, named tuples and dicts of tensors. Its shape is found
+by collating a few samples. Its leaves travel between processes as a plain mapping, and the
+planner's child builds batches of any size from the shapes.
 """
 
 from __future__ import annotations
 
+import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree
 
 from trainfit.conf import SCHEMAS, Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput, brief
+from trainfit.core.errors import BadInput, TrainfitWarning, brief
 from trainfit.core.plan_records import Plan, Precision
 from trainfit.engine.loop_settings import OptimizerSettings
-from trainfit.engine.optimizer import build_optimizer
+from trainfit.engine.optimizer import Combined, build_optimizer, check_usable
 from trainfit.engine.step import loss_scale, plain_step
 from trainfit.jobs import exports, job_plan, registry
 from trainfit.jobs.registry import Job
@@ -32,6 +35,8 @@ from trainfit.runtime import compile_model
 COUNT = "count"
 """Leaf that says which samples of a micro-batch count; one without any has a stand-in."""
 _ROWS, _WIDTH = "rows", "width"
+_PROBED = 16
+"""Samples whose sizes are looked at where a dataset has no `lengths`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,19 +44,20 @@ class BatchShape:
     """The nesting of a batch, and the shape and dtype of each of its tensors."""
 
     structure: str
-    """The nesting as JSON, in the form of torch's pytree."""
+    """The nesting as JSON, with the number of each tensor in its place."""
     leaves: tuple[tuple[tuple[int | str, ...], str], ...]
     """Sizes and dtype; "rows" and "width" stand for the samples and for the longest of them."""
 
     def flatten(self, batch: Any, count: int) -> dict[str, Tensor]:
         """Return the tensors of a batch by name, with a flag for each sample: the first `count`."""
         counted = torch.arange(max(count, 1)) < count
-        return {str(at): leaf for at, leaf in enumerate(_tensors(batch)[0])} | {COUNT: counted}
+        found: list[Tensor] = []
+        _take_apart(batch, "", found)
+        return {str(at): leaf for at, leaf in enumerate(found)} | {COUNT: counted}
 
     def restore(self, leaves: Mapping[str, Tensor]) -> Any:
         """Return the batch that `flatten` took apart."""
-        spec = _pytree.treespec_loads(self.structure)
-        return _pytree.tree_unflatten([leaves[str(at)] for at in range(len(self.leaves))], spec)
+        return _put_together(_nesting(self.structure), leaves)
 
     def make(self, rows: int, width: int) -> dict[str, Tensor]:
         """Return a batch of zeros with `rows` samples, each as long as `width`."""
@@ -67,11 +73,27 @@ def find_shape(
     collate: Callable[[list[Any]], Any], data: Any, lengths: Sequence[int]
 ) -> BatchShape:
     """Collate one and two samples, and a longer one, and see which sizes change."""
+
+    def collated(*places: int) -> tuple[list[Tensor], Any]:
+        found: list[Tensor] = []
+        return found, _take_apart(collate([data[at] for at in places]), "", found)
+
     short = min(range(len(lengths)), key=lambda at: lengths[at])
     long = max(range(len(lengths)), key=lambda at: lengths[at])
-    one, structure = _tensors(collate([data[short]]))
-    two, _ = _tensors(collate([data[short], data[short]]))
-    other, _ = _tensors(collate([data[long]]))
+    unsized = lengths[short] == lengths[long]
+    if unsized:  # the samples may differ all the same
+        probed = np.unique(np.linspace(0, len(lengths) - 1, _PROBED).astype(int)).tolist()
+        elements = {at: sum(leaf.numel() for leaf in collated(at)[0]) for at in probed}
+        short = long = max(probed, key=lambda at: elements[at])
+        if len(set(elements.values())) > 1:
+            collated(*probed)  # a collation that cannot pad says so here
+            text = "samples differ in size, and the training data has no lengths: memory is planned"
+            warnings.warn(f"{text} for the largest of {len(probed)}", TrainfitWarning, stacklevel=2)
+    one, nesting = collated(short)
+    two, _ = collated(short, short)
+    other, _ = collated(long)
+    if not unsized:
+        collated(short, long)
     leaves = []
     for a, b, c in zip(one, two, other, strict=True):
         if a.dim() == 0:
@@ -85,17 +107,52 @@ def find_shape(
             else:
                 sizes.append(_WIDTH if c.shape[at] != n else n)
         leaves.append((tuple(sizes), str(a.dtype).removeprefix("torch.")))
-    return BatchShape(structure=structure, leaves=tuple(leaves))
+    return BatchShape(structure=json.dumps(nesting), leaves=tuple(leaves))
 
 
-def _tensors(batch: Any) -> tuple[list[Tensor], str]:
-    leaves, spec = _pytree.tree_flatten(batch)
-    for leaf in leaves:
-        if not isinstance(leaf, Tensor):
-            raise BadInput(
-                f"collate gives a {type(leaf).__name__}", "give tensors, in lists, tuples or dicts"
-            )
-    return leaves, _pytree.treespec_dumps(spec)
+def _take_apart(value: Any, place: str, leaves: list[Tensor]) -> Any:
+    """Return the nesting of a batch as JSON data; its tensors are added to `leaves`."""
+    match value:
+        case Tensor():
+            leaves.append(value)
+            return len(leaves) - 1
+        case Mapping():
+            pairs = value.items()
+            return {"dict": [[k, _take_apart(v, f"{place}[{k!r}]", leaves)] for k, v in pairs]}
+        case list() | tuple():
+            items = [_take_apart(v, f"{place}[{n}]", leaves) for n, v in enumerate(value)]
+            kind = type(value)
+            named = f"{kind.__module__}:{kind.__qualname__}" if hasattr(kind, "_fields") else None
+            return {named or ("list" if isinstance(value, list) else "tuple"): items}
+    where = f" as batch{place}" if place else ""
+    fix = "give tensors, in lists, tuples or dicts" + ("; leave the rest out" if place else "")
+    raise BadInput(f"collate gives a {type(value).__name__}{where}", fix)
+
+
+def _put_together(nesting: Any, leaves: Mapping[str, Tensor]) -> Any:
+    if isinstance(nesting, int):
+        return leaves[str(nesting)]
+    ((kind, parts),) = nesting.items()
+    if kind == "dict":
+        return {key: _put_together(part, leaves) for key, part in parts}
+    items = [_put_together(part, leaves) for part in parts]
+    if kind == "list":
+        return items
+    return tuple(items) if kind == "tuple" else _named_tuple(kind)(*items)
+
+
+@lru_cache(maxsize=8)
+def _nesting(structure: str) -> Any:
+    return json.loads(structure)
+
+
+@lru_cache(maxsize=8)
+def _named_tuple(kind: str) -> Any:
+    module, _, name = kind.partition(":")
+    found: Any = import_module(module)
+    for part in name.split("."):
+        found = getattr(found, part)
+    return found
 
 
 def own_step(
@@ -126,7 +183,7 @@ def own_step(
     def make_step(model: nn.Module) -> Callable[[], object]:
         own: Any = made.optimizer(model)
         if own is not None:
-            check_optimizer(own, made)
+            own = check_optimizer(own, made)
         else:
             settings = OptimizerSettings(
                 kind=optimizer, learning_rate=1e-5, offload=offload_optimizer
@@ -235,10 +292,13 @@ def check_model(job: Job) -> nn.Module:
 def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
     """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
     name = f"{type(job).__name__}.optimizer"
+    if isinstance(found, list | tuple) and found:  # one for each part of the model, as of a GAN
+        return Combined(*(check_optimizer(one, job) for one in found))
     if not isinstance(found, torch.optim.Optimizer):
         raise BadInput(f"{name} gives a {type(found).__name__}", "give a torch.optim.Optimizer")
     if isinstance(found, torch.optim.LBFGS):
         raise BadInput(f"{name} gives LBFGS, which needs a closure", "give another optimizer")
+    check_usable(found)
     return found
 
 

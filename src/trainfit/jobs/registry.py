@@ -141,7 +141,11 @@ class Job:
         """Return the batch of these samples: tensors in any nesting of lists, tuples and dicts."""
         from torch.utils.data import default_collate
 
-        return default_collate(items)
+        try:
+            return default_collate(items)
+        except (TypeError, RuntimeError) as error:
+            what = f"torch's default collation cannot join these samples ({reason(error)})"
+            raise BadInput(what, "define collate(self, items)") from error
 
     def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
         """Return the optimizer; None takes the planned AdamW with the configured rate."""

@@ -77,8 +77,8 @@ def _write_config(folder: Path, model: EncoderClassifier, facts: dict[str, Any])
     if model.traits.softcap is not None:
         # transformers' default attention leaves the soft cap out, and warns of it.
         path = folder / "config.json"
-        fields = json.loads(path.read_text()) | {"attn_implementation": "eager"}
-        path.write_text(json.dumps(fields, indent=2) + "\n")
+        fields = json.loads(path.read_text(encoding="utf-8")) | {"attn_implementation": "eager"}
+        path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def hub_name(name: str) -> str | None:
@@ -132,14 +132,14 @@ def _write_adapter(
     head = cast("OwnHead", model.head)
     save_adapter(folder, model.encoder, state, prefix=f"{head.prefix}.", beside=of_head)
     path = folder / "adapter_config.json"
-    fields = json.loads(path.read_text())
+    fields = json.loads(path.read_text(encoding="utf-8"))
     fields |= {
         "task_type": "TOKEN_CLS" if model.settings.words else "SEQ_CLS",
         "base_model_name_or_path": hub_name(model.settings.name),
         "target_modules": sorted(fields["target_modules"]),  # peft compares the ends of names
         "modules_to_save": sorted({_module(name, head.prefix) for name in of_head}),
     }
-    path.write_text(json.dumps(fields, indent=2) + "\n")
+    path.write_text(json.dumps(fields, indent=2) + "\n", encoding="utf-8")
 
 
 def save_adapter(

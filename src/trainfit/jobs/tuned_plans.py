@@ -17,6 +17,7 @@ from trainfit.core.plan_records import Plan, Reason, Recommendation, TaskSpec
 from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.jobs import job_plan
 from trainfit.jobs.job_times import JobLoad, with_job_time
+from trainfit.jobs.registry import check_job, is_own, name_of
 from trainfit.planning import preset_for
 from trainfit.planning.question import Question
 from trainfit.tuning import tuner
@@ -172,7 +173,7 @@ _SHAPE = ("rows", "width", "slots", "lengths", "micro_batches")
 
 
 def find_batch_size(
-    task: str | TaskSpec | Callable[[int], Callable[[], object]],
+    task: str | type | TaskSpec | Callable[[int], Callable[[], object]],
     *overrides: str,
     margin: float = MARGIN,
     at_least: int = 1,
@@ -184,10 +185,10 @@ def find_batch_size(
 ) -> BatchSizeFound:
     """Find the largest micro-batch that fits the GPU as it is now, the advised one, and the knee.
 
-    `task` is nli, textclass, pairs or gpt, with `overrides` as on the command line; or a step of
-    your own: a TaskSpec (or module:function) whose function takes `rows` beside its arguments and
-    returns a model and what makes its step, as for `trainfit.estimate`; or a function of `rows`
-    that returns a step, which cannot be predicted and takes a little longer. For those,
+    `task` is nli, textclass, pairs, gpt or the class of a job of yours, with `overrides` as on the
+    command line; or a step of your own: a TaskSpec (or module:function) whose function takes `rows`
+    beside its arguments and returns a model and what makes its step, as for `trainfit.estimate`; or
+    a function of `rows` that returns a step, which cannot be predicted and takes longer. For those,
     `max_length` is the number of tokens in a row.
 
     The advised size is `margin` of the largest, in the range from `at_least` to `at_most` rows.
@@ -199,7 +200,10 @@ def find_batch_size(
         "at_most": at_most,
         "memory_gib": memory_gib,
     }
-    if isinstance(task, str) and ":" not in task:
+    if isinstance(task, type) or (isinstance(task, str) and ":" not in task):
+        task = name_of(task)
+        if is_own(task) and (lengths is not None or max_length is not None):
+            raise BadInput("lengths beside a job of yours", "its data has an attribute lengths")
         if max_length is not None:
             raise BadInput(
                 "max_length is for a step of your own", f"say data.max_length={max_length}"
@@ -224,9 +228,11 @@ def _for_task(
     task: str, overrides: Sequence[str], lengths: Sequence[int] | None, limits: dict[str, Any]
 ) -> BatchSizeFound:
     BatchSizeJob(factory="", **limits)  # a bad range is told before anything is planned
+    check_job(task)
     composed = compose(task, list(overrides))
     profile = job_plan.machine(composed)
-    asked = job_plan.question(composed, lengths)
+    own = is_own(task)
+    asked = job_plan.asked_question(composed) if own else job_plan.question(composed, lengths)
     plan = job_plan.answer(composed, asked, profile, memory_gib=limits["memory_gib"])
     return find(job_of(plan, **limits), profile)
 

@@ -66,6 +66,8 @@ def quantization(requested: Scalar, seen: Evidence) -> Judgement | str:
     """Judge by the dtype of the codes that products of the step were made with."""
     found = seen.quantized
     if not found.products and not seen.attention.calls and not seen.attention.softmaxes:
+        if requested in OFF:
+            return "no product with quantized weights ran in the step"
         return "no block of a model ran in the step; a frozen encoder runs before it"
     counts = ", ".join(f"{count} with {kind}" for kind, count in found.products.items()) or "none"
     evidence = f"matrix products by the codes of their weights: {counts}; {found.nbytes:,} bytes"
@@ -167,8 +169,8 @@ def effective_batch(_: Scalar, seen: Evidence) -> Judgement | str:
     count = seen.batches.sequences
     if count is None:
         return "the batches do not say how many"
-    fix = "accumulate until all sequences of a step are in, uneven cuts too"
-    return Judgement(count, f"{count} sequences in the step", fix)
+    fix = "accumulate until all samples of a step are in, uneven cuts too"
+    return Judgement(count, f"{count} samples in the step", fix)
 
 
 def accumulation(_: Scalar, seen: Evidence) -> Judgement | str:
@@ -243,8 +245,7 @@ def cudnn_benchmark(requested: Scalar, seen: Evidence) -> Judgement | str:
 
 def channels_last(_: Scalar, seen: Evidence) -> Judgement | str:
     """Say whether there were convolutions; their layout is not observed."""
-    none = "no convolution ran: it is a layout of images, not of text"
-    return "the layout of images is not observed" if seen.convolutions else none
+    return "the layout is not observed" if seen.convolutions else "no convolution ran"
 
 
 def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:

@@ -143,7 +143,7 @@ def drops_padding(question: Question) -> bool:
 
 def _no_packing(question: Question, gpu: Gpu | None, precise: Precision) -> str | None:
     if gpu is None:
-        return "the CPU has no variable-length attention"
+        return question.unpackable or "the CPU has no variable-length attention"
     if gpu.vendor != "nvidia":
         return f"{gpu.name} has no variable-length attention (it needs NVIDIA's kernels)"
     if question.pinned("flash") is False:

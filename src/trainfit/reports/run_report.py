@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from trainfit.core.codec import own_version
 from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
-from trainfit.core.files import write_output
+from trainfit.core.files import text_facts, write_output
 from trainfit.core.records import Record
 from trainfit.reports.curve_sections import comparison, main_score, speed_section, training_section
 from trainfit.reports.model import Chapter, Headline, Remark, Section, shown
@@ -76,6 +76,14 @@ class Report(Record):
 
         return markdown(self)
 
+    def __repr__(self) -> str:
+        """Headlines of each chapter for a terminal."""
+        facts = (
+            text_facts(one.title, {h.label: h.value for h in one.headlines})
+            for one in self.chapters
+        )
+        return "\n".join(facts)
+
     def _repr_html_(self) -> str:
         """The page in a frame, for a notebook."""
         return (
@@ -92,8 +100,14 @@ FORMATS: Mapping[str, tuple[str, Callable[[Report], str]]] = {
 """Ending of the file and writer, by name of the format."""
 
 
-def report(*runs: str | Path) -> Report:
-    """Make the report of runs and studies, by their folders or their names under runs/."""
+def report(*runs: str | Path | type) -> Report:
+    """Make the report of runs and studies, by their folders or their names under runs/.
+
+    A class of a job of yours is its newest run. A notebook shows the page; `html()`, `markdown()`
+    and `to_json()` of the answer are its text.
+    """
+    if not runs:
+        raise BadInput("report of no run", "give the folder of a run, or a job of yours")
     chapters: list[Chapter] = []
     read: list[RunFiles] = []
     for folder in map(find, runs):
@@ -130,9 +144,9 @@ def _comparison(runs: Sequence[RunFiles]) -> Chapter | None:
         return None
 
 
-def find(name: str | Path) -> Path:
-    """Find the folder of a run or a study by its path or its name under runs/."""
-    for folder in (Path(name), _ROOT / name):
+def find(name: str | Path | type) -> Path:
+    """Find the folder of a run or a study by path or name under runs/, or the newest of a job."""
+    for folder in (Path(name), _ROOT / name) if isinstance(name, str | Path) else ():
         if is_study(folder):
             return folder
     return run_folder.find(name, _ROOT)
@@ -213,9 +227,11 @@ def _headlines(run: RunFiles) -> list[Headline]:
         found.append(Headline(label="training", value=shown(seconds, "duration")))
     if (rate := typical(run, "tokens_per_second")) is not None:
         samples = shown(typical(run, "samples_per_second"), "number")
-        found.append(
-            Headline(label="tokens/s", value=shown(rate, "count"), note=f"{samples} samples/s")
-        )
+        if run.setup is not None and run.setup.samples:
+            found.append(Headline(label="samples/s", value=samples))
+        else:
+            note = f"{samples} samples/s"
+            found.append(Headline(label="tokens/s", value=shown(rate, "count"), note=note))
     if (mfu := typical(run, "mfu")) is not None:
         found.append(Headline(label="MFU", value=shown(mfu, "percent")))
     if (memory := measured_memory(run)) is not None:

@@ -42,11 +42,11 @@ class AttentionPath(Record):
     drops_padding: bool = False
     """True if padded rows are padded for attention alone."""
 
-    def line(self, device: str) -> str:
-        """One sentence for people."""
+    def line(self, device: str, *, alike: bool = False) -> str:
+        """One sentence for people; sequences that are all `alike` are not padded."""
         rows = f"packed rows, attention dropout {self.dropout:g}"
         if self.kind == "sdpa":
-            return self._sdpa(device)
+            return "SDPA attention" if alike and device != "cuda" else self._sdpa(device)
         capped = "Attention: soft-capped logits, which SDPA has no kernel for, by plain products"
         return {
             "varlen": "SDPA Flash Attention backend enabled (its variable-length kernel on"
@@ -154,6 +154,8 @@ class RunSetup(Record):
     micro_batch_tokens: int
     packed: bool
     compiled: bool
+    alike: bool = False
+    """All sequences have one length: nothing is padded."""
     samples: bool = False
     """The job counts samples of one size, such as images, and not tokens."""
     indivisible: str | None = None
@@ -168,11 +170,13 @@ class RunSetup(Record):
     @property
     def device_words(self) -> str:
         """The GPU's name, or the CPU with its threads."""
-        return self.device_name or f"{self.device} ({self.threads} threads)"
+        threads = f"{self.threads} {'thread' if self.threads == 1 else 'threads'}"
+        return self.device_name or f"{self.device} ({threads})"
 
     def lines(self) -> Iterator[str]:
         """Sentences for the head of train.log, the terminal and the report."""
-        rows = "packed " if self.packed else "padded "
+        rows = "packed " if self.packed else "" if self.alike or self.samples else "padded "
+        pieces = "micro-batch" if self.micro_batches == 1 else "micro-batches"
         if self.model is not None:
             yield self._model(self.model)
         if self.data is not None:
@@ -181,7 +185,7 @@ class RunSetup(Record):
         yield self._tf32()
         yield f"Precision: {self.precision}" + (" with loss scaling" if self.loss_scaling else "")
         if not self.samples:
-            yield self.attention.line(self.device)
+            yield self.attention.line(self.device, alike=self.alike)
         yield (
             f"Using {'fused ' if self.fused else ''}{self.optimizer} optimizer"
             f" (lr={self.learning_rate:g}, wd={self.weight_decay:g})"
@@ -193,7 +197,7 @@ class RunSetup(Record):
             f"{', data on the GPU' if self.data_on_gpu else ''}"
         )
         yield (
-            f"Steps of {self.micro_batches} {'' if self.samples else rows}micro-batches"
+            f"Steps of {self.micro_batches} {rows}{pieces}"
             f" of up to {self.micro_batch_tokens:,} {'samples' if self.samples else 'tokens'},"
             f" {'compiled' if self.compiled else 'not compiled'}"
         )

@@ -197,8 +197,12 @@ def _make(folder: Path) -> Path | None:
     return folder
 
 
-def find(run: str | Path, root: Path) -> Path:
+def find(run: str | Path | type, root: Path) -> Path:
     """Find a run's folder by its path, its name under `root`, or as the newest of a job."""
+    if isinstance(run, type):
+        run = f"{run.__module__}:{run.__qualname__}"
+    if not isinstance(run, str | Path):
+        raise BadInput(f"the run is {run!r}", f"give the folder of a run, as under {root}")
     if ":" in str(run):
         return newest_of(str(run), root)
     for folder in (Path(run), root / run):

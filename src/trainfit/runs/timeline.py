@@ -181,7 +181,7 @@ def seconds_by_stage(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
 def _process_age() -> float:
     """Seconds since the system created this process."""
     try:  # psutil's answer on Linux is rounded to a whole second
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        fields = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
         begun = int(fields[19]) / os.sysconf("SC_CLK_TCK")
         return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - begun)
     except (OSError, ValueError, IndexError, AttributeError):

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from trainfit.core.errors import BadInput, RunFailed
+from trainfit.core.files import text_facts
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import HardwareProfile, Record
 from trainfit.hardware import detect
@@ -125,6 +126,12 @@ class BatchSizeFound(Record):
     seconds_after_build: float | None
     """Seconds since the model was built; None: no model was built."""
     reasons: tuple[str, ...]
+
+    def __repr__(self) -> str:
+        """The sizes, and what is to be known about them, for a terminal."""
+        sizes = {"largest": self.largest_rows, "recommended": self.recommended_rows}
+        sizes |= {} if self.knee_rows is None else {"knee": self.knee_rows}
+        return "\n".join([text_facts("Rows of a micro-batch", sizes), *self.reasons])
 
 
 def find(job: BatchSizeJob, profile: HardwareProfile | None = None) -> BatchSizeFound:

@@ -98,7 +98,8 @@ class TuneResult(Record):
     def __repr__(self) -> str:
         """Gain and changed settings for a terminal."""
         speed = "no speed" if self.gain is None else f"{self.gain:.2f} times the planned speed"
-        title = f"{len(self.trials)} trials in {self.seconds:.0f} s: {speed}"
+        count = len(self.trials)
+        title = f"{count} {'trial' if count == 1 else 'trials'} in {self.seconds:.0f} s: {speed}"
         return text_facts(title, self.changes)
 
 

@@ -232,8 +232,8 @@ def tune(
     with further pins; by default the planner plans `question`. With `keep` the result is stored for
     the same question on the same machine.
     """
-    if not minutes > 0:
-        raise BadInput(f"minutes is {minutes:g}", "give a number above 0")
+    if not isinstance(minutes, int | float) or not minutes > 0:
+        raise BadInput(f"minutes is {minutes!r}", "give a number above 0")
 
     def plan(pins: Mapping[str, Scalar]) -> Plan:
         decided = pinned(question, pins)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -72,7 +73,18 @@ def answer(request: Request) -> Answer:
             raise
         at = user_line(error)
         told = f"the step fails on fake tensors, {in_one_line(error)}"
+        if "devices, meta and" in told:
+            what = "the step uses a tensor that was made beside the model"
+            return Answer(refused=(what, f"make it inside of make_step{f' ({at})' if at else ''}"))
         return Answer(error=f"{told} (at {at})" if at else told)
+
+
+def _check_arguments(build: Callable[..., Any], given: dict[str, Any], factory: str) -> None:
+    """Raise BadInput for arguments that the function does not take."""
+    try:
+        inspect.signature(build).bind(**given)
+    except TypeError as error:
+        raise BadInput(f"{factory} does not take what was given: {error}", "see its def") from None
 
 
 def _run(request: Request) -> Answer:
@@ -82,6 +94,7 @@ def _run(request: Request) -> Answer:
         unhide()
     build = request.task.function()
     compiled_steps.traced_blocks.clear()
+    _check_arguments(build, request.task.arguments, request.task.factory)
     with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
         model, make_step = _pair(build(**request.task.arguments), request.task.factory)
     fake_cuda.hide_tracing()

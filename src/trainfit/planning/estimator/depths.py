@@ -164,7 +164,7 @@ def folder_content(arguments: dict[str, Any]) -> str:
     if not isinstance(name, str) or not Path(name).is_dir():
         return ""
     try:
-        return (Path(name) / "config.json").read_text()
+        return (Path(name) / "config.json").read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         fix = "give a folder with a config.json"
         raise BadInput(f"cannot read the model in {name} ({error})", fix) from None

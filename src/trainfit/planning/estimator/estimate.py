@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import atexit
 import hashlib
+import json
 import os
 import subprocess
 import sys
 import threading
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -109,21 +110,44 @@ class NoEstimate(RunFailed):
 
 
 def estimate(
-    task: TaskSpec | str, gpu: GpuSpec | str, capacity_gib: float | None = None, **arguments: Any
+    task: TaskSpec | str | Callable[..., Any],
+    gpu: GpuSpec | str,
+    capacity_gib: float | None = None,
+    **arguments: Any,
 ) -> MemoryEstimate:
     """Estimate the memory of a step on a GPU of the catalogue, which need not be here.
 
-    `task` names a function, as module:function, that takes `arguments` and returns a model, built
-    on torch's default device, and a function that makes the step from it: `build(**arguments) ->
-    (model, make_step)`. `make_step(model)` returns a callable that does one whole optimizer step
-    on CPU tensors, as the real one does on the GPU's.
+    `task` is a function of a module, or its name as module:function. It takes `arguments`, plain
+    JSON values, and returns a model, built on torch's default device, and a function that makes the
+    step from it: `build(**arguments) -> (model, make_step)`. `make_step(model)` returns a callable
+    that does one whole optimizer step on CPU tensors, as the real one does on the GPU's.
     """
+    if not isinstance(task, str | TaskSpec):
+        task = _import_path(task)
     if isinstance(task, str):
+        try:
+            json.dumps(arguments)
+        except (TypeError, ValueError) as error:
+            fix = "give texts and numbers, and make the rest inside of the function"
+            raise BadInput(f"an argument of {task} cannot be passed on ({error})", fix) from None
         task = TaskSpec(factory=task, arguments=arguments)
     elif arguments:
         names = ", ".join(arguments)
         raise BadInput(f"{names} beside a TaskSpec would be ignored", "put them into its arguments")
     return estimate_all([task], find(gpu) if isinstance(gpu, str) else gpu, capacity_gib)[0]
+
+
+def _import_path(task: Any) -> str:
+    """Return the import path of a function, for the process that calls it."""
+    if isinstance(task, type):
+        what = f"{task.__name__} is a class"
+        raise BadInput(what, "give a function; for a trainfit.Job use trainfit.plan(job, gpu=...)")
+    if not callable(task) or not hasattr(task, "__qualname__"):
+        raise BadInput(f"the step is {task!r}", "give a function, or its name as module:function")
+    if task.__module__ == "__main__" or "<locals>" in task.__qualname__:
+        fix = "put the function into a file of its own, and import it"
+        raise BadInput(f"{task.__qualname__} is defined in the script that runs", fix)
+    return f"{task.__module__}:{task.__qualname__}"
 
 
 def estimate_all(

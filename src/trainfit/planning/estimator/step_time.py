@@ -101,7 +101,7 @@ def reference() -> dict[str, float]:
 
 @cache
 def _file(name: str) -> dict[str, Any]:
-    text = resources.files("trainfit.planning.estimator").joinpath(name).read_text()
+    text = resources.files("trainfit.planning.estimator").joinpath(name).read_text(encoding="utf-8")
     read: dict[str, Any] = json.loads(text)
     return read
 
