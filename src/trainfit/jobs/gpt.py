@@ -27,7 +27,7 @@ from trainfit.data.token_files import TOKENIZER, TokenFolder, open_tokens
 from trainfit.data.token_preparation import Preparation, embedded_tokens, text_tokens
 from trainfit.data.tokenizers import end_of_text, load_bpe
 from trainfit.engine import checkpoint
-from trainfit.engine.distributed import World, current_world, first_says, gather
+from trainfit.engine.distributed import current_world, first_says
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
 from trainfit.engine.recovery import Parts
 from trainfit.engine.saved_state import find_nonfinite
@@ -44,6 +44,7 @@ from trainfit.jobs.pretraining import (
     METRIC,
     GptResult,
     GptTask,
+    Peaks,
     count_blocks,
     iter_line,
     read_meter,
@@ -132,7 +133,7 @@ class PreparedGpt(Prepared):
 
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the lines of the log and the FLOP count."""
-        peaks = _Peaks.of(run.plan, run.profile, run.world, run.device)
+        peaks = Peaks.of(run.plan, run.profile, run.world, run.device)
         return {
             "line": iter_line,
             "ideal_seconds": flops.ideal_seconds(shape_of(self.config).flops, peaks.datasheet),
@@ -250,31 +251,9 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
     )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Peaks:
-    """Peak TFLOP/s of the job's GPUs together, in the dtype in use; None where not known."""
-
-    datasheet: float | None
-    measured: float | None
-    """Measured peak of one GPU times the number of GPUs."""
-
-    @classmethod
-    def of(cls, plan: Plan, profile: HardwareProfile, world: World, place: torch.device) -> _Peaks:
-        index = (place.index or 0) if place.type == "cuda" else len(profile.gpus)
-        own = profile.gpus[index].slug if index < len(profile.gpus) else None
-        slugs = [slug or None for slug in gather(world, own or "")]
-        dtype = flops.dtype_in_use(plan.precision, plan.runtime.tf32)
-        found = flops.measured_peak(plan.measurements, dtype)
-        datasheet = flops.peak_of(slugs, dtype)
-        return cls(
-            datasheet=datasheet,
-            measured=None if found is None or datasheet is None else found * world.size,
-        )
-
-
 def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
     """Summarise the run, with its MFU and what would raise it."""
-    plan, peaks = run.plan, _Peaks.of(run.plan, run.profile, run.world, run.device)
+    plan, peaks = run.plan, Peaks.of(run.plan, run.profile, run.world, run.device)
     meter = read_meter(run.folder)
     spec = None if plan.gpu is None else find(plan.gpu)
     standing: pretraining.Standing | None = None

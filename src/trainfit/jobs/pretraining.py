@@ -21,13 +21,15 @@ from trainfit.conf import GptConfig
 from trainfit.core.errors import BadInput
 from trainfit.core.files import text_facts
 from trainfit.core.plan_records import Plan
-from trainfit.core.records import Event, Record
+from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.data.token_files import Ids
+from trainfit.engine.distributed import World, gather
 from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.observers import TrainRow
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.kernels.fused_ops import IGNORED
+from trainfit.measuring import flops
 from trainfit.packing.steps import divide_up
 from trainfit.runs.reader import Columns, read_part
 from trainfit.runtime import eagerly
@@ -271,6 +273,28 @@ def _complete(table: Columns, needed: Sequence[str]) -> Columns:
 
 
 # ── the tuning guide ──────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Peaks:
+    """Peak TFLOP/s of the job's GPUs together, in the dtype in use; None where not known."""
+
+    datasheet: float | None
+    measured: float | None
+    """Measured peak of one GPU times the number of GPUs."""
+
+    @classmethod
+    def of(cls, plan: Plan, profile: HardwareProfile, world: World, place: torch.device) -> Peaks:
+        index = (place.index or 0) if place.type == "cuda" else len(profile.gpus)
+        own = profile.gpus[index].slug if index < len(profile.gpus) else None
+        slugs = [slug or None for slug in gather(world, own or "")]
+        dtype = flops.dtype_in_use(plan.precision, plan.runtime.tf32)
+        found = flops.measured_peak(plan.measurements, dtype)
+        datasheet = flops.peak_of(slugs, dtype)
+        return cls(
+            datasheet=datasheet,
+            measured=None if found is None or datasheet is None else found * world.size,
+        )
 
 
 def targets(spec: GpuSpec) -> tuple[tuple[int, int], tuple[int, int]]:
