@@ -175,3 +175,11 @@ def nli_words(tmp: Path, *more: str) -> list[str]:
     if not data.is_dir():
         write_redsm5(data)
     return words(tmp, f"data.data_dir={data}", "data.max_length=80", *more)
+
+
+def packed_bytes(weights: int, rows: int, kind: str) -> int:
+    """Bytes of a quantized matrix with so many weights in `rows` rows."""
+    if kind == "int8":
+        return weights + 4 * rows
+    blocks = -(-weights // 64)  # 64 codes of half a byte share a scale, 256 scales another one
+    return blocks * 33 + 4 * (-(-blocks // 256) + 1)

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
 
-from job_tiny import TINY_BERT, be_quick, words, write_texts
+from job_tiny import TINY_BERT, be_quick, packed_bytes, words, write_texts
 from trainfit.cli.main import run as cli
 from trainfit.conf import compose
 from trainfit.core.errors import BadInput
@@ -40,7 +40,7 @@ from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.predict import predict_texts
 from trainfit.jobs.run import Show
-from trainfit.kernels.quantized import QuantizedLinear, packed_bytes, widened_state
+from trainfit.kernels.quantized import QuantizedLinear, widened_state
 from trainfit.measuring.flops import count_flops
 from trainfit.planning.estimator.estimate import estimate
 from trainfit.runtime import compile_blocks

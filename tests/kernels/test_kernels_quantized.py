@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional
 
+from job_tiny import packed_bytes
 from trainfit.core.libraries import has, import_bitsandbytes
 from trainfit.kernels import quantized
 from trainfit.kernels.quantized import (
@@ -20,7 +21,6 @@ from trainfit.kernels.quantized import (
     QuantizedLinear,
     count_weights,
     dequantized,
-    packed_bytes,
     quantize,
     quantized_linear,
     widened_state,

@@ -140,7 +140,7 @@ class _Part:
 
 
 @dataclass(slots=True)
-class _Bucket:
+class _MomentBucket:
     """A range of the moments, and the weights in it."""
 
     first: int
@@ -170,11 +170,11 @@ class HostMoments:
         ]
         self._queues = _Queues(self.device)
 
-    def _cut(self, groups: list[dict[str, Any]]) -> Iterator[list[_Bucket]]:
+    def _cut(self, groups: list[dict[str, Any]]) -> Iterator[list[_MomentBucket]]:
         """Lay out the weights end to end, and cut them into buckets, group by group."""
         place = number = 0
         for group in groups:
-            buckets = [_Bucket(place, 0, [])]
+            buckets = [_MomentBucket(place, 0, [])]
             for parameter in group["params"]:
                 self.places[parameter] = place
                 start = 0
@@ -185,7 +185,7 @@ class HostMoments:
                     last.length += _aligned(length)
                     start, place = start + length, last.first + last.length
                     if last.length >= self.bucket:
-                        buckets.append(_Bucket(place, 0, []))
+                        buckets.append(_MomentBucket(place, 0, []))
                 number += 1
             yield [bucket for bucket in buckets if bucket.parts]
 
@@ -212,7 +212,7 @@ class HostMoments:
             self._queues.gone(at)
         self._queues.end()
 
-    def _copy(self, bucket: _Bucket, slot: dict[str, Tensor], *, fetch: bool) -> None:
+    def _copy(self, bucket: _MomentBucket, slot: dict[str, Tensor], *, fetch: bool) -> None:
         """Copy a bucket into a slot, or back."""
         for name, flat in self.flat.items():
             there = flat[bucket.first : bucket.first + bucket.length]

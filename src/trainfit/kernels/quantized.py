@@ -53,14 +53,6 @@ class Packed(NamedTuple):
     """nf4: float32 scales of the scales, and last the mean that was taken off them."""
 
 
-def packed_bytes(weights: int, rows: int, kind: Quantization) -> int:
-    """Bytes of a matrix with so many weights in `rows` rows."""
-    if kind == "int8":
-        return weights + 4 * rows
-    blocks = math.ceil(weights / BLOCK)
-    return blocks * (BLOCK // 2 + 1) + 4 * (math.ceil(blocks / NESTED) + 1)
-
-
 def empty(shape: Sequence[int], kind: Quantization, device: torch.device | str) -> Packed:
     """Make the tensors of a matrix without values."""
     rows, columns = shape
