@@ -145,7 +145,7 @@ def test_it_is_what_training_goes_by(tmp_path: Path, monkeypatch: pytest.MonkeyP
         ("training:\n  batchsize: 8\n", "did you mean training.batch_size?"),
         ("trainin:\n  batch_size: 8\n", "unknown key trainin.batch_size"),
         ("training:\n  batch_size: many\n", "training.batch_size is"),
-        ("hardware: t5\n", "did you mean t4?"),
+        ("hardware: tt4\n", "did you mean t4?"),
         ("training: [1, 2\n", "line"),
         ("- 1\n- 2\n", "mapping"),
         ("seed: 1\nseed: 2\n", "there twice"),
