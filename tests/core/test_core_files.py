@@ -94,7 +94,7 @@ def test_only_regular_files_are_opened(tmp_path: Path, kind: str, monkeypatch: p
 
 
 def test_a_link_to_a_regular_file_is_read(tmp_path: Path):
-    (tmp_path / "there").write_text("é")
+    (tmp_path / "there").write_text("é", encoding="utf-8")
     (tmp_path / "link").symlink_to("there")
     assert read_text(check_regular(tmp_path / "link")) == "é"
     with pytest.raises(OSError, match="MiB"):

@@ -112,6 +112,15 @@ def test_the_four_agree(slug: str | None, put: Any, capsys: pytest.CaptureFixtur
         assert (plan["precision"], plan["num_threads"]) == ("fp32", CORES)  # as conftest times it
 
 
+def test_plan_compiles_where_train_does(put: Any, capsys: pytest.CaptureFixture[str]):
+    """By two estimates of what compiling saves, `plan` never compiled this job."""
+    words = put(machine("h200"))
+    for steps, compiled in ((20_000, False), (200_000, True)):
+        job = [*words, f"training.max_steps={steps}", "optimization.cuda_graph=false"]
+        assert said(capsys, "train", "nli", *job, "--dry-run")["plan"]["compile"] is compiled
+        assert said(capsys, "plan", "nli", *job)["compile"] is compiled
+
+
 def test_the_four_follow_the_timing(
     put: Any, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

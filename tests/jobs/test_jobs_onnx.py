@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from trainfit.data import learn_tokenizer
 from trainfit.jobs import exports, onnx_export
 from trainfit.jobs.models.classifier import EncoderClassifier, MeanPooler
 
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # for this file's own import, which would send events
 onnxruntime = pytest.importorskip("onnxruntime")
 BATCHES = (TEXTS[:1], TEXTS, [*TEXTS, " ".join(TEXTS), "of"])
 
@@ -75,6 +78,23 @@ def test_onnxruntime_gives_the_logits_of_transformers(bert: Path):
     content = (bert / "export" / "onnx" / "model.onnx").read_bytes()
     assert b".py" not in content  # no lines of source, with paths of this machine
     assert run(["predict", str(bert), "--text", "one"]) == 0
+
+
+def test_onnxruntime_tells_nobody_of_an_export(
+    bert: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It writes an identifier of the machine into the home folder before it sends events."""
+    seen = []
+    monkeypatch.delenv("ORT_DISABLE_TELEMETRY")
+    monkeypatch.setattr(onnx_export, "_convert", lambda *_: seen.append(dict(os.environ)))
+    monkeypatch.setattr(onnx_export, "_compare", lambda *_: None)
+    copy = Path(shutil.copytree(bert / "export", tmp_path / "export"))
+    onnx_export.write_onnx(copy)
+    home = tmp_path / "home"
+    home.mkdir()
+    told = {"ORT_DISABLE_TELEMETRY": seen[0]["ORT_DISABLE_TELEMETRY"], "HOME": str(home)}
+    subprocess.run([sys.executable, "-c", "import onnxruntime"], env=told, check=True)
+    assert not list(home.rglob("*"))
 
 
 @pytest.mark.soak

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import re
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +13,7 @@ from typing import Any
 import pytest
 from tuning_toy import plan
 
+import trainfit
 from trainfit.core import codec
 from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import OWN_FACTORIES, Plan, TaskSpec
@@ -75,3 +79,35 @@ def test_every_factory_of_a_written_plan_is_allowed():
     assert {*job_plan._FACTORIES.values(), *tuned_plans.FACTORIES.values()} == set(OWN_FACTORIES)
     for factory in OWN_FACTORIES:
         assert callable(TaskSpec(factory=factory, arguments={}, from_file=True).function())
+
+
+def test_no_child_looks_for_modules_in_the_current_folder():
+    """`python -c` and `python -m` do, before anywhere else: a data folder may hold a torch.py."""
+    package = Path(trainfit.__file__).parent
+    started = [
+        " ".join(found.split())
+        for file in package.rglob("*.py")
+        for found in re.findall(r"sys\.executable,\s*[^\n]*", file.read_text("utf-8"))
+        if "caches.libraries" not in found  # the name of a cache
+    ]
+    assert len(started) >= 8
+    assert [one for one in started if '"-P"' not in one and "*safe_flags()" not in one] == []
+
+
+@pytest.mark.soak
+def test_a_folder_of_someone_runs_nothing(tmp_path: Path):
+    """With -P the command is what the script `trainfit` is: it does not look there itself."""
+    for name in ("torch", "json", "statistics", "transformers", "numpy"):
+        told = f"from pathlib import Path; Path({str(tmp_path / 'ran')!r}).touch()"
+        (tmp_path / f"{name}.py").write_text(f"{told}; raise SystemExit(9)")
+    words = ["experiment=gpt_embedded", f"runs_dir={tmp_path / 'runs'}", "training.max_steps=2"]
+    path = os.pathsep.join(entry for entry in sys.path if entry not in ("", str(Path.cwd())))
+    for command in (["plan", "gpt", "--gpu", "t4", words[0]], ["train", "gpt", *words]):
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "trainfit", *command],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": path, "TRAINFIT_CACHE": str(tmp_path / "cache")},
+            capture_output=True,
+        )
+        assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "ran").exists()

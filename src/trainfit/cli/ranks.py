@@ -21,6 +21,7 @@ from typing import Any
 import click
 
 from trainfit.core.errors import BadInput, RunFailed, reason
+from trainfit.core.libraries import safe_flags
 
 _INTERRUPTED = 130
 _RESTARTS = 3
@@ -274,7 +275,7 @@ def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
         max_restarts=usual if asked.restarts is None else asked.restarts,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "trainfit", *words)
+        elastic_launch(config, sys.executable)(*safe_flags(), "-m", "trainfit", *words)
     except ChildFailedError as error:
         return _exit_code(error)
     except SignalException:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import warnings
 from functools import cache, partial
 from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from trainfit.core.errors import BadInput, TrainfitWarning
@@ -62,6 +64,20 @@ def need(what: str, *modules: str) -> None:
     for module in modules:
         if not has(module):
             raise missing(what, module)
+
+
+def search_path() -> str:
+    """PYTHONPATH of a child, which then imports what this process does.
+
+    Children get -P, or they would look in the current folder first: it may be anyone's, and hold
+    a torch.py.
+    """
+    return os.pathsep.join(entry or str(Path.cwd()) for entry in sys.path)
+
+
+def safe_flags() -> tuple[str, ...]:
+    """Flags of a child that gets no PYTHONPATH: -P, unless this process looks here itself."""
+    return () if {"", str(Path.cwd())} & set(sys.path) else ("-P",)
 
 
 @cache

@@ -24,6 +24,7 @@ from trainfit.core.records import Event, Record, RunResult
 from trainfit.hardware.nvml import Sample, load_nvml, open_sampler
 from trainfit.measuring.timing import GIB
 from trainfit.runs.run_folder import Tracker
+from trainfit.runtime.environment import send_no_usage
 
 
 @dataclass(kw_only=True)
@@ -227,6 +228,7 @@ def _redacted_command() -> Iterator[None]:
 
 def check_installed(kind: str) -> Any:
     """Import the tracker's module; raise BadInput where it is not installed."""
+    send_no_usage()
     try:
         return importlib.import_module(_MODULES[kind])
     except ImportError:

@@ -134,7 +134,7 @@ _INSTRUCTIONS = ("_CPU_CAPABILITY", "_MAX_CPU_ISA")
 
 @cache
 def bf16_fault(
-    command: tuple[str, ...] = (sys.executable, "-c", _PRODUCT), seconds: float = _SECONDS
+    command: tuple[str, ...] = (sys.executable, "-P", "-c", _PRODUCT), seconds: float = _SECONDS
 ) -> str | None:
     """Try a bfloat16 product in a child: the signal that killed it, such as SIGILL, or None.
 

@@ -23,6 +23,7 @@ import optuna
 
 from trainfit.conf import Composed
 from trainfit.core.errors import BadInput, OutOfMemory, RunFailed, TrainfitError, redact
+from trainfit.core.libraries import safe_flags
 from trainfit.core.plan_records import Plan
 from trainfit.engine.distributed import StopRequest, stop_on_signals
 from trainfit.engine.loop import Shared
@@ -135,7 +136,7 @@ def _first_line(error: BaseException) -> str:
     return (said.splitlines() or [type(error).__name__])[0]
 
 
-COMMAND = (sys.executable, "-m", "trainfit")
+COMMAND = (sys.executable, *safe_flags(), "-m", "trainfit")
 _POLL = 0.5
 _STOPPED = 130
 _PATIENCE = 60.0

@@ -21,6 +21,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from trainfit.core.libraries import search_path
 from trainfit.data.folds import Folds, make_folds
 from trainfit.data.redsm5 import Corpus
 from trainfit.jobs.metrics import Metrics, binary_metrics
@@ -181,13 +182,12 @@ def in_background(
     if cores < 1:
         yield lambda: score(arrays())
         return
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     child = subprocess.Popen(
-        [sys.executable, "-m", "trainfit.jobs.baselines"],
+        [sys.executable, "-P", "-m", "trainfit.jobs.baselines"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, **_ONE_THREAD, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, **_ONE_THREAD, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""},
     )
     assert child.stdin is not None
     assert child.stdout is not None

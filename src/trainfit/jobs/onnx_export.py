@@ -22,6 +22,7 @@ from trainfit.core.errors import RunFailed, reason
 from trainfit.core.libraries import ONNX, need
 from trainfit.jobs.exports import write_checksums
 from trainfit.jobs.predict import Exported, load_export
+from trainfit.runtime.environment import send_no_usage
 
 if TYPE_CHECKING:
     from trainfit.jobs.models.classifier import EncoderClassifier
@@ -43,6 +44,7 @@ def write_onnx(folder: Path) -> Path:
     RunFailed says why a model cannot be converted; the export is then as it was.
     """
     need("ONNX", *ONNX)
+    send_no_usage()
     exported = load_export(folder)
     model = _Rows(_merged(exported.model.float()), _inputs(exported))
     unfinished = folder.with_name(".unfinished-onnx")

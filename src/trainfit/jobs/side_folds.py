@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Literal
 
 import psutil
 
+from trainfit.core.libraries import search_path
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
@@ -148,14 +149,13 @@ def _idle(run: Run) -> int:
 
 
 def _start(run: Run, folds: Sequence[int], variables: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    path = os.pathsep.join(entry for entry in sys.path if entry)
     words = [str(run.folder), run.prepared.composed.task, *map(str, folds)]
     return subprocess.Popen(
-        [sys.executable, "-m", "trainfit.jobs.side_folds", *words],
+        [sys.executable, "-P", "-m", "trainfit.jobs.side_folds", *words],
         stdin=subprocess.PIPE,  # it ends with this process, also if that is killed
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
-        env={**os.environ, "PYTHONPATH": path, **variables},
+        env={**os.environ, "PYTHONPATH": search_path(), **variables},
     )
 
 

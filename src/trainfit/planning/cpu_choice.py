@@ -219,7 +219,7 @@ def _child(*imported: str) -> subprocess.Popen[str]:
     """Start a child that imports these modules before it reads its request."""
     pipe = subprocess.PIPE
     return subprocess.Popen(
-        [sys.executable, "-c", _MAIN, *imported],
+        [sys.executable, "-P", "-c", _MAIN, *imported],
         stdin=pipe,
         stdout=pipe,
         stderr=subprocess.DEVNULL,

@@ -188,18 +188,20 @@ def compiled_or_eager(
     fits: bool,
     compiled: Callable[[], StepCandidate] | None,
     steps: float,
+    agreed: Choice | None = None,
 ) -> tuple[Choice, StepCandidate, bool]:
     """Compile where the machine can, the step still fits, and the job is long enough.
 
     Returns the choice, the candidate that then runs, and True if it fits. `compiled` simulates the
-    compiled step; it is None where many GPUs are compared.
+    compiled step; it is None where many GPUs are compared. `agreed` is the choice of a run that
+    simulates nothing.
     """
 
     def stay(why: str) -> tuple[Choice, StepCandidate, bool]:
         return Choice(value=False, why=why, alternatives=("true",)), eager, fits
 
     gpu = profile.gpu
-    pin = decide.pinned(question, "compile")
+    pin = decide.pinned(question, "compile") or agreed
     if pin is not None and (gpu is None or not pin.value):
         return pin, eager, fits  # the estimator knows CUDA's compiled code alone
     if compiled is None:

@@ -231,6 +231,7 @@ def _planned(case: _Case, fitter: Fitter, place: int, *, exact: bool, advise: bo
         selection.fits,
         (lambda: timed(fitter.exact(selection.best, held, speed, compile=True))) if exact else None,
         case.steps,
+        _compiled_here(case),
     )
     if exact and fits and best.taken.fits is None:
         best = timed(fitter.exact(best, held, speed))
@@ -262,6 +263,16 @@ def _by_bound(case: _Case) -> Plan | None:
     best, compiled = found
     selection = Selection(best=best, fits=True, candidates=[best])
     return _written(case, selection, best, True, {"compile": compiled, "cuda_graph": graph})
+
+
+def _compiled_here(case: _Case) -> Choice | None:
+    """Return what `train` decides on this machine by a bound: two estimates would differ."""
+    fixed, profile = case.fixed, case.profile
+    if profile.simulated or profile.gpu is None:
+        return None
+    graph = decide.captured(case.question, profile, "none", case.ranks)
+    found = _timed_bound(case, fixed.cuttings[fixed.plain], graph)
+    return None if found is None else found[1]
 
 
 def _unestimated(case: _Case, error: NoEstimate) -> Plan:

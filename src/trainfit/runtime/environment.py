@@ -15,6 +15,12 @@ from trainfit.core.records import Change
 _NAMES = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 _NEW_NAME = _NAMES[-1]
 _PROFILER_LOG = "KINETO_LOG_LEVEL"
+_NO_USAGE = {
+    "ORT_DISABLE_TELEMETRY": "1",
+    "MLFLOW_DISABLE_TELEMETRY": "true",
+    "WANDB_ERROR_REPORTING": "false",
+    "HF_HUB_DISABLE_TELEMETRY": "1",
+}
 _EXPANDABLE = re.compile(r"\bexpandable_segments\s*:\s*(\w+)")
 
 
@@ -41,6 +47,15 @@ def stay_offline() -> None:
     constants = sys.modules.get("huggingface_hub.constants")
     if constants is not None:
         vars(constants)["HF_HUB_OFFLINE"] = True
+
+
+def send_no_usage() -> None:
+    """Keep libraries from telling their makers of this use, where the user did not allow it.
+
+    onnxruntime sends names and hashes of models, from 1.29 on, and reads this as it is imported.
+    """
+    for name, value in _NO_USAGE.items():
+        os.environ.setdefault(name, value)
 
 
 def _put_back(name: str, value: str | None) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from trainfit.core.errors import RunFailed
+from trainfit.core.libraries import search_path
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Record
 from trainfit.tuning.tuned_cache import Status, Trial, TrialCandidate, folder_prefix
@@ -184,9 +185,9 @@ class _Child:
     def __init__(self, modules: Sequence[str]) -> None:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(_TORCHRUN)}
         # The child must find every module that the parent can import.
-        environment["PYTHONPATH"] = os.pathsep.join(entry for entry in sys.path if entry)
+        environment["PYTHONPATH"] = search_path()
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "trainfit.tuning.children", *modules],
+            [sys.executable, "-P", "-m", "trainfit.tuning.children", *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,

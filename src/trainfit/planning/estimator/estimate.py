@@ -25,7 +25,7 @@ from typing import Any
 from trainfit.core import caches, codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.files import cache_folder
-from trainfit.core.libraries import warn_of_newer
+from trainfit.core.libraries import search_path, warn_of_newer
 from trainfit.core.plan_records import MemoryEstimate, TaskSpec
 from trainfit.hardware.catalogue import GpuSpec, find
 from trainfit.planning.estimator.step_time import Done, recorded
@@ -218,8 +218,7 @@ def _child_with(_number: int, _path: str) -> _EstimatorChild:
 
 def child_environment() -> dict[str, str]:
     """Variables of a child, which finds everything that this process can import, and no GPU."""
-    path = os.pathsep.join(entry for entry in sys.path if entry)
-    return {**os.environ, "PYTHONPATH": path, "CUDA_VISIBLE_DEVICES": ""}
+    return {**os.environ, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""}
 
 
 class _EstimatorChild:
@@ -266,7 +265,7 @@ class _EstimatorChild:
     def _started(self) -> subprocess.Popen[str]:
         if self._process is None or not self.runs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _MAIN],
+                [sys.executable, "-P", "-c", _MAIN],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=None if os.environ.get("TRAINFIT_TRACEBACK") else subprocess.DEVNULL,
