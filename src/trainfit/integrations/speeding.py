@@ -19,7 +19,7 @@ from trainfit.integrations.batches_ahead import fetch_ahead
 from trainfit.integrations.body_blocks import BodyBlocks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.host_batches import keep_host_batches
-from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, SpeedUp, chosen
+from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, WITHOUT, SpeedUp, chosen
 from trainfit.integrations.unpadded_calls import Unpadding
 from trainfit.integrations.unpadding import facts_in, foreign_in, unpadded
 from trainfit.runtime import apply
@@ -86,7 +86,7 @@ def _unpad(
 ) -> None:
     graphs, gpu = "graphs" in names, torch.cuda.is_available()
     if (why := foreign_in(model)) is not None:
-        left.append(f"without padding ({why})")
+        left.append(f"{WITHOUT} ({why})")
         return
 
     def changed(one: nn.Module) -> nn.Module:
@@ -97,10 +97,10 @@ def _unpad(
     try:
         changed(model)
     except BadInput as error:
-        left.append(f"without padding ({error.what})")
+        left.append(f"{WITHOUT} ({error.what})")
         return
     keep_host_batches()
-    done.append(f"{type(model).__name__} without padding")
+    done.append(f"{type(model).__name__} {WITHOUT}")
     if graphs:
         (done if gpu else left).append(GRAPHS if gpu else f"{GRAPHS} (no GPU)")
     if "compile" in names and gpu:

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainfit.core.errors import BadInput
 from trainfit.integrations.speedups import NO_MODEL
-from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part
+from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part, own_forward
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
 from trainfit.kernels.supported import OWN_ATTENTION
@@ -127,6 +127,8 @@ def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unp
 
 def _model_obstacle(body: PreTrainedModel) -> str | None:
     config = body.config
+    if own_forward(body):
+        return f"the forward of {type(body).__name__} was replaced by another one"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type} were not compared with their padded selves"
     if config.model_type in OWN_ATTENTION and not getattr(config, "relative_attention", True):
@@ -148,6 +150,8 @@ def _reads(model: PreTrainedModel, body: PreTrainedModel, alone: bool) -> HeadRe
     name = type(model).__name__
     if model is model.base_model:
         return "outside" if alone else "unknown"
+    if own_forward(model):
+        return "unknown"
     if name.endswith(_PER_COLUMN):
         return "unknown" if getattr(model.config, "sparse_prediction", False) else "columns"
     if not name.endswith("ForSequenceClassification"):
