@@ -125,12 +125,48 @@ def test_a_head_that_a_script_has_changed_computes_as_it_does_alone(
     assert sum(one.tally.packed for one in facts) == (2 if where == "class" else 0)
 
 
+@pytest.mark.parametrize("heads", [("classes", "tokens"), ("tokens", "tokens")])
+@pytest.mark.parametrize("together", [True, False])
+def test_heads_that_share_a_body_compute_as_they_do_alone(
+    heads: tuple[str, str], together: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([HEADS[head].from_config(config("bert")) for head in heads])
+    plain[1].bert = plain[0].bert
+    model = copy.deepcopy(plain)
+    for part in [model] if together else model:
+        trainfit.unpadded(part)
+    given = batch("bert", "left")
+    labels = {"classes": torch.arange(4) % 3, "tokens": given["input_ids"] % 3}  # of padding too
+    for _ in range(2):
+        for head, one, other in zip(heads, model, plain, strict=True):
+            loss, alone = (each(**given, labels=labels[head]).loss for each in (one, other))
+            torch.testing.assert_close(loss, alone, rtol=0, atol=1e-5)
+            loss.backward()
+    [facts] = facts_in(model)
+    assert facts.reads == "padding"
+
+
+def test_an_error_beside_a_model_never_ends_the_script(
+    scripts: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Loop:
+        def fit(self, model: Any) -> str:
+            return type(model).__name__
+
+    del scripts
+    name = "lightning.pytorch.trainer.trainer"
+    script_hooks.hook(SimpleNamespace(__name__=name, Trainer=Loop), tmp_path)
+    lazy = nn.Sequential(classifier(), nn.LazyLinear(2))  # its weights have no number of elements
+    assert Loop().fit(lazy) == "Sequential"
+
+
 def test_a_body_with_another_forward_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     forward = BertModel.forward
     monkeypatch.setattr(BertModel, "forward", lambda *given, **named: forward(*given, **named))
-    assert "the forward of BertModel was replaced" in apply_speedups(
-        classifier(), ["unpadded"]
-    ).line()
+    assert (
+        "the forward of BertModel was replaced" in apply_speedups(classifier(), ["unpadded"]).line()
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])

@@ -64,7 +64,8 @@ def hook(module: Any, folder: Path) -> None:
         _loops.append(self)
         try:
             for one in [self] if direct else [*args, *kwargs.values()]:
-                _take(one, folder, _loops[0])  # Trainer has an Accelerator of its own
+                with suppress(Exception):  # an error of trainfit never ends the script
+                    _take(one, folder, _loops[0])  # Trainer has an Accelerator of its own
             if os.environ.get(_DRY) == "1" and _reports:
                 sys.exit(0)
             return method(self, *args, **kwargs)
@@ -96,7 +97,7 @@ _loops: list[Any] = []
 
 
 def _take(trainer: Any, folder: Path, loop: Any) -> None:
-    """Make one trainer or model faster; an error of trainfit never ends the script."""
+    """Make one trainer or model faster."""
     global _seconds
     began = time.perf_counter()  # imports of trainfit count
     from torch import nn

@@ -35,6 +35,8 @@ FAMILIES = (
 """Model types whose packed outputs were compared with the padded ones."""
 _PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _SHIFTED = ("ForCausalLM", "LMHeadModel")
+_SETTLED = ("outside", "columns", "first", "last")
+"""Columns that are known without watching."""
 
 
 # ── the public names ──────────────────────────────────────────────────────────────────────────
@@ -56,8 +58,11 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
         )
     taken = [(one, *_taken(one, alone=one is _without_adapters(model))) for one in found]
     for one, body, facts in taken:
-        if facts is not None:
+        known: Unpadding | None = body.__dict__.get(FACTS)
+        if known is None:
             _replace(one, body, facts)
+        elif known.reads in _SETTLED and (known.reads != facts.reads or _goes_past(one, facts)):
+            known.reads = "unknown"  # heads share the body, and read it in different ways
         body.__dict__[FACTS].insisted |= insist
     return model
 
@@ -104,11 +109,9 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     return get() if callable(get) else model
 
 
-def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unpadding | None]:
-    """Look up how a model can go without padding; None where it does already."""
+def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unpadding]:
+    """Look up how a model can go without padding."""
     body: PreTrainedModel = body_of(model)
-    if FACTS in body.__dict__:
-        return body, None
     if (reason := _model_obstacle(body)) is not None:
         raise BadInput(
             f"{type(model).__name__} cannot go without padding: {reason}",
@@ -172,9 +175,14 @@ def _replace(model: PreTrainedModel, body: PreTrainedModel, facts: Unpadding) ->
     body.__dict__[FACTS] = facts
     kinds: list[Any] = [type(body), type(model)]
     body.__class__ = _unpadded_class(kinds[0], True)
-    per_column = type(model).__name__.endswith(_PER_COLUMN) and facts.reads == "columns"
-    if model is not body and per_column:
+    if model is not body and _goes_past(model, facts):
         model.__class__ = _unpadded_class(kinds[1], False)
+
+
+def _goes_past(model: PreTrainedModel, facts: Unpadding) -> bool:
+    """Tell if a head has a result per column, and has not its forward without padding yet."""
+    per_column = type(model).__name__.endswith(_PER_COLUMN) and facts.reads == "columns"
+    return per_column and not hasattr(type(model), "_trainfit_kind")
 
 
 # ── the class ─────────────────────────────────────────────────────────────────────────────────

@@ -262,7 +262,7 @@ _WITHOUT_NORM = ("", "Adam", "AdamW", "NAdam", "RAdam", "SGD", "RMSprop", "Adagr
 
 def _clipped(trace: Trace) -> bool:
     """True if a norm, a factor of at most one, and a product with all gradients were computed."""
-    # Lightning clips inside of the optimizer's step; Muon and others take a norm of their own there.
+    # Lightning clips inside of the optimizer's step, where Muon takes a norm of its own.
     names = {op.name for op in trace.operators if op.updating in _WITHOUT_NORM}
     parts = (
         {"aten::_foreach_norm", "aten::linalg_vector_norm"},
