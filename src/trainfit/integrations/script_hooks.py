@@ -216,7 +216,7 @@ def _report(folder: Path) -> None:
         name: gain.times if turns and (gain := getattr(turns, name)) else None
         for name in ("alone", "added", "compiled")
     }
-    gain = turns.gain if turns else None
+    gain = turns.gain if turns and done else None  # else all ways were the same
     with suppress(OSError):  # the folder goes with the command
         SpeedUp(
             done=tuple(done),

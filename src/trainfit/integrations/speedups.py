@@ -103,7 +103,7 @@ class SpeedUp(Record):
 
     def _speed(self) -> str:
         """Say how much faster it was."""
-        if self.times is None or not self.done:
+        if self.times is None:
             return ""
         said = ""
         if self.alone is not None and self.added is not None:
