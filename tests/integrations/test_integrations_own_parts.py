@@ -11,16 +11,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional
 from transformers import BertForSequenceClassification, BertForTokenClassification, BertModel
 from transformers.integrations.neftune import neftune_post_forward_hook
-from unpadded_tiny import batch, config, pair
+from transformers.modeling_outputs import TokenClassifierOutput
+from unpadded_tiny import HEADS, batch, config, pair
 
 import trainfit
 from trainfit.integrations import script_hooks
 from trainfit.integrations.speeding import apply_speedups, facts_in
 from trainfit.integrations.speedups import SpeedUp
-from trainfit.integrations.turns import PADDED, Turns
+from trainfit.integrations.turns import PADDED, Gain, Turns
 
 
 def classifier() -> BertForSequenceClassification:
@@ -77,6 +79,93 @@ def test_layers_of_the_script_keep_their_rows() -> None:
     found = apply_speedups(model, ["unpadded"])
     torch.testing.assert_close(model(**batch("bert")).logits, plain(**batch("bert")).logits)
     assert "OwnAttention, a layer of the script, would see packed rows" in found.line()
+
+
+def mean_of_rows(logits: Tensor, labels: Tensor, *_: Any, **_rest: Any) -> Tensor:
+    """Weigh all rows alike, which a packed row does not show."""
+    learnt = labels != -100
+    losses = functional.cross_entropy(logits.mT, labels.where(learnt, 0), reduction="none")
+    return ((losses * learnt).sum(1) / learnt.sum(1)).mean()
+
+
+def own_forward(
+    self: Any, input_ids: Tensor, attention_mask: Tensor, labels: Tensor
+) -> TokenClassifierOutput:
+    logits = self.classifier(self.bert(input_ids, attention_mask=attention_mask)[0])
+    return TokenClassifierOutput(loss=mean_of_rows(logits, labels), logits=logits)
+
+
+@pytest.mark.parametrize("where", ["loss_function", "class", "instance"])
+def test_a_head_that_a_script_has_changed_computes_as_it_does_alone(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    head, name = ("causal", "llama") if where == "loss_function" else ("tokens", "bert")
+    plain = HEADS[head].from_config(config(name))
+    if where == "class":
+        monkeypatch.setattr(BertForTokenClassification, "forward", own_forward)
+    model = copy.deepcopy(plain)
+    for one in (plain, model):
+        if where == "loss_function":
+            one.loss_function = mean_of_rows
+        if where == "instance":  # so does Accelerate for an evaluation in half precision
+            forward = one.forward
+            one.forward = lambda forward=forward, **given: forward(**given)
+    apply_speedups(model, ["unpadded"])
+    given = batch("bert")
+    given["labels"] = given["input_ids"] % 3  # of the padding too
+    if where != "instance":
+        given["labels"] = given["labels"].where(given["attention_mask"] == 1, -100)
+    for _ in range(10):
+        alone, loss = (one(**given).loss for one in (plain, model))
+        torch.testing.assert_close(loss, alone, rtol=0, atol=1e-5)
+        loss.backward()
+    facts = facts_in(model)
+    assert sum(one.tally.packed for one in facts) == (2 if where == "class" else 0)
+
+
+@pytest.mark.parametrize("heads", [("classes", "tokens"), ("tokens", "tokens")])
+@pytest.mark.parametrize("together", [True, False])
+def test_heads_that_share_a_body_compute_as_they_do_alone(
+    heads: tuple[str, str], together: bool
+) -> None:
+    torch.manual_seed(0)
+    plain = nn.ModuleList([HEADS[head].from_config(config("bert")) for head in heads])
+    plain[1].bert = plain[0].bert
+    model = copy.deepcopy(plain)
+    for part in [model] if together else model:
+        trainfit.unpadded(part)
+    given = batch("bert", "left")
+    labels = {"classes": torch.arange(4) % 3, "tokens": given["input_ids"] % 3}  # of padding too
+    for _ in range(2):
+        for head, one, other in zip(heads, model, plain, strict=True):
+            loss, alone = (each(**given, labels=labels[head]).loss for each in (one, other))
+            torch.testing.assert_close(loss, alone, rtol=0, atol=1e-5)
+            loss.backward()
+    [facts] = facts_in(model)
+    assert facts.reads == "padding"
+
+
+def test_an_error_beside_a_model_never_ends_the_script(
+    scripts: Callable[..., Any], tmp_path: Path
+) -> None:
+    class Loop:
+        def fit(self, model: Any) -> str:
+            return type(model).__name__
+
+    del scripts
+    name = "lightning.pytorch.trainer.trainer"
+    script_hooks.hook(SimpleNamespace(__name__=name, Trainer=Loop), tmp_path)
+    lazy = nn.Sequential(classifier(), nn.LazyLinear(2))  # its weights have no number of elements
+    assert Loop().fit(lazy) == "Sequential"
+
+
+def test_a_body_with_another_forward_keeps_its_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = BertModel.forward
+    monkeypatch.setattr(BertModel, "forward", lambda *given, **named: forward(*given, **named))
+    assert (
+        "the forward of BertModel was replaced" in apply_speedups(classifier(), ["unpadded"]).line()
+    )
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
@@ -146,8 +235,12 @@ def test_reasons_for_padding_are_told_at_the_end(
     scripts(model)
     model.bert.encoder.layer[0].register_forward_hook(lambda *_: None)
     model(**batch("bert"))
+    turns = script_hooks._turns
+    turns.gain, turns.seconds[PADDED] = Gain(1.12, 0.09, 16), [1.0, 1.0]  # noise: all were the same
     line = closing_line(tmp_path)
-    assert "all 1 batches went the model's own way (with padding: a hook on BertLayer" in line
+    whole = "trainfit: nothing changed; all 1 batches went the model's own way (with padding: "
+    assert line.startswith(whole + "a hook on BertLayer")
+    assert "times" not in line
 
 
 def test_a_frozen_body_says_why_it_keeps_its_padding() -> None:

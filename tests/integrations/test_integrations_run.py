@@ -76,9 +76,18 @@ def test_a_script_is_faster_with_the_same_losses(
 
 
 def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    for words in ([], ["--"], ["--only", "fast", "--", "true"], ["--", "no-such-program"]):
+    for words, said in (
+        ([], "give --"),
+        (["--"], "give --"),
+        (["--only", "fast", "--", "true"], "choose unpadded"),
+        (["--only", "fused", "--without", "fused", "--", "true"], "every speed-up is left out"),
+        (["python", "train.py"], "'python' is not after --; give -- before the command"),
+        (["--", "no-such-program"], "give a command after --"),
+    ):
         assert run(["run", *words]) == 2
-        assert capfd.readouterr().err.count("\n") == 1
+        err = capfd.readouterr().err
+        assert err.count("\n") == 1
+        assert said in err
     assert run(["run", "--", sys.executable, "-c", "raise SystemExit(5)"]) == 5
     assert "no training of a known trainer" in capfd.readouterr().err
 

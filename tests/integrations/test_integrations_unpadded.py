@@ -39,6 +39,11 @@ def test_classifiers_are_the_padded_ones(name: str) -> None:
         assert packed == ([] if own else [int(rows["attention_mask"].sum())]), side
 
 
+def test_positions_of_mpnet_are_its_own_whatever_the_padding_id() -> None:
+    plain, model = pair("mpnet", pad_token_id=0)
+    assert check_same(plain, model, batch("bert"))
+
+
 def _labels(rows: dict[str, torch.Tensor], head: str, first: bool = False) -> torch.Tensor:
     """Labels of all real tokens; for a causal model not of the first ones, unless `first`."""
     real = rows["attention_mask"].bool()

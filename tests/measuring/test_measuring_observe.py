@@ -222,6 +222,7 @@ def test_lightning_says_what_it_asked_for(tmp_path: Path):
     assert found["gradient_accumulation"].requested == 2
     assert found["gradient_accumulation"].observed == 2
     assert found["gradient_clipping"].requested is True
+    assert found["gradient_clipping"].status == "active"  # inside of the optimizer's step
 
 
 def test_a_command_is_observed_and_keeps_its_exit_code(

@@ -133,6 +133,7 @@ def test_waiting_for_the_loader_and_attention_without_a_kernel() -> None:
     [
         ("transformers", "TrainingArguments(bf16=True)"),
         ("lightning", "Trainer(precision='bf16-mixed')"),
+        ("accelerate", "Accelerator(mixed_precision='bf16')"),
         ("torch", "torch.autocast('cuda', torch.bfloat16)"),
     ],
 )
@@ -140,6 +141,26 @@ def test_the_change_is_in_the_words_of_the_framework(framework: str, words: str)
     found = what_if(STEP, step_seconds=0.1, framework=framework)[0]
     assert found.name == "bf16"
     assert words in found.line()
+
+
+@pytest.mark.parametrize("framework", ["transformers", "lightning", "accelerate", "torch"])
+def test_a_loop_that_run_does_not_know_is_told_of_no_run(framework: str) -> None:
+    busy, idle = (what_if(STEP, step_seconds=t, framework=framework) for t in (0.1, 0.4))
+    changes = {one.name: one.change for one in (*busy, *idle)}
+    for name in ("unpadded", "graphs"):
+        assert ("trainfit run" in changes[name]) is (framework != "torch")
+
+
+def test_a_loop_of_accelerate_is_known() -> None:
+    accelerator = pytest.importorskip("accelerate").Accelerator(cpu=True)
+    model = torch.nn.Linear(8, 8)
+    made = torch.optim.AdamW(model.parameters(), foreach=True)
+    model, optimizer = accelerator.prepare(model, made)
+    with trainfit.observe(warm_up=1) as seen:
+        for _ in range(3):
+            accelerator.backward(model(torch.randn(4, 8)).sum())
+            optimizer.step()
+    assert seen.result().framework == "accelerate"
 
 
 def test_arguments_of_transformers_exist() -> None:

@@ -114,8 +114,13 @@ def _observe(words: list[str], *, quiet: bool) -> tuple[int, Verified | None]:
 @click.option("--only", multiple=True, metavar="NAME", help="Make this change alone; may repeat.")
 @click.option("--without", multiple=True, metavar="NAME", help="Leave this change out; may repeat.")
 @click.option("--dry-run", is_flag=True, help="End where the training would begin.")
+@click.argument("stray", nargs=-1, metavar="")
 def run(
-    only: tuple[str, ...], without: tuple[str, ...], dry_run: bool, words: list[str] | None
+    only: tuple[str, ...],
+    without: tuple[str, ...],
+    dry_run: bool,
+    stray: tuple[str, ...],
+    words: list[str] | None,
 ) -> int:
     """Run a training script of your own faster, with the same losses.
 
@@ -128,6 +133,8 @@ def run(
     from trainfit.integrations.script_hooks import run_sped_up
     from trainfit.integrations.speedups import chosen
 
+    if stray:
+        raise BadInput(f"{stray[0]!r} is not after --", "give -- before the command")
     if not words:
         raise BadInput("there is no command to run", "give -- and one, as in: -- python train.py")
     names = chosen(only or None, without)

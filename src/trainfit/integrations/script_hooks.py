@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from trainfit.core.errors import BadInput
-from trainfit.integrations.speedups import COMPILED, GRAPHS, NO_MODEL, SpeedUp, Tally
+from trainfit.integrations.speedups import COMPILED, GRAPHS, NO_MODEL, WITHOUT, SpeedUp, Tally
 
 _NAMES = "TRAINFIT_SPEED_UP_NAMES"
 _DRY = "TRAINFIT_SPEED_UP_DRY"
@@ -64,7 +64,8 @@ def hook(module: Any, folder: Path) -> None:
         _loops.append(self)
         try:
             for one in [self] if direct else [*args, *kwargs.values()]:
-                _take(one, folder, _loops[0])  # Trainer has an Accelerator of its own
+                with suppress(Exception):  # an error of trainfit never ends the script
+                    _take(one, folder, _loops[0])  # Trainer has an Accelerator of its own
             if os.environ.get(_DRY) == "1" and _reports:
                 sys.exit(0)
             return method(self, *args, **kwargs)
@@ -96,7 +97,7 @@ _loops: list[Any] = []
 
 
 def _take(trainer: Any, folder: Path, loop: Any) -> None:
-    """Make one trainer or model faster; an error of trainfit never ends the script."""
+    """Make one trainer or model faster."""
     global _seconds
     began = time.perf_counter()  # imports of trainfit count
     from torch import nn
@@ -189,11 +190,15 @@ def _report(folder: Path) -> None:
     if not _reports:
         return
     tallies = [tally for one in _reports for tally in one.tallies]
-    packed, replayed = (sum(getattr(one, n) for one in tallies) for n in ("packed", "replayed"))
+    packed, own, replayed = (
+        sum(getattr(one, n) for one in tallies) for n in ("packed", "own_way", "replayed")
+    )
     done = list(dict.fromkeys(name for one in _reports for name in one.found.done))
     left = list(dict.fromkeys(name for one in _reports for name in one.found.left))
     if packed:  # parts of the script's own beside a model, as a head that is prepared apart
         left = [one for one in left if NO_MODEL not in one]
+    elif own:
+        done = [one for one in done if not one.endswith(WITHOUT)]
     if GRAPHS in done and not replayed:
         none = "no size came twice" if packed else "no batch went without padding"
         why = {reason for one in tallies for reason in one.reasons} or {none}
@@ -210,14 +215,14 @@ def _report(folder: Path) -> None:
         name: gain.times if turns and (gain := getattr(turns, name)) else None
         for name in ("alone", "added", "compiled")
     }
-    gain = turns.gain if turns else None
+    gain = turns.gain if turns and done else None  # else all ways were the same
     with suppress(OSError):  # the folder goes with the command
         SpeedUp(
             done=tuple(done),
             left=tuple(left),
             why=tuple(sorted({reason for one in tallies for reason in one.said})),
             packed=packed,
-            own=sum(one.own_way for one in tallies),
+            own=own,
             real=sum(one.real for one in tallies),
             padded=sum(one.padded for one in tallies),
             replayed=replayed,

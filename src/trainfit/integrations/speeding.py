@@ -20,8 +20,16 @@ from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import fetch_ahead, keep_host_batches
-from trainfit.integrations.speedups import AROUND, COMPILED, GRAPHS, NO_MODEL, SpeedUp, chosen
-from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part
+from trainfit.integrations.speedups import (
+    AROUND,
+    COMPILED,
+    GRAPHS,
+    NO_MODEL,
+    WITHOUT,
+    SpeedUp,
+    chosen,
+)
+from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part, own_forward
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
 from trainfit.kernels.supported import OWN_ATTENTION
@@ -95,7 +103,7 @@ def _unpad(
 ) -> None:
     graphs, gpu = "graphs" in names, torch.cuda.is_available()
     if (why := foreign_in(model)) is not None:
-        left.append(f"without padding ({why})")
+        left.append(f"{WITHOUT} ({why})")
         return
 
     def changed(one: nn.Module) -> nn.Module:
@@ -106,10 +114,10 @@ def _unpad(
     try:
         changed(model)
     except BadInput as error:
-        left.append(f"without padding ({error.what})")
+        left.append(f"{WITHOUT} ({error.what})")
         return
     keep_host_batches()
-    done.append(f"{type(model).__name__} without padding")
+    done.append(f"{type(model).__name__} {WITHOUT}")
     if graphs:
         (done if gpu else left).append(GRAPHS if gpu else f"{GRAPHS} (no GPU)")
     if "compile" in names and gpu:
@@ -198,6 +206,8 @@ FAMILIES = (
 """Model types whose packed outputs were compared with the padded ones."""
 _PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _SHIFTED = ("ForCausalLM", "LMHeadModel")
+_SETTLED = ("outside", "columns", "first", "last")
+"""Columns that are known without watching."""
 
 
 def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
@@ -216,8 +226,11 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
         )
     taken = [(one, *_taken(one, alone=one is _without_adapters(model))) for one in found]
     for one, body, facts in taken:
-        if facts is not None:
+        known: Unpadding | None = body.__dict__.get(FACTS)
+        if known is None:
             _replace(one, body, facts)
+        elif known.reads in _SETTLED and (known.reads != facts.reads or _goes_past(one, facts)):
+            known.reads = "unknown"  # heads share the body, and read it in different ways
         body.__dict__[FACTS].insisted |= insist
     return model
 
@@ -264,11 +277,9 @@ def _without_adapters(model: nn.Module) -> nn.Module:
     return get() if callable(get) else model
 
 
-def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unpadding | None]:
-    """Look up how a model can go without padding; None where it does already."""
+def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unpadding]:
+    """Look up how a model can go without padding."""
     body: PreTrainedModel = body_of(model)
-    if FACTS in body.__dict__:
-        return body, None
     if (reason := _model_obstacle(body)) is not None:
         raise BadInput(
             f"{type(model).__name__} cannot go without padding: {reason}",
@@ -287,6 +298,8 @@ def _taken(model: PreTrainedModel, *, alone: bool) -> tuple[PreTrainedModel, Unp
 
 def _model_obstacle(body: PreTrainedModel) -> str | None:
     config = body.config
+    if own_forward(body):
+        return f"the forward of {type(body).__name__} was replaced by another one"
     if config.model_type not in FAMILIES:
         return f"models of type {config.model_type} were not compared with their padded selves"
     if config.model_type in OWN_ATTENTION and not getattr(config, "relative_attention", True):
@@ -308,6 +321,8 @@ def _reads(model: PreTrainedModel, body: PreTrainedModel, alone: bool) -> HeadRe
     name = type(model).__name__
     if model is model.base_model:
         return "outside" if alone else "unknown"
+    if own_forward(model):
+        return "unknown"
     if name.endswith(_PER_COLUMN):
         return "unknown" if getattr(model.config, "sparse_prediction", False) else "columns"
     if not name.endswith("ForSequenceClassification"):
@@ -328,9 +343,14 @@ def _replace(model: PreTrainedModel, body: PreTrainedModel, facts: Unpadding) ->
     body.__dict__[FACTS] = facts
     kinds: list[Any] = [type(body), type(model)]
     body.__class__ = _unpadded_class(kinds[0], True)
-    per_column = type(model).__name__.endswith(_PER_COLUMN) and facts.reads == "columns"
-    if model is not body and per_column:
+    if model is not body and _goes_past(model, facts):
         model.__class__ = _unpadded_class(kinds[1], False)
+
+
+def _goes_past(model: PreTrainedModel, facts: Unpadding) -> bool:
+    """Tell if a head has a result per column, and has not its forward without padding yet."""
+    per_column = type(model).__name__.endswith(_PER_COLUMN) and facts.reads == "columns"
+    return per_column and not hasattr(type(model), "_trainfit_kind")
 
 
 # ── the class of a model without padding ──────────────────────────────────────────────────────────

@@ -51,6 +51,7 @@ class Tally:
 GRAPHS = "CUDA graphs"
 COMPILED = "compiled blocks"
 """Changes in the words of the closing line."""
+WITHOUT = "without padding"
 NO_MODEL = "has no model of transformers in it"
 _LATER = " (left out later)"
 
@@ -94,7 +95,7 @@ class SpeedUp(Record):
             said += f"; {share:.0%} of the tokens were padding and were not computed"
             said += f", in {self.packed} of {self.packed + self.own} batches"
         elif self.own:
-            said += f"; but all {self.own} batches went the model's own way"
+            said += f"; all {self.own} batches went the model's own way"
         said += f" (with padding: {'; '.join(self.why)})" if self.why else ""
         if self.replayed:
             said += f"; {self.replayed} of them were replayed as CUDA graphs"
@@ -124,4 +125,7 @@ def chosen(only: Collection[str] | None, without: Collection[str] = ()) -> list[
         if name not in SPEEDUPS:
             raise BadInput(f"unknown speed-up {name!r}", f"choose {', '.join(SPEEDUPS)}")
     wanted = only or [name for name, unasked in SPEEDUPS.items() if unasked]
-    return [name for name in wanted if name not in without]
+    names = [name for name in wanted if name not in without]
+    if not names:
+        raise BadInput("every speed-up is left out", "leave out fewer of them")
+    return names

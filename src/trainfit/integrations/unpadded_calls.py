@@ -88,8 +88,12 @@ class Unpadding:
 def foreign_part(runner: nn.Module) -> str | None:
     """Name a layer or a hook of the script's own inside of a model that packed rows go through.
 
-    Such a one expects rows and columns, and would be given one packed row.
+    Such a one expects rows and columns, and would be given one packed row. So does a loss that was
+    set in the place of transformers' own.
     """
+    loss = runner.__dict__.get("_loss_function")
+    if loss is not None and not _known(loss):
+        return "a loss of the script, set as loss_function, would see packed rows"
     for module in runner.modules():
         if module is runner:
             continue
@@ -99,6 +103,11 @@ def foreign_part(runner: nn.Module) -> str | None:
         if not all(_known(hook) for kind in HOOKS for hook in getattr(module, kind).values()):
             return f"a hook on {name} would see packed rows"
     return None
+
+
+def own_forward(module: nn.Module) -> bool:
+    """Tell if a script, or a library for it, has put a forward in the place of a model's own."""
+    return "forward" in module.__dict__ or not _known(type(module).forward)
 
 
 def _known(function: Any) -> bool:

@@ -46,7 +46,7 @@ class Observed(Record):
     padding_share: float | None = None
     """Share of padding in the batches after the profiled step."""
     framework: str = "torch"
-    """transformers, lightning, or torch alone."""
+    """transformers, lightning, accelerate, or torch alone."""
     receipt: Receipt | None = None
     evidence: Evidence | None = None
     obstacle: str = ""

@@ -264,9 +264,14 @@ def _zeroed(trace: Trace) -> bool | None:
     return any(name in ("aten::zero_", "aten::_foreach_zero_") for name in inside)
 
 
+_WITHOUT_NORM = ("", "Adam", "AdamW", "NAdam", "RAdam", "SGD", "RMSprop", "Adagrad")
+"""Optimizers whose update takes no norm; the first is none."""
+
+
 def _clipped(trace: Trace) -> bool:
     """True if a norm, a factor of at most one, and a product with all gradients were computed."""
-    names = {op.name for op in trace.operators if not op.updating}  # Muon has a norm of its own
+    # Lightning clips inside of the optimizer's step, where Muon takes a norm of its own.
+    names = {op.name for op in trace.operators if op.updating in _WITHOUT_NORM}
     parts = (
         {"aten::_foreach_norm", "aten::linalg_vector_norm"},
         {"aten::clamp", "aten::minimum", "aten::clamp_max"},

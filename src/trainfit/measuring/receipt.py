@@ -207,13 +207,16 @@ def visible_requests(optimizer: Any, loaders: Sequence[Any], seen: Evidence) -> 
 
 
 def visible_framework() -> str:
-    """Name the framework among the callers: transformers, lightning, or torch alone."""
+    """Name the framework among the callers: transformers, lightning, accelerate, or torch alone."""
+    found = "torch"
     for caller in _callers():
         if _is_a(caller, "Trainer", ("transformers.",)):
             return "transformers"
         if _is_a(caller, "Trainer", _LIGHTNING_PACKAGES):
             return "lightning"
-    return "torch"
+        if _is_a(caller, "AcceleratedOptimizer", ("accelerate.",)):  # Trainer has one too
+            found = "accelerate"
+    return found
 
 
 def _callers() -> Iterator[Any]:

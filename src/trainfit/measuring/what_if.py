@@ -62,7 +62,7 @@ _LEAST = 1.0
 """Percent from which on a gain is told."""
 
 Words = Mapping[str, str]
-"""Exact change by framework: transformers, lightning, torch."""
+"""Exact change by framework: transformers, lightning, accelerate, torch for all others."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,12 +295,21 @@ def _checkpointing(facts: _Facts) -> tuple[Step, str] | None:
 
 _PINNED = ", pin_memory=True"
 _RUN = "run it by `trainfit run -- python …`"
+_UNPADDED = "trainfit.unpadded(model), where it takes the model"
+
+
+def _with_run(words: str, torch: str) -> Words:
+    """Words for the loops that `trainfit run` knows, and those for a plain one of torch."""
+    return {"transformers": words, "lightning": words, "accelerate": words, "torch": torch}
+
+
 _CHANGES: dict[str, tuple[Estimate, Words]] = {
     "bf16": (
         _bf16,
         {
             "transformers": "TrainingArguments(bf16=True)",
             "lightning": "Trainer(precision='bf16-mixed')",
+            "accelerate": "Accelerator(mixed_precision='bf16')",
             "torch": "with torch.autocast('cuda', torch.bfloat16): around the forward pass",
         },
     ),
@@ -320,7 +329,7 @@ _CHANGES: dict[str, tuple[Estimate, Words]] = {
             "torch": "torch.optim.AdamW(…, fused=True)",
         },
     ),
-    "unpadded": (_unpadded, {"torch": f"trainfit.unpadded(model), or {_RUN}"}),
+    "unpadded": (_unpadded, _with_run(f"{_UNPADDED}, or {_RUN}", _UNPADDED)),
     "attention": (
         _attention,
         {"torch": "from_pretrained(…, attn_implementation='sdpa'), where the model has it"},
@@ -332,7 +341,7 @@ _CHANGES: dict[str, tuple[Estimate, Words]] = {
             "torch": f"DataLoader(…, num_workers=4{_PINNED})",
         },
     ),
-    "graphs": (_graphs, {"torch": _RUN}),
+    "graphs": (_graphs, _with_run(_RUN, "trainfit.speed_up(model)")),
     "compile": (
         _compile,
         {

@@ -311,7 +311,8 @@ def _first_position(model: PreTrainedModel) -> int:
     maker = "create_position_ids_from_input_ids"
     embeddings = getattr(model, "embeddings", None)
     if hasattr(embeddings, maker) or hasattr(sys.modules[type(model).__module__], maker):
-        first: int = model.config.pad_token_id + 1
+        # MPNet's is 1, whatever its configuration says.
+        first: int = getattr(embeddings, "padding_idx", model.config.pad_token_id) + 1
         return first
     return 0
 
