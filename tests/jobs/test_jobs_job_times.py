@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trainfit.conf import compose
-from trainfit.core.plan_records import Plan
+from trainfit.core.plan_records import Plan, RuntimeSettings
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.jobs import job_plan, job_times
@@ -39,12 +39,25 @@ def planned(asked: Any) -> Plan:
     return with_job_time(made, asked, HERE, LOAD)
 
 
-def ended(folder: Path, plan: Plan, seconds: dict[str, float], share: float = 1.0) -> Path:
-    """Write a run's folder whose stages took so many seconds, with a share of its steps taken."""
+def ended(
+    folder: Path,
+    plan: Plan,
+    seconds: dict[str, float],
+    share: float = 1.0,
+    here: tuple[int | None, ...] = (None,),
+) -> Path:
+    """Write a run's folder whose stages took so many seconds, with a share of its steps taken.
+
+    `here` are the folds that this process trained; None: all.
+    """
     folder.mkdir(parents=True)
     plan.save(folder / "plan.json")
     HERE.save(folder / "hardware.json")
-    rows = [{"stage": s, "fold": None, "begin": 0.0, "seconds": n} for s, n in seconds.items()]
+    rows = [
+        {"stage": stage, "fold": fold, "begin": 0.0, "seconds": n / len(here)}
+        for stage, n in seconds.items()
+        for fold in (here if stage != "start" else (None,))
+    ]
     (folder / timeline.FILE).write_text("".join(json.dumps(row) + "\n" for row in rows))
     steps = 2 * -(-1280 // plan.effective_batch_size)
     for fold in range(FOLDS):
@@ -143,3 +156,29 @@ def test_evaluations_are_those_of_the_configuration() -> None:
     assert load.evaluations == pytest.approx(steps / 10)
     assert load.evaluated < 1e6
     assert load.judged == 5
+
+
+@pytest.mark.parametrize("tracked", [False, True])
+def test_folds_beside_on_idle_cores_are_left_out(tmp_path: Path, tracked: bool) -> None:
+    asked = question("device.num_threads=1")
+    cores = replace(HERE, cpu=replace(HERE.cpu, cores=2))
+    made = replace(
+        planner.plan(asked, cores, here=True),
+        time=None,
+        device="cpu",
+        runtime=RuntimeSettings(num_threads=1),
+    )
+    load = replace(LOAD, tracked=tracked)
+    first = with_job_time(made, asked, cores, load)
+    assert first.time is not None
+    steps = 2 * -(-1280 // made.effective_batch_size)  # of a fold
+    # Three of five folds were trained here: 20 s each in steps, and 10 s in evaluations.
+    took = dict.fromkeys(first.time.by_rule, 1.0) | {"steps": 3 * 20.0, "evaluation": 3 * 10.0}
+    job_times.learn(ended(tmp_path / "run", first, took, here=(1, 2, 3)))
+    second = with_job_time(made, asked, cores, load)
+    assert second.time is not None
+    assert second.time.step_seconds == pytest.approx(20.0 / steps)
+    folds = 5 if tracked else 3  # a tracker sees one process
+    assert second.time.stages["steps"] == pytest.approx(folds * 20.0)
+    assert second.time.stages["evaluation"] == pytest.approx(folds * 10.0)
+    assert second.time.stages["export"] == pytest.approx(1.0)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 import time
+from contextlib import suppress
 
 import pytest
 
+from trainfit.cli.main import run
 from trainfit.reports import terminal
 from trainfit.reports.terminal import busy
 
@@ -26,3 +29,23 @@ def test_a_short_stage_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     with busy("thinking"):
         pass
     assert capsys.readouterr().err == "trainfit: thinking\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["report", "nowhere"], "trainfit: reading the run"),
+        (["doctor", "--json"], "trainfit: looking at the machine"),
+    ],
+)
+def test_a_command_that_takes_a_while_says_so_first(
+    words: list[str],
+    line: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(terminal, "busy", busy)  # tests have a silent one
+    monkeypatch.setattr("trainfit.doctor.gather", lambda: sys.exit())
+    with suppress(SystemExit):
+        run(words)
+    assert capsys.readouterr().err.splitlines()[0] == line

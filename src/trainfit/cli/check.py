@@ -136,7 +136,7 @@ def doctor(log: Path | None, run: str | None, as_json: bool) -> int:
     from trainfit.doctor import is_healthy
     from trainfit.reports import terminal
 
-    findings = _find(log, run, quiet=as_json)
+    findings = _find(log, run)
     healthy = is_healthy(findings)
     if as_json:
         click.echo(codec.for_programs({"healthy": healthy, "findings": codec.encode(findings)}))
@@ -147,7 +147,7 @@ def doctor(log: Path | None, run: str | None, as_json: bool) -> int:
     return 0 if healthy else 1
 
 
-def _find(log: Path | None, run: str | None, *, quiet: bool) -> tuple[Finding, ...]:
+def _find(log: Path | None, run: str | None) -> tuple[Finding, ...]:
     from trainfit.core.errors import BadInput
     from trainfit.doctor import examine, examine_run, gather, read_log
     from trainfit.reports import terminal
@@ -160,9 +160,7 @@ def _find(log: Path | None, run: str | None, *, quiet: bool) -> tuple[Finding, .
         from trainfit.runs import run_folder
 
         return examine_run(run_folder.find(run, Path("runs")))
-    console = terminal.console(stderr=True)
-    shows = console.is_terminal and not quiet
-    with console.status("looking at the machine") if shows else nullcontext():
+    with terminal.busy("looking at the machine"):
         return examine(gather())
 
 

@@ -258,10 +258,13 @@ def _left_run(composed: Composed) -> Path | None:
 def report_on(run: str, as_json: bool) -> None:
     """End with the path of the run's page; a page that cannot be written spoils no run."""
     from trainfit.core.errors import TrainfitError
-    from trainfit.reports.run_report import place, report, write
+    from trainfit.reports import terminal
 
     try:
-        path = write(report(run), place(run))
+        with terminal.busy("writing the report"):
+            from trainfit.reports.run_report import place, report, write
+
+            path = write(report(run), place(run))
     except TrainfitError as error:
         click.echo(f"trainfit: note: no report: {error}", err=True)
     else:
@@ -312,9 +315,12 @@ def report(runs: tuple[str, ...], output: Path | None, form: str | None, as_json
     report.html, and its path is printed. Markdown and JSON are printed themselves. With --output,
     all of them are written there and the path is printed.
     """
-    from trainfit.reports.run_report import FORMATS, place, report, write
+    from trainfit.reports import terminal
 
-    made = report(*runs)
+    with terminal.busy("reading the run" if len(runs) == 1 else f"reading {len(runs)} runs"):
+        from trainfit.reports.run_report import FORMATS, place, report, write
+
+        made = report(*runs)
     endings = {f".{ending}": name for name, (ending, _) in FORMATS.items()}
     if form is None:
         form = endings.get(output.suffix.lower(), "html") if output else "html"

@@ -41,6 +41,10 @@ _PER_STEP = 0.001
 _FORWARD = {"full": 0.4, "frozen": 0.0}
 """Share of a training step's time that an evaluation takes for as many tokens."""
 _FORWARD_ADAPTED = 0.55
+_PER_FOLD = ("steps", "features", "receipt", "evaluation", "checkpoint", "judge", "between folds")
+"""Stages that a fold takes with it to another process."""
+START = 6.0
+"""Seconds that a process for folds takes to start, and that it must save besides."""
 _EVALUATED_ROWS = 16
 """Sequences in a batch of an evaluation that has a number of batches."""
 _OPERATIONS = {"full": 6, "frozen": 0.1}
@@ -66,6 +70,8 @@ class JobLoad:
     evaluations: float | None = None
     """Evaluations of a training; None: one for each epoch."""
     baselines: bool = False
+    tracked: bool = False
+    """A tracker sees one process, so that all folds train in it."""
 
 
 def load_of(config: Any, question: Question, evaluated: float, judged: float = 0.0) -> JobLoad:
@@ -82,6 +88,7 @@ def load_of(config: Any, question: Question, evaluated: float, judged: float = 0
         judged=round(judged),
         evaluations=evaluations,
         baselines=bool(getattr(config, "baselines", False)),
+        tracked=config.tracking != "none",
     )
 
 
@@ -106,9 +113,28 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
         time = _at(plan, question, None)
         return replace(plan, time=replace(time, by_rule=by_rule))
     stages = {stage: seconds * factors[stage] for stage, seconds in by_rule.items()}
+    if not load.tracked:
+        stages = _beside(stages, plan, question.workload.trainings, profile.cpu.cores)
     time = _at(plan, question, step * factors["steps"])
     whole = sum(stages.values())
     return replace(plan, time=replace(time, job_seconds=whole, stages=stages, by_rule=by_rule))
+
+
+def folds_here(folds: int, workers: int, seconds: float, start: float) -> int:
+    """Count the folds that are left to this process; all, if further processes save too little."""
+    own = -(-folds // (workers + 1))  # each takes as many as this process does, which has a start
+    others = start + seconds * -(-(folds - own) // workers)
+    return own if seconds * folds - max(seconds * own, others) > start else folds
+
+
+def _beside(stages: dict[str, float], plan: Plan, folds: int, cores: int) -> dict[str, float]:
+    """Leave out the folds that train on idle cores meanwhile."""
+    workers = min(cores // (plan.runtime.num_threads or cores), folds) - 1
+    if plan.device != "cpu" or workers < 1:
+        return stages
+    seconds = sum(stages.get(stage, 0.0) for stage in _PER_FOLD) / folds
+    share = folds_here(folds, workers, seconds, START) / folds
+    return {stage: n * (share if stage in _PER_FOLD else 1.0) for stage, n in stages.items()}
 
 
 def notes(composed: Composed, plan: Plan, question: Question) -> Iterator[str]:
@@ -270,9 +296,9 @@ def learn(folder: Path) -> None:
     }
     with suppress(OSError):  # no run fails for it
         write_whole(folder / FILE, json.dumps(content, indent=2) + "\n", parents=False)
-    done, shape = _share_done(run, run.plan), _shape(run.plan)
+    done, shape = _shares_done(run, run.plan), _shape(run.plan)
     factors = {
-        stage: measured[stage] / (seconds * (done if stage == "steps" else 1.0))
+        stage: measured[stage] / (seconds * done.get(stage, 1.0))
         for stage, seconds in time.by_rule.items()
         if stage not in _BEFORE and measured.get(stage)
     }
@@ -285,12 +311,18 @@ def learn(folder: Path) -> None:
     caches.write(_place(run.hardware), Learned(factors=dict(list(kept.items())[-_KEPT:])))
 
 
-def _share_done(run: RunFiles, plan: Plan) -> float:
-    """Steps that were taken, as a share of the planned ones: training may have stopped early."""
-    work = plan.workload
+def _shares_done(run: RunFiles, plan: Plan) -> dict[str, float]:
+    """Shares of the stages of folds that this process had: others may have trained some of them.
+
+    Of the steps, those that were taken count: training may have stopped early.
+    """
+    work, rows = plan.workload, (row for row in run.timeline if row["stage"] == "steps")
+    here = {"" if row["fold"] is None else f"fold {row['fold']}" for row in rows}
+    own = [part for part in run.parts if "" in here or part.name in here]
     planned = math.ceil(work.sequences / plan.effective_batch_size) * work.epochs * work.trainings
-    taken = sum(int(part.result.get("steps") or 0) for part in run.parts)
-    return taken / planned if taken and planned else 1.0
+    taken = sum(int(part.result.get("steps") or 0) for part in own)
+    shares = dict.fromkeys(_PER_FOLD, len(own) / len(run.parts) if own else 1.0)
+    return shares | {"steps": taken / planned if taken and planned else 1.0}
 
 
 def _key(stage: str, shape: str) -> str:

@@ -27,6 +27,7 @@ from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
 from trainfit.jobs.configuration import configured_by
+from trainfit.jobs.job_times import START, folds_here
 from trainfit.jobs.registry import job_module
 from trainfit.jobs.run import Run, Show, check_same_data, opened
 from trainfit.runtime.environment import other_gpus
@@ -34,8 +35,6 @@ from trainfit.runtime.environment import other_gpus
 if TYPE_CHECKING:
     from trainfit.jobs.encoder import PreparedEncoder
 
-START = 6.0
-"""Seconds that a process takes to start, and that it must save besides."""
 _FIRST, _TIMED = 10, 20
 """Steps that are not timed, and then those that are, to tell how long a fold takes."""
 _ROOM = 2.0
@@ -60,10 +59,9 @@ class SideFolds:
         workers = min(len(places), len(left) - 1)
         if self.processes or workers < 1:
             return
-        # Each takes as many as this process does, which has a start.
-        own = -(-len(left) // (workers + 1))
-        others = START + seconds * -(-(len(left) - own) // workers)
-        if not gpus and seconds * len(left) - max(seconds * own, others) <= START:
+        # A GPU that is idle costs nothing, so whatever is saved counts.
+        own = folds_here(len(left), workers, seconds, -1.0 if gpus else START)
+        if own == len(left):
             return
         rest = list(left[own:])
         for worker in range(workers):
