@@ -1,18 +1,29 @@
 """More model than memory: plans under caps, made without a GPU and held to their word on one.
 
-python benchmarks/more_model.py --predict PLANS [--case NAME …] [--random 50] [--tiny]
-python benchmarks/more_model.py --run PLANS --output FILE [--case NAME …]      20 steps of each
-python benchmarks/more_model.py --run PLANS --output FILE --random 50          5 steps of each
-python benchmarks/more_model.py --peers PLANS --output FILE                    beside peft's QLoRA
-python benchmarks/more_model.py --losses --output FILE                         300 steps, seeds
+On a CPU, 10 to 60 s a case on slow cores (all named ones 5 minutes, 50 random ones half an hour):
 
-A plan is what the planner chooses by itself on an H200 of which only so much may be used; planning
-takes seconds a case on slow cores, so it is done beforehand. The named cases run the engine's own
-loop under `device.memory_gib`. Random ones run the planner's step: four in five are the first that
-are said to fit, the others the first that are not, which are tried with the leanest settings, whole
-and by single sequences.
-Results are added to FILE as they come; no case begins after `--seconds`, and the next call with the
-same FILE goes on where this one stopped.
+    python benchmarks/more_model.py --predict NAMED --seconds 280
+    python benchmarks/more_model.py --predict DRAWN --random 50 --seconds 280
+
+On a GPU, with `--seconds 240` (the default) for calls of 5 minutes:
+
+    python benchmarks/more_model.py --run NAMED --output FILE
+    python benchmarks/more_model.py --run DRAWN --output FILE --random 50
+    python benchmarks/more_model.py --peers NAMED --output FILE
+    python benchmarks/more_model.py --losses --output FILE
+
+A named case takes 1 to 2 minutes, a random one 5 to 20 s, a round of a contender a minute, and each
+of the 18 runs for the losses 20 s: 8, 10, 20 and 6 minutes in all.
+
+Every command takes the same words again until it says nothing of time: results are written as they
+come, no case begins after `--seconds`, and the next call goes on where the last one stopped.
+`--case NAME …` takes some of the named cases. `--tiny` is a tiny model, on a CPU: all of the above
+in 10 minutes.
+
+A plan is what the planner chooses by itself on an H200 of which only so much may be used. The named
+cases run the engine's own loop under `device.memory_gib`. Random ones run the planner's step: four
+in five are the first that are said to fit, the others the first that are not, which are tried with
+the leanest settings, whole and by single sequences.
 """
 
 from __future__ import annotations
@@ -42,6 +53,7 @@ from trainfit.core import codec
 from trainfit.core.errors import TrainfitError
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
+from trainfit.hardware.model_shapes import model_shape
 
 GIB = 2**30
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
@@ -75,6 +87,8 @@ SMALL, LARGE = (
     ),
 )
 HUGE = ("llama-3.2-1b", "qwen2.5-1.5b", "gemma-2-2b")
+NARROW = ("gemma-3-1b-it", "llama-3.2-1b", "qwen2.5-1.5b", "gemma-2-2b")
+"""Models whose weights and gradients alone take 6 GiB and more."""
 METHODS = ("full", "full", "lora", "dora", "frozen")
 TINY = {
     "model_type": "bert",
@@ -94,7 +108,10 @@ TINY = {
 
 
 def random_cases(seed: int = 0) -> Iterator[tuple[str, list[str], float, list[int]]]:
-    """Yield models, methods, caps and lengths without end; most of the caps are tight."""
+    """Yield models, methods, caps and lengths without end; most of the caps are tight.
+
+    One in five is about what float32 weights and gradients take, with nothing beside them.
+    """
     draws, number = np.random.default_rng(seed), 0
     while True:
         among = draws.choice([0, 1, 2], p=[0.35, 0.4, 0.25])
@@ -102,6 +119,11 @@ def random_cases(seed: int = 0) -> Iterator[tuple[str, list[str], float, list[in
         method = str(draws.choice(("full", "full", "lora", "dora") if among == 2 else METHODS))
         most = 80 if draws.random() < 0.3 else (16, 12, 9)[2 - among]
         cap = round(float(np.exp(draws.uniform(np.log(6), np.log(most)))), 1)
+        narrow = number % UNFIT == UNFIT - 1
+        if narrow:
+            name, method = str(draws.choice(NARROW)), "full"
+            held = 8 * model_shape(name).parameters / GIB
+            cap = round(max(6.0, held * draws.uniform(0.8, 1.05)), 1)
         longest = int(draws.choice([256, 512, 512]))
         shape = str(draws.choice(["even", "short", "equal"]))
         lengths = {
@@ -114,6 +136,7 @@ def random_cases(seed: int = 0) -> Iterator[tuple[str, list[str], float, list[in
         words += [f"training.effective_batch_size={batch}", "optimization.compile=false"]
         words += ["model.freeze_encoder=true"] if method == "frozen" else [f"model.method={method}"]
         title = f"{number:02} {name} {method} {shape} {longest} × {batch}"
+        title += ", narrow" if narrow else ""
         number += 1
         yield title, words, cap, [int(length) for length in lengths]
 
@@ -162,12 +185,16 @@ def predict_all(asked: argparse.Namespace) -> None:
     names = {made["name"] for made in found}
     until = time.monotonic() + asked.seconds
     for name, words, cap, lengths in random_cases() if asked.random else named_cases(asked):
-        if asked.random and (enough(found, asked.random) or time.monotonic() > until):
+        if asked.random and enough(found, asked.random):
             break
         if name in names:
             continue
+        if time.monotonic() > until:
+            print("no time is left for the others: call again to go on", flush=True)
+            break
         if asked.tiny:
-            cap, lengths = max(0.1, round(cap / 80, 2)), [min(n, 32) for n in lengths]
+            cap = round(cap / 320, 3) if "narrow" in name else max(0.1, round(cap / 80, 2))
+            lengths = [min(n, 32) for n in lengths]
         gpu = None if asked.tiny and not asked.random else "h200"
         made = predict(name, replaced(words, given), cap, lengths, gpu)
         found.append(made)

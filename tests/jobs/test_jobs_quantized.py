@@ -21,7 +21,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, BertConfig, BertModel
+from transformers import (
+    AutoModel,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    BertConfig,
+    BertModel,
+    Gemma3TextConfig,
+)
 
 from job_tiny import TINY_BERT, be_quick, packed_bytes, words, write_texts
 from trainfit.cli.main import run as cli
@@ -264,6 +271,47 @@ def test_read_weights_are_those_of_the_file_and_are_given_back(tmp_path: Path) -
     assert [m.out_features for m in linears] == [2]  # the head; the pooler is gone
 
 
+@pytest.mark.parametrize("family", [BertConfig, Gemma3TextConfig])
+def test_read_weights_are_quantized_from_the_mapped_file(
+    tmp_path: Path, family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The reference is a model that is read whole in bf16, and then quantized."""
+    torch.manual_seed(3)
+    AutoModel.from_config(family(**_BIG)).save_pretrained(tmp_path)
+    half: Any = {"name": str(tmp_path), "weights": "pretrained", "method": "frozen"}
+    half |= {"dtype": "bfloat16"}
+    mapped: list[bool] = []
+    quantize = sources.quantize_blocks
+
+    def watched(model: Any, *given: Any) -> None:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+        ends = [line.split()[0].split("-") for line in lines if str(tmp_path) in line]
+        ranges = [range(int(low, 16), int(high, 16)) for low, high in ends]
+        weights = [layer.weight.data_ptr() for layer in sources._linears(model)]
+        mapped.extend(any(at in one for one in ranges) for at in weights)
+        quantize(model, *given)
+
+    monkeypatch.setattr(sources, "quantize_blocks", watched)
+    model = build_classifier(ClassifierSettings(**half, quantization="nf4"))
+    assert len(mapped) == len(quantized(model))
+    assert all(mapped)
+    plain = build_classifier(ClassifierSettings(**half))
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear):
+            parent, _, last = name.rpartition(".")
+            linear: Any = plain.get_submodule(name)
+            made = QuantizedLinear.of(linear, "nf4", torch.device("cpu"))
+            setattr(plain.get_submodule(parent), last, made)
+    ours, theirs = (
+        dict(each.named_parameters()) | dict(each.named_buffers()) for each in (model, plain)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, tensor in ours.items():
+        if "head" not in name:  # drawn
+            assert torch.equal(tensor, theirs[name]), name
+            assert tensor.dtype == theirs[name].dtype, name
+
+
 def test_folds_share_the_codes_in_the_hosts_memory(tmp_path: Path) -> None:
     BertModel(BertConfig(**TINY_BERT | {"num_hidden_layers": 2})).save_pretrained(tmp_path)
     settings = ClassifierSettings(
@@ -349,20 +397,32 @@ def job(tmp_path: Path, *more: str, show: Show | None = None) -> Any:
     return textclass.train(configure("textclass", own), **({} if show is None else {"show": show}))
 
 
-@pytest.mark.parametrize("method", ["qlora", "qdora"])
+SAVING = (
+    "optimization.optimizer=adamw_8bit",
+    "model.use_gradient_checkpointing=true",
+    "model.lora_rank=128",  # 8-bit moments are for weights of 4,096 elements and more
+    "device.mixed_precision=off",
+)
+
+
+@pytest.mark.parametrize(("method", "more"), [("qlora", ()), ("qdora", ()), ("qdora", SAVING)])
 def test_an_interrupted_run_ends_with_the_same_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str, more: tuple[str, ...]
 ) -> None:
-    be_quick(monkeypatch)
-    asked = f"model.method={method}"
-    whole = job(tmp_path, asked)
-    left = job(tmp_path, asked, show=Show(watch=lambda _title: (At(7),)))
+    if not more:
+        be_quick(monkeypatch)
+    asked = (f"model.method={method}", *more)
+    whole = job(tmp_path, *asked)
+    left = job(tmp_path, *asked, show=Show(watch=lambda _title: (At(7),)))
     assert left.status == "stopped"
     ended = textclass.train(configured_by(Path(left.run), "textclass"), resume=Path(left.run))
     assert final_bits(Path(ended.run)) == final_bits(Path(whole.run))
     assert ended.metrics == whole.metrics
     saved = load_file(next(Path(whole.run).glob("checkpoints/*/model.safetensors")))
     assert not [name for name in saved if name.endswith(("codes", "scales", "coarse"))]
+    if more:
+        states = load_file(next(Path(whole.run).glob("checkpoints/*/optimizer.safetensors")))
+        assert any(state.dtype == torch.uint8 for state in states.values())
 
 
 @pytest.mark.parametrize("pooling", ["auto", "mean"])

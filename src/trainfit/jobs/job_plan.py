@@ -235,7 +235,8 @@ def check_model(composed: Composed) -> ModelFacts:
     name, causal = composed.config.model.name, isinstance(composed.config, GptConfig)
     if causal and not Path(name).is_dir():
         model_shape(name)  # the hub has no GPT of trainfit's own
-    facts = model_facts(name, getattr(composed.config.model, "pooling", "mean"))
+    pooling = getattr(composed.config.model, "pooling", "mean")
+    facts = model_facts(name, pooling, composed.config.data.max_length)
     if causal != facts.own_gpt:
         need = "a GPT of the catalogue, such as gpt-small" if causal else "an encoder or a decoder"
         raise BadInput(f"{name} is no model for {composed.task}", f"give {need}")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trainfit.kernels.attention import Layout
 from trainfit.kernels.efficient_packed import differentiate
-from trainfit.kernels.supported import TERMS, model_obstacle
+from trainfit.kernels.supported import TERMS, model_obstacle, most_distances
 from trainfit.kernels.varlen import draw_seed, starts_of, triton_obstacle
 
 if TYPE_CHECKING:
@@ -121,7 +121,7 @@ def packed_attention(
     longest = min(layout.max_seqlen, layout.ids.shape[1])
     to_other = torch.arange(1 - longest, 1 + longest, device=layout.ids.device)
     distances = torch.stack([-to_other, to_other])  # DeBERTa counts from the key to the query
-    buckets, most = config.position_buckets, _most(config)
+    buckets, most = config.position_buckets, most_distances(config.to_dict())
     if buckets > 0:
         distances = log_buckets(distances, buckets, most)
     span = buckets if buckets > 0 else most
@@ -153,12 +153,4 @@ def obstacle(
     """
     if reason := triton_obstacle(capability):
         return reason
-    reason = model_obstacle(config.to_dict())
-    if reason is None and longest is not None and longest > _most(config):
-        reason = f"sequences of {longest} tokens are longer than the {_most(config)} distances"
-    return reason
-
-
-def _most(config: PretrainedConfig) -> int:
-    most: int = config.max_relative_positions
-    return most if most >= 1 else config.max_position_embeddings
+    return model_obstacle(config.to_dict(), longest)

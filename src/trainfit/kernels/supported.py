@@ -38,8 +38,11 @@ CAPPED_HEADS = (*_HEADS, 256)
 """Sizes of a head that the kernels for soft-capped logits take."""
 
 
-def model_obstacle(fields: dict[str, Any]) -> str | None:
-    """Reason why no GPU can run packed attention for a model's config; None: it can."""
+def model_obstacle(fields: dict[str, Any], longest: int | None = None) -> str | None:
+    """Reason why no GPU can run packed attention for a model's config; None: it can.
+
+    `longest` is the length of the longest sequence, where it is known.
+    """
     if fields.get("model_type") != MODEL_TYPE or not fields.get("relative_attention"):
         return "no kernel here computes it on packed rows"
     terms = fields.get("pos_att_type") or []
@@ -51,8 +54,18 @@ def model_obstacle(fields: dict[str, Any]) -> str | None:
     width, heads = fields.get("hidden_size"), fields.get("num_attention_heads")
     if not width or not heads:
         return "its config does not say how large a head is"
-    head = width // heads
-    return None if head in _HEADS else f"it has heads of {head}"
+    if width // heads not in _HEADS:
+        return f"it has heads of {width // heads}"
+    most = most_distances(fields)
+    if longest is not None and longest > most:
+        return f"sequences of {longest} tokens are longer than its {most} distances"
+    return None
+
+
+def most_distances(fields: dict[str, Any]) -> int:
+    """Number of distances that a DeBERTa tells apart, to either side."""
+    most = fields.get("max_relative_positions", -1)
+    return int(most if most >= 1 else fields.get("max_position_embeddings", 512))
 
 
 _GEMMA: dict[str, Any] = {"offset": 1.0, "casting_mode": "gemma", "in_place": False}

@@ -169,10 +169,10 @@ class ModelFacts:
     """Longest sequence of a model with a table of positions; None: any, or not known."""
 
 
-def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
+def model_facts(name: str, pooling: str = "mean", longest: int | None = None) -> ModelFacts:
     """Read the facts of a model from the catalogue, a folder or the hub, without building it.
 
-    With `pooling` auto a decoder is causal.
+    With `pooling` auto a decoder is causal. `longest` is the length of the longest sequence.
     """
     fields = model_fields(name)
     kind = fields.get("model_type")
@@ -181,7 +181,7 @@ def model_facts(name: str, pooling: str = "mean") -> ModelFacts:
         lacks = "num_hidden_layers" if isinstance(kind, str) else "model_type"
         fix = "give a complete config.json, of the BERT, DeBERTa, Gemma, Llama or Qwen families"
         raise BadInput(f"the config of {name} has no {lacks}", fix)
-    unpackable = _unpackable(name, kind, fields)
+    unpackable = _unpackable(name, kind, fields, longest)
     if unpackable is None and pooling == "auto" and fields.get("attn_logit_softcapping"):
         unpackable = f"{name} has soft-capped logits, whose kernel for packed rows looks both ways"
     return ModelFacts(
@@ -217,9 +217,9 @@ def model_fields(name: str) -> dict[str, Any]:
     return text
 
 
-def _unpackable(name: str, kind: str, fields: dict[str, Any]) -> str | None:
+def _unpackable(name: str, kind: str, fields: dict[str, Any], longest: int | None) -> str | None:
     if kind in OWN_ATTENTION:
-        reason = model_obstacle(fields)
+        reason = model_obstacle(fields, longest)
         return None if reason is None else f"{name} has its own attention, and {reason}"
     heads, width = heads_of(fields), width_of(fields)
     head = fields.get("head_dim") or (width // heads if heads and width else 64)

@@ -89,18 +89,18 @@ def create(
         text = config.get_text_config()
         with refusing(partial(unbuildable, text.model_type)):
             _check_room(text, dtype, quantization)
-            return draw(partial(_random, text, dtype), quantization)
+            return draw(partial(_random, text, dtype), quantization, dtype)
     kept, key = _KEPT.get(), (place, f"{dtype} {quantization}", config.to_json_string())
     if kept is not None and key in kept:
         return _again(kept[key])
     device = torch.get_default_device()
     narrow = quantization != "none" and device.type != "meta"
     with torch.device("cpu") if narrow else nullcontext():
-        model, complete = _read(config, place, dtype)
+        model, complete = _read(config, place, dtype, as_stored=narrow)
     if name := find_nonfinite(model):  # a damaged file would spoil every step
         raise BadInput(f"the weight {name} of {place} is not finite", "get another copy of it")
     if quantization != "none":
-        quantize_blocks(model, quantization, device)
+        quantize_blocks(model, quantization, device, dtype)
     if kept is not None and complete:
         for oldest in list(kept)[: 1 - _MOST_KEPT]:
             del kept[oldest]
@@ -131,27 +131,51 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach()
 
 
-def _read(config: PretrainedConfig, place: str, dtype: torch.dtype) -> tuple[PreTrainedModel, bool]:
+def _read(
+    config: PretrainedConfig, place: str, dtype: torch.dtype, *, as_stored: bool = False
+) -> tuple[PreTrainedModel, bool]:
     """Read a model; True where all of its weights were there, but for a pooler's.
 
     Random numbers for those that were not leave no trace in the generator: what is drawn later is
-    the same if the model comes from memory.
+    the same if the model comes from memory. `as_stored` leaves linear layers of blocks in the dtype
+    of the file, which is then mapped and not copied.
     """
     with refusing(partial(unreadable, place)), without_bars(), torch.random.fork_rng(devices=[]):
         # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
         kind: Any = _class_of(config)
+        stored = {tensor.dtype for tensor in state.values() if tensor.is_floating_point()}
+        as_stored = as_stored and len(stored) == 1
         whole, info = kind.from_pretrained(
             None,
             config=config,
             state_dict=state,
-            dtype=dtype,
+            dtype=stored.pop() if as_stored else dtype,
             trust_remote_code=False,
             output_loading_info=True,
         )
     # Only the text part of a model of text and images is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
+    if as_stored:
+        _convert(model, dtype)
     return model, all("pooler" in name for name in info["missing_keys"])
+
+
+def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Convert all but the linear layers of blocks to the dtypes of a model that is made in `dtype`.
+
+    Tables of rotations, for one, stay in float32.
+    """
+    with torch.device("meta"):
+        kind: Any = type(model)
+        like = kind._from_config(model.config, dtype=dtype)
+    narrow = {id(layer.weight) for layer in _linears(model)}
+    dtypes = {name: tensor.dtype for name, tensor in like.state_dict(keep_vars=True).items()}
+    dtypes |= {name: buffer.dtype for name, buffer in like.named_buffers()}
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if id(tensor) not in narrow:
+            tensor.data = tensor.data.to(dtypes[name])
+    model.config.dtype = dtype
 
 
 _KEPT: ContextVar[dict[tuple[str, str, str], PreTrainedModel] | None] = ContextVar(
@@ -194,7 +218,7 @@ def _check_room(config: PretrainedConfig, dtype: torch.dtype, quantization: Quan
     if torch.get_default_device().type == "meta":
         return
     with torch.device("meta"):
-        model = draw(partial(_random, config, dtype), quantization)
+        model = draw(partial(_random, config, dtype), quantization, dtype)
     check_room(sum(one.nbytes for one in model.parameters()), config.model_type)
 
 
@@ -281,7 +305,9 @@ def unbuildable(what: str, reason: str) -> BadInput:
 # ── quantized blocks ────────────────────────────────────────────────────────────────────────────
 
 
-def draw(build: Callable[[], PreTrainedModel], kind: Quantization) -> PreTrainedModel:
+def draw(
+    build: Callable[[], PreTrainedModel], kind: Quantization, dtype: torch.dtype
+) -> PreTrainedModel:
     """Build a model with random weights; those that are quantized are drawn one by one."""
     device = torch.get_default_device()
     if kind == "none":
@@ -293,12 +319,16 @@ def draw(build: Callable[[], PreTrainedModel], kind: Quantization) -> PreTrained
         for linear in model.modules():
             if type(linear) is nn.Linear and linear not in inside:
                 _draw(model, linear, device)
-    quantize_blocks(model, kind, device)
+    quantize_blocks(model, kind, device, dtype)
     return model
 
 
-def quantize_blocks(model: PreTrainedModel, kind: Quantization, device: torch.device) -> None:
+def quantize_blocks(
+    model: PreTrainedModel, kind: Quantization, device: torch.device, dtype: torch.dtype
+) -> None:
     """Quantize the linear layers of the blocks on `device`; weights without values are drawn.
+
+    They are rounded to `dtype` first, one at a time.
 
     A layer with values stays where it is, so that folds share it in the host's memory.
     """
@@ -314,7 +344,7 @@ def quantize_blocks(model: PreTrainedModel, kind: Quantization, device: torch.de
                 continue
             if linear.weight.is_meta and device.type != "meta":
                 _draw(model, linear, device)
-            setattr(parent, name, QuantizedLinear.of(linear, kind, device))
+            setattr(parent, name, QuantizedLinear.of(linear.to(dtype), kind, device))
             linear.to_empty(device="meta")  # `inside` still holds it
 
 
