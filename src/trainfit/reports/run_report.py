@@ -227,7 +227,7 @@ def _headlines(run: RunFiles) -> list[Headline]:
         found.append(Headline(label="training", value=shown(seconds, "duration")))
     if (rate := typical(run, "tokens_per_second")) is not None:
         samples = shown(typical(run, "samples_per_second"), "number")
-        if run.setup is not None and run.setup.samples:
+        if any(part.setup is not None and part.setup.samples for part in run.parts):
             found.append(Headline(label="samples/s", value=samples))
         else:
             note = f"{samples} samples/s"
