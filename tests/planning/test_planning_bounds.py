@@ -158,7 +158,8 @@ def test_weights_are_counted_and_little_else(shape: Any) -> None:
 def test_the_weights_of_a_family_without_a_bound_are_estimated(name: str) -> None:
     shape = model_shape(name)
     sizes = sizes_of(shape.config)
-    assert sizes is not None and sizes.family not in _FAMILIES
+    assert sizes is not None
+    assert sizes.family not in _FAMILIES
     assert count_weights(sizes) == pytest.approx(shape.parameters, rel=0.05)
 
 
