@@ -158,10 +158,10 @@ def run_script(bench: Bench, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def accuracies(found: Iterable[dict[str, Any]] | None = None) -> str:
-    """Accuracy and seconds by seed; the calls are taken together, and tiny ones left out."""
+    """Accuracy and seconds by seed of the newest file, without tiny calls."""
     if found is None:
-        paths = sorted(RESULTS.glob("*-real-data-*.json"))
-        found = [one for path in paths for one in json.loads(path.read_text())["records"]]
+        newest = max(RESULTS.glob("*-real-data-*.json"))
+        found = json.loads(newest.read_text())["records"]
     runs = [run for one in found if not one["tiny"] for run in one["runs"] if "error" not in run]
     rows = []
     for who, name in (("trainfit", "trainfit"), ("trainer", "Trainer")):
@@ -175,9 +175,10 @@ def accuracies(found: Iterable[dict[str, Any]] | None = None) -> str:
                     ", ".join(f"{score:.1%}" for score in scores),
                     f"{fmean(scores):.1%}",
                     ", ".join(f"{run['seconds']:.0f}" for run in own),
+                    ", ".join(f"{run['cpu_seconds']:.0f}" for run in own),
                 )
             )
-    heads = ("", "accuracy by seed", "mean", "seconds, whole command")
+    heads = ("", "accuracy by seed", "mean", "seconds, whole command", "CPU seconds")
     return table(heads, rows) if rows else ""
 
 

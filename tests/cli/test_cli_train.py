@@ -250,10 +250,12 @@ def test_a_preset_for_a_gpu_is_refused_without_one(
     assert last.startswith(f"trainfit: hardware={preset}, but there is no GPU here")
 
 
-def test_a_folder_that_cannot_be_written_fails_the_run(tmp_path: Path, capsys: Any):
+def test_a_folder_that_cannot_be_made_is_told_before_anything_is_read(tmp_path: Path, capsys: Any):
     (tmp_path / "runs").write_text("a file")
-    assert run(["train", "nli", *nli_words(tmp_path)]) == 1
-    assert "cannot make a run folder" in capsys.readouterr().err
+    assert run(["train", "nli", *nli_words(tmp_path)]) == 2
+    said = capsys.readouterr().err
+    assert f"{tmp_path / 'runs'} is a file; name a folder" in said
+    assert "preparing" not in said
 
 
 def test_a_full_disk_fails_the_run_and_nothing_is_lost(

@@ -316,3 +316,26 @@ def test_whatever_is_typed_is_either_understood_or_one_line_per_mistake(words: l
 def test_the_default_model_and_every_experiments_model_is_in_the_catalogue(task: str):
     for words in ([], *([f"experiment={name}"] for name in options(task, "experiment"))):
         model_shape(compose(task, words).values()["model.name"])
+
+
+@pytest.mark.parametrize(
+    ("word", "value"),
+    [
+        (
+            "model.name=https://huggingface.co/google-bert/bert-base-uncased/",
+            "google-bert/bert-base-uncased",
+        ),
+        ("model.name=bert-base-uncased/", "bert-base-uncased"),
+        ("model.name=/", "/"),
+        ("data.train=~/a.csv", "/home/anna/a.csv"),
+        ("runs_dir=~/runs", "/home/anna/runs"),
+        ("data.train=~a.csv", "~a.csv"),
+        ("data.train=Ü 数据/my reviews (1).csv", "Ü 数据/my reviews (1).csv"),
+    ],
+)
+def test_places_are_taken_as_people_write_them(
+    word: str, value: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("HOME", "/home/anna")
+    values = compose("textclass", [word]).values()
+    assert value in (values["model.name"], values["data.train"], values["runs_dir"])

@@ -42,6 +42,10 @@ def choose(found: list[str], wanted: dict[str, str] = BOTH) -> dict[str, str]:
         ("words labels", {"tokens": "auto", "tags": "auto"}, "words labels"),
         ("id qid1 qid2 question1 question2 is_duplicate", PAIR, "question1 question2 is_duplicate"),
         ("tweet_id content label_id", BOTH, "content label_id"),
+        ("tweet_id airline_sentiment sentiment_confidence text", BOTH, "text airline_sentiment"),
+        ("UserName OriginalTweet num_comments Sentiment", BOTH, "OriginalTweet Sentiment"),
+        ("review_title review_body stars", BOTH, "review_body stars"),
+        ("text _input_hash _task_hash options accept", BOTH, "text accept"),
         ("Class_Index Title Description", BOTH, "Description Class_Index"),
         ("comment", {"text": "auto"}, "comment"),
         ("remarks", {"text": "auto"}, "remarks"),
@@ -59,6 +63,7 @@ def test_columns_are_told_by_their_names(header: str, wanted: dict[str, str], ex
     [
         (["a", "b", "label"], "write data.text_column=a data.label_column=label"),
         (["a", "my note"], "data.text_column=a data.label_column='my note'"),
+        (["text", "helpful_score", "user_rating"], "no column is recognised as label"),
         (["text"], "no column is recognised as label; its columns are text"),
         (["text", "text", "label"], "has the column text twice"),
         (["what a bad film it was", "0"], "begin with a line such as text,label"),
@@ -100,6 +105,7 @@ def test_a_table_is_read_in_any_dialect(tmp_path: Path, dialect: str, ending: st
         ("text\na;b;c\nd;e;f\n", ","),  # only in the texts
         ("text,label\na;b;c,1\nd;e;f,2\n", ","),
         ("text;label, really\na, b, c;1\nd;2\n", ";"),
+        ("sep=;\r\n\n text;label, really\na, b;1\n", ";"),
         (' Text ; Label \n"a;b",1;2\n', ";"),
         ("text\tlabel\na, b\t1\n", "\t"),
         ("", ","),
@@ -128,7 +134,7 @@ def test_other_json_is_refused(tmp_path: Path, content: str):
         column_names(tmp_path / "a.json")
 
 
-@pytest.mark.parametrize("orient", ["records", "columns", "index", "list", "data"])
+@pytest.mark.parametrize("orient", ["records", "columns", "index", "split", "list", "data"])
 def test_json_of_any_orientation_is_read(tmp_path: Path, orient: str):
     frame = pd.DataFrame(ROWS[:5])
     path = tmp_path / "a.json"
@@ -147,6 +153,25 @@ def test_lines_of_json_may_be_in_a_json_file(tmp_path: Path):
     for rows in (ROWS[:1], ROWS[:3]):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         assert [row for _, row in read_rows(path, ["review", "sentiment"])] == rows
+
+
+def test_what_excel_writes_before_the_header_is_skipped(tmp_path: Path):
+    path = tmp_path / "a.csv"
+    path.write_text("sep=;\r\ntext;label\r\na, b;1\r\n", encoding="utf-8-sig")
+    assert list(read_rows(path, ["text", "label"])) == [(1, {"text": "a, b", "label": "1"})]
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("https://a.b/c.csv", "https://a.b/c.csv is an address, not a file; download it first"),
+        ("no/*.csv", "no file no/*.csv; name one file, or a folder with train.csv"),
+    ],
+)
+def test_what_is_no_file_is_answered_with_what_to_name(name: str, message: str):
+    with pytest.raises(BadInput) as caught:
+        column_names(Path(name))
+    assert message in str(caught.value)
 
 
 def test_western_bytes_are_read_and_told_once(tmp_path: Path):

@@ -20,7 +20,7 @@ from trainfit.data.token_files import open_tokens
 GOOD = '{"text": "private words", "label": "a"}\n'
 BAD_JSONL = {
     "row 1 is not a JSON object": "[" * 100_000 + "\n",
-    "row 2 is not a JSON object": GOOD + '{"text": "private", "label": NaN}\n',
+    "row 2 is not a JSON object": GOOD + '{"text": "private", "label": nan}\n',
     "row 1 is not a JSON": '{"text": "private", "label": ' + "9" * 5000 + "}\n",
     "same key twice": '{"text": "private", "text": "private", "label": 1}\n',
     "surrogate pair": '{"text": "private \\ud83d", "label": "a"}\n',

@@ -30,6 +30,11 @@ JOINED = ["a|b", "a", "b|c", "a|c"] * 5
         (list(range(100, 160)), "regression", None),
         (["-1e3", "2.5e-1"], "regression", None),
         ([["a", "b"], [], ["c"]], "multi", None),
+        ([["a"], ["b"], ["a"]], "single", None),  # as annotation tools write a class
+        ([["0.5"], [0.25]], "regression", None),
+        (["['a' 'b']", "['b' 'c']", "['c']"], "multi", ","),  # as NumPy prints it
+        ([[0, 1], [1, 0]], "multi", None),
+        (["3.7", "NaN", "2.2", "<NA>"], "regression", None),
         (JOINED, "multi", "|"),
         (["a; b", "b;c", "a"], "multi", ";"),
         (["a,b", "b,c", "c,a"], "multi", ","),
@@ -68,6 +73,24 @@ def test_what_is_asked_for_decides():
     assert infer_kind(["1.5", "2.5"], "single").target == "single"
     assert infer_kind(["a", "b", "a;c"], "multi").separator == ";"
     assert infer_kind(["a", "b"], "multi").separator is None
+    assert infer_kind([[0, 1], [1, 0]], "multi").by_place
+    assert not infer_kind([[0, 1], [1]], "multi").by_place
+    assert infer_kind(["1.0", "2", "nan"]).whole
+    assert not infer_kind(["1.0", "a"]).whole
+
+
+def test_missing_labels_are_skipped_in_every_format(tmp_path: Path):
+    labels = [1.0, float("nan"), 0.0, None]
+    table = pa.table({"text": list("abcd"), "label": labels})
+    pq.write_table(table, tmp_path / "a.parquet")
+    rows = zip("abcd", labels, strict=True)
+    lines = [json.dumps({"text": text, "label": label}) for text, label in rows]
+    (tmp_path / "a.jsonl").write_text("\n".join(lines))
+    (tmp_path / "a.csv").write_text("text,label\na,1.0\nb,nan\nc,0.0\nd,\n")
+    for name in ("a.parquet", "a.jsonl", "a.csv"):
+        kind = infer_labels(tmp_path / name, Columns(), "auto")
+        [chunk] = read_chunks(tmp_path / name, Columns(), kind=kind)
+        assert (chunk.texts, chunk.labels) == (["a", "c"], ["1", "0"])
 
 
 @pytest.mark.parametrize(
@@ -78,6 +101,13 @@ def test_what_is_asked_for_decides():
         (None, LabelKind(target="multi"), ()),
         (["b", 3], LabelKind(target="multi"), ("3", "b")),
         ("['b', \"a\"]", LabelKind(target="multi", separator=","), ("a", "b")),
+        ("['b' 'a' \"c, d\"]", LabelKind(target="multi"), ("a", "b", "c, d")),
+        ("[0 1 1]", LabelKind(target="multi", by_place=True), ("1", "2")),
+        ([0.0, 1.0, True], LabelKind(target="multi", by_place=True), ("1", "2")),
+        ("nan", LabelKind(target="multi", separator=","), ()),
+        (["a"], LabelKind(), "a"),
+        ("1.0", LabelKind(whole=True), "1"),
+        ("1.0", LabelKind(), "1.0"),
         (" 3.5 ", LabelKind(target="regression"), 3.5),
         (4, LabelKind(target="regression"), 4.0),
     ],
@@ -87,7 +117,7 @@ def test_a_label_is_read(value: Any, kind: LabelKind, label: Any):
 
 
 @pytest.mark.parametrize(
-    "value", ["nan", "inf", "1_000", "private words", True, None, 10**400, [1]]
+    "value", ["nan", "inf", "1_000", "private words", True, None, 10**400, [1, 2]]
 )
 def test_what_is_no_number_is_refused_and_not_shown(value: Any):
     with pytest.raises(BadInput, match="row 7: the label is no number") as caught:

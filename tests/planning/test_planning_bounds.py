@@ -154,6 +154,15 @@ def test_weights_are_counted_and_little_else(shape: Any) -> None:
     assert shape.parameters <= count_weights(sizes) <= most
 
 
+@pytest.mark.parametrize("name", ["distilbert", "mpnet-base", "pythia-160m", "phi-2", "opt-125m"])
+def test_the_weights_of_a_family_without_a_bound_are_estimated(name: str) -> None:
+    shape = model_shape(name)
+    sizes = sizes_of(shape.config)
+    assert sizes is not None
+    assert sizes.family not in _FAMILIES
+    assert count_weights(sizes) == pytest.approx(shape.parameters, rel=0.05)
+
+
 def test_sizes_that_are_not_known_are_not_bounded() -> None:
     config = model_shape("bert-base").config
     assert sizes_of({k: v for k, v in config.items() if k != "hidden_size"}) is None

@@ -232,6 +232,7 @@ def _composed(
 
     if resume is None or resume == "auto":
         composed = configure(task, overrides)
+        run_folder.check_root(Path(composed.config.runs_dir))
         return composed, _left_run(composed) if resume else None
     if overrides:
         fix = "a run continues with its own configuration: leave it out"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from trainfit.core.codec import Length, PathName, Range
@@ -95,7 +96,11 @@ def canonical_key(written: str, keys: Iterable[str]) -> str | None:
 
 
 def canonical_value(written: str, key: str, value: Any) -> Any:
-    """Value in the spelling of the canonical key."""
+    """Value in the spelling of the canonical key; `~/` is the home folder."""
+    if isinstance(value, str) and value.startswith("~/"):  # no shell expands it behind a "="
+        return str(Path(value).expanduser())
+    if key == "model.name" and isinstance(value, str):  # as a browser or a completion writes it
+        return value.removeprefix("https://huggingface.co/").rstrip("/") or value
     flag = _FLAGS.get(_last_part(written))
     if flag is not None:
         if not isinstance(value, bool):

@@ -6,6 +6,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from copy import deepcopy
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
@@ -38,6 +39,8 @@ _SHARED = {"pairs": "textclass", "tokens": "textclass"}
 _LONGEST_WORD = 20_000
 # A word that Hydra reads as a text, unlike a number or true.
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]*://[^,\s]*\s*$")
+_PATH = re.compile(r"[^\[\]{},='\"\\$]*[/.][^\[\]{},='\"\\$]*")
+"""Text that may be a path; Hydra's grammar has no ~, parentheses or foreign letters."""
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
 
 
@@ -248,15 +251,16 @@ def parse_word(word: str) -> Override:
     key, _, value = word.partition("=")
     if _URL.match(value):  # Hydra's grammar would need quotes around ?sslmode=require
         value = _written(value.strip())
-    try:  # Python's way of writing it has spaces
-        override = OverridesParser.create().parse_override(f"{key.strip()}={value.strip()}")
-        if not override.is_sweep_override():
-            override.value()
-    except (HydraException, ValueError, ArithmeticError, RecursionError):
-        raise wrong from None
-    if override.is_delete() or override.is_add():
-        raise wrong
-    return override
+    key, value = key.strip(), value.strip()  # Python's way of writing it has spaces
+    for written in (value, *([_written(value)] if _PATH.fullmatch(value) else [])):
+        with suppress(HydraException, ValueError, ArithmeticError, RecursionError):
+            override = OverridesParser.create().parse_override(f"{key}={written}")
+            if not override.is_sweep_override():
+                override.value()
+            if override.is_delete() or override.is_add():
+                break
+            return override
+    raise wrong
 
 
 def as_word(key: str, value: Any) -> str:

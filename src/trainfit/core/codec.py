@@ -152,16 +152,24 @@ def for_programs(data: Any, indent: int | None = 2) -> str:
     return json.dumps(stamped, indent=indent)
 
 
-def parse(text: str, pairs: Callable[[list[tuple[str, Any]]], Any] | None = None) -> Any:
+def parse(
+    text: str,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    *,
+    missing: bool = False,
+) -> Any:
     """Parse strict JSON text; ValueError for anything else, and for extreme values.
 
     NaN, Infinity, whole numbers over 64 bits and deep nesting are refused. `pairs` builds the
-    objects, as in json.loads.
+    objects, as in json.loads. `missing`: NaN and Infinity are values that are missing, None.
     """
     integers = _integer if _LONG_NUMBER.search(text) else None
     try:
         data = json.loads(
-            text, parse_constant=_constant, parse_int=integers, object_pairs_hook=pairs
+            text,
+            parse_constant=(lambda _name: None) if missing else _constant,
+            parse_int=integers,
+            object_pairs_hook=pairs,
         )
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

@@ -36,21 +36,22 @@ _NAMES = {
 text texts sentence sentences review reviews review_text reviewtext content comment comment_text
 comments body message messages post posts tweet tweets tweet_text full_text document documents
 utterance query question abstract article description headline title summary input inputs string
-sms v2""",
+sms data v2""",
     "label": """
 label labels sentiment target targets class classes category categories intent topic emotion tag
 rating ratings score scores stars star polarity y output label_id class_id class_index
 coarse_label fine_label gold_label similarity similarity_score relevance is_duplicate is_spam spam
-toxic hate v1""",
+toxic hate accept v1""",
     "tokens": "tokens words token word",
     "tags": "ner_tags tags pos_tags chunk_tags labels ner ner_labels label tag",
 }
 NAMES: Mapping[str, Sequence[str]] = {role: names.split() for role, names in _NAMES.items()}
 """Names of each role in lower case, the likeliest first; `second` is found with its `text`."""
 _IDLE = re.compile(
-    r"(unnamed.*|index|idx|(\w+_|q|pair|row|text|user)?id_?\d?|row|level_0|__index.*|)"
+    r"(unnamed.*|index|idx|(\w+_|q|pair|row|text|user)?id_?\d?|row|level_0|__index.*|_(input|task)_hash|)"
 )
 """Numbers of rows and other ids; never taken unless they are named, or known by their name."""
+_COUNTING = re.compile(r"(num(ber)?|n|no|total|mean|avg|average)_")
 _NAME = re.compile(r"(?!\d+$)[^\W\d][\w .:/()#+-]{0,39}")
 
 
@@ -137,15 +138,29 @@ def _pair(usable: Sequence[str], text: str | None) -> dict[str, str]:
 
 
 def _told(columns: Iterable[str], role: str) -> str | None:
-    """Find the column whose name, or the last part of it, tells the role."""
+    """Find the column whose name tells the role: all of it, or the part after its last dot.
+
+    Else the last word of a name does, such as that of airline_sentiment, but a label's must be the
+    only one.
+    """
     names = list(reversed(list(columns)))
-    there = {_folded(name.rpartition(".")[2]): name for name in names}
-    there |= {_folded(name): name for name in names}
-    return next((there[name] for name in NAMES.get(role, ()) if name in there), None)
+    whole = {_folded(name): name for name in names}
+    there = {_folded(name.rpartition(".")[2]): name for name in names} | whole
+    known = NAMES.get(role, ())
+    ends = [whole[one] for word in known for one in whole if _ends_with(one, word)]
+    found = [there[name] for name in known if name in there] or ends
+    return found[0] if found and (found is not ends or role == "text" or len(ends) == 1) else None
+
+
+def _ends_with(name: str, word: str) -> bool:
+    """Tell a name whose last word this is, unless it counts such things, as num_comments does."""
+    return name.endswith(f"_{word}") and not _COUNTING.match(name)
 
 
 def _folded(name: str) -> str:
-    return re.sub(r"[\s.-]+", "_", name.strip().lower())
+    """Write a name in lower case with underscores: ReviewText and review text as review_text."""
+    words = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name.strip())
+    return re.sub(r"[\s.-]+", "_", words.lower())
 
 
 def _words(

@@ -9,6 +9,7 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
@@ -32,6 +33,9 @@ _MOST_CODES, _ROWS_PER_CODE = 200, 5
 """More whole numbers are classes too where they count 0, 1, 2 … and have some rows each."""
 _BINS = 10
 """Ranges of numbers that a split spreads evenly."""
+_MISSING = frozenset({"nan", "<na>", "null", "#n/a"})
+"""Words, in lower case, that programs write where a label is missing; never names of classes."""
+_QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _HALVES = re.compile("[\ud800-\udfff]")
 _LONGEST_NAME = 200
 """Most characters of a label or group; longer ones are texts in the wrong column."""
@@ -51,6 +55,10 @@ class LabelKind:
     """Character between the labels of a text; None: the file has lists, or one label each."""
     comma: bool = False
     """Numbers may have a decimal comma."""
+    whole: bool = False
+    """Classes are whole numbers, which may be written as 1.0."""
+    by_place: bool = False
+    """A list has a 0 or a 1 for each label: the labels are the places of the ones, from 0."""
 
 
 def infer_kind(
@@ -60,16 +68,44 @@ def infer_kind(
 
     `comma`: the file is of a country whose numbers have a decimal comma.
     """
-    known = [value for value in values if value is not None and value != ""]
+    known = [value for value in values if not is_missing(value)]
     target = _target(known, comma) if asked == "auto" else asked
     if target != "multi":
-        return LabelKind(target=target, comma=comma and target == "regression")
-    return LabelKind(target=target, separator=_separator(known, certain=asked == "multi"))
+        numbers = [as_number(value) for value in known] if target == "single" else [None]
+        whole = all(number is not None and number.is_integer() for number in numbers)
+        return LabelKind(target=target, comma=comma and target == "regression", whole=whole)
+    separator = _separator(known, certain=asked == "multi")
+    return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
+
+
+def is_missing(value: Any) -> bool:
+    """Tell a label that is not there, also as programs write it."""
+    return value is None or (
+        isinstance(value, str) and (not value.strip() or value.strip().lower() in _MISSING)
+    )
+
+
+def _are_by_place(known: Sequence[Any], separator: str | None) -> bool:
+    """Tell lists of one length that hold a 0 or a 1 for each label."""
+    lists = [
+        value if isinstance(value, list) else _pieces(value, separator)
+        for value in known
+        if isinstance(value, list) or (isinstance(value, str) and _is_list(value))
+    ]
+    bits = {_bit(one) for row in lists for one in row}
+    sizes = set(map(len, lists))
+    return len(lists) == len(known) and bits == {0.0, 1.0} and len(sizes) == 1 and sizes != {1}
+
+
+def _bit(value: Any) -> float | None:
+    return float(value) if isinstance(value, bool) else as_number(value)
 
 
 def _target(known: Sequence[Any], comma: bool) -> Target:
     if any(isinstance(value, list) for value in known):
-        return "multi"
+        # Some tools write a class as a list of one.
+        alone = all(isinstance(value, list) and len(value) == 1 for value in known)
+        return _target([one for [one] in known], comma) if alone else "multi"
     numbers = [as_number(value, comma=comma) for value in known]
     plain = [number for number in numbers if number is not None]
     if known and len(plain) == len(known):
@@ -123,12 +159,23 @@ def _is_list(text: str) -> bool:
 
 
 def _pieces(text: str, separator: str | None) -> list[str]:
-    """Split a text into labels; a list as Python prints it loses its brackets and quotes."""
-    text, listed = text.strip(), _is_list(text)
-    if listed:
+    """Split a text into labels; a list as Python, JSON or NumPy writes it into its items."""
+    text = text.strip()
+    if _is_list(text):
         text = text[1:-1]
-    parts = [part.strip() for part in (text.split(separator) if separator else [text])]
-    return [name for part in parts if (name := part.strip("'\"") if listed else part)]
+        if quoted := _QUOTED.findall(text):
+            return [name for single, double in quoted if (name := single or double)]
+        return text.replace(",", " ").split() if _are_numbers(text) else _split(text, ",")
+    return _split(text, separator)
+
+
+def _are_numbers(text: str) -> bool:
+    return all(map(_NUMBER.fullmatch, text.replace(",", " ").split()))
+
+
+def _split(text: str, separator: str | None) -> list[str]:
+    parts = text.split(separator) if separator else [text]
+    return [part.strip() for part in parts if part.strip()]
 
 
 def as_number(value: Any, *, comma: bool = False) -> float | None:
@@ -143,12 +190,17 @@ def as_number(value: Any, *, comma: bool = False) -> float | None:
 
 def read_label(value: Any, kind: LabelKind, place: str) -> Label:
     """Read the label of a row, or raise BadInput with its place."""
+    if isinstance(value, list) and len(value) == 1 and kind.target != "multi":
+        [value] = value
     if kind.target == "single":
-        return read_name(value, place)
+        number = as_number(value) if kind.whole and isinstance(value, str) else None
+        return read_name(value if number is None else number, place)
     if kind.target == "multi":
-        parts = value if isinstance(value, list) else [] if value is None else [value]
-        if isinstance(value, str):
+        parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
+        if isinstance(value, str) and parts:
             parts = _pieces(value, kind.separator)
+        if kind.by_place:
+            parts = [place for place, bit in enumerate(parts) if _bit(bit)]
         return tuple(sorted({read_name(part, place) for part in parts}))
     number = as_number(value, comma=kind.comma)
     if number is None:
@@ -161,6 +213,7 @@ def describe(kind: LabelKind) -> str:
     """Describe the labels for a note."""
     if kind.target == "multi":
         how = f"joined by {kind.separator!r}" if kind.separator else "in lists"
+        how = "a 0 or 1 for each, named by their places from 0" if kind.by_place else how
         return f"several per text, {how} (data.target=multi)"
     return {
         "tags": "a tag per word",
@@ -197,8 +250,11 @@ def read_name(value: Any, place: str) -> str:
         value = int(value)
     if isinstance(value, bool):
         value = str(value).lower()
+    fix = "use a string or a whole number"
+    if isinstance(value, list | dict):
+        raise BadInput(f"{place}: the label is a list of more than one name", fix)
     if not isinstance(value, str | int) or not str(value).strip():
-        raise BadInput(f"{place}: there is no label", "use a string or a whole number")
+        raise BadInput(f"{place}: there is no label", fix)
     name = str(value).strip()
     if len(name) > _LONGEST_NAME:
         raise BadInput(f"{place}: the label has {len(name):,} characters", "name the right column")
@@ -229,9 +285,12 @@ def shown(name: str) -> str:
     return name if _WORD.fullmatch(name) else "(a label of several words)"
 
 
+_OTHER = "give examples of another, or name the right column (data.label_column)"
+
+
 def one_class(name: str) -> BadInput:
     """Word the refusal of data with nothing to tell apart."""
-    return BadInput(f"all training rows have the label {shown(name)}", "give examples of another")
+    return BadInput(f"all training rows have the label {shown(name)}", _OTHER)
 
 
 def check_classes(names: Iterable[str], rows: int, place: str) -> None:
@@ -249,6 +308,22 @@ def check_classes(names: Iterable[str], rows: int, place: str) -> None:
     else:
         return
     raise BadInput(f"{what}, as a column of texts has", "name the right one (data.label_column)")
+
+
+def check_labels(
+    path: Path, column: str, names: Sequence[str], rows: int, known: Sequence[str] | None = None
+) -> None:
+    """Raise BadInput for labels that are no class names or, where given, not `known`."""
+    if known is None:
+        check_classes(names, rows, f"{path}, column {column},")
+        return
+    unknown = [name for name in names if name not in set(known)]
+    if unknown:
+        raise BadInput(
+            f"{path} has {len(unknown)} labels that the training data has not "
+            f"({shown(unknown[0])})",
+            f"use {', '.join(map(shown, class_order(known)[:10]))}",
+        )
 
 
 def count_classes(labels: IntArray, classes: int) -> list[int]:

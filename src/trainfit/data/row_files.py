@@ -42,8 +42,12 @@ _MOST_WRONG, _FEW_WRONG = 0.2, 20
 _ELSEWHERE = {
     **dict.fromkeys((".gz", ".bz2", ".xz", ".zst", ".zip"), "unpack it first"),
     **dict.fromkeys((".xlsx", ".xls", ".ods"), "save it as CSV"),
+    ".txt": "name it .csv or .tsv where it is a table with a header",
 }
 """Fixes for files of other endings."""
+_SEPARATOR_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)
+"""First line by which Excel is told the separator."""
+_ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/+(?!/)", re.IGNORECASE)
 csv.field_size_limit(LONGEST_LINE)  # a book may be one field
 
 
@@ -77,14 +81,19 @@ def check_file(path: Path, kinds: Kinds | None = None) -> Path:
             return columnar.check_saved_dataset(path)
     except OSError as error:  # a name that is too long, or no permission
         raise BadInput(f"cannot read {str(path)!r:.200} ({reason(error)})", PATHS) from None
+    if address := _ADDRESS.match(str(path)):
+        what = f"{address[1]}://{str(path)[address.end() :]} is an address, not a file"
+        raise BadInput(what, "download it first")
     check_regular(path, _misspelt(path) or PATHS)
     _kind(path, kinds)
     return path
 
 
 def _misspelt(path: Path) -> str | None:
-    """Suggest the table in the same folder whose name comes near that of a missing one."""
+    """Suggest what to name instead of a missing file, such as one of a name like it."""
     with suppress(OSError, ValueError):
+        if any(mark in path.name for mark in "*?[") and not path.exists():
+            return "name one file, or a folder with train.csv and test.csv"
         files = [] if path.exists() else islice(path.parent.iterdir(), 1000)
         names = [one.name for one in files if one.suffix.lower() in KINDS]
         if near := difflib.get_close_matches(path.name[:200], names, 1, 0.8):
@@ -138,6 +147,16 @@ def read_lines(path: Path) -> Iterator[str]:
         raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
 
 
+def _table_lines(path: Path) -> Iterator[str]:
+    """Lines of a table from its header on, without empty ones and Excel's `sep=;` before it."""
+    lines = read_lines(path)
+    for line in lines:
+        if line.strip() and not _SEPARATOR_LINE.fullmatch(line):
+            yield line
+            break
+    yield from lines
+
+
 def _western(found: re.Match[str]) -> str:
     """Decode a byte that is not UTF-8; five have no meaning in Windows-1252 either."""
     return found[0].encode("utf-8", "surrogateescape").decode("windows-1252")
@@ -165,7 +184,7 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
     A column may have several names; its values are returned under the first.
     """
     mark = find_separator(path)
-    lines = csv.reader(read_lines(path), delimiter=mark, strict=True)
+    lines = csv.reader(_table_lines(path), delimiter=mark, strict=True)
     number = 0
     try:
         header = [name.strip() for name in next(lines, [])]
@@ -193,7 +212,10 @@ def has_decimal_commas(path: Path) -> bool:
 
 def find_separator(path: Path) -> str:
     """Find the separator of a CSV file: one that divides the header, and the rows alike."""
-    lines = list(islice(read_lines(path), _SAMPLE))
+    told = _SEPARATOR_LINE.fullmatch(next(read_lines(path), ""))
+    if told and told[1] in _SEPARATORS:
+        return told[1]
+    lines = list(islice(_table_lines(path), _SAMPLE))
     marks = sorted(_SEPARATORS, key=lambda mark: mark != "\t" or path.suffix.lower() != ".tsv")
     return max(marks, key=lambda mark: _agreement(lines, mark))
 
@@ -211,7 +233,7 @@ def _agreement(lines: Sequence[str], mark: str) -> tuple[float, int]:
 
 
 def _header(path: Path) -> list[str]:
-    lines = csv.reader(read_lines(path), delimiter=find_separator(path))
+    lines = csv.reader(_table_lines(path), delimiter=find_separator(path))
     try:
         return [name.strip() for name in next(lines, [])]
     except csv.Error as error:
@@ -265,7 +287,14 @@ def _listed_objects(path: Path, text: str) -> Rows:
 
 
 def _rows_of(value: dict[str, Any]) -> list[Any]:
-    """Find the rows of one JSON object: its only list of objects, or lists or objects by column."""
+    """Find the rows of one JSON object: its only list of objects, or lists or objects by column.
+
+    Other objects are those that pandas writes with orient="split" or orient="index".
+    """
+    names, data = value.get("columns"), value.get("data")
+    listed = isinstance(names, list) and isinstance(data, list)
+    if listed and all(isinstance(row, list) and len(row) == len(names) for row in data):
+        return [dict(zip(map(str, names), row, strict=True)) for row in data]
     lists = [one for one in value.values() if isinstance(one, list) and one]
     inner = [one for one in lists if all(isinstance(row, dict) for row in one)]
     if len(inner) == 1:
@@ -275,7 +304,7 @@ def _rows_of(value: dict[str, Any]) -> list[Any]:
     columns = [one for one in value.values() if isinstance(one, dict)]
     if len(columns) < len(value) or len({tuple(one) for one in columns}) != 1:
         return [value]
-    if len(columns) > len(columns[0]):  # by row, as pandas writes with orient="index"
+    if len(columns) > len(columns[0]):  # by row
         return columns
     return [{name: one[row] for name, one in value.items()} for row in columns[0]]
 
@@ -290,7 +319,7 @@ def _object(line: str, place: str) -> dict[str, Any]:
 def _parsed(text: str, place: str) -> Any:
     """Parse JSON; None where it is something else."""
     try:
-        return codec.parse(text, _once)
+        return codec.parse(text, _once, missing=True)
     except BadInput as twice:
         raise BadInput(f"{place} {twice.what}", twice.fix) from None
     except ValueError:

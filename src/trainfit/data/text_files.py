@@ -22,7 +22,9 @@ from trainfit.data.labels import (
     check_characters,
     check_classes,
     check_kind,
+    check_labels,
     infer_kind,
+    is_missing,
     one_class,
     read_label,
     read_name,
@@ -172,7 +174,7 @@ def find_parts(path: Path, columns: Columns, column: str) -> set[str] | None:
         part = split_of(row[column])
         if part is None:
             return None
-        if not is_blank(row[columns.label]):
+        if not is_missing(row[columns.label]):
             found.add(part)
     return found
 
@@ -199,7 +201,7 @@ def _add_text(
     kind: LabelKind,
 ) -> bool:
     """Add a row with its text, or both of a pair; False where it has no text or label."""
-    unlabelled = kind.target != "multi" and is_blank(row[columns.label])
+    unlabelled = kind.target != "multi" and is_missing(row[columns.label])
     if unlabelled or any(is_blank(row[name]) for name in columns.texts):
         return False
     chunk.texts.append(_text(row[columns.text], f"{place}, column {columns.text}"))
@@ -246,7 +248,7 @@ def infer_labels(path: Path, columns: Columns, asked: Target | Literal["auto"]) 
         return LabelKind(target="tags")
     rows = islice(read_rows(check_file(path), columns.names), _TELLING)
     labels = [row[columns.label] for _, row in rows]
-    known = [label for label in labels if not is_blank(label)]
+    known = [label for label in labels if not is_missing(label)]
     kind = infer_kind(known, asked, comma=has_decimal_commas(path))
     if kind.target == "single" and len(labels) < _TELLING and len(set(map(str, known))) == 1:
         raise one_class(read_name(known[0], f"{path}, column {columns.label}"))
@@ -306,9 +308,23 @@ def check_columns(path: Path, columns: Columns) -> None:
         raise BadInput(f"{path} has no rows", "give a file with a text per row")
 
 
-def check_first_rows(path: Path, columns: Columns, kind: LabelKind) -> None:
-    """Raise BadInput for a mistake in the first rows, before anything is loaded."""
-    next(read_chunks(path, columns, _FIRST, kind=kind), None)
+def check_first_rows(
+    path: Path, columns: Columns, kind: LabelKind, known: Sequence[str] | None = None
+) -> Sequence[str] | None:
+    """Raise BadInput for a mistake in the first rows, before anything is loaded.
+
+    Returns the `known` labels: those of the training file, if that ends within the first rows.
+    """
+    chunk = next(read_chunks(path, columns, _FIRST, kind=kind), None)
+    if chunk is None:
+        what = f"{path} has no rows with a text and a label"
+        raise BadInput(what, "give a file with a text per row")
+    labels = (label if isinstance(label, tuple) else (label,) for label in chunk.labels)
+    names = list(dict.fromkeys(str(name) for label in labels for name in label))
+    trains, ends = columns.part == "train", len(chunk.labels) < _FIRST
+    if kind.target != "regression" and (ends if trains else known is not None):
+        check_labels(path, columns.label, names, len(chunk.labels), None if trains else known)
+    return names if trains and ends else known
 
 
 def is_blank(value: Any) -> bool:
@@ -318,7 +334,8 @@ def is_blank(value: Any) -> bool:
 
 def _text(value: Any, place: str) -> str:
     if isinstance(value, list):
-        raise BadInput(f"{place}: there is a list and no text", "write each text as one string")
+        fix = "write each text as one string, or name the right column (data.text_column)"
+        raise BadInput(f"{place}: there is a list and no text", fix)
     if not isinstance(value, str) or not value.strip():
         raise BadInput(f"{place}: there is no text", "fill it in, or leave the row out")
     if len(value) > LONGEST_LINE:

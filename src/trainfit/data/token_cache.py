@@ -25,7 +25,7 @@ from trainfit.core import caches
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning, reason
 from trainfit.core.files import cache_folder, checksum
 from trainfit.data.columnar import is_stream
-from trainfit.data.labels import VALUE, Label, LabelKind, Target, check_classes, class_order, shown
+from trainfit.data.labels import VALUE, Label, LabelKind, Target, check_labels, class_order
 from trainfit.data.row_files import check_file
 from trainfit.data.text_files import Chunk, Columns, RowCount, hash_content, read_chunks
 from trainfit.data.tokenizers import tokenizer_hash
@@ -109,7 +109,7 @@ def tokenize_file(
     key = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
     folder = cache_folder() / "tokens" / key[:32]
     found = _open(folder, kind.target)
-    check = partial(_check_labels, path, columns.label, known)
+    check = partial(check_labels, path, columns.label, known=known)
     if found is not None:
         check(found.classes, _labels(found.tokens))
     else:
@@ -136,22 +136,6 @@ def tokenize_file(
 def _labels(tokens: Tokens) -> int:
     """Number of labels: one per sequence, or one per word."""
     return len(tokens) if tokens.tags is None else int(tokens.labels.sum())
-
-
-def _check_labels(
-    path: Path, column: str, known: Sequence[str] | None, names: Sequence[str], rows: int
-) -> None:
-    """Raise BadInput for labels that are no class names, without showing them."""
-    if known is None:
-        check_classes(names, rows, f"{path}, column {column},")
-        return
-    unknown = [name for name in names if name not in set(known)]
-    if unknown:
-        raise BadInput(
-            f"{path} has {len(unknown)} labels that the training data has not "
-            f"({shown(unknown[0])})",
-            f"use {', '.join(map(shown, known[:10]))}",
-        )
 
 
 def _processes(path: Path) -> int:

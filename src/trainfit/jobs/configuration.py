@@ -105,8 +105,12 @@ def _check_files(config: TextFilesConfig) -> None:
     for path, columns in files:
         check_columns(path, columns)
     kind = kind_of(config)
+    known: Sequence[str] | None = None
     for path, columns in files:
-        count_tags(path, columns) if columns.tagged else check_first_rows(path, columns, kind)
+        if columns.tagged:
+            count_tags(path, columns)
+        else:
+            known = check_first_rows(path, columns, kind, known)
 
 
 def kind_of(config: TextFilesConfig) -> LabelKind:

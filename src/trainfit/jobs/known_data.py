@@ -204,9 +204,11 @@ def find_splits(path: Path, chosen: str | None = None, kinds: Kinds = KINDS) -> 
         if there := _listed(path):
             raise BadInput("the data has no split train", f"name one with data.split: {there}")
         name = "train.csv" if ".csv" in kinds else "train.conll"
+        tables = sorted(one.name for one in path.glob("*") if one.suffix.lower() in kinds)
+        such = f"such as {path / tables[0]}, " if tables else ""
         raise BadInput(
             f"{path} is no saved dataset and holds no {name}, train.jsonl or the like",
-            f"give a file, a folder with {name}, or one that datasets' save_to_disk wrote",
+            f"give a file, {such}a folder with {name}, or one that datasets' save_to_disk wrote",
         )
     return {split: places[0] for split, places in found.items() if places}
 

@@ -73,6 +73,7 @@ _FAMILIES = {
     "trainfit_gpt": _Family(),
 }
 """Families that the bounds were checked for; any other one is simulated."""
+_OTHER = _Family()
 
 
 def unknown_step(fixed: FixedSettings) -> StepCandidate:
@@ -130,14 +131,17 @@ def bounded(
 
 def block_weights(sizes: ModelSizes) -> int:
     """Weights of the matrices of a block."""
-    matrices = 3 if _FAMILIES[sizes.family].gated else 2
+    matrices = 3 if _FAMILIES.get(sizes.family, _OTHER).gated else 2
     attention = 2 * sizes.hidden * (sizes.attention + sizes.keys)
     return attention + matrices * sizes.hidden * sizes.inner
 
 
 def count_weights(sizes: ModelSizes) -> int:
-    """Bound the number of weights; biases, norms, positions and a pooler count."""
-    family = _FAMILIES[sizes.family]
+    """Bound the number of weights; biases, norms, positions and a pooler count.
+
+    Of another family than those above it is an estimate, for times alone.
+    """
+    family = _FAMILIES.get(sizes.family, _OTHER)
     vectors = 4 * sizes.hidden + 2 * (sizes.attention + sizes.keys + sizes.inner)
     blocks = sizes.layers * (block_weights(sizes) + vectors + 2 * family.norms * sizes.hidden)
     rows = sizes.vocabulary + (sizes.positions + 8 if family.positions else 0)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import platform
 import secrets
 import sys
@@ -182,6 +183,19 @@ def create(root: Path, task: str, *, config: Any, plan: Plan | None) -> Path:
         what = f"cannot make a run folder in {root} ({error.strerror or error})"
         raise RunFailed(what, "choose a folder that can be written, with some space") from error
     return run
+
+
+def check_root(root: Path) -> None:
+    """Raise BadInput for a folder of runs that cannot be made; nothing is made yet."""
+    check_path(root, "runs_dir")
+    there = next(
+        one for one in (root.absolute(), *root.absolute().parents) if os.access(one, os.F_OK)
+    )
+    what = f"runs_dir is {root}, but {there}"
+    if not there.is_dir():
+        raise BadInput(f"{what} is a file", "name a folder (--output)")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise BadInput(f"{what} cannot be written", "choose another folder (--output)")
 
 
 def written_config(config: Any) -> str:
