@@ -303,9 +303,10 @@ def configured_pins(composed: Composed) -> dict[str, Pin]:
         for row in SETTINGS
         if row.pinned and values.get(row.key) not in ("auto", None)
     }
-    effective, cut = pins.get("effective_batch_size"), pins.keys() & _CUT
-    asked = effective is not None and effective.origin == "override" and len(cut) == len(_CUT)
-    if asked and math.prod(pins[name].value for name in _CUT) < effective.value:
+    effective = pins.get("effective_batch_size")
+    if effective is None or effective.origin != "override" or not pins.keys() >= set(_CUT):
+        return pins
+    if math.prod(int(str(pins[name].value)) for name in _CUT) < int(str(effective.value)):
         # The user's effective batch beats the cut of a preset, which was made for another.
         pins.pop(next((name for name in _CUT if pins[name].origin != "override"), ""), None)
     return pins
