@@ -305,20 +305,12 @@ def configured_pins(composed: Composed) -> dict[str, Pin]:
         if row.pinned and values.get(row.key) not in ("auto", None)
     }
     effective = pins.get("effective_batch_size")
-<<<<<<< HEAD
     asked = effective is not None and effective.origin == "override"
     if asked and pins.keys() >= set(_CUT):
         sizes: dict[str, Any] = {name: pin.value for name, pin in pins.items()}
         if math.prod(sizes[name] for name in _CUT) < sizes["effective_batch_size"]:
             # The user's effective batch beats the cut of a preset, which was made for another.
             pins.pop(next((name for name in _CUT if pins[name].origin != "override"), ""), None)
-=======
-    if effective is None or effective.origin != "override" or not pins.keys() >= set(_CUT):
-        return pins
-    if math.prod(int(str(pins[name].value)) for name in _CUT) < int(str(effective.value)):
-        # The user's effective batch beats the cut of a preset, which was made for another.
-        pins.pop(next((name for name in _CUT if pins[name].origin != "override"), ""), None)
->>>>>>> w-seeds
     return pins
 
 
