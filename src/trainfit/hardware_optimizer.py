@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from trainfit.conf import preset
+from trainfit.conf import layer
 from trainfit.core.errors import BadInput, did_you_mean
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.core.records import Applied, HardwareProfile
@@ -79,7 +79,7 @@ def _planned() -> dict[str, Any]:
 
 def _row(name: str) -> dict[str, Any]:
     """A preset in the guide's keys."""
-    values = preset("nli", name)
+    values = layer("nli", "hardware", name)
     precision = values["device.mixed_precision"]
     pinned = values["training.num_workers"]
     return {

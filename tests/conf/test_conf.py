@@ -10,7 +10,7 @@ from conf_documents import SHOWN
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainfit.conf import SCHEMAS, compose, keys, options, preset
+from trainfit.conf import SCHEMAS, compose, keys, layer, options
 from trainfit.conf.aliases import ALIASES
 from trainfit.core.errors import BadConfig, BadInput
 from trainfit.hardware.model_shapes import model_shape
@@ -62,7 +62,7 @@ def test_a_preset_pins_what_its_document_says_and_nothing_else(task: str, name: 
     composed = compose(task, [f"hardware={name}"])
     values = composed.values()
     pinned = {k: values[k] for k, origin in composed.origins.items() if origin == f"preset {name}"}
-    assert pinned == expected(task, name) == preset(task, name)
+    assert pinned == expected(task, name) == layer(task, "hardware", name)
     assert composed.hardware == name
 
 

@@ -10,7 +10,7 @@ from sklearn import metrics as reference
 
 from job_tiny import be_quick, words, write_pairs
 from trainfit.cli.main import run as run_command
-from trainfit.conf.composition import compose, options, preset
+from trainfit.conf.composition import compose, layer, options
 from trainfit.core.errors import BadInput
 from trainfit.data.synthetic import make_pairs
 from trainfit.data.text_files import Columns
@@ -127,7 +127,7 @@ def test_a_model_that_nobody_named_is_told_in_a_note(tmp_path: Path):
 def test_presets_and_studies_are_those_of_textclass():
     assert options("pairs", "hardware") == options("textclass", "hardware")
     assert options("pairs", "experiment") == ("pairs_embedded",)
-    assert preset("pairs", "t4") == preset("textclass", "t4")
+    assert layer("pairs", "hardware", "t4") == layer("textclass", "hardware", "t4")
     composed = compose("pairs", ["hardware=t4"])
     assert composed.config.training.batch_size == 16
     assert composed.origins["training.batch_size"] == "preset t4"

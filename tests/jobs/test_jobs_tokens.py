@@ -14,7 +14,7 @@ import pytest
 
 from job_tiny import SECRET, be_quick, words
 from trainfit.cli.main import run as run_command
-from trainfit.conf.composition import compose, options, preset
+from trainfit.conf.composition import compose, layer, options
 from trainfit.core.errors import BadInput
 from trainfit.data.conll_files import read_sentences
 from trainfit.data.synthetic import make_tagged
@@ -214,7 +214,7 @@ def test_what_tokens_cannot_be_set_to(tmp_path: Path):
 
 def test_presets_are_those_of_textclass_and_studies_pool_nothing():
     assert options("tokens", "hardware") == options("textclass", "hardware")
-    assert preset("tokens", "t4") == preset("textclass", "t4")
+    assert layer("tokens", "hardware", "t4") == layer("textclass", "hardware", "t4")
     for study in ("default", "embedded"):
         setting = read_setting("tokens", [f"hpo={study}"])
         assert "model.pooling" not in setting.hpo.space

@@ -1,6 +1,6 @@
 """Configuration: Hydra's YAML in a folder per task, a typed schema, and the known spellings."""
 
-from trainfit.conf.composition import Composed, compose, keys, layer, options, preset
+from trainfit.conf.composition import Composed, compose, keys, layer, options
 from trainfit.conf.schema import (
     SCHEMAS,
     Config,
@@ -22,5 +22,4 @@ __all__ = [
     "keys",
     "layer",
     "options",
-    "preset",
 ]

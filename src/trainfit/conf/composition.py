@@ -37,11 +37,11 @@ OWN = "own"
 _SHARED = {"pairs": "textclass", "tokens": "textclass"}
 """Task whose presets and studies another task takes."""
 _LONGEST_WORD = 20_000
-# A word that Hydra reads as a text, unlike a number or true.
 _URL = re.compile(r"\s*[a-z][a-z0-9+.-]*://[^,\s]*\s*$")
 _PATH = re.compile(r"[^\[\]{},='\"\\$]*[/.][^\[\]{},='\"\\$]*")
 """Text that may be a path; Hydra's grammar has no ~, parentheses or foreign letters."""
 _PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][\w./-]*", re.IGNORECASE | re.ASCII)
+"""Word that Hydra reads as a text, unlike a number or true."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +115,8 @@ def compose(task: str, overrides: Sequence[str] = ()) -> Composed:
     """Compose a task's configuration, or raise one error that lists every mistake."""
     schema = schema_of(task)
     if wrong := [word for word in overrides if not isinstance(word, str)]:
-        raise BadInput(
-            f"the override {brief(repr(wrong[0]))} is no text", 'write it as "key=value"'
-        )
+        what = f"the override {brief(repr(wrong[0]))} is no text"
+        raise BadInput(what, 'write it as "key=value"')
     groups, assignments, problems = _parse(task, overrides)
     settled, contradictions = settle(assignments)
     choices, shipped = _hydra_compose(task, tuple(f"{g}={name}" for g, name in groups.items()))
@@ -167,11 +166,6 @@ def options(task: str, group: str) -> tuple[str, ...]:
     """The names that `hardware=`, `experiment=` or `hpo=` takes for a task."""
     schema_of(task)
     return tuple(sorted(path.stem for path in group_folder(task, group).glob("*.yaml")))
-
-
-def preset(task: str, hardware: str) -> dict[str, Any]:
-    """The values that a hardware preset pins, by dotted key."""
-    return layer(task, "hardware", hardware)
 
 
 @cache
@@ -240,11 +234,11 @@ def _parse(
 
 def parse_word(word: str) -> Override:
     """Parse a word in Hydra's grammar; sweeps are allowed, deletions and additions are not."""
-    need(f"the word {brief(redact_word(word))!r}", "hydra")
+    shown = brief(redact_word(word))
+    need(f"the word {shown!r}", "hydra")
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    shown = brief(redact_word(word))
     wrong = BadInput(f"cannot read the override {shown!r}", "write it as key=value")
     if "=" not in word or len(word) > _LONGEST_WORD or not codec.is_plain(word):
         raise wrong
@@ -287,8 +281,8 @@ def _split(word: str) -> tuple[str, Any]:
     """Key and value of a plain assignment; BadInput for a sweep, which only a study takes."""
     override = parse_word(word)
     if override.is_sweep_override():
-        fix = "give one; `trainfit hpo` searches over several"
-        raise BadInput(f"{brief(word)!r} gives several values", fix)
+        several = f"{brief(word)!r} gives several values"
+        raise BadInput(several, "give one; `trainfit hpo` searches over several")
     return override.key_or_group, override.value()
 
 
@@ -304,13 +298,13 @@ def choose(task: str, group: str, value: Any) -> str:
 def _assignment(task: str, written: str, value: Any, word: str) -> Assignment:
     key = key_for(task, written)
     if key is None:
-        last = written.split(".")[-1]
-        if (there := key_for(task, last)) is not None:  # the right name in another group
-            raise BadInput(f"unknown key {brief(written)} for {task}", f"did you mean {there}?")
-        known = [*keys(task), *(_own_tasks[task].aliases if task in _own_tasks else {})]
-        near = did_you_mean(written, known) or did_you_mean(last, known)
+        aliases = _own_tasks[task].aliases if task in _own_tasks else {}
+        known, last = [*keys(task), *aliases], written.split(".")[-1]
         listed = f"`trainfit config {task}` shows the keys"
-        raise BadInput(f"unknown key {brief(written)} for {task}", near or listed)
+        near = did_you_mean(written, known) or did_you_mean(last, known, listed)
+        there = key_for(task, last)  # the right name in another group
+        fix = near if there is None else f"did you mean {there}?"
+        raise BadInput(f"unknown key {brief(written)} for {task}", fix)
     return Assignment(written, key, canonical_value(written, key, value), brief(redact_word(word)))
 
 
