@@ -215,8 +215,9 @@ class PreparedJob(Prepared):
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         del run
-        alike = int(self.lengths.max()) == 1
-        opening = {"opening": lambda parts: replace(describe(parts), samples=alike)}
+        alike = bool((self.lengths == self.lengths[0]).all())
+        known = {"alike": alike, "samples": int(self.lengths.max()) == 1}
+        opening = {"opening": lambda parts: replace(describe(parts), **known)}
         return opening | self.own_optimizer
 
     @property

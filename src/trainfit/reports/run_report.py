@@ -227,7 +227,8 @@ def _headlines(run: RunFiles) -> list[Headline]:
         found.append(Headline(label="training", value=shown(seconds, "duration")))
     if (rate := typical(run, "tokens_per_second")) is not None:
         samples = shown(typical(run, "samples_per_second"), "number")
-        if run.setup is not None and run.setup.samples:
+        setup = run.parts[0].setup if run.parts else None
+        if setup is not None and setup.samples:
             found.append(Headline(label="samples/s", value=samples))
         else:
             note = f"{samples} samples/s"
