@@ -216,8 +216,8 @@ class PreparedJob(Prepared):
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         del run
         alike = bool((self.lengths == self.lengths[0]).all())
-        known = {"alike": alike, "samples": int(self.lengths.max()) == 1}
-        opening = {"opening": lambda parts: replace(describe(parts), **known)}
+        one = int(self.lengths.max()) == 1
+        opening = {"opening": lambda parts: replace(describe(parts), alike=alike, samples=one)}
         return opening | self.own_optimizer
 
     @property
