@@ -16,6 +16,7 @@ from gpt_tiny import be_quick
 from plan_example import make_plan
 from trainfit.cli.main import run
 from trainfit.conf import compose
+from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.core.plan_records import TimeEstimate
 from trainfit.data.corpus import read_pieces
 from trainfit.data.token_files import open_tokens
@@ -250,3 +251,18 @@ def test_a_plan_counts_tokens_and_says_what_it_assumes(tmp_path: Path):
     assert nothing.data is None
     said = "1,484 posts with 9 criteria each, as long as ReDSM5's: no data is named"
     assert nothing.assumed == (said,)
+
+
+def test_a_text_in_another_encoding_is_told_or_refused(tmp_path: Path) -> None:
+    """No letter becomes a replacement character, and the border is that of what was read."""
+    text = "Le café de l'été.\n" * 200
+    old = tmp_path / "old.txt"
+    old.write_bytes(text.encode("windows-1252"))
+    with pytest.warns(TrainfitWarning, match=r"old.txt is not UTF-8 and is read as Windows-1252"):
+        pieces = list(read_pieces([old], seed=1, ends=0.1))
+    assert "".join(piece.text for piece in pieces) == text
+    assert len(pieces[1].text) == pytest.approx(0.1 * len(text), rel=0.02)
+    chinese = tmp_path / "chinese.txt"
+    chinese.write_bytes(("的一是不了人我在有他" * 20).encode("gb18030"))
+    with pytest.raises(BadInput, match=r"chinese.txt is not UTF-8 text; .*iconv"):
+        list(read_pieces([chinese], seed=1))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from trainfit.core.errors import BadInput, reason
 from trainfit.core.files import check_regular, open_regular
+from trainfit.data.row_files import Western
 from trainfit.data.text_files import read_texts
 
 END_OF_TEXT = "<|endoftext|>"
@@ -139,7 +140,8 @@ def read_pieces(
 
 def _with_end_apart(path: Path, separator: str, share: float) -> Iterator[DocumentPart]:
     """Split a text file as `_pieces` does, with the place 0 after its border, cut at a line end."""
-    border, done = path.stat().st_size * (1 - share), 0
+    whole = sum(len(block.encode(errors="replace")) for block in _blocks(path))
+    border, done = whole * (1 - share), 0
     for text, last in _cut(path, separator):
         size = len(text.encode(errors="replace"))
         if done < border < done + size:
@@ -182,15 +184,17 @@ def _cut(path: Path, separator: str) -> Iterator[tuple[str, bool]]:
 
 
 def _blocks(path: Path) -> Iterator[str]:
-    """Read a file as UTF-8; invalid bytes become replacement characters."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    """Read a file as UTF-8; single invalid bytes are read as Windows-1252, with a warning."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="surrogateescape")
+    western = Western(path)
     try:
         with open_regular(path) as file:
             while block := file.read(_BLOCK):
-                yield decoder.decode(block)
+                yield western.read(decoder.decode(block))
     except OSError as error:
         raise BadInput(f"cannot read {path} ({reason(error)})", "make it readable") from None
-    yield decoder.decode(b"", final=True)
+    yield western.read(decoder.decode(b"", final=True))
+    western.tell()
 
 
 def _place(text: str, seed: int) -> float:

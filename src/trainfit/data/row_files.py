@@ -125,24 +125,15 @@ def read_lines(path: Path) -> Iterator[str]:
             raw.seek(0)
             errors = "strict" if marked else "surrogateescape"
             file = io.TextIOWrapper(raw, encoding=marked or "utf-8-sig", errors=errors, newline="")
-            number = seen = wrong = 0
+            western, number = Western(path), 0
             while line := file.readline(LONGEST_LINE + 1):
                 number += 1
-                seen += len(line)
-                if not line.isascii():
-                    line, found = _WRONG.subn(_western, line)
-                    wrong += found
-                    if wrong > max(_FEW_WRONG, _MOST_WRONG * seen):
-                        raise UnicodeError
+                line = western.read(line)
                 _check_line(line, f"{path}: line {number}")
                 yield line
-            if wrong:
-                _tell_western(path)
+            western.tell()
     except UnicodeError:
-        fix = (
-            "save it as UTF-8; `iconv -f ENCODING -t UTF-8 OLD > NEW` does so, such as from GB18030"
-        )
-        raise BadInput(f"{path} is not UTF-8 text", fix) from None
+        raise _not_utf8(path) from None
     except OSError as error:
         raise BadInput(f"cannot read {path} ({reason(error)})", "check the path") from None
 
@@ -155,6 +146,38 @@ def _table_lines(path: Path) -> Iterator[str]:
             yield line
             break
     yield from lines
+
+
+def _not_utf8(path: Path) -> BadInput:
+    fix = "save it as UTF-8; `iconv -f ENCODING -t UTF-8 OLD > NEW` does so, such as from GB18030"
+    return BadInput(f"{path} is not UTF-8 text", fix)
+
+
+class Western:
+    """Text of a file, decoded with surrogates, whose bytes that are not UTF-8 are Windows-1252."""
+
+    def __init__(self, path: Path) -> None:
+        """Begin with no bytes read of `path`."""
+        self._path, self._seen, self._wrong = path, 0, 0
+
+    def read(self, text: str) -> str:
+        """Decode the wrong bytes of a part, or raise BadInput where they are too many."""
+        self._seen += len(text)
+        if text.isascii():
+            return text
+        try:
+            text, found = _WRONG.subn(_western, text)
+        except UnicodeError:
+            raise _not_utf8(self._path) from None
+        self._wrong += found
+        if self._wrong > max(_FEW_WRONG, _MOST_WRONG * self._seen):
+            raise _not_utf8(self._path)
+        return text
+
+    def tell(self) -> None:
+        """Warn where there were wrong bytes."""
+        if self._wrong:
+            _tell_western(self._path)
 
 
 def _western(found: re.Match[str]) -> str:

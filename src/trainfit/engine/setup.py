@@ -352,7 +352,6 @@ def describe(parts: Parts, attention: AttentionPath | None = None) -> RunSetup:
         micro_batches=cut.micro_batches,
         micro_batch_tokens=cut.tokens,
         packed=isinstance(cut, PackedCut),
-        alike=len(set(parts.task.lengths())) == 1,
         indivisible=parts.indivisible,
         compiled=any(module._compiled_call_impl is not None for module in parts.model.modules()),
     )

@@ -238,6 +238,7 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
     """Record the settings in effect, with the tokens and the batch."""
     return replace(
         describe(parts),
+        alike=True,
         pretraining=PretrainingSetup(
             train_tokens=data.header.train.tokens,
             held_out_tokens=data.header.validation.tokens,

@@ -221,8 +221,9 @@ class PreparedJob(Prepared):
     def extras(self, run: Run) -> dict[str, Any]:
         """Return the first lines of the log, and the job's own optimizer where it has one."""
         del run
-        alike = int(self.lengths.max()) == 1
-        opening = {"opening": lambda parts: replace(describe(parts), samples=alike)}
+        alike = bool((self.lengths == self.lengths[0]).all())
+        one = int(self.lengths.max()) == 1
+        opening = {"opening": lambda parts: replace(describe(parts), alike=alike, samples=one)}
         return opening | self.own_optimizer
 
     @property

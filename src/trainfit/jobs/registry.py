@@ -147,8 +147,10 @@ class Job:
             what = f"torch's default collation cannot join these samples ({reason(error)})"
             raise BadInput(what, "define collate(self, items)") from error
 
-    def optimizer(self, model: torch.nn.Module) -> torch.optim.Optimizer | None:
-        """Return the optimizer; None takes the planned AdamW with the configured rate."""
+    def optimizer(
+        self, model: torch.nn.Module
+    ) -> torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None:
+        """Return the optimizer, or several; None takes the planned AdamW."""
         del model
         return None
 
