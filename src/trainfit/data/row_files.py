@@ -45,6 +45,8 @@ _ELSEWHERE = {
     ".txt": "name it .csv or .tsv where it is a table with a header",
 }
 """Fixes for files of other endings."""
+_SPLIT = ("columns", "data")
+"""Keys of the names and the rows that pandas writes with orient="split"."""
 _SEPARATOR_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)
 """First line by which Excel is told the separator."""
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/+(?!/)", re.IGNORECASE)
@@ -314,9 +316,8 @@ def _rows_of(value: dict[str, Any]) -> list[Any]:
 
     Other objects are those that pandas writes with orient="split" or orient="index".
     """
-    names, data = value.get("columns"), value.get("data")
-    listed = isinstance(names, list) and isinstance(data, list)
-    if listed and all(isinstance(row, list) and len(row) == len(names) for row in data):
+    names, data = ([*one] if isinstance(one := value.get(key), list) else [] for key in _SPLIT)
+    if names and all(isinstance(row, list) and len(row) == len(names) for row in data):
         return [dict(zip(map(str, names), row, strict=True)) for row in data]
     lists = [one for one in value.values() if isinstance(one, list) and one]
     inner = [one for one in lists if all(isinstance(row, dict) for row in one)]
