@@ -16,6 +16,7 @@ from trainfit.cli.main import run
 from trainfit.conf import compose
 from trainfit.core.plan_records import MemoryEstimate, Plan
 from trainfit.core.records import HardwareProfile
+from trainfit.core.settings import with_values
 from trainfit.hardware import as_if
 from trainfit.hardware.catalogue import find
 from trainfit.hardware.model_shapes import model_shape
@@ -100,6 +101,17 @@ def test_what_is_frozen(
         assert said["freeze_encoder"].value is (method == "frozen")
     if free and method == "frozen":
         assert said["freeze_encoder"].why.startswith("dora needs 20.0 GiB of 14.0")
+
+
+def test_what_fits_by_a_saver_is_not_frozen(monkeypatch: pytest.MonkeyPatch):
+    def offloading(*given: Any, **more: Any) -> Plan:
+        return with_values(holding(always)(*given, **more), {"offload_optimizer": True})
+
+    monkeypatch.setattr(planner, "plan", offloading)
+    made = job_plan.plan("nli", gpu="t4", lengths=[20] * 40)
+    [said] = [reason for reason in made.reasons if reason.setting == "freeze_encoder"]
+    assert said.value is False
+    assert said.why == "dora fits with offload_optimizer=true, and what fits in some way is trained"
 
 
 def test_a_gpt_has_nothing_to_freeze(monkeypatch: pytest.MonkeyPatch):

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from planning_models import write_bert
 
 from trainfit.core.plan_records import TaskSpec
+from trainfit.jobs.probes import encoder_step, loss, padded
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
+from trainfit.runtime import compile_blocks
 
 ENCODER = "trainfit.jobs.probes:encoder_step"
 WIDTH, LAYERS, ROWS, LENGTH = 256, 4, 8, 128
@@ -176,3 +179,38 @@ def test_a_budget_for_activations_trades_memory_for_work(folder: str):
     assert peaks == sorted(peaks, reverse=True)
     assert peaks[2] < peaks[0]
     assert products(none) > products(whole)
+
+
+def test_a_budget_keeps_the_bytes_that_torch_compile_keeps(folder: str):
+    """Of real blocks on this CPU, compiled up to the partition that a GPU's run has too.
+
+    By what further blocks add: what one block computes again is there once, in its backward pass.
+    """
+    torch.set_num_threads(1)
+    for share in (1.0, 0.6, 0.4):
+        more: dict[str, Any] = {"compile": True, "precision": "fp32", "activation_budget": share}
+        few, many = (asked(folder, **more, depth=depth).rooms[0] for depth in (2, LAYERS))
+        kept = kept_bytes(folder, share, LAYERS) - kept_bytes(folder, share, 2)
+        told = many.activations - few.activations
+        assert 0.98 * kept < told < 1.15 * kept, (share, kept, told)
+
+
+def kept_bytes(folder: str, share: float, depth: int) -> int:
+    """Bytes beside the weights that the forward pass of a real step leaves for the backward one."""
+    torch.compiler.reset()
+    shape: dict[str, Any] = {"rows": ROWS, "width": LENGTH, "slots": None, "lengths": None}
+    how: dict[str, Any] = {"method": "full", "precision": "fp32", "micro_batches": 1}
+    model, _ = encoder_step(name=folder, weights="random", depth=depth, **how, **shape)
+    compile_blocks(model, backend="aot_eager_decomp_partition", budget=share)
+    weights = {weight.data_ptr() for weight in model.parameters()}
+    saved: dict[int, int] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in weights:
+            saved[tensor.data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        summed = loss(model, padded(ROWS, LENGTH))
+    del summed
+    return sum(saved.values())

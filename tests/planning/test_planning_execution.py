@@ -19,10 +19,19 @@ from trainfit.jobs import job_plan
 from trainfit.packing import PackedCut
 from trainfit.planning import decide, explain, planner
 from trainfit.planning.estimator import step_time
+from trainfit.planning.estimator.depths import Taken
 from trainfit.planning.estimator.step_time import Done, Work, host_link, rates
-from trainfit.planning.execution import Way, execution, flops_of, ways_of
-from trainfit.planning.fit import Cutting
-from trainfit.planning.question import Pin
+from trainfit.planning.execution import (
+    BUDGETS,
+    Way,
+    execution,
+    flops_of,
+    keep_activations,
+    largest_budget,
+    ways_of,
+)
+from trainfit.planning.fit import PARTS, Cutting, StepCandidate
+from trainfit.planning.question import Choice, Pin
 
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 H200 = find("h200")
@@ -212,6 +221,65 @@ def test_transfers_run_beside_the_kernels():
     assert (
         step_time.seconds([Done(work=moved, times=1), Done(work=busy, times=1)], found).step() > 1
     )
+
+
+def step(fits: bool, seconds: float, checkpointing: Any = "none") -> StepCandidate:
+    nothing: dict[str, Any] = dict.fromkeys((*PARTS, "peak_allocated", "peak_reserved"), 0.0)
+    return StepCandidate(
+        checkpointing=checkpointing,
+        cutting=cutting({"rows": 1, "width": 8, "micro_batches": 1}),
+        taken=Taken(**nothing, fits=fits, done=()),
+        seconds=seconds,
+        flops=0.0,
+    )
+
+
+@pytest.mark.parametrize("most", [*BUDGETS, 0.0])
+def test_the_largest_budget_that_fits_is_found_with_few_steps(most: float):
+    tried: list[float] = []
+
+    def run(share: float) -> StepCandidate:
+        tried.append(share)
+        return step(share <= most, 1.0)
+
+    found = largest_budget(run)
+    assert (0.0 if found is None else found[0]) == most
+    assert len(tried) <= 3
+
+
+@pytest.mark.parametrize(
+    ("most", "seconds", "pins", "kept"),
+    [
+        (1.0, 1.0, {}, {"gradient_checkpointing": "none", "cuda_graph": False}),
+        (
+            0.4,
+            1.0,
+            {},
+            {"gradient_checkpointing": "none", "cuda_graph": False, "activation_budget": 0.4},
+        ),
+        (0.4, 1.3, {}, {}),  # slower than blocks that are computed again
+        (0.0, 1.0, {}, {}),
+        (0.4, 1.0, {"activation_budget": 1.0}, {}),
+        (0.4, 1.0, {"gradient_checkpointing": "full"}, {}),
+    ],
+)
+def test_activations_are_kept_by_a_budget_where_that_is_faster(
+    most: float, seconds: float, pins: dict[str, Any], kept: dict[str, Any]
+):
+    question = job_plan.question(compose("nli", ["model.name=bert-base"]), [100] * 64)
+    pinned = {name: Pin(value=value, origin="override") for name, value in pins.items()}
+    best = step(True, 1.2, "full")
+    made, choices = keep_activations(
+        replace(question, pins=pinned),
+        best,
+        Choice(value=True, why=""),
+        lambda share: step(share <= most, seconds),
+    )
+    assert {name: choice.value for name, choice in choices.items()} == kept
+    assert made.checkpointing == ("none" if kept else "full")
+    if kept:
+        [other] = choices["gradient_checkpointing"].alternatives
+        assert other == "full: 0.0 GiB, +20% time"
 
 
 def test_a_budget_is_taken_as_asked():

@@ -461,6 +461,18 @@ def test_what_cannot_be_packed_says_why(
     assert facts.own_attention is (name == "deberta-v3-base")
 
 
+def test_sequences_beyond_the_distances_of_a_deberta_are_padded():
+    words = ["model.name=deberta-v3-base", "data.max_length=1024"]
+    long, short = (question(compose("nli", words[:n]), [400] * 64) for n in (2, 1))
+    assert long.unpackable == (
+        "deberta-v3-base has its own attention, and sequences of 1024 tokens are longer than its "
+        "512 distances"
+    )
+    gpu = as_if(find("a800-sxm4-80gb")).gpu
+    assert not decide.packing(long, gpu, "bf16").value
+    assert decide.packing(short, gpu, "bf16").value
+
+
 def test_the_path_of_a_model_does_not_decide_its_attention():
     named = replace(asked(), unpackable="my own attention/bert has heads of 60")
     assert decide.attention_path(named, False, None).value == "sdpa"

@@ -178,6 +178,25 @@ def test_what_the_host_has_no_room_for_is_not_moved_there():
     assert "offload_optimizer" not in names
 
 
+def test_what_does_not_go_with_sharding_is_no_saver_beside_it():
+    memory = World(FULL | {"weights": 9.0}, 12.0).plan(asked()).memory
+    assert memory is not None
+    shared = {saver.word for saver in able(asked(sharding="fsdp"), HERE, memory)}
+    assert shared == {"offload_activations=true", "optimizer=adamw_bf16"}
+    whole = {saver.word for saver in able(asked(sharding="none"), HERE, memory)}
+    assert shared < whole
+
+
+def test_no_saver_of_activations_is_tried_where_an_update_does_not_fit():
+    """Weights, gradients and states are 16 GiB; the peak is in the backward pass, without some."""
+    memory = World(FULL | {"activations": 4.0}, 15.5).plan(asked()).memory
+    assert memory is not None
+    short = replace(memory, peak_allocated_gib=17.0)
+    tried = [one for group in groups(able(asked(), HERE, short), short) for one in group]
+    assert tried
+    assert all(any(saver.part == "optimizer" for saver in one) for one in tried)
+
+
 def test_groups_never_save_one_part_twice_and_change_learning_last():
     memory: MemoryEstimate = replace(MEMORY, capacity_gib=10.0)
     found = list(groups(SAVERS, memory))

@@ -138,6 +138,7 @@ SETTINGS = (
     ),
     Setting(
         name="activation_budget", key="optimization.activation_budget", field="activation_budget",
+        chosen_by="tuned",
     ),
     Setting(
         name="offload_activations", key="optimization.offload_activations",

@@ -25,7 +25,7 @@ from trainfit.hardware.model_shapes import model_shape
 from trainfit.hardware.nvml import load_nvml, probe_nvml
 from trainfit.jobs.job_times import CORE_RATE
 from trainfit.planning.question import Question
-from trainfit.planning.savers import count_savers
+from trainfit.planning.savers import count_savers, savers_of
 
 MakePlans = Callable[[Question, list[str]], Mapping[str, Plan]]
 """Function that plans a question for several GPUs; returns the plans by the GPUs' names."""
@@ -44,7 +44,7 @@ _CHECKPOINTING = ("none", "selective", "full")
 def choose_freezing(
     composed: Composed, question: Question, make: MakePlans, gpus: list[str]
 ) -> dict[str, Plan]:
-    """Freeze the encoder where its gradients and optimizer states do not fit otherwise."""
+    """Freeze the encoder where its gradients and optimizer states fit in no other way."""
     plans = dict(make(question, gpus))
     if not _may_freeze(composed):
         return plans
@@ -77,7 +77,10 @@ def _choose(plan: Plan, least: Plan | None, frozen: Plan | None) -> Plan:
     """Return the plan, or the frozen one where even `least`, of the least memory, does not fit."""
     method = plan.workload.method
     if least is None or least.memory is None or frozen is None:
+        words = " ".join(saver.word for saver in savers_of(plan))
         fits = f"the gradients and optimizer states of {method} fit"
+        if words:  # slower than a frozen encoder, which learns less
+            fits = f"{method} fits with {words}, and what fits in some way is trained"
         why = fits if plan.fits else f"{method} fits with smaller settings"
         return _because(plan, "freeze_encoder", False, why, "true: trains the head alone")
     need = f"{least.memory.peak_allocated_gib:.1f} GiB of {least.memory.capacity_gib:.1f}"

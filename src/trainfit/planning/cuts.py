@@ -16,6 +16,7 @@ from trainfit.packing.steps import IntArray
 from trainfit.planning import decide
 from trainfit.planning.estimator.estimate import CONTEXT_GIB, GIB, MARGIN, OWN_MARGIN, Target
 from trainfit.planning.fit import (
+    HOPELESS,
     MODES,
     Checkpointing,
     Cutting,
@@ -188,8 +189,6 @@ def _steady(free_gib: float) -> float:
 
 _STRICTER = 1.03
 """Factor by which the next candidate must be smaller after one that did not fit in full."""
-_HOPELESS = 1.1
-"""Estimate over the capacity beyond which a full run is not worth trying."""
 _CLEAR = 0.9
 """Share of the capacity below which an estimate by small depths is safe."""
 
@@ -260,6 +259,6 @@ def select(
         # Small depths underestimate other candidates as well, and fragmentation adds to it.
         more = max(_STRICTER, ran.taken.peak_allocated / candidate.taken.peak_allocated) * more
     smallest = min(candidates, key=lambda c: c.taken.peak_allocated)
-    near = smallest.taken.peak_allocated <= _HOPELESS * held.capacity
+    near = smallest.taken.peak_allocated <= HOPELESS * held.capacity
     ran = fitter.exact(smallest, held, speed) if exact and near else smallest
     return Selection(best=ran, fits=bool(ran.taken.fits), candidates=candidates)

@@ -62,6 +62,9 @@ _FORWARD = (2.0, 1.1, 0.4)
 """The same for a frozen encoder, which has no backward pass."""
 _FULL_PRECISION = 2.0
 """Factor on the shares of the float32 or TF32 peak, which are easier to attain."""
+BUDGETS = (1.0, 0.8, 0.6, 0.4, 0.2)
+"""Shares of the activations of compiled blocks that are tried, before whole blocks are computed
+again."""
 _FUSED = 0.5
 """Operations of a block that are left after compiling."""
 
@@ -223,6 +226,55 @@ def compiled_or_eager(
         return choice, eager, fits
     other = f"false: {eager.taken.peak_allocated / GIB:.1f} GiB"
     return replace(choice, alternatives=(other,)), candidate, still
+
+
+def largest_budget(
+    run: Callable[[float], StepCandidate],
+) -> tuple[float, StepCandidate] | None:
+    """Find the largest share of its activations that a compiled step can keep, by halving."""
+    found, low, high = None, 0, len(BUDGETS)
+    while low < high:
+        middle = (low + high) // 2
+        candidate = run(BUDGETS[middle])
+        if candidate.taken.fits:
+            found, high = (BUDGETS[middle], candidate), middle
+        else:
+            low = middle + 1
+    return found
+
+
+def keep_activations(
+    question: Question,
+    best: StepCandidate,
+    graph: Choice,
+    run: Callable[[float], StepCandidate],
+) -> tuple[StepCandidate, dict[str, Choice]]:
+    """Keep as many activations of compiled blocks as fit, instead of computing blocks again.
+
+    Returns the faster step, and its choices that differ. `graph` is whether a step without
+    checkpointing is captured. `run` simulates the step that keeps a share of its activations.
+    """
+    mode = best.checkpointing
+    if mode == "none" or {"gradient_checkpointing", "activation_budget"} & question.pins.keys():
+        return best, {}
+    budget, kept = largest_budget(run) or (0.0, best)
+    if best.seconds is None or kept.seconds is None or kept.seconds >= best.seconds:
+        return best, {}
+    slower = f"{best.seconds / kept.seconds - 1:+.0%} time"
+    others = (f"{mode}: {best.taken.peak_allocated / GIB:.1f} GiB, {slower}",)
+    if graph.value and "cuda_graph" not in question.pins:
+        graph = Choice(
+            value=False, why="its pool would not fit beside the activations", alternatives=("true",)
+        )
+    why = "compiled, the activations fit, so nothing is computed twice"
+    made = {"cuda_graph": graph}
+    if budget < 1:
+        why = f"compiled blocks keep {budget:.0%} of their activations, which is faster"
+        share = "the most that fits: what is cheapest to compute again is"
+        made["activation_budget"] = Choice(value=budget, why=share)
+    return kept, made | {
+        "gradient_checkpointing": Choice(value="none", why=why, alternatives=others)
+    }
 
 
 def may_compile(question: Question, profile: HardwareProfile) -> bool:

@@ -97,7 +97,7 @@ def eval_batch(question: Question, batch_size: int, *, roomy: bool = False) -> C
 
 
 _IF_ASKED = ("activation_budget", "offload_activations", "offload_optimizer")
-"""Settings that trade time for memory, which are explained where somebody asked for them."""
+"""Settings that trade time for memory, which are explained where they are used or asked for."""
 
 
 def choices_for(
@@ -139,7 +139,7 @@ def choices_for(
         "gradient_accumulation_steps": _accumulation(question, fixed, chosen, held),
         "gradient_checkpointing": _checkpointing(question, fixed, chosen, held),
         **how,
-        "activation_budget": fixed.budget,
+        "activation_budget": how.get("activation_budget", fixed.budget),
         "offload_activations": fixed.offloaded,
         "optimizer": decide.optimizer(question),
         "offload_optimizer": decide.offload(question, profile.gpu),
@@ -149,7 +149,8 @@ def choices_for(
             question, batch.value, roomy=_roomy(question, fixed, best, held)
         ),
     }
-    shown = (name for name in choices if name not in _IF_ASKED or question.pinned(name) is not None)
+    asked = how.keys() | question.pins.keys()
+    shown = (name for name in choices if name not in _IF_ASKED or name in asked)
     return {name: made for name in shown if (made := choices[name]) is not None}
 
 

@@ -14,7 +14,7 @@ from trainfit.core.records import Measurements
 from trainfit.hardware.catalogue import GpuSpec
 from trainfit.packing import Cut, MicroBatch, PackedCut, PaddedCut, cut_step, deal_steps
 from trainfit.packing.steps import IntArray
-from trainfit.planning.estimator.depths import Taken, both, exactly, take
+from trainfit.planning.estimator.depths import Taken, exactly, take
 from trainfit.planning.estimator.estimate import Target
 from trainfit.planning.estimator.step_time import Rates, Seconds, count_flops, rates, seconds
 
@@ -26,6 +26,8 @@ _LOOKED_AT = 64
 """Steps of an epoch that are cut to find the shapes of micro-batches."""
 WORTH_IT = 0.95
 """A cut with fewer micro-batches, which pads more, must take at most 95% of the time."""
+HOPELESS = 1.1
+"""Estimate over the capacity beyond which a full run is not worth trying."""
 _PROBED = 2
 """Micro-batches in a probe: the second has gradients beside its activations."""
 
@@ -215,15 +217,15 @@ class Fitter:
     ) -> tuple[StepCandidate, StepCandidate | None]:
         """Estimate the fastest candidate without checkpointing.
 
-        It is returned twice: estimated by small depths, and run with all layers, compiled or not.
-        A compiled step is run only where it decides between cuts.
+        It is returned twice: estimated by small depths, and run with all layers, compiled or not,
+        or None. A compiled step is run only where it decides between cuts.
         """
         if compile and not self._plain:
             shape = self._shape("none", self.cuttings[0])
             (self._known["none", 0],) = take(self._factory, [shape], (target,), self._layers)
             return self._candidate("none", 0, 0, speed), None
         by_depths, ran = self._both(self._plain, target, speed, compile)
-        at = self._fewer(ran, speed)
+        at = None if ran is None else self._fewer(ran, speed)
         return (by_depths, ran) if at is None else self._both(at, target, speed, compile)
 
     def _fewer(self, ran: StepCandidate, speed: Speed) -> int | None:
@@ -238,18 +240,31 @@ class Fitter:
 
     def _both(
         self, rung: int, target: Target, speed: Speed, compile: bool
-    ) -> tuple[StepCandidate, StepCandidate]:
-        shape, whole = (self._shape("none", self.cuttings[rung], on) for on in (False, compile))
-        told, (taken,) = both(self._factory, shape, whole, (target,), self._layers)
-        self._known["none", rung] = told
+    ) -> tuple[StepCandidate, StepCandidate | None]:
+        """Estimate a cut by small depths, and run it in full where there is hope."""
+        cutting = self.cuttings[rung]
+        (self._known["none", rung],) = take(
+            self._factory, [self._shape("none", cutting)], (target,), self._layers
+        )
         by_depths = self._candidate("none", rung, 0, speed)
-        return by_depths, _run(by_depths, taken, speed)
+        if by_depths.taken.peak_allocated > HOPELESS * target.capacity:
+            return by_depths, None
+        return by_depths, self.exact(by_depths, target, speed, compile)
 
     def exact(
-        self, candidate: StepCandidate, target: Target, speed: Speed, compile: bool = False
+        self,
+        candidate: StepCandidate,
+        target: Target,
+        speed: Speed,
+        compile: bool = False,
+        budget: float = 1.0,
     ) -> StepCandidate:
-        """Run the candidate with all its layers, compiled or not."""
+        """Run the candidate with all its layers, compiled or not.
+
+        `budget` is the share of their activations that compiled blocks keep.
+        """
         shape = self._shape(candidate.checkpointing, candidate.cutting, compile)
+        shape |= {"activation_budget": budget} if budget < 1 else {}
         (taken,) = exactly(self._factory, shape, (target,))
         return _run(candidate, taken, speed)
 

@@ -40,6 +40,7 @@ from trainfit.planning.estimator.estimate import NoEstimate, Target, start
 from trainfit.planning.execution import (
     compiled_or_eager,
     execution,
+    keep_activations,
     may_compile,
     step_flops,
     ways_of,
@@ -109,7 +110,7 @@ def plan(
 
     def attempt(one: Question, advise: bool = False) -> Plan:
         fixed = fixed_settings(one, profile, ranks)
-        if fixed.plain and may_compile(one, profile):  # a compiled step beside small depths
+        if one is not question:  # a saver is tried: many small steps
             start(2)
 
         def with_more(gained: int) -> Plan:
@@ -235,7 +236,17 @@ def _planned(case: _Case, fitter: Fitter, place: int, *, exact: bool, advise: bo
     if exact and fits and best.taken.fits is None:
         best = timed(fitter.exact(best, held, speed))
         fits = bool(best.taken.fits)
-    made = _written(case, selection, best, fits, {"compile": compiled, "cuda_graph": graph})
+    how = {"compile": compiled, "cuda_graph": graph}
+    if exact and fits and compiled.value:
+        eager = replace(best, checkpointing="none")
+        best, more = keep_activations(
+            question,
+            best,
+            decide.captured(question, profile, "none", case.ranks),
+            lambda share: timed(fitter.exact(eager, held, speed, compile=True, budget=share)),
+        )
+        how |= more
+    made = _written(case, selection, best, fits, how)
     if fits or not advise:
         return made
     advice = what_would_fit(question, fixed.arguments, best, held, exact)
@@ -310,9 +321,12 @@ def _written(
     gpu, measured = profile.gpu, case.measured
     held = with_margin(case.target, fixed)
     time = time_of(question, best, case.speed, case.ranks, fixed.effective.value)
+    budget = how.get("activation_budget", fixed.budget).value
     choices = choices_for(question, profile, fixed, chosen, held, how)
     compiled = how["compile"].value
     memory = memory_of(best, case.target, gpu, fits, compiled)
+    if budget < 1:
+        memory = replace(memory, error_percent=None)  # no such step was recorded
     lengths = sorted(question.workload.lengths)
     cores = f"{profile.cpu.cores} usable cores beside the GPU, which is not in this machine"
     return Plan(
@@ -320,6 +334,7 @@ def _written(
         task=TaskSpec(
             factory=question.factory,
             arguments=fixed.arguments
+            | ({"activation_budget": budget} if budget < 1 else {})
             | best.cutting.shape
             | {"checkpointing": best.checkpointing, "compile": compiled},
         ),

@@ -18,6 +18,7 @@ from trainfit.core.records import HardwareProfile, Scalar
 from trainfit.core.settings import BY_NAME
 from trainfit.planning.decide import OFFLOADED, optimizer
 from trainfit.planning.question import Pin, Question
+from trainfit.planning.sharding import is_asked, is_shared
 
 _HOST_SHARE = 0.8
 """Share of the host's free memory that may be used for what the GPU has no room for."""
@@ -165,6 +166,8 @@ def _is_open(question: Question, saver: Saver) -> bool:
         return False
     if saver.setting == "offload_optimizer" and optimizer(question).value not in OFFLOADED:
         return False
+    if is_asked(question) and not is_shared(saver.setting, saver.value):
+        return False
     frozen = question.workload.method != "full"
     return saver.setting in question.savers and (frozen or not saver.adapters_only)
 
@@ -196,11 +199,17 @@ def _changes(savers: Sequence[Saver]) -> list[Combination]:
 
 
 def _adds_up(taken: Combination, memory: MemoryEstimate, missing: float) -> bool:
-    """Tell if savers of different parts can save what is missing."""
+    """Tell if savers of different parts can save what is missing.
+
+    An update has the weights, all gradients and the states at once, whatever activations take.
+    """
     parts = [saver.part for saver in taken]
     if not taken or len(set(parts)) < len(parts):
         return False
-    return sum(_part(memory, saver) * saver.share for saver in taken) >= missing
+    saved = {saver.part: _part(memory, saver) * saver.share for saver in taken}
+    held = memory.weights_gib + memory.adapters_gib + memory.gradients_gib + memory.optimizer_gib
+    held -= sum(saved.values()) - saved.get("activations", 0.0)
+    return sum(saved.values()) >= missing and held <= memory.capacity_gib
 
 
 def _part(memory: MemoryEstimate, saver: Saver) -> float:
@@ -212,9 +221,14 @@ def _pinned(question: Question, taken: Combination) -> Question:
     return replace(question, pins=question.pins | pins)
 
 
+def savers_of(plan: Plan) -> tuple[Saver, ...]:
+    """Savers that a plan has, whoever chose them."""
+    return tuple(saver for saver in SAVERS if BY_NAME[saver.setting].of(plan) == saver.value)
+
+
 def count_savers(plan: Plan) -> int:
     """Number of savers that a plan has, whoever chose them."""
-    return sum(BY_NAME[saver.setting].of(plan) == saver.value for saver in SAVERS)
+    return len(savers_of(plan))
 
 
 # ── words ─────────────────────────────────────────────────────────────────────────────────────

@@ -77,6 +77,16 @@ def sharded(
     )
 
 
+def is_asked(question: Question) -> bool:
+    """Tell if the question pins weights and states to be shared among ranks."""
+    return question.pinned("sharding") not in (None, "none")
+
+
+def is_shared(setting: str, value: object) -> bool:
+    """Tell if a setting that saves memory goes with sharding."""
+    return setting == "offload_activations" or (setting == "optimizer" and value in _SHARDED)
+
+
 def _is_short(plan: Plan) -> bool:
     """Tell a plan of several GPUs of which one does not hold the model."""
     return plan.ranks > 1 and not plan.fits and plan.memory is not None and plan.device == "cuda"

@@ -80,6 +80,12 @@ def changed(plan: Plan, **changes: Any) -> Plan:
     return replace(with_values(plan, changes), task=task)
 
 
+def recomputing(space: Space, plan: Plan, mode: str) -> Plan:
+    """Change the checkpointing; with it, compiled blocks keep what they did before a budget."""
+    budget = {"activation_budget": 1.0} if space.free("activation_budget") else {}
+    return changed(plan, gradient_checkpointing=mode, **budget)
+
+
 def with_budget(space: Space, plan: Plan, factor: float) -> Plan:
     """Change the tokens of a micro-batch by about `factor`; optimizer steps stay the same."""
     workload = space.question.workload
@@ -301,9 +307,9 @@ def _checkpointing(space: Space, plan: Plan) -> Iterator[Variant]:
     why = "" if roomy else "micro-batches cannot be larger: it would only compute more"
     for mode in KEPT:
         if KEPT[mode] < KEPT[plan.gradient_checkpointing]:
-            yield Variant(plan=changed(larger, gradient_checkpointing=mode), skipped=why)
+            yield Variant(plan=recomputing(space, larger, mode), skipped=why)
         elif mode != plan.gradient_checkpointing:
-            yield Variant(plan=changed(plan, gradient_checkpointing=mode))
+            yield Variant(plan=recomputing(space, plan, mode))
 
 
 def _liger(space: Space, plan: Plan) -> Iterator[Variant]:

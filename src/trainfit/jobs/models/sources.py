@@ -167,7 +167,8 @@ def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
     Tables of rotations, for one, stay in float32.
     """
     with torch.device("meta"):
-        like = type(model)._from_config(model.config, dtype=dtype)
+        kind: Any = type(model)
+        like = kind._from_config(model.config, dtype=dtype)
     narrow = {id(layer.weight) for layer in _linears(model)}
     dtypes = {name: tensor.dtype for name, tensor in like.state_dict(keep_vars=True).items()}
     dtypes |= {name: buffer.dtype for name, buffer in like.named_buffers()}

@@ -68,22 +68,6 @@ def exactly(factory: str, shape: dict[str, Any], targets: tuple[Target, ...]) ->
     return _whole(_ask(factory, [shape], targets)[0])
 
 
-def both(
-    factory: str,
-    shape: dict[str, Any],
-    whole_shape: dict[str, Any],
-    targets: tuple[Target, ...],
-    layers: int,
-) -> tuple[list[Taken], list[Taken]]:
-    """Extrapolate one shape and run another in full, at the same time."""
-    if layers <= DEPTHS[1]:
-        return exactly(factory, shape, targets), exactly(factory, whole_shape, targets)
-    asked = [whole_shape, *(shape | {"depth": depth} for depth in DEPTHS)]
-    whole, small, large = _ask(factory, asked, targets)
-    told = [_extrapolated(small, large, at, layers) for at in range(len(targets))]
-    return told, _whole(whole)
-
-
 def _whole(answer: Answer) -> list[Taken]:
     return [
         Taken(
@@ -150,9 +134,7 @@ def _ask_all(requests: list[Request]) -> list[Answer]:
     """Share requests between two children, where a second one was started."""
     if len(requests) < 2 or not is_started(1):
         return ask(requests) if requests else []
-    # A whole model is the longest: it gets a child of its own.
-    whole = "depth" not in requests[0].task.arguments and "depth" in requests[1].task.arguments
-    half = 1 if whole else (len(requests) + 1) // 2
+    half = (len(requests) + 1) // 2
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(ask, (requests[:half], requests[half:]), (0, 1))
     return [*first, *second]
