@@ -193,8 +193,7 @@ def predict_all(asked: argparse.Namespace) -> None:
             print("no time is left for the others: call again to go on", flush=True)
             break
         if asked.tiny:
-            cap = round(cap / 320, 3) if "narrow" in name else max(0.1, round(cap / 80, 2))
-            lengths = [min(n, 32) for n in lengths]
+            cap, lengths = max(0.1, round(cap / 80, 2)), [min(n, 32) for n in lengths]
         gpu = None if asked.tiny and not asked.random else "h200"
         made = predict(name, replaced(words, given), cap, lengths, gpu)
         found.append(made)
