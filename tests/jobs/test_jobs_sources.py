@@ -55,9 +55,9 @@ def test_a_model_that_is_kept_is_read_once_and_only_the_last_ones_are_kept(
     read: list[float] = []
     really = sources._read
 
-    def counted(config: PretrainedConfig, *rest: object) -> object:
+    def counted(config: PretrainedConfig, *rest: object, **more: object) -> object:
         read.append(config.hidden_dropout_prob)
-        return really(config, *rest)  # type: ignore[arg-type]
+        return really(config, *rest, **more)  # type: ignore[arg-type]
 
     monkeypatch.setattr(sources, "_read", counted)
     first = build_encoder(str(tmp_path))

@@ -221,7 +221,7 @@ MISTAKES = {
     "header.csv": "has no rows",
     "chat.jsonl": "row 1, column messages: there is a list and no text",
     "one.csv": "no column is recognised as label; its columns are text",
-    "notes.txt": "has the ending .txt; give .csv, .tsv, .jsonl",
+    "notes.txt": "has the ending .txt; name it .csv or .tsv where it is a table",
     "list.json": "is not a list of JSON objects",
     "nowhere.csv": "no file",
     "folder": "holds no train.csv",
