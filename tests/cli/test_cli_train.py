@@ -306,8 +306,11 @@ def test_predict_a_text(trained: Path, capsys: Any):
     assert row["criterion"] == "A.4"
     assert row["class"] in ("evidence", "no evidence")
     assert row["p(evidence)"] + row["p(no evidence)"] == pytest.approx(1)
-    assert run(["predict", str(trained), "--text", "alder elm"]) == 0
-    assert len(json.loads(capsys.readouterr().out)) == 9
+    assert run(["predict", str(trained), "--text", "fir fir", "--text", "alder elm"]) == 0
+    both = json.loads(capsys.readouterr().out)
+    assert [each["row"] for each in both] == [1] * 9 + [2] * 9
+    again = next(each for each in both[9:] if each["criterion"] == "A.4")
+    assert again["p(evidence)"] == pytest.approx(row["p(evidence)"], abs=1e-6)
 
 
 def test_predict_a_file(trained: Path, tmp_path: Path, capsys: Any):

@@ -92,6 +92,8 @@ def test_the_job_from_file_to_answer(
     assert json.loads(capsys.readouterr().out)[0]["p(same)"] == pytest.approx(scores[0], abs=1e-6)
     assert run_command(["predict", str(folder), *words_of[:2]]) == 2
     assert "takes pairs of texts" in capsys.readouterr().err
+    assert run_command(["predict", str(folder), *words_of, "--text", "alder"]) == 2
+    assert "2 of --text and 1 of --second; give as many of each" in capsys.readouterr().err
 
 
 def test_made_up_pairs_are_about_what_both_texts_tell():

@@ -19,8 +19,18 @@ from trainfit.cli.main import MANY, SEED, Number, loading
 @click.command()
 @click.argument("run")
 @click.argument("file", required=False, type=click.Path(path_type=Path, exists=True))
-@click.option("--text", help="A text to classify; for a job of yours, an item as JSON or text.")
-@click.option("--second", help="The second text, for a model of pairs.")
+@click.option(
+    "--text",
+    "texts",
+    multiple=True,
+    help="A text to classify, may repeat; for a job of yours, an item as JSON or text.",
+)
+@click.option(
+    "--second",
+    "seconds",
+    multiple=True,
+    help="The second text of a pair, as often as --text.",
+)
 @click.option("--run", "folder", metavar="RUN", help="A run of module:Class; else its newest.")
 @click.option("--criterion", help="Ask about one criterion: its code, such as A.4, or a text.")
 @click.option(
@@ -49,8 +59,8 @@ def predict(
     run: str,
     file: Path | None,
     folder: str | None,
-    text: str | None,
-    second: str | None,
+    texts: tuple[str, ...],
+    seconds: tuple[str, ...],
     criterion: str | None,
     path: Path | None,
     text_column: str,
@@ -68,19 +78,16 @@ def predict(
     may be module:Class, a job of yours.
     """
     from trainfit.core.errors import BadInput
-    from trainfit.core.files import check_output
     from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
-    if sum(given is not None for given in (text, path, file)) != 1:
+    if sum(bool(given) for given in (texts, path, file)) != 1:
         raise BadInput("give one of --text and a file", "say what to classify")
+    if seconds and len(seconds) != len(texts):
+        counts = f"{len(texts)} of --text and {len(seconds)} of --second"
+        raise BadInput(counts, "give as many of each, or a file with two columns of texts")
     path = path or file
-    if output is not None and output.suffix not in (".csv", ".json"):
-        raise BadInput(f"--output {output}", "end its name in .csv or .json")
-    if output is not None:
-        check_output(output)
-    if as_json and form not in (None, "json"):
-        raise BadInput(f"--json with --format {form}", "give one of them")
+    form = _form(output, form, as_json)
     place = run_folder.find(folder or run, Path("runs"))
     exports = [] if ":" in run else run_folder.exports_of(place)
     columns = {"text": text_column}
@@ -88,33 +95,45 @@ def predict(
     if facts.get("pairs") is True:
         columns["second"] = second_column
     if facts.get("task") == "tokens":
-        if second is not None or criterion is not None:
+        if seconds or criterion is not None:
             raise BadInput("the model tags words", "leave --second and --criterion out")
-        sentences = _sentences(path, text, text_column, facts)
+        sentences = _sentences(path, texts, text_column, facts)
         with loading():
             from trainfit.jobs.predict import answer_words
         with terminal.busy("predicting"):
             tagged = answer_words(exports, sentences)
-        _give(tagged, output, "json" if as_json else form)
+        _give(tagged, output, form)
         return
     if ":" in run:
         from trainfit.jobs import own_steps
 
-        items = [_item(str(text))] if path is None else _own_items(path, text_column)
-        _give(own_steps.predict(run, place, items), output, "json" if as_json else form)
+        items = [*map(_item, texts)] if path is None else _own_items(path, text_column)
+        _give(own_steps.predict(run, place, items), output, form)
         return
-    given = {"text": [text]} | ({} if second is None else {"second": [second]})
-    found: dict[str, list[Any]] = given
-    numbers = [1]
+    found: dict[str, list[Any]] = {"text": [*texts]} | ({"second": [*seconds]} if seconds else {})
+    numbers = [*range(1, 1 + len(texts))]
     if path is not None:
         found, numbers = _read(path, columns)
-    texts = found["text"]
     with loading():
         from trainfit.jobs.predict import answer
     with terminal.busy("predicting"):
-        rows = answer(exports, texts, criterion, found.get("second"))
+        rows = answer(exports, found["text"], criterion, found.get("second"))
     rows = [row | {"row": numbers[row["row"] - 1]} for row in rows]
-    _give(rows, output, "json" if as_json else form)
+    _give(rows, output, form)
+
+
+def _form(output: Path | None, form: str | None, as_json: bool) -> str | None:
+    """Return the asked form, or raise BadInput where it or the file cannot be written."""
+    from trainfit.core.errors import BadInput
+    from trainfit.core.files import check_output
+
+    if output is not None and output.suffix not in (".csv", ".json"):
+        raise BadInput(f"--output {output}", "end its name in .csv or .json")
+    if output is not None:
+        check_output(output)
+    if as_json and form not in (None, "json"):
+        raise BadInput(f"--json with --format {form}", "give one of them")
+    return "json" if as_json else form
 
 
 def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
@@ -129,14 +148,15 @@ def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
 
 
 def _sentences(
-    path: Path | None, text: str | None, column: str, facts: Mapping[str, Any]
+    path: Path | None, texts: Sequence[str], column: str, facts: Mapping[str, Any]
 ) -> list[list[str]]:
-    """Read the words of a file, or split the text."""
+    """Read the words of a file, or split the texts."""
     from trainfit.data.conll_files import read_sentences
     from trainfit.data.labels import check_characters
 
     if path is None:
-        return [words] if (words := check_characters(str(text), "--text").split()) else []
+        split = [check_characters(text, "--text").split() for text in texts]
+        return [words for words in split if words]
     return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
 
 
