@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
-    from trainfit import doctor as doctor
-    from trainfit import hpo as hpo
     from trainfit.conf import compose as compose
     from trainfit.core.errors import BadConfig as BadConfig
     from trainfit.core.errors import BadInput as BadInput
@@ -26,9 +24,11 @@ if TYPE_CHECKING:
     from trainfit.core.errors import TrainfitWarning as TrainfitWarning
     from trainfit.core.plan_records import Recommendation
     from trainfit.core.records import Receipt
+    from trainfit.doctor.finding import Finding
     from trainfit.hardware import as_if as as_if
     from trainfit.hardware import detect as detect
     from trainfit.hardware.catalogue import lookup as lookup
+    from trainfit.hpo.outcome import StudyResult
     from trainfit.integrations.speeding import padded as padded
     from trainfit.integrations.speeding import speed_up as speed_up
     from trainfit.integrations.speeding import unpadded as unpadded
@@ -45,6 +45,13 @@ if TYPE_CHECKING:
     from trainfit.runtime import apply as apply
     from trainfit.runtime import undo as undo
     from trainfit.tuning.tuned_cache import TuneResult
+
+    # These two are packages that can be called.
+    def doctor(
+        *, log: str | Path | None = None, run: str | Path | type[Job] | None = None
+    ) -> tuple[Finding, ...]: ...
+    def hpo(task: str | type[Job], *overrides: str) -> StudyResult: ...
+
 
 __version__ = "0.1.0"
 

@@ -11,9 +11,7 @@ import torch
 from planning_models import write_bert
 
 from trainfit.core.plan_records import TaskSpec
-from trainfit.jobs.probes import encoder_step, loss, padded
 from trainfit.planning.estimator.estimate import Answer, Request, Target, ask
-from trainfit.runtime import compile_blocks
 
 ENCODER = "trainfit.jobs.probes:encoder_step"
 WIDTH, LAYERS, ROWS, LENGTH = 256, 4, 8, 128
@@ -181,6 +179,7 @@ def test_a_budget_for_activations_trades_memory_for_work(folder: str):
     assert products(none) > products(whole)
 
 
+@pytest.mark.soak
 def test_a_budget_keeps_the_bytes_that_torch_compile_keeps(folder: str):
     """Of real blocks on this CPU, compiled up to the partition that a GPU's run has too.
 
@@ -197,6 +196,10 @@ def test_a_budget_keeps_the_bytes_that_torch_compile_keeps(folder: str):
 
 def kept_bytes(folder: str, share: float, depth: int) -> int:
     """Bytes beside the weights that the forward pass of a real step leaves for the backward one."""
+    # Not above: another test asks that this module imports nothing of the estimator's child.
+    from trainfit.jobs.probes import encoder_step, loss, padded
+    from trainfit.runtime import compile_blocks
+
     torch.compiler.reset()
     shape: dict[str, Any] = {"rows": ROWS, "width": LENGTH, "slots": None, "lengths": None}
     how: dict[str, Any] = {"method": "full", "precision": "fp32", "micro_batches": 1}
