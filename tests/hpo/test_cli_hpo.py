@@ -18,6 +18,7 @@ from sqlalchemy.exc import DatabaseError
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
+from trainfit.cli.pages import studies_page
 from trainfit.hpo.objective import GpuShare
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
@@ -55,6 +56,10 @@ def test_help_is_quick_and_needs_neither_torch_nor_optuna():
     assert found.returncode == 0, found.stdout + found.stderr
     for name in ("nli", "textclass", "gpt", "status", "best", "--workers"):
         assert name in found.stdout
+
+
+def test_a_storage_without_studies_says_how_one_begins() -> None:
+    assert str(studies_page([])) == "No study yet: trainfit hpo TASK begins one"
 
 
 def test_a_study_from_the_first_trial_to_the_final_model(

@@ -55,6 +55,7 @@ def test_a_child_stays_and_its_failures_do_not(children: Children) -> None:
     assert time.monotonic() - began < 10
     assert run(children, toy.candidate(how="oom")).status == "oom"
     assert run(children, toy.candidate()).status == "ok"
+    assert run(children, toy.candidate(), limit=0.0).status == "skipped"  # not its fault
 
 
 @pytest.mark.soak

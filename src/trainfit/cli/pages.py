@@ -302,6 +302,8 @@ def status_page(status: StudyStatus) -> RenderableType:
 
 def studies_page(found: list[StudyStatus]) -> RenderableType:
     """Table of all studies of a storage."""
+    if not found:
+        return Text("No study yet: trainfit hpo TASK begins one")
     table = terminal.table(left=("study", "task", "finished", "best", "metric", "left"))
     for one in found:
         best = one.best.value if one.best is not None else None

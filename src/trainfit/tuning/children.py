@@ -148,6 +148,9 @@ class Children:
         for each in self._children.values():
             each.wait_until_ready()
         limit -= time.monotonic() - began
+        if limit <= 0:
+            note = "the time was over before it began"
+            return Trial(settings=candidate.settings, status="skipped", note=note)
         request = TrialRequest(
             candidate=candidate, steps=steps, warm_up=warm_up, most_seconds=most_seconds
         )
@@ -229,7 +232,7 @@ class _Child:
         try:
             self._process.stdin.write(line + "\n")
             self._process.stdin.flush()
-            answer = self._lines.get(timeout=max(limit, 0.0))
+            answer = self._lines.get(timeout=limit)
         except queue.Empty:
             return "", ("hung", f"killed: not done after {limit:.0f} s")
         except BrokenPipeError:
