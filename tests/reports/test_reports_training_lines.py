@@ -124,9 +124,10 @@ def test_scores_stand_beside_the_baselines():
     ):
         assert word in page
     assert "3 oom" in page
-    assert "3 min 3 s of training" in page
+    assert "3 min 3 s of training, 3 folds added up" in page
     one = text_of(training_lines.result_page(result(1)))
     assert "Held-out test scores" in one
+    assert "1 min 1 s of training; run folder" in one
     assert re.search(r"true class +as 0 +as 1\n0 +2 +0\n1 +0 +2\n", one)
 
 

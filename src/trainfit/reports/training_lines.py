@@ -263,7 +263,9 @@ def result_page(result: JobResult) -> RenderableType:
         kinds = sorted({event.kind for event in result.events})
         counts = [f"{sum(e.kind == kind for e in result.events)} {kind}" for kind in kinds]
         parts.append(Text(f"Events: {', '.join(counts)}", "dim"))
-    parts.append(Text(f"{duration(result.seconds)} of training; run folder {result.run}"))
+    folds = len(result.metrics.get("folds", ()))
+    summed = f", {folds} folds added up" if folds > 1 else ""
+    parts.append(Text(f"{duration(result.seconds)} of training{summed}; run folder {result.run}"))
     return Group(*parts)
 
 
