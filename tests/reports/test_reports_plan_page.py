@@ -73,6 +73,26 @@ def test_the_model_the_data_and_the_cut_are_named(make_plan: Make):
 
 
 @pytest.mark.parametrize(
+    ("count", "epochs", "said"),
+    [
+        (999_885_952, 0.5, ("1B parameters", "0.5 epochs")),
+        (999_400_000, 2.25, ("999M parameters", "2.25 epochs")),
+        (999_900, 1500, ("1M parameters", "1,500 epochs")),
+        (512, 1, ("512 parameters", "1 epoch")),
+    ],
+)
+def test_large_counts_have_no_exponents(
+    make_plan: Make, count: int, epochs: float, said: tuple[str, str]
+):
+    plan = make_plan(
+        weights_dtype="float32", workload__epochs=epochs, memory__weights_gib=4 * count / 2**30
+    )
+    model, data = printed(plan_page(plan), 200).splitlines()[1:3]
+    assert said[0] in model
+    assert data.endswith(said[1])
+
+
+@pytest.mark.parametrize(
     ("parts", "ranks", "said"),
     [
         ((64,), 1, "64 at once"),
@@ -170,6 +190,7 @@ def test_no_text_of_a_plan_is_read_as_markup(make_plan: Make, text: str):
     ("seconds", "said"),
     [
         (0.09, "90 ms"),
+        (0.9996, "1.0 s"),
         (4.21, "4.2 s"),
         (59.99, "1 min 0 s"),
         (425, "7 min 5 s"),

@@ -135,7 +135,8 @@ def _at(found: StepTimes, precision: Precision, threads: int) -> StepTime:
 
 
 def _ms(time: StepTime) -> str:
-    return f"{time.seconds * 1000:.3g}"
+    milliseconds = time.seconds * 1000
+    return f"{milliseconds:.3g}" if milliseconds < 100 else f"{milliseconds:,.0f}"
 
 
 def _usual_threads(question: Question, profile: HardwareProfile, ranks: int) -> tuple[Choice, bool]:

@@ -113,7 +113,7 @@ def choices_for(
     cut = best.cutting.cut
     length = question.workload.max_length
     batch = decide.pinned(question, "batch_size") or Choice(
-        value=max(1, math.ceil(cut.tokens / length)),
+        value=max(1, cut.tokens // length),
         why=f"a micro-batch of {cut.tokens:,} tokens holds so many sequences of {length}"
         if question.sized
         else "samples of a micro-batch",

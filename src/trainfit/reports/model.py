@@ -213,7 +213,7 @@ MISSING = "–"
 
 def duration(seconds: float) -> str:
     """A time in words: 90 ms, 4.2 s, 7 min 5 s, 3 h 20 min, 2 d 4 h."""
-    if seconds < 1:
+    if seconds < 0.9995:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 59.95:
         return f"{seconds:.1f} s"

@@ -60,7 +60,8 @@ def about(plan: Plan) -> list[str]:
     words += ["" if own else f"method {load.method}{stored}"]
     what = f"sequences of up to {load.max_length:,} tokens" if load.max_length > 1 else "samples"
     folds = "" if load.trainings == 1 else f" in each of {load.trainings} trainings"
-    epochs = f"{load.epochs:.3g} {'epoch' if load.epochs == 1 else 'epochs'}{folds}"
+    shown = f"{load.epochs:.3g}" if load.epochs < 100 else f"{load.epochs:,.0f}"
+    epochs = f"{shown} {'epoch' if load.epochs == 1 else 'epochs'}{folds}"
     source = "" if plan.data is None else f" ({plan.data})"
     return [
         ", ".join(word for word in words if word),
@@ -76,7 +77,7 @@ def _parameters(plan: Plan) -> str:
     width = 4 if plan.weights_dtype == "float32" else 2
     count = plan.memory.weights_gib * 2**30 / width
     about = "at most " if plan.memory.bound else ""
-    size, unit = next((row for row in _THOUSANDS if count >= row[0]), (1, ""))
+    size, unit = next((row for row in _THOUSANDS if count >= 0.9995 * row[0]), (1, ""))
     return f"{about}{count / size:.3g}{unit} parameters"
 
 
