@@ -132,6 +132,11 @@ def test_an_unknown_gpu_is_none_with_a_warning(name: str, memory: float | None):
         ("t4", "t4"),
         ("v100", "v100-sxm2-16gb"),
         ("NVIDIA H200", "h200-sxm-141gb"),
+        ("2080ti", "rtx-2080-ti"),
+        ("GeForce RTX4070 Ti Super", "rtx-4070-ti-super"),
+        ("Tesla V100 32GB", "v100-sxm2-32gb"),
+        ("a100 80gb pcie", "a100-pcie-80gb"),
+        ("Radeon RX 7900 XTX", "rx-7900-xtx"),
     ],
 )
 def test_a_short_form_means_the_usual_member(word: str, expected: str):
@@ -141,6 +146,23 @@ def test_a_short_form_means_the_usual_member(word: str, expected: str):
 def test_short_forms_are_unambiguous():
     counts = Counter(word for spec in gpus() for word in (spec.slug, *spec.short_names))
     assert [word for word, n in counts.items() if n > 1] == []
+
+
+def test_no_spelling_of_one_gpu_means_another():
+    for spec in gpus():
+        for word in (spec.slug, *spec.short_names):
+            for spelling in (
+                word.replace("-", ""),
+                word.upper().replace("-", " "),
+                f"NVIDIA {word}",
+            ):
+                assert find(spelling) is spec
+
+
+@pytest.mark.parametrize("word", ["", " ", "nvidia", "rtx", "geforce rtx", "-"])
+def test_a_brand_alone_is_no_gpu(word: str):
+    with pytest.raises(BadInput, match="unknown GPU"):
+        find(word)
 
 
 def test_an_unknown_slug_gets_the_nearest():

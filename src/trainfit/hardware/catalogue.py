@@ -17,6 +17,8 @@ from trainfit.hardware.access import TorchDevice
 from trainfit.hardware.host import GIB
 from trainfit.hardware.nvml import Dtypes, NvmlGpu, native_dtypes, parse_capability
 
+_BRANDS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[gr]tx|[\W_]")
+
 MEMORY_TOLERANCE = 0.07
 """Drivers, ECC and operating systems show up to this much less than the same card elsewhere."""
 
@@ -136,16 +138,21 @@ def find(word: str) -> GpuSpec:
     """Find the row for a slug, a short form or a full device name; BadInput if there is none."""
     if not isinstance(word, str):
         raise BadInput(f"the GPU is {word!r}", "give its name, such as t4")
-    folded = word.strip().lower().replace(" ", "-").replace("_", "-")
-    by_word = {short: row for row in gpus() for short in row.short_names}
-    by_word |= {row.slug: row for row in gpus()}
-    if folded in by_word:
-        return by_word[folded]
-    named = [row for row in gpus() if word in row.names]
+    words = {short: row for row in gpus() for short in (*row.short_names, row.slug)}
+    by_core = {_core(short): row for short, row in words.items()}
+    if found := by_core.get(_core(word)):
+        return found
+    named = [row for row in gpus() if _core(word) in map(_core, row.names)]
     if len(named) == 1:
         return named[0]
-    near = did_you_mean(folded, by_word, "`trainfit check --gpu list` shows them all")
+    folded = re.sub(r"[\s_]+", "-", word.strip().lower())
+    near = did_you_mean(folded, words, "`trainfit check --gpu list` shows them all")
     raise BadInput(f"unknown GPU {word!r}", near)
+
+
+def _core(name: str) -> str:
+    """Reduce a name to what tells GPUs apart: no brand, no family, no separators."""
+    return _BRANDS.sub("", name.lower())
 
 
 def _warn(text: str) -> None:
