@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -132,20 +133,37 @@ def lookup(name: str, memory_gib: float | None = None) -> GpuSpec | None:
     return None
 
 
+_BRAND = re.compile("nvidia|geforce|tesla|amd|instinct|radeon")
+
+
 def find(word: str) -> GpuSpec:
-    """Find the row for a slug, a short form or a full device name; BadInput if there is none."""
+    """Find the row for a slug, a short form or a full device name; BadInput if there is none.
+
+    Case, spaces, dashes, the brand and the right memory make no difference.
+    """
     if not isinstance(word, str):
         raise BadInput(f"the GPU is {word!r}", "give its name, such as t4")
+    rows, letters = _by_letters(), _letters(word)
+    if row := rows.get(letters) or rows.get(_BRAND.sub("", letters)):
+        return row
+    words = [word for row in gpus() for word in (row.slug, *row.short_names)]
     folded = word.strip().lower().replace(" ", "-").replace("_", "-")
-    by_word = {short: row for row in gpus() for short in row.short_names}
-    by_word |= {row.slug: row for row in gpus()}
-    if folded in by_word:
-        return by_word[folded]
-    named = [row for row in gpus() if word in row.names]
-    if len(named) == 1:
-        return named[0]
-    near = did_you_mean(folded, by_word, "`trainfit check --gpu list` shows them all")
+    near = did_you_mean(folded, words, "`trainfit check --gpu list` shows them all")
     raise BadInput(f"unknown GPU {word!r}", near)
+
+
+def _letters(word: str) -> str:
+    return re.sub(r"[^a-z0-9]", "", word.lower())
+
+
+@cache
+def _by_letters() -> dict[str, GpuSpec]:
+    """Index rows by a name that no other has, short forms and slugs, also with the memory."""
+    shared = Counter(name for row in gpus() for name in row.names)
+    known = [(name, row) for row in gpus() for name in row.names if shared[name] == 1]
+    words = [(word, row) for row in gpus() for word in (row.slug, *row.short_names)]
+    known += [(f"{word}{row.memory_gb:g}gb", row) for word, row in words]
+    return {_letters(word): row for word, row in (*known, *words)}
 
 
 def _warn(text: str) -> None:
