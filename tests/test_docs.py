@@ -47,6 +47,8 @@ SLOW = {
     "trainfit plan gpt --gpu a30 --model gpt-small",
     "trainfit plan textclass --gpu rtx_4090 model.name=qwen2.5-7b model.method=qlora",
     "trainfit plan nli --gpu 4090 --model bert-base model.method=full training.batch_size=20",
+    "trainfit plan nli --gpu 4090 --memory 8 --model mistral-7b model.method=lora"
+    " data.max_length=256",
     "trainfit train textclass model.name=modernbert-tiny model.method=lora"
     " model.quantization=int8 training.max_steps=4",
 }

@@ -44,7 +44,6 @@ def test_with_every_line_taken_it_says_what_holds_anyway(task: str, tmp_path: Pa
     path = tmp_path / "mine.yaml"
     assert run(["init", task, "--output", str(path)]) == 0
     text = uncommented(path.read_text("utf-8"))
-    text = re.sub(r"(?m)^experiment: null\n", "", text)
     composed = compose(task, with_file(task, write(tmp_path / "all.yaml", text), []))
     assert composed.values() == compose(task).values()
     assert set(composed.origins.values()) == {"override"}

@@ -55,6 +55,7 @@ REFUSED = {
     "hpo textclass none.csv": "no file none.csv",
     "train nli none": "none",
     "train textclass a.csv b.csv": "b.csv and data.train=a.csv set the same key data.train",
+    "config nli training.batch_size = 4": "all other words are key=value, without spaces",
     "train textclass a.csv --data b.csv": "a.csv and data.train=b.csv set the same key data.train",
     "train nli --epochs 2 num_epochs=3": "--epochs 2 and num_epochs=3 set the same key",
     "hpo gpt --lr 1 training.learning_rate=2": "set the same key training.learning_rate",

@@ -137,6 +137,13 @@ def test_an_unknown_gpu_is_none_with_a_warning(name: str, memory: float | None):
         ("Tesla V100 32GB", "v100-sxm2-32gb"),
         ("a100 80gb pcie", "a100-pcie-80gb"),
         ("Radeon RX 7900 XTX", "rx-7900-xtx"),
+        ("RTX4090", "rtx-4090"),
+        ("4060ti", "rtx-4060-ti-8gb"),
+        ("nvidia-t4", "t4"),
+        ("Tesla V100", "v100-sxm2-16gb"),
+        ("RTX 3090 24GB", "rtx-3090"),
+        ("NVIDIA GeForce RTX 3060", "rtx-3060-12gb"),
+        ("3060 8 GB", "rtx-3060-8gb"),
     ],
 )
 def test_a_short_form_means_the_usual_member(word: str, expected: str):
@@ -144,7 +151,8 @@ def test_a_short_form_means_the_usual_member(word: str, expected: str):
 
 
 def test_short_forms_are_unambiguous():
-    counts = Counter(word for spec in gpus() for word in (spec.slug, *spec.short_names))
+    words = (word for spec in gpus() for word in (spec.slug, *spec.short_names))
+    counts = Counter(word.replace("-", "") for word in words)
     assert [word for word, n in counts.items() if n > 1] == []
 
 
@@ -163,6 +171,11 @@ def test_no_spelling_of_one_gpu_means_another():
 def test_a_brand_alone_is_no_gpu(word: str):
     with pytest.raises(BadInput, match="unknown GPU"):
         find(word)
+
+
+def test_a_name_with_another_memory_is_unknown():
+    with pytest.raises(BadInput, match="unknown GPU 'T4 24GB'"):
+        find("T4 24GB")
 
 
 def test_an_unknown_slug_gets_the_nearest():

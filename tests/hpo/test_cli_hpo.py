@@ -18,7 +18,7 @@ from sqlalchemy.exc import DatabaseError
 
 from job_tiny import be_quick, nli_words
 from trainfit.cli.main import run
-from trainfit.cli.pages import studies_page
+from trainfit.cli.pages import final_score, short, studies_page
 from trainfit.hpo.objective import GpuShare
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
@@ -56,6 +56,12 @@ def test_help_is_quick_and_needs_neither_torch_nor_optuna():
     assert found.returncode == 0, found.stdout + found.stderr
     for name in ("nli", "textclass", "gpt", "status", "best", "--workers"):
         assert name in found.stdout
+
+
+def test_words_of_a_study_are_those_of_a_configuration() -> None:
+    params = {"model.feed_forward_dropout": None, "x.flag": True, "x.name": "cosine", "x.n": 8}
+    assert short(params) == "feed_forward_dropout null, flag true, name cosine, n 8"
+    assert [final_score(name) for name in ("f1", "val_loss")] == ["test f1", "val_loss"]
 
 
 def test_a_storage_without_studies_says_how_one_begins() -> None:

@@ -315,6 +315,8 @@ def test_the_test_is_looked_at_once_and_for_the_best_alone(
     other = ending.finish(study, lambda: objective, ["training.num_epochs=1"])
     assert other is not None
     assert len(looked) == 2
+    command = (study.setting.folder / "best.yaml").read_text().splitlines()[2]
+    assert command.endswith(" training.num_epochs=1")
 
 
 @pytest.mark.parametrize("tries", [1, 9999])

@@ -211,6 +211,13 @@ def test_mistakes_are_one_line(
     (tmp_path / "run.json").write_text('{"id": "0"}')
     line = said_by(["export", str(tmp_path), "--onnx"], capsys, 2)
     assert "has no exported model" in line
+    (tmp_path / "export").mkdir()
+    (tmp_path / "export" / "config.json").write_text("{}")  # a GPT's, which is no classifier
+    line = said_by(["export", str(tmp_path), "--onnx"], capsys, 2)
+    assert (
+        line
+        == f"trainfit: the model of {tmp_path} is no classifier; try trainfit sample {tmp_path}"
+    )
     monkeypatch.setattr(libraries, "has", lambda module: module != "onnxscript")
     monkeypatch.delitem(sys.modules, "trainfit.jobs.onnx_export", raising=False)
     line = said_by(["export", str(bert), "--onnx"], capsys, 2)

@@ -268,6 +268,7 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     """
     need("hpo", *HPO)
     from trainfit.cli.main import INTERRUPTED
+    from trainfit.cli.pages import final_score
     from trainfit.hpo.outcome import finish
     from trainfit.hpo.storage import reading_study, using_database
     from trainfit.hpo.studies import find_study
@@ -283,9 +284,9 @@ def best(study: str, overrides: tuple[str, ...], storage: str | None, as_json: b
     if as_json:
         click.echo(codec.for_programs({**codec.encode(found), "config": str(path)}, None))
         return 0
-    scores = ", ".join(f"{name} {value:.4f}" for name, value in found.test.items())
+    scores = ", ".join(f"{final_score(name)} {value:.4f}" for name, value in found.test.items())
     click.echo(f"trial {found.trial} of {study}: {opened.setting.hpo.metric} {found.value:.4f}")
-    click.echo(f"held-out test: {scores}")
+    click.echo(f"final model: {scores}")
     click.echo(f"model {found.run}, configuration {path}")
     return 0
 

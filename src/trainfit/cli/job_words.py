@@ -115,7 +115,8 @@ def _add(task: str, words: list[str], written: str, name: str, value: str) -> No
     for other in words:
         if key_for(task, other.partition("=")[0]) == key and _value(other) != _value(word):
             both = f"{written} and {brief(redact_word(other))} set the same key {key}"
-            raise BadInput(both, "give one of them")
+            more = "; all other words are key=value, without spaces" if name == "data" else ""
+            raise BadInput(both, f"give one of them{more}")
     words.append(word)
 
 

@@ -277,7 +277,14 @@ def short(params: Mapping[str, Any]) -> str:
 
 
 def _study_value(value: Any) -> str:
-    return f"{value:.3g}" if isinstance(value, float) else str(json.loads(json.dumps(value)))
+    if isinstance(value, float):
+        return f"{value:.3g}"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def final_score(metric: str) -> str:
+    """Name of a final model's score; a GPT has no data but what the trials were judged by."""
+    return metric if metric == "val_loss" else f"test {metric}"
 
 
 def status_page(status: StudyStatus) -> RenderableType:
@@ -327,7 +334,7 @@ def study_page(result: StudyResult, folder: str, again: str) -> RenderableType:
     table.add_row("best trial", str(best.trial))
     table.add_row("validation", f"{best.value:.4f}")
     for name, value in best.test.items():
-        table.add_row(f"test {name}", f"{value:.4f}")
+        table.add_row(final_score(name), f"{value:.4f}")
     for key, value in best.params.items():
         table.add_row(key, _study_value(value))
     if (beside := result.side_by_side) is not None:

@@ -223,10 +223,10 @@ def _parse(
     for word in overrides:
         try:
             written, value = _split(word)
-            if written in GROUPS:
-                groups[written] = choose(task, written, value)
-            else:
+            if written not in GROUPS:
                 assignments += parts_of(_assignment(task, written, value, word))
+            elif value is not None:  # null is the default, as `trainfit init` writes it
+                groups[written] = choose(task, written, value)
         except BadInput as error:
             problems.append(error)
     return groups, assignments, problems

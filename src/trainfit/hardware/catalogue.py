@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -16,8 +17,6 @@ from trainfit.core.records import Gpu, GpuState
 from trainfit.hardware.access import TorchDevice
 from trainfit.hardware.host import GIB
 from trainfit.hardware.nvml import Dtypes, NvmlGpu, native_dtypes, parse_capability
-
-_BRANDS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[gr]tx|[\W_]")
 
 MEMORY_TOLERANCE = 0.07
 """Drivers, ECC and operating systems show up to this much less than the same card elsewhere."""
@@ -134,25 +133,39 @@ def lookup(name: str, memory_gib: float | None = None) -> GpuSpec | None:
     return None
 
 
+_BRANDS = re.compile(r"nvidia|geforce|tesla|amd|instinct|radeon|[gr]tx|[\W_]")
+
+
 def find(word: str) -> GpuSpec:
-    """Find the row for a slug, a short form or a full device name; BadInput if there is none."""
+    """Find the row for a slug, a short form or a full device name; BadInput if there is none.
+
+    Case, spaces, dashes, the brand and the right memory make no difference.
+    """
     if not isinstance(word, str):
         raise BadInput(f"the GPU is {word!r}", "give its name, such as t4")
-    words = {short: row for row in gpus() for short in (*row.short_names, row.slug)}
-    by_core = {_core(short): row for short, row in words.items()}
-    if found := by_core.get(_core(word)):
+    if found := _by_core().get(_core(word)):
         return found
-    named = [row for row in gpus() if _core(word) in map(_core, row.names)]
-    if len(named) == 1:
-        return named[0]
-    folded = re.sub(r"[\s_]+", "-", word.strip().lower())
-    near = did_you_mean(folded, words, "`trainfit check --gpu list` shows them all")
+    words = [short for row in gpus() for short in (row.slug, *row.short_names)]
+    plain = re.sub(r"[\s_]+", "-", word.strip().lower())
+    near = did_you_mean(plain, words, "`trainfit check --gpu list` shows them all")
     raise BadInput(f"unknown GPU {word!r}", near)
 
 
 def _core(name: str) -> str:
     """Reduce a name to what tells GPUs apart: no brand, no family, no separators."""
     return _BRANDS.sub("", name.lower())
+
+
+@cache
+def _by_core() -> dict[str, GpuSpec]:
+    """Index the rows by device names that only one has, then by short forms and slugs."""
+    shared = Counter(name for row in gpus() for name in row.names)
+    short = [(word, row) for row in gpus() for word in (row.slug, *row.short_names)]
+    return (
+        {_core(f"{word} {row.memory_gb:g}GB"): row for word, row in short}
+        | {_core(name): row for row in gpus() for name in row.names if shared[name] == 1}
+        | {_core(word): row for word, row in short}
+    )
 
 
 def _warn(text: str) -> None:

@@ -8,6 +8,7 @@ the next command reads them instead of using the test set again.
 from __future__ import annotations
 
 import json
+import shlex
 import time
 import warnings
 from collections.abc import Callable, Sequence
@@ -102,7 +103,7 @@ def finish(
     """
     best = find_best(open_study)
     composed = best_config(open_study, best, words)
-    write_config(open_study, best, composed)
+    write_config(open_study, best, composed, words)
     if words:
         return _train(best, composed, objective())
     while (final := _claimed(open_study, best)) is None:
@@ -139,12 +140,15 @@ def best_config(open_study: OpenStudy, best: FrozenTrial, words: Sequence[str]) 
     return configure(setting.task, [*setting.job_words, *as_words(best.params), *words])
 
 
-def write_config(open_study: OpenStudy, best: FrozenTrial, composed: Composed) -> Path:
+def write_config(
+    open_study: OpenStudy, best: FrozenTrial, composed: Composed, words: Sequence[str] = ()
+) -> Path:
     """Write best.yaml: a Hydra experiment, with the command that trains it."""
     setting = open_study.setting
-    command = ["trainfit", "train", setting.task, *setting.job_words, *as_words(best.params)]
+    given = (*setting.job_words, *as_words(best.params), *words)
+    command = redact_words(["trainfit", "train", setting.task, *given])
     head = f"# @package _global_\n# Trial {best.number} of {setting.name}: {best.value}\n"
-    head += f"# {' '.join(redact_words(command))}\n"
+    head += f"# {shlex.join(command)}\n"
     data = redact_values(codec.encode(composed.config))
     path = setting.folder / "best.yaml"
     write_whole(path, head + yaml.safe_dump(data, sort_keys=False))

@@ -184,7 +184,7 @@ def _vocabulary(config: GptConfig, data: TokenFolder) -> int:
         return -(-needed // plan_choices.ROUND) * plan_choices.ROUND
     if asked < needed:
         raise BadInput(
-            f"model.vocab_size is {asked}, and the tokens of {data.folder} go up to {needed}",
+            f"model.vocab_size is {asked}, and {data.folder} has a vocabulary of {needed}",
             "leave it to auto, or give at least as many",
         )
     return asked

@@ -49,6 +49,7 @@ def study_chapter(folder: Path, at: int) -> Chapter:
     )
     history: Sequence[Mapping[str, Any]] = figures.get("history") or ()
     metric = str(figures.get("metric") or about.get("metric") or "value")
+    folds = "" if about.get("folds", 1) == 1 else f" · {about['folds']} folds"
     sections = [
         Section(id="history", title="Trials", blocks=tuple(_trials(figures, metric))),
         Section(id="parameters", title="Parameters", blocks=tuple(_parameters(figures, metric))),
@@ -59,7 +60,7 @@ def study_chapter(folder: Path, at: int) -> Chapter:
     return Chapter(
         id=f"run-{at + 1}",
         title=str(about.get("study") or folder.resolve().name),
-        subtitle=f"study of {about.get('task', 'a job')} · {about.get('folds', 1)} folds",
+        subtitle=f"study of {about.get('task', 'a job')}{folds}",
         status="finished" if result else "unfinished",
         headlines=tuple(_headlines(history, result, metric)),
         sections=tuple(section for section in sections if section.blocks),

@@ -60,7 +60,7 @@ def gpt_page(result: GptResult) -> RenderableType:
     if result.next_steps:
         steps = "  then  ".join(result.next_steps)
         parts.append(Text(f"To use the GPU better, try in this order: {steps}"))
-    parts.append(Text(f"Run folder {result.run}; it writes: trainfit sample {result.run}"))
+    parts.append(Text(f"Run folder {result.run}"))
     return Group(*parts)
 
 

@@ -275,6 +275,8 @@ def exports_of(run: Path) -> list[Path]:
     known = ("trainfit.json", "head.json")
     found = [folder for folder in found if any((folder / name).is_file() for name in known)]
     if not found:
+        if (run / "export" / "config.json").is_file():
+            raise BadInput(f"the model of {run} is no classifier", f"try trainfit sample {run}")
         raise BadInput(f"{run} has no exported model", "finish it first, with --resume")
     return found
 
