@@ -105,6 +105,11 @@ def trainfit() -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file would take its number, and its text
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
@@ -170,7 +175,7 @@ def run(arguments: list[str]) -> int:
             return _fail("interrupted", INTERRUPTED)
         except BrokenPipeError:  # the reader, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return 1  # as click and rich do: a training may not have ended
         except Exception as error:  # the last resort: no traceback reaches a user
             if lacking := _lacking(error, arguments[0]):
                 return _fail(str(lacking), lacking.exit_code)
