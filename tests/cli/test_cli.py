@@ -376,6 +376,13 @@ def test_a_wrong_word_names_the_help_in_one_line(words, said, capsys):
     assert said in line
 
 
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    script = f"{sys.executable} -m trainfit check --gpu list > /dev/full"
+    done = subprocess.run(script, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("trainfit: cannot write the output (No space left on device); ")
+
+
 def test_closed_streams_are_no_error_and_no_file_takes_their_numbers(tmp_path: Path) -> None:
     """As some schedulers start jobs; a library that prints would write into such a file."""
     script = tmp_path / "script.py"

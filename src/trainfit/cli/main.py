@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import hashlib
 import importlib
@@ -30,6 +31,7 @@ from trainfit.core.errors import (
     brief,
     did_you_mean,
     in_one_line,
+    reason,
     redact,
     user_line,
 )
@@ -67,6 +69,7 @@ _PLACES = {
 }
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_LINE = 1000
 """Longest line of an error, since a name in it may have a million characters."""
 
@@ -190,6 +193,9 @@ def _unexpected(error: Exception, arguments: list[str]) -> str:
     if any(map(_JOB.fullmatch, arguments)) and (at := user_line(error)):
         hint = f"look at {at}, or set TRAINFIT_TRACEBACK=1 to see all"
         return f"the job fails with {in_one_line(error)}; {hint}"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        place = error.filename or "the output"
+        return f"cannot write {place} ({reason(error)}); free some space, or write elsewhere"
     first = (str(error).strip().splitlines() or ["no message"])[0]
     hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
     return f"internal error, {type(error).__name__}: {first}; {hint}"
