@@ -284,6 +284,17 @@ def test_an_internal_error_shows_no_traceback(
         run(["config", "nli"])
 
 
+def test_memory_that_runs_out_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def too_large(*_args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("trainfit.conf.compose", too_large)
+    assert run(["config", "nli"]) == 1
+    assert capsys.readouterr().err.startswith("trainfit: the memory of this machine ran out; ")
+
+
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def stopped(*_args: object) -> None:
         raise KeyboardInterrupt

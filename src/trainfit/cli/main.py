@@ -196,6 +196,8 @@ def _unexpected(error: Exception, arguments: list[str]) -> str:
     if isinstance(error, OSError) and error.errno in _FULL:
         place = error.filename or "the output"
         return f"cannot write {place} ({reason(error)}); free some space, or write elsewhere"
+    if isinstance(error, MemoryError):
+        return "the memory of this machine ran out; end other programs, or give less data"
     first = (str(error).strip().splitlines() or ["no message"])[0]
     hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
     return f"internal error, {type(error).__name__}: {first}; {hint}"

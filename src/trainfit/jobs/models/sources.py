@@ -22,6 +22,7 @@ from trainfit.core.errors import BadInput, TrainfitWarning, refusing
 from trainfit.core.libraries import import_generation
 from trainfit.core.plan_records import Quantization
 from trainfit.data.model_files import plain_config, read_config, read_weights, unreadable
+from trainfit.data.tokenizers import quiet_transformers
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
 from trainfit.hardware.model_shapes import (
@@ -143,7 +144,7 @@ def _read(
     with (
         refusing(partial(unreadable, place)),
         without_bars(),
-        without_warnings(),  # a table with names that are anyone's
+        quiet_transformers(),  # a table with names that are anyone's
         torch.random.fork_rng(devices=[]),
     ):
         # Give tensors and no folder, in which transformers would find much else to load.
@@ -264,16 +265,9 @@ def without_bars() -> Iterator[None]:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Silence transformers and trainfit about a model that is built only to see if it can be."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _configured(
