@@ -57,7 +57,8 @@ def busy(what: str) -> Iterator[None]:
     """
     shown, begun = console(stderr=True), time.monotonic()
     if shown.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        name = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), name, TimeElapsedColumn()
         with Progress(*columns, console=shown, transient=True) as progress:
             progress.add_task(what, total=None)
             yield
