@@ -284,6 +284,17 @@ def test_an_internal_error_shows_no_traceback(
         run(["config", "nli"])
 
 
+def test_memory_that_runs_out_is_one_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def too_large(*_args: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("trainfit.conf.compose", too_large)
+    assert run(["config", "nli"]) == 1
+    assert capsys.readouterr().err.startswith("trainfit: the memory of this machine ran out; ")
+
+
 def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch):
     def stopped(*_args: object) -> None:
         raise KeyboardInterrupt
@@ -293,10 +304,10 @@ def test_ctrl_c_is_one_line(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert capsys.readouterr().err.strip() == "trainfit: interrupted"
 
 
-def test_a_reader_that_stops_early_is_no_error():
-    words = f"{sys.executable} -m trainfit check --gpu list | head -1"
-    done = subprocess.run(words, shell=True, capture_output=True, text=True, check=False)
-    assert done.returncode == 0
+def test_a_reader_that_stops_early_is_no_error_and_no_success():
+    script = f"set -o pipefail; {sys.executable} -m trainfit check --gpu list | true"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 1  # a training may not have ended
     assert done.stderr == ""
 
 
@@ -374,3 +385,30 @@ def test_a_wrong_word_names_the_help_in_one_line(words, said, capsys):
     [line] = capsys.readouterr().err.splitlines()
     assert line.endswith("--help` shows what it takes")
     assert said in line
+
+
+def test_a_full_disk_under_the_output_is_one_line() -> None:
+    script = f"{sys.executable} -m trainfit check --gpu list > /dev/full"
+    done = subprocess.run(script, shell=True, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.startswith("trainfit: cannot write the output (No space left on device); ")
+
+
+def test_closed_streams_are_no_error_and_no_file_takes_their_numbers(tmp_path: Path) -> None:
+    """As some schedulers start jobs; a library that prints would write into such a file."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import os, sys\n"
+        "from pathlib import Path\n"
+        "from trainfit.cli import main\n"
+        "def opened(*_):\n"
+        "    Path('number').write_text(str(os.open('some', os.O_CREAT | os.O_RDWR)))\n"
+        "    print('printed'), print('printed', file=sys.stderr)\n"
+        "    return 0\n"
+        "main.run = opened\n"
+        "main.main()\n"
+    )
+    words = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", sys.executable, str(script)]
+    assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
+    assert int((tmp_path / "number").read_text()) > 2
+    assert (tmp_path / "some").read_text() == ""

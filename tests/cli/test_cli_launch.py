@@ -89,6 +89,9 @@ def test_resume_auto_begins_and_then_goes_on(
 
     be_quick(monkeypatch)
     composed = configure("nli", nli_words(tmp_path))
+    damaged = Path(composed.config.runs_dir, "damaged", "config.json")
+    damaged.parent.mkdir(parents=True)
+    damaged.write_bytes(b"\xff\xfe")
     assert _left_run(composed) is None
     root = Path(composed.config.runs_dir)
     left, ended, other = (

@@ -48,6 +48,16 @@ def test_nothing_waits_for_the_reader_of_a_pipe(tmp_path: Path):
     assert (tmp_path / "new").read_text() == "one\ntwo\n"
 
 
+def test_nothing_is_written_through_a_link(tmp_path: Path):
+    """As in a run folder from elsewhere: train.log → ~/.bashrc."""
+    (tmp_path / "mine").write_text("kept")
+    (tmp_path / "train.log").symlink_to("mine")
+    with pytest.raises(OSError, match="symbolic link"):
+        open_to_append(tmp_path / "train.log")
+    write_whole(tmp_path / "train.log", "new")
+    assert (tmp_path / "mine").read_text() == "kept"
+
+
 def test_half_a_character_is_a_question_mark(tmp_path: Path):
     write_whole(tmp_path / "page", "a run in \udcff, or \ud800 in its file")
     assert (tmp_path / "page").read_text() == "a run in ?, or ? in its file"

@@ -223,3 +223,12 @@ def test_an_absurd_id_of_a_token_is_one_line_at_once(tmp_path: Path):
     path.write_text(json.dumps(fields))
     with pytest.raises(BadInput, match="its vocabulary has the id 2000000000, and no token"):
         load_tokenizer(str(folder))
+
+
+def test_a_vocabulary_without_its_token_for_unknown_words_is_one_line(tmp_path: Path):
+    """The library would fail at the first text with such a word."""
+    folder = tokenizer_folder(tmp_path / "model", "wordpiece")
+    path = folder / "vocab.txt"
+    path.write_text(path.read_text().replace("[UNK]\n", "[UNKNOWN]\n"))
+    with pytest.raises(BadInput, match=r"Missing \[UNK\] token from the vocabulary"):
+        load_tokenizer(str(folder))

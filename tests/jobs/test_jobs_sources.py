@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from jobs_tiny import CONFIGS, TINY, rows, tiny
+from safetensors.torch import load_file, save_file
 from transformers import (
     AutoConfig,
     Gemma3Config,
@@ -23,7 +25,7 @@ from transformers import (
 from trainfit.conf import compose
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.codec import decode, encode
-from trainfit.core.errors import BadConfig, BadInput
+from trainfit.core.errors import BadConfig, BadInput, TrainfitWarning
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.backbone import build_encoder
 from trainfit.jobs.models.classifier import build_classifier
@@ -203,3 +205,43 @@ def test_the_jobs_build_what_their_configuration_says(freeze: bool) -> None:
     assert nli.encoder.is_gradient_checkpointing
     texts = build_classifier(settings_from(model, classes=5, overrides=tiny))
     assert texts(**rows().packed).shape == (4, 5)
+
+
+def _changed(folder: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> str:
+    """Save a small model with other tensors; returns its folder."""
+    tiny("bert-base").encoder.save_pretrained(folder)
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)
+
+
+WORD = "embeddings.word_embeddings.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (lambda tensors: tensors.clear(), "has none of the weights that its config describes"),
+        (
+            lambda tensors: tensors.update({WORD: torch.zeros(7, 32)}),
+            rf"the weight {WORD} of .* is \(7, 32\), and \(90, 32\) by its config",
+        ),
+    ],
+)
+def test_weights_of_another_model_are_one_line(
+    change: Callable[[dict[str, torch.Tensor]], None], says: str, tmp_path: Path
+) -> None:
+    with pytest.raises(BadInput, match=says):
+        build_encoder(_changed(tmp_path, change))
+
+
+def test_a_missing_weight_is_told_and_no_name_of_a_file_reaches_the_terminal(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def change(tensors: dict[str, torch.Tensor]) -> None:
+        tensors["\x1b[2J"] = tensors.pop(WORD)
+
+    with pytest.warns(TrainfitWarning, match=f"^1 weights? of .* at random, such as {WORD}$"):
+        build_encoder(_changed(tmp_path, change))
+    assert "\x1b" not in "".join(capfd.readouterr())

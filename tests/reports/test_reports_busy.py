@@ -49,3 +49,12 @@ def test_a_command_that_takes_a_while_says_so_first(
     with suppress(SystemExit):
         run(words)
     assert capsys.readouterr().err.splitlines()[0] == line
+
+
+def test_a_name_in_brackets_is_no_style(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("FORCE_COLOR", "1")  # a terminal
+    with busy("reading runs/a[/]"):
+        time.sleep(0.15)  # drawn ten times a second
+    assert "reading runs/a[/]" in capsys.readouterr().err

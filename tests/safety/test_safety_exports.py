@@ -7,6 +7,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from jobs_tiny import TINY, tiny
@@ -87,6 +88,25 @@ def test_an_export_of_an_earlier_version_is_read_with_a_note(exported: Path, tmp
     folder = shutil.copytree(exported / "export", tmp_path / "export")
     (folder / "checksums.json").unlink()
     with pytest.warns(TrainfitWarning, match=r"no checksums\.json"):
+        load_export(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "says"),
+    [
+        ({"max_length": -1}, "max_length is -1"),
+        ({"max_length": "8"}, 'max_length.*"8"'),
+        ({"classes": [1, 2]}, r"classes: \[0\] is 1"),
+    ],
+)
+def test_facts_of_a_wrong_kind_are_one_line(
+    changed: dict[str, Any], says: str, exported: Path, tmp_path: Path
+):
+    folder = shutil.copytree(exported / "export", tmp_path / "export")
+    path = folder / "head.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    exports.write_checksums(folder)
+    with pytest.raises(BadInput, match=rf"cannot read head.json in .*{says}"):
         load_export(folder)
 
 

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from rich.text import Text
 
 from trainfit.cli.main import run
 from trainfit.conf import compose
 from trainfit.core.records import Receipt
 from trainfit.engine import observers
+from trainfit.jobs import model_card
 from trainfit.measuring import observe
 from trainfit.measuring.observe import Observed
+from trainfit.reports import terminal
+from trainfit.runs.run_folder import Journal
 
 HIDDEN = "hiddenword"
 URL = f"https://me:{HIDDEN}@example.org/data"
@@ -77,3 +83,34 @@ def test_the_report_of_an_older_run_leaves_out_what_the_run_wrote_down(
     pages = said.out + (tmp_path / "report.html").read_text()
     assert "https://***@example.org/data" in pages
     assert HIDDEN not in pages + said.err
+
+
+NAME = "\x1b[2J\x1b]0;x\u202epos"
+"""A class that a terminal would obey."""
+SHOWN = r"\x1b[2J\x1b]0;x\u202epos"
+
+
+@pytest.mark.parametrize("colors", ["", "1"])
+def test_names_of_data_are_plain_text_to_a_terminal(
+    colors: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setenv("FORCE_COLOR", colors)
+    console = terminal.console()
+    assert console.is_terminal is bool(colors)
+    console.print(Text(NAME), soft_wrap=True)
+    rows = [{"class": NAME, NAME: 0.5}, {"class": "[red]neg[/]", NAME: 0.5}]
+    console.print(terminal.answers_table(rows))
+    said = re.sub(r"\x1b\[[0-9;]*m", "", capsys.readouterr().out)
+    assert SHOWN in said
+    assert said.count(r"\x1b[2J") == 3
+    assert "[red]neg[/]" in said  # no style of rich's
+    assert not re.search(r"[\x00-\x09\x0b-\x1f]", said)
+
+
+def test_logs_and_cards_hold_nothing_that_a_terminal_obeys(tmp_path: Path):
+    with closing(Journal(tmp_path)) as journal:
+        journal.line(f"Classes to train on: {NAME}")
+    assert SHOWN in (tmp_path / "train.log").read_text()
+    card = model_card._table([NAME, "a|b"], [["<script>", "1"]])
+    assert card.splitlines()[0] == rf"| {SHOWN} | a\|b |"
+    assert card.splitlines()[2] == r"| \<script> | 1 |"

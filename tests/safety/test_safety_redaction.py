@@ -74,10 +74,11 @@ def test_an_option_hides_the_word_behind_it():
 
 def test_the_values_of_secret_variables_are_found_without_a_name(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ACME_API_KEY", "correcthorse9")
+    monkeypatch.setenv("MYSQL_PWD", "batterystaple")
     monkeypatch.setenv("PIN_KEY", "7")  # would be found in every number
     monkeypatch.setenv("KEY", "/home/someone/key.pem")
-    said = redact("the server refused correcthorse9 after 7 tries, see /home/someone/key.pem")
-    assert said == "the server refused *** after 7 tries, see /home/someone/key.pem"
+    said = redact("the server refused correcthorse9, batterystaple; see /home/someone/key.pem, 7")
+    assert said == "the server refused ***, ***; see /home/someone/key.pem, 7"
 
 
 def test_plain_data_keeps_its_form():

@@ -169,11 +169,18 @@ def _print(rows: Sequence[Any], form: str) -> None:
 
         terminal.console().print(terminal.answers_table(rows))
     elif form == "csv":
-        click.echo(_csv(rows), nl=False)
+        click.echo(_shown(_csv(rows)), nl=False)
     elif form == "jsonl":
         click.echo("\n".join(json.dumps(row) for row in rows))
     else:
         click.echo(json.dumps(rows, indent=2))
+
+
+def _shown(text: str) -> str:
+    """Return the text as it is for a file or a program, and readable in a terminal."""
+    from trainfit.core.errors import printable
+
+    return printable(text) if sys.stdout.isatty() else text
 
 
 def _own_items(path: Path, column: str) -> list[Any]:
@@ -283,7 +290,7 @@ def sample(
     with terminal.busy("writing"):
         writer = open_writer(place)
         text = writer.write(prompt, tokens=tokens, temperature=temperature, top_k=top_k, seed=seed)
-    click.echo(json.dumps({"prompt": prompt, "text": text}) if as_json else text)
+    click.echo(json.dumps({"prompt": prompt, "text": text}) if as_json else _shown(text))
 
 
 # ── export ───────────────────────────────────────────────────────────────────────────────────────

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import errno
 import gc
 import hashlib
 import importlib
@@ -30,6 +31,7 @@ from trainfit.core.errors import (
     brief,
     did_you_mean,
     in_one_line,
+    reason,
     redact,
     user_line,
 )
@@ -67,6 +69,7 @@ _PLACES = {
 }
 """Modules of commands that share one; each is a function of its own name there."""
 INTERRUPTED = 130
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _LONGEST_LINE = 1000
 """Longest line of an error, since a name in it may have a million characters."""
 
@@ -105,6 +108,11 @@ def trainfit() -> None:
 
 def main() -> NoReturn:
     """Run the command line and exit with its code."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:  # closed: the next file would take its number, and its text
+            null = os.open(os.devnull, os.O_RDWR)
+            os.set_inheritable(null, True)
+            setattr(sys, name, os.fdopen(null, mode))
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a terminal without × gets a ? and not an error
@@ -170,7 +178,7 @@ def run(arguments: list[str]) -> int:
             return _fail("interrupted", INTERRUPTED)
         except BrokenPipeError:  # the reader, such as head, has seen enough
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
+            return 1  # as click and rich do: a training may not have ended
         except Exception as error:  # the last resort: no traceback reaches a user
             if lacking := _lacking(error, arguments[0]):
                 return _fail(str(lacking), lacking.exit_code)
@@ -185,6 +193,11 @@ def _unexpected(error: Exception, arguments: list[str]) -> str:
     if any(map(_JOB.fullmatch, arguments)) and (at := user_line(error)):
         hint = f"look at {at}, or set TRAINFIT_TRACEBACK=1 to see all"
         return f"the job fails with {in_one_line(error)}; {hint}"
+    if isinstance(error, OSError) and error.errno in _FULL:
+        place = error.filename or "the output"
+        return f"cannot write {place} ({reason(error)}); free some space, or write elsewhere"
+    if isinstance(error, MemoryError):
+        return "the memory of this machine ran out; end other programs, or give less data"
     first = (str(error).strip().splitlines() or ["no message"])[0]
     hint = "set TRAINFIT_TRACEBACK=1 to see where, and report it"
     return f"internal error, {type(error).__name__}: {first}; {hint}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -243,13 +243,19 @@ def _composed(
 
 def _left_run(composed: Composed) -> Path | None:
     """Find the newest run of this configuration that has not ended."""
+    from trainfit.core.files import read_text
     from trainfit.runs import run_folder
+
+    def is_same(path: Path) -> bool:
+        with suppress(OSError, ValueError):  # a damaged file of another run
+            return read_text(path) == wanted
+        return False
 
     wanted = run_folder.written_config(composed.written())
     found = [
         path.parent
         for path in Path(composed.config.runs_dir).glob("*/config.json")
-        if path.read_text(encoding="utf-8") == wanted
+        if is_same(path)
         and not (path.parent / "results.json").is_file()
         and (path.parent / "data.json").is_file()
     ]

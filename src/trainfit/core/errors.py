@@ -20,7 +20,11 @@ _NAMES = (
     r"|(?:api|access|private|auth)[_-]?key)"
 )
 _SECRET_NAME = re.compile(rf"(?:^|[\W_]|\w(?=pass)){_NAMES}$", re.IGNORECASE)
-_SECRET_VARIABLE = re.compile(r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE)$", re.IGNORECASE)
+_SECRET_VARIABLE = re.compile(
+    r"(?:TOKEN|KEY|SECRET|PASSWORD|PASSWD|PASSPHRASE|_PASS|_PWD|_PAT)$", re.IGNORECASE
+)
+_CONTROL = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
+"""Characters that a terminal obeys instead of showing them, but for tabs and line ends."""
 _SHORTEST = 6
 """Minimum characters of a secret value; a shorter one would match innocent words."""
 
@@ -48,6 +52,11 @@ def redact(text: str) -> str:
     for value in _variables(os.environ):
         text = text.replace(value, HIDDEN)
     return text
+
+
+def printable(text: str) -> str:
+    """Escape control characters, such as those of a class name that would rule a terminal."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
 def redact_word(word: str) -> str:

@@ -52,10 +52,14 @@ def open_regular(path: Path) -> BufferedReader:
 
 
 def open_to_append(path: Path) -> TextIO:
-    """Open a text file to write at its end; OSError for a pipe, which would wait for a reader."""
+    """Open a text file to write at its end; OSError for a pipe, which would wait for a reader.
+
+    A link is refused too: in a run folder from elsewhere it may lead to any file of the user's.
+    """
     if path.exists():
         open_regular(path).close()
-    return path.open("a", encoding="utf-8")
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0)
+    return os.fdopen(os.open(path, flags, 0o666), "a", encoding="utf-8")
 
 
 def read_text(path: Path, most: int = LARGEST_TEXT, errors: str = "strict") -> str:

@@ -81,8 +81,9 @@ def load_tokenizer(place: str, *, learned: bool = False) -> Tokenizer:
                 tokenizer: Tokenizer = getattr(transformers, kind).from_pretrained(
                     place, trust_remote_code=False, **files
                 )
+            tokenizer("\u2603")  # a vocabulary without its token for unknown words fails now
         except Exception as error:  # noqa: BLE001  libraries below raise plain ones for a bad file
-            reasons += (str(error).strip().splitlines() or [type(error).__name__])[:1]
+            reasons.append(reason(error))
             continue
         # Without a vocabulary file transformers makes a tokenizer of special tokens only.
         if len(tokenizer) - len(set(tokenizer.all_special_ids)) < _FEWEST:

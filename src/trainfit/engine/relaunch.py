@@ -239,5 +239,7 @@ def disk_fix(error: BaseException, run: Path) -> str:
         if not run.is_dir():
             return "the run's folder was removed while it was written to: start a new run"
     full = getattr(error, "errno", None) in (errno.ENOSPC, errno.EDQUOT)
+    shared = full and getattr(error, "filename", None) is None  # maybe of a loader's workers
     cure = "free some space" if full or "No space left" in str(error) else "make it writable"
+    cure = f"{cure} there or in /dev/shm" if shared else cure
     return f"{cure} and continue with --resume {run}; the checkpoints before are as they were"

@@ -13,6 +13,7 @@ import numpy as np
 
 from trainfit.conf import Composed
 from trainfit.core import codec
+from trainfit.core.errors import printable
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.data.tokens import Dataset, separates
@@ -165,7 +166,7 @@ def _table(columns: Sequence[str], rows: Rows) -> str:
 
 
 def _cell(text: str) -> str:
-    return " ".join(text.replace("|", "\\|").split())
+    return " ".join(printable(text).replace("|", "\\|").replace("<", "\\<").split())
 
 
 def _data(

@@ -187,11 +187,15 @@ def _facts(folder: Path) -> dict[str, Any]:
         facts = codec.read_object(folder / name)
         if missing := [one for one in needed if one not in facts]:
             raise ValueError(f"it has no {missing[0]}")
+        codec.decode(tuple[str, ...], facts["classes"], "classes")
+        for key, least in (("max_length", 1), ("eval_batch_size", 1), ("pad_id", 0)):
+            if codec.decode(int, facts[key], key) < least:
+                raise ValueError(f"{key} is {facts[key]}")
         thresholds = codec.decode(tuple[float, ...], facts.get("thresholds", []), "thresholds")
         several = isinstance(target_of(facts), SeveralLabels)
         if several and len(thresholds) != len(facts["classes"]):
             raise ValueError("it has not a threshold for each class")
-    except (OSError, ValueError, TypeError, KeyError) as error:
+    except (OSError, ValueError, TypeError, KeyError, BadInput) as error:
         raise BadInput(
             f"cannot read {name} in {folder} ({reason(error)})", "export the model again"
         ) from None

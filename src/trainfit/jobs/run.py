@@ -339,6 +339,7 @@ def begin(
             profile.save(folder / "hardware.json")
             launch.note(folder)
         else:
+            run_folder.identity(resume)  # a damaged one would end the run at its first checkpoint
             check_same_data(resume, prepared)
             plan, folder = Plan.load(resume / "plan.json"), resume
         said = json.dumps([plan.to_json(indent=None), str(folder)])

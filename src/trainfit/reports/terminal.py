@@ -9,12 +9,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from rich.console import Console, Group, RenderableType
-from rich.markup import escape
+from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
+
+from trainfit.core.errors import printable
 
 if TYPE_CHECKING:
     from trainfit.conf import Composed
@@ -29,10 +31,22 @@ _QUIET = 2.0
 """Seconds until the first sign of life in a pipe."""
 
 
+class _Console(Console):
+    """A console to which names from data are plain text: neither markup nor terminal commands."""
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
+
+
 def console(stderr: bool = False) -> Console:
     """A console that does not fold lines at 80 columns when it is piped into a file."""
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+    made = _Console(stderr=stderr, highlight=False, markup=False)
+    if not made.is_terminal:
+        made.width = PLAIN_WIDTH
+    return made
 
 
 @contextmanager
@@ -43,7 +57,8 @@ def busy(what: str) -> Iterator[None]:
     """
     shown, begun = console(stderr=True), time.monotonic()
     if shown.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        name = TextColumn("{task.description}", markup=False)
+        columns = SpinnerColumn(), name, TimeElapsedColumn()
         with Progress(*columns, console=shown, transient=True) as progress:
             progress.add_task(what, total=None)
             yield
@@ -157,7 +172,7 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = list(rows[0]) if rows else []
     numbers = [name for name in names if isinstance(rows[0][name], (int, float))]
     words = [name for name in names if name not in numbers]
-    made = table("", map(escape, words), map(escape, numbers))
+    made = table("", words, numbers)
     for row in rows:
         made.add_row(*(Text(_answer(row[name])) for name in (*words, *numbers)))
     return made

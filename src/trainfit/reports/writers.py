@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import DictLoader, Environment, StrictUndefined
 from markupsafe import Markup
 
+from trainfit.core.errors import printable
 from trainfit.reports import geometry
 from trainfit.reports.model import (
     Block,
@@ -147,7 +148,7 @@ def markdown(report: Report) -> str:
     """The whole page."""
     parts = [part for chapter in report.chapters for part in _chapter(chapter)]
     parts.append(f"Made by trainfit {report.version} on {report.made}.")
-    return "\n\n".join(parts) + "\n"
+    return printable("\n\n".join(parts)) + "\n"
 
 
 def spark(values: Sequence[float | None], width: int = 24) -> str:

@@ -28,6 +28,7 @@ from trainfit.core.errors import (
     RunFailed,
     TrainfitError,
     did_you_mean,
+    printable,
     reason,
     redact,
     redact_values,
@@ -76,8 +77,9 @@ class Journal:
 
     def line(self, text: str) -> None:
         """Write a line for people, with the time; programs get it from logging as `trainfit`."""
-        if self._write(LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {redact(text)}"):
-            logging.getLogger("trainfit").info("%s", redact(text))
+        text = printable(redact(text))
+        if self._write(LOG, f"{time.strftime('%Y-%m-%d %H:%M:%S')} {text}"):
+            logging.getLogger("trainfit").info("%s", text)
 
     def close(self) -> None:
         for file in self._files.values():

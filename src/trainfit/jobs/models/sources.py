@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from functools import partial, partialmethod
@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainfit.core.errors import BadInput, refusing
+from trainfit.core.errors import BadInput, TrainfitWarning, refusing
 from trainfit.core.libraries import import_generation
 from trainfit.core.plan_records import Quantization
 from trainfit.data.model_files import plain_config, read_config, read_weights, unreadable
+from trainfit.data.tokenizers import quiet_transformers
 from trainfit.engine.saved_state import find_nonfinite
 from trainfit.hardware.host import check_room
 from trainfit.hardware.model_shapes import (
@@ -140,7 +141,12 @@ def _read(
     the same if the model comes from memory. `as_stored` leaves linear layers of blocks in the dtype
     of the file, which is then mapped and not copied.
     """
-    with refusing(partial(unreadable, place)), without_bars(), torch.random.fork_rng(devices=[]):
+    with (
+        refusing(partial(unreadable, place)),
+        without_bars(),
+        quiet_transformers(),  # a table with names that are anyone's
+        torch.random.fork_rng(devices=[]),
+    ):
         # Give tensors and no folder, in which transformers would find much else to load.
         state = read_weights(place)
         kind: Any = _class_of(config)
@@ -152,13 +158,33 @@ def _read(
             state_dict=state,
             dtype=stored.pop() if as_stored else dtype,
             trust_remote_code=False,
+            ignore_mismatched_sizes=True,
             output_loading_info=True,
         )
+    missing = _missing(whole, info, place)
     # Only the text part of a model of text and images is used.
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     if as_stored:
         _convert(model, dtype)
-    return model, all("pooler" in name for name in info["missing_keys"])
+    return model, not missing
+
+
+def _missing(model: nn.Module, info: Mapping[str, Any], place: str) -> list[str]:
+    """List the weights that are not in the files, but for a pooler's, and warn of them.
+
+    Raises BadInput where there is none of them, or one of another shape.
+    """
+    fix = "get another copy of it, or set model.weights=random"
+    for name, found, wanted in sorted(info["mismatched_keys"]):
+        shapes = f"{tuple(found)}, and {tuple(wanted)} by its config"
+        raise BadInput(f"the weight {name} of {place} is {shapes}", fix)
+    missing: list[str] = sorted(name for name in info["missing_keys"] if "pooler" not in name)
+    if info["missing_keys"].issuperset(name for name, _ in model.named_parameters()):
+        raise BadInput(f"{place} has none of the weights that its config describes", fix)
+    if missing:
+        some = f"{len(missing)} weights of {place} are not in its files and start at random"
+        warnings.warn(f"{some}, such as {missing[0]}", TrainfitWarning, stacklevel=2)
+    return missing
 
 
 def _convert(model: PreTrainedModel, dtype: torch.dtype) -> None:
@@ -239,16 +265,9 @@ def without_bars() -> Iterator[None]:
 @contextmanager
 def without_warnings() -> Iterator[None]:
     """Silence transformers and trainfit about a model that is built only to see if it can be."""
-    from transformers.utils import logging
-
-    before = logging.get_verbosity()
-    logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.set_verbosity(before)
+    with quiet_transformers(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 def _configured(
