@@ -33,7 +33,7 @@ from trainfit.jobs.own import OwnTask, prepare
 from trainfit.jobs.own_steps import find_shape, summed
 from trainfit.jobs.registry import config_class
 from trainfit.planning.cuts import fixed_settings
-from trainfit.runs.run_folder import METRICS
+from trainfit.runs.run_folder import METRICS, exports_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
 EFFECTIVE = ("training.effective_batch_size=32",)
@@ -543,6 +543,15 @@ class Pair(NamedTuple):
 def test_a_batch_that_is_not_of_tensors_is_one_line(sample: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         find_shape(registry.Job().collate, [sample] * 2, [1, 1])
+
+
+def test_a_run_of_ones_own_job_asks_for_its_class(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    with pytest.raises(BadInput, match="has no exported model; finish it first"):
+        exports_of(tmp_path)
+    (tmp_path / "export" / "job.json").write_text("{}")
+    with pytest.raises(BadInput, match="name its class: trainfit predict module:Class --run"):
+        exports_of(tmp_path)
 
 
 def test_a_number_of_tensors_that_varies_is_one_line() -> None:
