@@ -119,7 +119,8 @@ def _cuttings(
     count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
     if question.indivisible and count * ranks > 1:
         how = f"cut into {count} micro-batches" if ranks == 1 else f"divided over {ranks} ranks"
-        fix = "leave batch_size and gradient_accumulation_steps to the plan, on one device"
+        left = "leave batch_size and gradient_accumulation_steps to the plan"
+        fix = left if ranks == 1 else "take one device"
         raise BadInput(f"a step would be {how}, but {question.indivisible}", fix)
     if question.indivisible:
         cuttings = cuttings[:1]
