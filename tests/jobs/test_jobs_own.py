@@ -26,14 +26,17 @@ from trainfit.conf import compose
 from trainfit.core import codec
 from trainfit.core.errors import BadInput, RunFailed, TrainfitWarning
 from trainfit.core.plan_records import Plan
+from trainfit.hardware import detect
 from trainfit.integrations import plan_exports
 from trainfit.jobs import own_steps, registry
 from trainfit.jobs.own import OwnTask, prepare
 from trainfit.jobs.own_steps import find_shape, summed
 from trainfit.jobs.registry import config_class
-from trainfit.runs.run_folder import METRICS
+from trainfit.planning.cuts import fixed_settings
+from trainfit.runs.run_folder import METRICS, exports_of
 
 DOCS = Path(__file__).parents[2] / "docs" / "jobs"
+EFFECTIVE = ("training.effective_batch_size=32",)
 FAST = ("epochs=1", "device.num_threads=1", "device.mixed_precision=off", "training.num_workers=0")
 
 
@@ -132,6 +135,21 @@ def test_an_indivisible_step_is_one_micro_batch_whatever_the_memory(here: Path) 
     assert question.pins["gradient_accumulation_steps"].value == 1
     plan = trainfit.plan("two_towers:TwoTowers", gpu="t4")
     assert (plan.gradient_accumulation_steps, plan.cuts) == (1, (1,))
+
+
+def test_a_model_with_batch_norm_is_planned_in_one_piece(here: Path) -> None:
+    """Without weights or values; the loop's own check is of the real model."""
+    own(here, first="nn.BatchNorm1d(3), ")
+    asked = prepare(compose_own("mine:Mine")).question()
+    assert asked.pins["gradient_accumulation_steps"].value == 1
+    cpu = detect()
+    fixed_settings(asked, cpu, 1)
+    with pytest.raises(BadInput, match="divided over 2 ranks, but the model has BatchNorm"):
+        fixed_settings(asked, cpu, 2)
+    asked = prepare(compose_own("mine:Mine", "training.batch_size=4", *EFFECTIVE)).question()
+    with pytest.raises(BadInput, match=r"cut into 2 micro-batches.*leave batch_size"):
+        fixed_settings(asked, cpu, 1)
+    assert prepare(compose_own("images:Images")).question().indivisible is None
 
 
 def exported(form: str, composed: Any, **changes: Any) -> plan_exports.Handover:
@@ -259,6 +277,14 @@ def test_a_mistake_in_the_class_is_one_line(
     [
         ("size = 1 / 0", "cannot import mine (ZeroDivisionError: division by zero); fix line 4"),
         ("raise SystemExit(3)", "cannot import mine (SystemExit: 3)"),
+        (
+            "from . import images",
+            "no known parent package); run it from the folder above the package",
+        ),
+        (
+            "class Mine(trainfit.Job): pass\ntrainfit.train(Mine)",
+            "mine calls trainfit while it is imported; put the call under if __name__",
+        ),
         ("trainfit.tunable(1.0, low=2.0, high=1.0)", "tunable goes from 2.0 to 1.0"),
     ],
 )
@@ -277,6 +303,7 @@ def test_a_file_that_fails_is_one_line_with_its_number(
             "class Config:\n        sizes: list = [16, 8]",
             "Mine.Config.sizes is a list; use a tuple",
         ),
+        ("def __init__(self): self.x = 1", "define __init__(self, config)"),
         ("class Config:\n        lr = 0.1", "Mine.Config.lr has no type, so that it would be"),
         ("metric = 5", "Mine.metric is 5; give the name of a figure"),
         ("def evaluate(self, model): return {}", "define evaluate(self, model, batches)"),
@@ -334,6 +361,13 @@ def test_evaluate_gives_numbers(here: Path, given: Any, words: str) -> None:
     [
         ("return open('/nowhere/data.pt')", 1, "FileNotFoundError: [Errno 2] No such file"),
         ("return iter([1, 2])", 2, "data('train') gives a list_iterator, which has no len()"),
+        (
+            "return {'x': torch.ones(8, 3)}",
+            2,
+            "data('train') gives a dict, which has no len() or no [0]",
+        ),
+        ("return torch.utils.data.DataLoader([1])", 2, "gives a DataLoader, which has no len() or"),
+        ("return [] if split == 'test' else [1]", 2, "data('test') gives no samples"),
     ],
 )
 def test_data_that_cannot_be_read_is_one_line(
@@ -509,6 +543,20 @@ class Pair(NamedTuple):
 def test_a_batch_that_is_not_of_tensors_is_one_line(sample: Any, words: str) -> None:
     with pytest.raises(BadInput, match=words):
         find_shape(registry.Job().collate, [sample] * 2, [1, 1])
+
+
+def test_a_run_of_ones_own_job_asks_for_its_class(tmp_path: Path) -> None:
+    (tmp_path / "export").mkdir()
+    with pytest.raises(BadInput, match="has no exported model; finish it first"):
+        exports_of(tmp_path)
+    (tmp_path / "export" / "job.json").write_text("{}")
+    with pytest.raises(BadInput, match="name its class: trainfit predict module:Class --run"):
+        exports_of(tmp_path)
+
+
+def test_a_number_of_tensors_that_varies_is_one_line() -> None:
+    with pytest.raises(BadInput, match="2 tensors for one sample and 3 for two; give as many"):
+        find_shape(lambda items: {"x": torch.ones(len(items)), "boxes": items}, GOOD, [1] * 4)
 
 
 def test_samples_that_differ_are_planned_by_the_largest() -> None:

@@ -68,7 +68,7 @@ def build_model(task: TrainTask) -> nn.Module:
     return model.train()
 
 
-def why_indivisible(task: TrainTask, model: nn.Module) -> str | None:
+def why_indivisible(task: object, model: nn.Module) -> str | None:
     """Reason why a step of this task must not be cut into micro-batches; None where it may be."""
     if getattr(task, "indivisible", False):
         return "the task is indivisible"

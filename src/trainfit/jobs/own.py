@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,12 +21,12 @@ from torch import Tensor, nn
 
 from trainfit.conf import Composed
 from trainfit.core import codec
-from trainfit.core.errors import BadInput
+from trainfit.core.errors import BadInput, user_line
 from trainfit.core.files import text_facts, write_whole
 from trainfit.core.plan_records import Plan, Workload
 from trainfit.core.records import Event, HardwareProfile, Record
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
-from trainfit.engine.setup import describe
+from trainfit.engine.setup import describe, why_indivisible
 from trainfit.engine.step import autocast
 from trainfit.jobs import exports, job_plan, registry, tuned_plans
 from trainfit.jobs.models.building import birthplace, on_device
@@ -112,6 +113,15 @@ class PreparedJob(Prepared):
         """Shape of the job's batches."""
         return find_shape(self.job.collate, self.train, self.lengths.tolist())
 
+    @cached_property
+    def indivisible(self) -> str | None:
+        """Reason why a step is never cut; None where it may be, or no model is built on meta."""
+        model = nn.Module()
+        if not self.job.indivisible:
+            with suppress(Exception), torch.device("meta"):
+                model = type(self.job)(self.job.config).model().train()
+        return why_indivisible(self.job, model)
+
     # ── the planner's side ────────────────────────────────────────────────────────────────────
 
     def question(self) -> Question:
@@ -121,8 +131,8 @@ class PreparedJob(Prepared):
         pins.setdefault("gradient_checkpointing", Pin(value="none", origin="the job"))
         if config.optimization.compile == "auto":
             pins["compile"] = Pin(value=False, origin="the job")
-        if job.indivisible:
-            pins["gradient_accumulation_steps"] = Pin(value=1, origin="the job (indivisible)")
+        if self.indivisible:
+            pins.setdefault("gradient_accumulation_steps", Pin(value=1, origin=self.indivisible))
         chosen = bool(self.own_optimizer)
         if chosen:
             origin = "the job has its own, and this is not used"
@@ -153,7 +163,7 @@ class PreparedJob(Prepared):
             unpackable="the job collates its own batches",
             causal=bool((self.lengths == self.lengths[0]).all()),
             pins=pins,
-            indivisible=job.indivisible,
+            indivisible=self.indivisible,
             savers=tuple(
                 name
                 for name in saver_settings(adapters=False)
@@ -206,7 +216,7 @@ class PreparedJob(Prepared):
             at_least=plan.gradient_accumulation_steps,
             at_most=plan.gradient_accumulation_steps,
         )
-        if self.job.indivisible:
+        if self.indivisible:
             cuts = cuts[:1]
         return loop_settings(
             self.config,
@@ -354,11 +364,15 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedJob:
     kind = registry.load(composed.task)
     job = kind(registry.own_config(kind, composed.config))
     train, validation, test = (job.data(split) for split in ("train", "validation", "test"))
-    for name, data in (("train", train), ("validation", validation)):
-        if data is not None and not hasattr(data, "__len__"):
-            what = f"data({name!r}) gives a {type(data).__name__}, which has no len()"
-            raise BadInput(what, "give a list or a dataset with len() and [index]")
-        if data is None or not len(data):
-            raise BadInput(f"data({name!r}) gives no samples", "give at least one")
     test = validation if test is None else test
+    for name, data in (("train", train), ("validation", validation), ("test", test)):
+        if data is None or (hasattr(data, "__len__") and not len(data)):
+            raise BadInput(f"data({name!r}) gives no samples", "give at least one")
+        try:
+            len(data), data[0]
+        except (TypeError, KeyError, NotImplementedError) as error:
+            if user_line(error):  # its own __getitem__ fails
+                raise
+            what = f"data({name!r}) gives a {type(data).__name__}, which has no len() or no [0]"
+            raise BadInput(what, "give a list or a dataset with len() and [index]") from None
     return PreparedJob(composed=composed, job=job, train=train, validation=validation, test=test)

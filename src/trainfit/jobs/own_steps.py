@@ -95,6 +95,9 @@ def find_shape(
     if not unsized:
         collated(short, long)
     leaves = []
+    if not len(one) == len(two) == len(other):
+        what = f"collate gives {len(one)} tensors for one sample and {len(two)} for two"
+        raise BadInput(what, "give as many for any number of samples: stack them, or pad and stack")
     for a, b, c in zip(one, two, other, strict=True):
         if a.dim() == 0:
             raise BadInput(

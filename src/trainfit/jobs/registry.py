@@ -284,7 +284,11 @@ def _imported(module: str, task: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        return import_module(module)
+        found = import_module(module)
+        if getattr(found.__spec__, "_initializing", False):  # each child would start the next one
+            what = f"{module} calls trainfit while it is imported"
+            raise BadInput(what, 'put the call under if __name__ == "__main__":')
+        return found
     except ModuleNotFoundError as error:
         if error.name is not None and module.split(".")[0] == error.name.split(".")[0]:
             fix = f"run it from the folder of {module.split('.')[0]}.py, or install the package"
@@ -293,7 +297,9 @@ def _imported(module: str, task: str) -> Any:
             f"{module} needs {error.name}, which is not installed", "install it"
         ) from None
     except (ImportError, SyntaxError) as error:
-        raise BadInput(f"cannot import {brief(module)} ({reason(error)})", "fix the file") from None
+        relative = "relative import" in str(error)
+        fix = "run it from the folder above the package" if relative else "fix the file"
+        raise BadInput(f"cannot import {brief(module)} ({reason(error)})", fix) from None
     except (Exception, SystemExit) as error:
         if isinstance(error, TrainfitError) or os.environ.get("TRAINFIT_TRACEBACK"):
             raise
@@ -339,7 +345,7 @@ def _check_methods(job: type[Job]) -> None:
     """Raise BadInput for a method that does not take what it will be called with."""
     for name, method in vars(Job).items():
         own = inspect.getattr_static(job, name)
-        if name.startswith("_") or not inspect.isfunction(method) or not inspect.isfunction(own):
+        if not (inspect.isfunction(method) and inspect.isfunction(own)) or name == "_lacks":
             continue
         words = list(inspect.signature(method).parameters)
         try:

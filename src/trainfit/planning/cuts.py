@@ -116,9 +116,14 @@ def _cuttings(
     """Fit the ladder of cuts, from the pinned number of micro-batches on."""
     steps = question.pinned("gradient_accumulation_steps")
     cuttings = _cut(question.folds, packed, effective, cap, ranks, steps)
+    count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
+    if question.indivisible and count * ranks > 1:
+        how = f"cut into {count} micro-batches" if ranks == 1 else f"divided over {ranks} ranks"
+        left = "leave batch_size and gradient_accumulation_steps to the plan"
+        fix = left if ranks == 1 else "take one device"
+        raise BadInput(f"a step would be {how}, but {question.indivisible}", fix)
     if question.indivisible:
         cuttings = cuttings[:1]
-    count, batch = cuttings[0].cut.micro_batches, question.pinned("batch_size")
     if batch is not None and steps is not None and count > steps:
         raise BadInput(
             f"{effective} sequences do not fit {steps} micro-batches of "

@@ -65,8 +65,8 @@ class Question(Record):
     """The job can gather its steps from tokens that are kept on the GPU."""
     causal: bool = False
     """True for next-token prediction on blocks of one length, without packing or padding."""
-    indivisible: bool = False
-    """A step cannot be cut: its loss does not add up over micro-batches."""
+    indivisible: str | None = None
+    """Reason why a step must not be cut into micro-batches; None: it may be."""
     savers: tuple[str, ...] = ()
     """Settings that the planner may change where the job does not fit otherwise."""
     watts: float | None = None

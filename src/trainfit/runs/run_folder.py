@@ -276,6 +276,9 @@ def exports_of(run: Path) -> list[Path]:
     found = [run / "export", *sorted(run.glob("fold-*/export"))]
     known = ("trainfit.json", "head.json")
     found = [folder for folder in found if any((folder / name).is_file() for name in known)]
+    if not found and (run / "export" / "job.json").is_file():  # only its class can load it
+        what = f"{run} is of a job of one's own"
+        raise BadInput(what, f"name its class: trainfit predict module:Class --run {run}")
     if not found:
         if (run / "export" / "config.json").is_file():
             raise BadInput(f"the model of {run} is no classifier", f"try trainfit sample {run}")
