@@ -162,7 +162,7 @@ def predict(
     exports = exports_of(place)
     if export_facts(exports[0]).get("task") == "tokens":
         split = [item.split() if isinstance(item, str) else list(item) for item in items]
-        return answer_words(exports, [words for words in split if words])
+        return answer_words(exports, dict(enumerate(split, 1)))
     if wrong := [item for item in items if not isinstance(item, str)]:
         raise BadInput(f"an item is a {type(wrong[0]).__name__}", "give texts")
     return answer(exports, list(items), criterion)
