@@ -202,7 +202,7 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
 ):
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     rows = [*ROWS, {"text": 3, "label": 1, "who": "w"}]
-    with pytest.raises(BadInput, match="row 49, column text: there is no text"):
+    with pytest.raises(BadInput, match="row 49, column text: there is a number and no text"):
         tokenize_file(put(tmp_path, "jsonl", rows), tokenizer, max_length=9, columns=Columns())
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
@@ -295,7 +295,7 @@ def test_labels_of_other_files_are_numbered_as_in_training(tmp_path: Path, token
     assert dataset.test.labels.tolist() == [2] * 10
     assert dataset.metadata["test"]["by_class"] == [0, 0, 10]
     unknown = [{"text": "x", "label": "d"}]
-    with pytest.raises(BadInput, match=r"1 labels that the training data has not \(d\)"):
+    with pytest.raises(BadInput, match=r"has a label that the training data has not \(d\)"):
         load_text_files(train, tokenizer, test=put(tmp_path, "csv", unknown, "u"), max_length=9)
 
 
