@@ -35,6 +35,7 @@ _BINS = 10
 """Ranges of numbers that a split spreads evenly."""
 _MISSING = frozenset({"nan", "<na>", "null", "#n/a"})
 """Words, in lower case, that programs write where a label is missing; never names of classes."""
+_TRUTH = {"true", "false"}
 _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _HALVES = re.compile("[\ud800-\udfff]")
 _LONGEST_NAME = 200
@@ -57,6 +58,8 @@ class LabelKind:
     """Numbers may have a decimal comma."""
     whole: bool = False
     """Classes are whole numbers, which may be written as 1.0."""
+    truth: bool = False
+    """Classes are true and false, in upper or lower case."""
     by_place: bool = False
     """A list has a 0 or a 1 for each label: the labels are the places of the ones, from 0."""
 
@@ -73,7 +76,9 @@ def infer_kind(
     if target != "multi":
         numbers = [as_number(value) for value in known] if target == "single" else [None]
         whole = all(number is not None and number.is_integer() for number in numbers)
-        return LabelKind(target=target, comma=comma and target == "regression", whole=whole)
+        truth = target == "single" and {str(value).strip().lower() for value in known} <= _TRUTH
+        comma = comma and target == "regression"
+        return LabelKind(target=target, comma=comma, whole=whole, truth=truth)
     separator = _separator(known, certain=asked == "multi")
     return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
 
@@ -194,7 +199,8 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
         [value] = value
     if kind.target == "single":
         number = as_number(value) if kind.whole and isinstance(value, str) else None
-        return read_name(value if number is None else number, place)
+        name = read_name(value if number is None else number, place)
+        return name.lower() if kind.truth else name
     if kind.target == "multi":
         parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
         if isinstance(value, str) and parts:
@@ -250,12 +256,10 @@ def read_name(value: Any, place: str) -> str:
         value = int(value)
     if isinstance(value, bool):
         value = str(value).lower()
-    fix = "use a string or a whole number"
-    if isinstance(value, list | dict):
-        raise BadInput(f"{place}: the label is a list of more than one name", fix)
-    if not isinstance(value, str | int) or not str(value).strip():
-        raise BadInput(f"{place}: there is no label", fix)
-    name = str(value).strip()
+    name = str(value).strip() if isinstance(value, str | int) else ""
+    if not name:
+        what = "more than one name" if isinstance(value, list | dict) else "no name"
+        raise BadInput(f"{place}: there is {what}", "use a string or a whole number")
     if len(name) > _LONGEST_NAME:
         raise BadInput(f"{place}: the label has {len(name):,} characters", "name the right column")
     return check_characters(name, place)
@@ -319,11 +323,9 @@ def check_labels(
         return
     unknown = [name for name in names if name not in set(known)]
     if unknown:
-        raise BadInput(
-            f"{path} has {len(unknown)} labels that the training data has not "
-            f"({shown(unknown[0])})",
-            f"use {', '.join(map(shown, class_order(known)[:10]))}",
-        )
+        count = "a label" if len(unknown) == 1 else f"{len(unknown)} labels"
+        what = f"{path} has {count} that the training data has not ({shown(unknown[0])})"
+        raise BadInput(what, f"use {', '.join(map(shown, class_order(known)[:10]))}")
 
 
 def count_classes(labels: IntArray, classes: int) -> list[int]:

@@ -8,7 +8,7 @@ import difflib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain, islice
@@ -49,6 +49,8 @@ _SPLIT = ("columns", "data")
 """Keys of the names and the rows that pandas writes with orient="split"."""
 _SEPARATOR_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)
 """First line by which Excel is told the separator."""
+_OPENED = re.compile(r'(?<![^\t])"[^\t\r\n]*')
+_QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/+(?!/)", re.IGNORECASE)
 csv.field_size_limit(LONGEST_LINE)  # a book may be one field
 
@@ -209,7 +211,7 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
     A column may have several names; its values are returned under the first.
     """
     mark = find_separator(path)
-    lines = csv.reader(_table_lines(path), delimiter=mark, strict=True)
+    lines = csv.reader(_csv_lines(path, mark), delimiter=mark, strict=True)
     number = 0
     try:
         header = [name.strip() for name in next(lines, [])]
@@ -228,6 +230,28 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
         # The csv module's messages are fixed sentences that quote no data.
         fix = "quote fields as CSV does; for longer texts use JSONL or Parquet"
         raise BadInput(f"{path}: row {number + 1} cannot be read ({error})", fix) from None
+
+
+def _csv_lines(path: Path, mark: str) -> Iterator[str]:
+    """Lines of a table as CSV has them: between tabs many tools write quotes as they are."""
+    lines = _table_lines(path)
+    if mark != "\t" or _width(csv.reader(_table_lines(path), delimiter=mark, strict=True)):
+        return lines
+    plain = _width(line.split(mark) for line in _table_lines(path) if line.strip())
+    return (_OPENED.sub(_quote, line) for line in lines) if plain else lines
+
+
+def _width(rows: Iterable[list[str]]) -> int:
+    """Number of fields that all rows have; 0 where they differ or cannot be read."""
+    widths = {0}
+    with suppress(csv.Error):
+        widths = {len(row) for row in rows if row}
+    return widths.pop() if len(widths) == 1 else 0
+
+
+def _quote(found: re.Match[str]) -> str:
+    """Quote a field that begins with a quote, unless it is quoted."""
+    return found[0] if _QUOTED.fullmatch(found[0]) else '"' + found[0].replace('"', '""') + '"'
 
 
 def has_decimal_commas(path: Path) -> bool:
