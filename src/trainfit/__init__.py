@@ -147,8 +147,8 @@ def predict(
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A text or a dict alone is one item. A model of words takes lists of words too, and answers for
-    each word.
+    A text or a dict alone is one item. A model of pairs takes pairs, one of words lists of
+    words too, and answers for each word.
     """
     from trainfit.core.errors import BadInput
     from trainfit.jobs import own_steps, registry
@@ -160,12 +160,18 @@ def predict(
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(registry.name_of(run), place, items)  # type: ignore[arg-type]
     exports = exports_of(place)
-    if export_facts(exports[0]).get("task") == "tokens":
+    facts = export_facts(exports[0])
+    if facts.get("task") == "tokens":
         split = [item.split() if isinstance(item, str) else list(item) for item in items]
         return answer_words(exports, dict(enumerate(split, 1)))
-    if wrong := [item for item in items if not isinstance(item, str)]:
-        raise BadInput(f"an item is a {type(wrong[0]).__name__}", "give texts")
-    return answer(exports, list(items), criterion)
+    pairs = facts.get("pairs") is True
+    rows = [item if pairs and isinstance(item, list | tuple) else (item,) for item in items]
+    for item, row in zip(items, rows, strict=True):
+        if len(row) != 1 + pairs or not all(isinstance(text, str) for text in row):
+            fix = "give pairs of texts" if pairs else "give texts"
+            raise BadInput(f"an item is a {type(item).__name__}", fix)
+    seconds = [row[1] for row in rows] if pairs else None
+    return answer(exports, [row[0] for row in rows], criterion, seconds)
 
 
 def check(gpu: str | None = None) -> Recommendation:
