@@ -25,6 +25,7 @@ JOINED = ["a|b", "a", "b|c", "a|c"] * 5
         ([1.0, 2.0, 1.0], "single", None),
         ([True, False], "single", None),
         (list(range(77)) * 6, "single", None),  # numbers of 77 classes
+        ([f"{code:04}" for code in range(100, 160)], "single", None),  # as of trades or places
         (["3.7", "2.0", "4.1"], "regression", None),
         ([0.5, 1.0, 1.5, 1.0], "regression", None),
         (list(range(100, 160)), "regression", None),
@@ -119,6 +120,7 @@ def test_true_and_false_are_the_same_in_every_format(tmp_path: Path):
         (["a"], LabelKind(), "a"),
         ("1.0", LabelKind(whole=True), "1"),
         ("1.0", LabelKind(), "1.0"),
+        ("007", infer_kind(["007", "7", "10"]), "007"),
         (" 3.5 ", LabelKind(target="regression"), 3.5),
         (4, LabelKind(target="regression"), 4.0),
     ],

@@ -214,6 +214,11 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
         ("a.csv", "text,class\nx,1\n", "no column label"),
         ("a.csv", "text,label\nx,\n ,1\n,\n", "has no rows with a text and a label"),
         ("a.csv", 'text,label\n"x,1\n', "row 1 cannot be read"),
+        (
+            "a.csv",
+            "text,label\nx,private\n" + "".join(f"x,{n}.5\n" for n in range(30)),
+            "most of them numbers; set data.target=regression",
+        ),
         ("a.jsonl", '{"text": "x", "label": 1}\nprivate words\n', "row 2 is not a JSON object"),
         ("a.jsonl", '{"text": "private words"}\n', "no column label"),
         ("a.jsonl", '{"text": "private words", "label": 0.5}\n', "row 1, column label"),

@@ -24,7 +24,8 @@ Label = str | tuple[str, ...] | float
 SEPARATORS = "|;,"
 VALUE = "value"
 """Name of the only output of a regression."""
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+"""A number without zeros before it: 007 is a code."""
 _MAJORITY = 0.6
 """Share of the rows with a separator from which on they are lists of labels."""
 _FEW_CODES = 20
@@ -311,6 +312,8 @@ def check_classes(names: Iterable[str], rows: int, place: str) -> None:
         what = f"{place} has {len(distinct):,} different labels in {rows:,} rows"
     else:
         return
+    if 2 * sum(as_number(name) is not None for name in distinct) > len(distinct):
+        raise BadInput(f"{what}, most of them numbers", "set data.target=regression for numbers")
     raise BadInput(f"{what}, as a column of texts has", "name the right one (data.label_column)")
 
 
