@@ -259,7 +259,7 @@ def read_name(value: Any, place: str) -> str:
         value = str(value).lower()
     name = str(value).strip() if isinstance(value, str | int) else ""
     if not name:
-        what = "more than one name" if isinstance(value, list | dict) else "no name"
+        what = {list: "more than one name", dict: "an object"}.get(type(value), "no name")
         raise BadInput(f"{place}: there is {what}", "use a string or a whole number")
     if len(name) > _LONGEST_NAME:
         raise BadInput(f"{place}: the label has {len(name):,} characters", "name the right column")

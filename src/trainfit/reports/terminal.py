@@ -7,10 +7,10 @@ import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console, Group, RenderableType
-from rich.markup import escape
 from rich.panel import Panel
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
@@ -30,9 +30,13 @@ _QUIET = 2.0
 
 
 def console(stderr: bool = False) -> Console:
-    """A console that does not fold lines at 80 columns when it is piped into a file."""
-    made = Console(stderr=stderr, highlight=False)
-    return made if made.is_terminal else Console(stderr=stderr, highlight=False, width=PLAIN_WIDTH)
+    """A console that does not fold lines at 80 columns when it is piped into a file.
+
+    What it prints is plain: names of classes and paths may look like markup or emoji codes.
+    """
+    plain = partial(Console, stderr=stderr, highlight=False, markup=False, emoji=False)
+    made = plain()
+    return made if made.is_terminal else plain(width=PLAIN_WIDTH)
 
 
 @contextmanager
@@ -43,7 +47,11 @@ def busy(what: str) -> Iterator[None]:
     """
     shown, begun = console(stderr=True), time.monotonic()
     if shown.is_terminal:
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        columns = (
+            SpinnerColumn(),
+            TextColumn("{task.description}", markup=False),
+            TimeElapsedColumn(),
+        )
         with Progress(*columns, console=shown, transient=True) as progress:
             progress.add_task(what, total=None)
             yield
@@ -157,7 +165,7 @@ def answers_table(rows: Sequence[Mapping[str, Any]]) -> Table:
     names = list(rows[0]) if rows else []
     numbers = [name for name in names if isinstance(rows[0][name], (int, float))]
     words = [name for name in names if name not in numbers]
-    made = table("", map(escape, words), map(escape, numbers))
+    made = table("", words, numbers)
     for row in rows:
         made.add_row(*(Text(_answer(row[name])) for name in (*words, *numbers)))
     return made
