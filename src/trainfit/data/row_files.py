@@ -235,10 +235,16 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
 def _csv_lines(path: Path, mark: str) -> Iterator[str]:
     """Lines of a table as CSV has them: between tabs many tools write quotes as they are."""
     lines = _table_lines(path)
-    if mark != "\t" or _width(csv.reader(_table_lines(path), delimiter=mark, strict=True)):
-        return lines
-    plain = _width(line.split(mark) for line in _table_lines(path) if line.strip())
+    plain = mark == "\t" and _has_plain_quotes(path, path.stat().st_mtime_ns)
     return (_OPENED.sub(_quote, line) for line in lines) if plain else lines
+
+
+@cache
+def _has_plain_quotes(path: Path, _changed: int) -> bool:
+    """Tell a table with a row in each line that is no CSV for its quotes; all of it is read."""
+    if _width(csv.reader(_table_lines(path), delimiter="\t", strict=True)):
+        return False
+    return bool(_width(line.split("\t") for line in _table_lines(path) if line.strip()))
 
 
 def _width(rows: Iterable[list[str]]) -> int:
