@@ -58,9 +58,7 @@ class LabelKind:
     comma: bool = False
     """Numbers may have a decimal comma."""
     whole: bool = False
-    """Classes are whole numbers, which may be written as 1.0."""
-    truth: bool = False
-    """Classes are true and false, in upper or lower case."""
+    """Classes are whole numbers, which may be written as 1.0, or true and false, also as TRUE."""
     by_place: bool = False
     """A list has a 0 or a 1 for each label: the labels are the places of the ones, from 0."""
 
@@ -77,9 +75,8 @@ def infer_kind(
     if target != "multi":
         numbers = [as_number(value) for value in known] if target == "single" else [None]
         whole = all(number is not None and number.is_integer() for number in numbers)
-        truth = target == "single" and {str(value).strip().lower() for value in known} <= _TRUTH
-        comma = comma and target == "regression"
-        return LabelKind(target=target, comma=comma, whole=whole, truth=truth)
+        whole |= target == "single" and {str(one).strip().lower() for one in known} <= _TRUTH
+        return LabelKind(target=target, comma=comma and target == "regression", whole=whole)
     separator = _separator(known, certain=asked == "multi")
     return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
 
@@ -201,7 +198,7 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
     if kind.target == "single":
         number = as_number(value) if kind.whole and isinstance(value, str) else None
         name = read_name(value if number is None else number, place)
-        return name.lower() if kind.truth else name
+        return name.lower() if kind.whole else name
     if kind.target == "multi":
         parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
         if isinstance(value, str) and parts:
@@ -259,7 +256,7 @@ def read_name(value: Any, place: str) -> str:
         value = str(value).lower()
     name = str(value).strip() if isinstance(value, str | int) else ""
     if not name:
-        what = {list: "more than one name", dict: "an object"}.get(type(value), "no name")
+        what = "more than one name" if isinstance(value, list) else "no name"
         raise BadInput(f"{place}: there is {what}", "use a string or a whole number")
     if len(name) > _LONGEST_NAME:
         raise BadInput(f"{place}: the label has {len(name):,} characters", "name the right column")
@@ -342,6 +339,6 @@ def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
     counted = count_classes(labels, len(names))
     for name, count in zip(names, counted, strict=True):
         if not count:
-            fix = "add some, or leave the class out"
+            fix = "add some (cv.folds needs several), or leave the class out"
             raise BadInput(f"class {shown(name)} has no training example", fix)
     return [len(labels) / (len(names) * count) for count in counted]
