@@ -65,6 +65,9 @@ def test_a_table_with_a_word_per_row(tmp_path: Path):
     tabs = tmp_path / "a.tsv"
     tabs.write_text(path.read_text().replace(",", "\t"))
     assert read(tabs) == ROWS
+    marks = ['Sentence: 9\t"\tx\tO', "\tyes\tx\tO", '\t"\tx\tO', '\t""""\tx\tO']
+    tabs.write_text("\n".join([lines[0].replace(",", "\t"), *marks]))
+    assert read(tabs) == [(['"', "yes", '"', '"'], ["O"] * 4)]
     path.write_text("\n".join([*lines, ",more,x,"]))
     with pytest.raises(BadInput, match="row 8 has a word without a tag"):
         read(path)

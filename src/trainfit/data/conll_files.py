@@ -115,7 +115,7 @@ def read_word_table(path: Path, names: list[str]) -> Rows:
     words: list[str] = []
     tags: list[str] = []
     sentence, now = 0, ""
-    for number, row in read_csv(path, list(columns.values())):
+    for number, row in read_csv(path, list(columns.values()), by_line=True):
         begun = row[columns["sentence"]].strip()
         if words and begun and begun != now:
             sentence += 1

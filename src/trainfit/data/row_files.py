@@ -205,13 +205,13 @@ def _check_line(line: str, place: str) -> None:
         raise BadInput(f"{place} has a NUL: the file is binary, or not UTF-8", fix)
 
 
-def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
+def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool = False) -> Rows:
     """Read each row's number, from 1 below the header, and its values in these columns.
 
-    A column may have several names; its values are returned under the first.
+    A column of several names is returned under the first. `by_line`: between tabs, lines are rows.
     """
     mark = find_separator(path)
-    lines = csv.reader(_csv_lines(path, mark), delimiter=mark, strict=True)
+    lines = csv.reader(_csv_lines(path, mark, by_line), delimiter=mark, strict=True)
     number = 0
     try:
         header = [name.strip() for name in next(lines, [])]
@@ -232,10 +232,10 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
         raise BadInput(f"{path}: row {number + 1} cannot be read ({error})", fix) from None
 
 
-def _csv_lines(path: Path, mark: str) -> Iterator[str]:
+def _csv_lines(path: Path, mark: str, by_line: bool) -> Iterator[str]:
     """Lines of a table as CSV has them: between tabs many tools write quotes as they are."""
     lines = _table_lines(path)
-    plain = mark == "\t" and _has_plain_quotes(path, path.stat().st_mtime_ns)
+    plain = mark == "\t" and (by_line or _has_plain_quotes(path, path.stat().st_mtime_ns))
     return (_OPENED.sub(_quote, line) for line in lines) if plain else lines
 
 
