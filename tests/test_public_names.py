@@ -33,7 +33,15 @@ def test_a_text_alone_is_one_item_and_not_its_letters(monkeypatch: pytest.Monkey
     monkeypatch.setattr("trainfit._folder", lambda run: run)
     monkeypatch.setattr("trainfit.runs.run_folder.exports_of", lambda run: [run])
     monkeypatch.setattr("trainfit.runs.run_folder.export_facts", lambda export: {})
-    monkeypatch.setattr("trainfit.jobs.predict.answer", lambda exports, texts, criterion: texts)
+    monkeypatch.setattr("trainfit.jobs.predict.answer", lambda exports, texts, *more: texts)
     assert trainfit.predict("run", "a film") == ["a film"]
     with pytest.raises(BadInput, match="an item is a int; give texts"):
+        trainfit.predict("run", [5])
+    monkeypatch.setattr("trainfit.runs.run_folder.export_facts", lambda export: {"pairs": True})
+    with pytest.raises(BadInput, match="an item is a str; give pairs of texts"):
+        trainfit.predict("run", ("a film", "a book"))
+    with pytest.raises(BadInput, match="an item has 3 texts; give pairs of texts"):
+        trainfit.predict("run", [("a", "b", "c")])
+    monkeypatch.setattr("trainfit.runs.run_folder.export_facts", lambda export: {"task": "tokens"})
+    with pytest.raises(BadInput, match="an item is a int; give texts or lists of words"):
         trainfit.predict("run", [5])

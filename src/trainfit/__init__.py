@@ -147,9 +147,11 @@ def predict(
 ) -> list[Any]:
     """Answer for texts by the model of a finished run, or for items by a job of yours.
 
-    A text or a dict alone is one item. A model of words takes lists of words too, and answers for
-    each word.
+    A text or a dict alone is one item. A model of pairs takes pairs, one of words lists of
+    words too, and answers for each word.
     """
+    from collections.abc import Collection
+
     from trainfit.core.errors import BadInput
     from trainfit.jobs import own_steps, registry
     from trainfit.jobs.predict import answer, answer_words
@@ -160,12 +162,23 @@ def predict(
     if isinstance(run, type) or ":" in str(run):
         return own_steps.predict(registry.name_of(run), place, items)  # type: ignore[arg-type]
     exports = exports_of(place)
-    if export_facts(exports[0]).get("task") == "tokens":
-        split = [item.split() if isinstance(item, str) else list(item) for item in items]
-        return answer_words(exports, [words for words in split if words])
-    if wrong := [item for item in items if not isinstance(item, str)]:
-        raise BadInput(f"an item is a {type(wrong[0]).__name__}", "give texts")
-    return answer(exports, list(items), criterion)
+    facts = export_facts(exports[0])
+    words, pairs = facts.get("task") == "tokens", facts.get("pairs") is True
+    asked = "texts or lists of words" if words else "pairs of texts" if pairs else "texts"
+    rows = []
+    for item in items:
+        row = item.split() if words and isinstance(item, str) else item
+        row = row if words or pairs else [item]
+        fits = isinstance(row, Collection) and not isinstance(row, str | dict)
+        if not fits or not all(isinstance(one, str) for one in row):
+            raise BadInput(f"an item is a {type(item).__name__}", f"give {asked}")
+        if not words and len(row) != 1 + pairs:
+            raise BadInput(f"an item has {len(row)} texts", f"give {asked}")
+        rows.append(list(row))
+    if words:
+        return answer_words(exports, dict(enumerate(rows, 1)))
+    seconds = [row[1] for row in rows] if pairs else None
+    return answer(exports, [row[0] for row in rows], criterion, seconds)
 
 
 def check(gpu: str | None = None) -> Recommendation:

@@ -216,7 +216,7 @@ def broken_weights(tmp: Path) -> list[str]:
         ("nli", lambda tmp: nli_words(tmp, "device.mixed_precision=bf16"), "this CPU does not"),
         ("nli", lambda tmp: nli_words(tmp, "tracking=mlflow"), "mlflow, which is not installed"),
         ("textclass", empty_split, "has no rows"),
-        ("textclass", label_not_in_training, "labels that the training data has not (9)"),
+        ("textclass", label_not_in_training, "a label that the training data has not (9)"),
         ("textclass", lambda tmp: words(tmp, "data.train=no.csv"), "no file no.csv"),
         ("gtp", lambda tmp: [], "did you mean gpt"),
         ("nil", lambda tmp: [], "did you mean nli"),

@@ -47,6 +47,9 @@ def choose(found: list[str], wanted: dict[str, str] = BOTH) -> dict[str, str]:
         ("review_title review_body stars", BOTH, "review_body stars"),
         ("text _input_hash _task_hash options accept", BOTH, "text accept"),
         ("Class_Index Title Description", BOTH, "Description Class_Index"),
+        ("first_text second_text similarity", PAIR, "first_text second_text similarity"),
+        ("Nr. Text Bewertung", BOTH, "Text Bewertung"),
+        ("# message verdict", BOTH, "message verdict"),
         ("comment", {"text": "auto"}, "comment"),
         ("remarks", {"text": "auto"}, "remarks"),
         ("remarks label", {"text": "auto"}, "remarks"),
@@ -97,6 +100,14 @@ def test_a_table_is_read_in_any_dialect(tmp_path: Path, dialect: str, ending: st
     assert choose(column_names(path)) == {"text": "review", "label": "sentiment"}
     rows = [row for _, row in read_rows(path, ["review", "sentiment"])]
     assert rows == ROWS
+
+
+def test_quotes_between_tabs_may_stand_as_they_are(tmp_path: Path):
+    path = tmp_path / "a.tsv"
+    path.write_text('label\ttext\n1\t"Hello," she said.\n0\t"No\n1\tno"\n0\t"a ""b"" c"\n1\t"\n')
+    table = pd.read_csv(path, sep="\t", quoting=csv.QUOTE_NONE)
+    texts = [*table["text"][:3], 'a "b" c', table["text"][4]]
+    assert [row["text"] for _, row in read_rows(path, ["text", "label"])] == texts
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ JOINED = ["a|b", "a", "b|c", "a|c"] * 5
         ([1.0, 2.0, 1.0], "single", None),
         ([True, False], "single", None),
         (list(range(77)) * 6, "single", None),  # numbers of 77 classes
+        ([f"{code:04}" for code in range(100, 160)], "single", None),  # as of trades or places
         (["3.7", "2.0", "4.1"], "regression", None),
         ([0.5, 1.0, 1.5, 1.0], "regression", None),
         (list(range(100, 160)), "regression", None),
@@ -93,6 +94,17 @@ def test_missing_labels_are_skipped_in_every_format(tmp_path: Path):
         assert (chunk.texts, chunk.labels) == (["a", "c"], ["1", "0"])
 
 
+def test_true_and_false_are_the_same_in_every_format(tmp_path: Path):
+    table = pa.table({"text": list("abcd"), "label": [True, False, True, False]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    (tmp_path / "a.csv").write_text("text,label\na,TRUE\nb,False\nc,true\nd,FALSE\n")
+    for name in ("a.parquet", "a.csv"):
+        kind = infer_labels(tmp_path / name, Columns(), "auto")
+        [chunk] = read_chunks(tmp_path / name, Columns(), kind=kind)
+        assert chunk.labels == ["true", "false", "true", "false"]
+    assert read_label("True", infer_kind(["True", "half-true"]), "here") == "True"
+
+
 @pytest.mark.parametrize(
     ("value", "kind", "label"),
     [
@@ -108,6 +120,7 @@ def test_missing_labels_are_skipped_in_every_format(tmp_path: Path):
         (["a"], LabelKind(), "a"),
         ("1.0", LabelKind(whole=True), "1"),
         ("1.0", LabelKind(), "1.0"),
+        ("007", infer_kind(["007", "7", "10"]), "007"),
         (" 3.5 ", LabelKind(target="regression"), 3.5),
         (4, LabelKind(target="regression"), 4.0),
     ],
@@ -130,6 +143,11 @@ def test_lists_are_the_same_from_jsonl_and_parquet(tmp_path: Path):
     rows = [{"text": f"t {n}", "label": label} for n, label in enumerate(labels)]
     (tmp_path / "a.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    bits = pa.array([[1.0, 0.0], [0.0, 1.0], [1.0, 1.0]], pa.list_(pa.float32(), 2))
+    pq.write_table(pa.table({"text": list("abc"), "label": bits}), tmp_path / "bits.parquet")
+    kind = infer_labels(tmp_path / "bits.parquet", Columns(), "auto")
+    [chunk] = read_chunks(tmp_path / "bits.parquet", Columns(), kind=kind)
+    assert chunk.labels == [("0",), ("1",), ("0", "1")]
     for name in ("a.jsonl", "a.parquet"):
         kind = infer_labels(tmp_path / name, Columns(), "auto")
         assert kind == LabelKind(target="multi")

@@ -62,6 +62,12 @@ def test_a_table_with_a_word_per_row(tmp_path: Path):
             lines.append(f"{'' if place else f'Sentence: {number}'},{word},x,{tag}")
     path.write_text("\n".join(lines))
     assert read(path) == ROWS
+    tabs = tmp_path / "a.tsv"
+    tabs.write_text(path.read_text().replace(",", "\t"))
+    assert read(tabs) == ROWS
+    marks = ['Sentence: 9\t"\tx\tO', "\tyes\tx\tO", '\t"\tx\tO', '\t""""\tx\tO']
+    tabs.write_text("\n".join([lines[0].replace(",", "\t"), *marks]))
+    assert read(tabs) == [(['"', "yes", '"', '"'], ["O"] * 4)]
     path.write_text("\n".join([*lines, ",more,x,"]))
     with pytest.raises(BadInput, match="row 8 has a word without a tag"):
         read(path)
@@ -118,7 +124,7 @@ def test_lines_that_are_no_words_with_tags_are_refused(tmp_path: Path, text: str
         ({"tokens": "secret b", "tags": ["O"]}, "row 2, column tokens: the words are no list"),
         ({"tokens": ["secret"], "tags": "O"}, "row 2, column tags: the tags are no list"),
         ({"tokens": ["secret", 3], "tags": ["O", "O"]}, "row 2, column tokens: a word is no text"),
-        ({"tokens": ["secret"], "tags": [None]}, "row 2, column tags: there is no label"),
+        ({"tokens": ["secret"], "tags": [None]}, "row 2, column tags: there is no name"),
         ({"tokens": ["secret"], "tags": [3]}, "the label is a number, but text in row 1"),
     ],
 )

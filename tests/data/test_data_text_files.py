@@ -202,7 +202,7 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
 ):
     monkeypatch.setenv("TRAINFIT_CACHE", str(tmp_path / "cache"))
     rows = [*ROWS, {"text": 3, "label": 1, "who": "w"}]
-    with pytest.raises(BadInput, match="row 49, column text: there is no text"):
+    with pytest.raises(BadInput, match="row 49, column text: there is a number and no text"):
         tokenize_file(put(tmp_path, "jsonl", rows), tokenizer, max_length=9, columns=Columns())
     assert list((tmp_path / "cache" / "tokens").iterdir()) == []
 
@@ -214,6 +214,11 @@ def test_a_failed_run_leaves_nothing_in_the_cache(
         ("a.csv", "text,class\nx,1\n", "no column label"),
         ("a.csv", "text,label\nx,\n ,1\n,\n", "has no rows with a text and a label"),
         ("a.csv", 'text,label\n"x,1\n', "row 1 cannot be read"),
+        (
+            "a.csv",
+            "text,label\nx,private\n" + "".join(f"x,{n}.5\n" for n in range(30)),
+            "most of them numbers; set data.target=regression",
+        ),
         ("a.jsonl", '{"text": "x", "label": 1}\nprivate words\n', "row 2 is not a JSON object"),
         ("a.jsonl", '{"text": "private words"}\n', "no column label"),
         ("a.jsonl", '{"text": "private words", "label": 0.5}\n', "row 1, column label"),
@@ -295,7 +300,7 @@ def test_labels_of_other_files_are_numbered_as_in_training(tmp_path: Path, token
     assert dataset.test.labels.tolist() == [2] * 10
     assert dataset.metadata["test"]["by_class"] == [0, 0, 10]
     unknown = [{"text": "x", "label": "d"}]
-    with pytest.raises(BadInput, match=r"1 labels that the training data has not \(d\)"):
+    with pytest.raises(BadInput, match=r"has a label that the training data has not \(d\)"):
         load_text_files(train, tokenizer, test=put(tmp_path, "csv", unknown, "u"), max_length=9)
 
 

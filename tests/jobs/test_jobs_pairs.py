@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from sklearn import metrics as reference
 
+import trainfit
 from job_tiny import be_quick, words, write_pairs
 from trainfit.cli.main import run as run_command
 from trainfit.conf.composition import compose, layer, options
@@ -86,10 +87,13 @@ def test_the_job_from_file_to_answer(
     answers = json.loads(capsys.readouterr().out)
     assert [row["p(same)"] for row in answers] == pytest.approx(scores, abs=1e-6)
     with (tmp_path / "test.csv").open() as file:
-        first = next(csv.DictReader(file))
+        held = list(csv.DictReader(file))
+    first = held[0]
     words_of = ["--text", first["premise"], "--second", first["hypothesis"]]
     assert run_command(["predict", str(folder), *words_of]) == 0
     assert json.loads(capsys.readouterr().out)[0]["p(same)"] == pytest.approx(scores[0], abs=1e-6)
+    api = trainfit.predict(folder, [(row["premise"], row["hypothesis"]) for row in held])
+    assert [row["p(same)"] for row in api] == pytest.approx(scores, abs=1e-6)
     assert run_command(["predict", str(folder), *words_of[:2]]) == 2
     assert "takes pairs of texts" in capsys.readouterr().err
     assert run_command(["predict", str(folder), *words_of, "--text", "alder"]) == 2

@@ -17,7 +17,7 @@ from trainfit.cli.main import run
 from trainfit.conf import TextclassConfig
 from trainfit.conf.schema import TextclassData
 from trainfit.core.errors import BadInput, TrainfitWarning
-from trainfit.data.text_files import Columns, RowCount, read_chunks
+from trainfit.data.text_files import SPLITS, Columns, RowCount, read_chunks
 from trainfit.data.tokenizers import learn_tokenizer
 from trainfit.jobs.configuration import configure
 from trainfit.jobs.known_data import columns_of
@@ -104,8 +104,22 @@ def test_a_column_tells_the_splits(tmp_path: Path):
     assert (folded.validation, folded.test) == (None, str(path))
     whole, _ = settled(f"data.train={path}", "data.split_column=null")
     assert (whole.split_column, whole.test) == (None, None)
+    values = ["train", "test", "unused", None, "train"]
+    table = pd.DataFrame(rows).assign(split=[values[n % 5] for n in range(50)])
+    table.to_csv(path, index=False)
+    partly, notes = settled(f"data.train={path}")
+    said = "the column split says which rows are of train, test"
+    assert f"{said}; 20 have other values, and are left out" in notes
+    chunks = [read_chunks(path, columns_of(partly).of_part(one, alone=False)) for one in SPLITS]
+    read = [[number for chunk in part for number in chunk.numbers] for part in chunks]
+    by_split = table.groupby("split").groups
+    assert [*map(set, read)] == [{n + 1 for n in by_split.get(one, ())} for one in SPLITS]
+    for value in ("a", ["train", "plane"] * 25):
+        pd.DataFrame(rows).assign(split=value).to_csv(path, index=False)
+        unused, notes = settled(f"data.train={path}")
+        assert unused.split_column is None
+        assert any("the column split is not used" in note for note in notes)
     pd.DataFrame(rows).assign(split="a").to_csv(path, index=False)
-    assert settled(f"data.train={path}")[0].split_column is None
     with pytest.raises(BadInput, match="no row has train in the column split"):
         settled(f"data.train={path}", "data.split_column=split")
 

@@ -190,7 +190,7 @@ def test_an_export_is_a_token_classifier_of_transformers(
         first = [word is not None and word not in of[:at] for at, word in enumerate(of)]
         found.append(plain(**batch).logits[0, torch.tensor(first)])
     torch.testing.assert_close(torch.cat(found), wanted, rtol=1e-5, atol=1e-5)
-    answers = answer_words([folder], SENTENCES)
+    answers = answer_words([folder], dict(enumerate(SENTENCES, 1)))
     assert [row["word"] for row in answers] == [word for row in SENTENCES for word in row]
     assert [row["tag"] for row in answers] == [CLASSES[k] for k in wanted.argmax(1).tolist()]
     chances = wanted.softmax(1).amax(1).tolist()
@@ -214,6 +214,10 @@ def test_words_beyond_the_length_have_no_tag(tmp_path: Path) -> None:
     model = own(config_of("bert", vocab_size=320), words=True).eval()
     _same_after_export(tmp_path / "export", model)
     long = ["Anna"] * 60
-    with pytest.warns(TrainfitWarning, match="24 words have no tag"):
-        answers = answer_words([tmp_path / "export"], [long, ["Bo"]])
+    with (
+        pytest.warns(TrainfitWarning, match="24 words have no tag"),
+        pytest.warns(TrainfitWarning, match="skipped 1 of 3 rows without words"),
+    ):
+        answers = answer_words([tmp_path / "export"], {1: long, 3: [], 4: ["Bo"]})
     assert [row["tag"] is None for row in answers] == [False] * 36 + [True] * 24 + [False]
+    assert [row["row"] for row in answers] == [1] * 60 + [4]

@@ -127,10 +127,16 @@ def test_sentences_to_tag_come_in_any_form(tmp_path: Path):
     (tmp_path / "b.conll").write_text("\n\n".join(map("\n".join, texts)))
     write_conll(tmp_path / "b.txt", rows)
     for name in ("a.txt", "a.jsonl", "b.csv", "b.conll", "b.txt"):
-        assert read_sentences(tmp_path / name, "auto", ["B-PER", "I-PER", "O"]) == texts, name
-    assert read_sentences(tmp_path / "b.txt", "auto", ["NOUN"])[1:] == [
+        found = read_sentences(tmp_path / name, "auto", ["B-PER", "I-PER", "O"])
+        assert found == dict(enumerate(texts, 1)), name
+    lines = read_sentences(tmp_path / "b.txt", "auto", ["NOUN"]).values()
+    assert [words for words in lines if words][1:] == [
         f"{word} x {tag}".split() for row in rows for word, tag in row
     ]
+    (tmp_path / "gaps.jsonl").write_text(
+        '{"tokens": ["Bo"]}\n\n{"tokens": []}\n{"tokens": ["ran"]}\n'
+    )
+    assert read_sentences(tmp_path / "gaps.jsonl", "auto", []) == {1: ["Bo"], 3: [], 4: ["ran"]}
 
 
 def baselines(parts: dict[str, Sentences]) -> dict[str, float]:

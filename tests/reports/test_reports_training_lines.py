@@ -19,7 +19,7 @@ from trainfit.core.records import Event, RunResult
 from trainfit.engine.observers import TrainRow, open_trackers
 from trainfit.jobs.metrics import binary_metrics
 from trainfit.jobs.scores import FoldScores, JobResult, summarise
-from trainfit.reports import training_lines
+from trainfit.reports import terminal, training_lines
 
 ROW = TrainRow(
     step=30,
@@ -44,6 +44,15 @@ def text_of(page: Any) -> str:
     console = Console(file=io.StringIO(), width=120)
     console.print(page)
     return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def test_names_that_look_like_markup_are_printed_as_they_are(capsys: pytest.CaptureFixture[str]):
+    names = ["[/b]", "[red]", ":heart:"]
+    made = terminal.table("", ["", *names])
+    made.add_row(names[0], *names)
+    terminal.console().print(made)
+    head, row = capsys.readouterr().out.splitlines()
+    assert (head.split(), row.split()) == (names, [names[0], *names])
 
 
 def fold(number: int, scores: list[float]) -> FoldScores:

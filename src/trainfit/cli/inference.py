@@ -149,14 +149,13 @@ def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
 
 def _sentences(
     path: Path | None, texts: Sequence[str], column: str, facts: Mapping[str, Any]
-) -> list[list[str]]:
-    """Read the words of a file, or split the texts."""
+) -> dict[int, list[str]]:
+    """Read the words of each row of a file by its number, or split the texts."""
     from trainfit.data.conll_files import read_sentences
     from trainfit.data.labels import check_characters
 
     if path is None:
-        split = [check_characters(text, "--text").split() for text in texts]
-        return [words for words in split if words]
+        return {at: check_characters(text, "--text").split() for at, text in enumerate(texts, 1)}
     return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
 
 

@@ -49,6 +49,7 @@ NAMES: Mapping[str, Sequence[str]] = {role: names.split() for role, names in _NA
 """Names of each role in lower case, the likeliest first; `second` is found with its `text`."""
 _IDLE = re.compile(
     r"(unnamed.*|index|idx|(\w+_|q|pair|row|text|user)?id_?\d?|row|level_0|__index.*|_(input|task)_hash|)"
+    r"|(n[or]_?|#)"
 )
 """Numbers of rows and other ids; never taken unless they are named, or known by their name."""
 _COUNTING = re.compile(r"(num(ber)?|n|no|total|mean|avg|average)_")
@@ -147,7 +148,7 @@ def _told(columns: Iterable[str], role: str) -> str | None:
     whole = {_folded(name): name for name in names}
     there = {_folded(name.rpartition(".")[2]): name for name in names} | whole
     known = NAMES.get(role, ())
-    ends = [whole[one] for word in known for one in whole if _ends_with(one, word)]
+    ends = [whole[one] for word in known for one in reversed(whole) if _ends_with(one, word)]
     found = [there[name] for name in known if name in there] or ends
     return found[0] if found and (found is not ends or role == "text" or len(ends) == 1) else None
 

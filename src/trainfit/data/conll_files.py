@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -83,10 +83,10 @@ def _check(fields: list[str], expected: int, place: str, *, tagged: bool) -> Non
         raise BadInput(f"{place} has {len(fields)} fields, but the first line {expected}", fix)
 
 
-def _word_columns(path: Path) -> dict[str, str]:
+def _word_columns(names: Iterable[str]) -> dict[str, str]:
     """Columns of a table with a word per row: of sentences, of words and, if any, of tags."""
     found: dict[str, str] = {}
-    for name in column_names(path):
+    for name in map(str.strip, names):
         folded = name.lower()
         if _SENTENCE.fullmatch(folded):
             found.setdefault("sentence", name)
@@ -96,7 +96,7 @@ def _word_columns(path: Path) -> dict[str, str]:
 
 
 def _table_columns(path: Path) -> list[str]:
-    found = _word_columns(path)
+    found = _word_columns(column_names(path))
     if len(found) < 3:
         what = f"{path} has no columns of sentences, words and tags"
         fix = "name them such as sentence,word,tag with a word per row, or give JSONL with lists"
@@ -111,11 +111,11 @@ def read_word_table(path: Path, names: list[str]) -> Rows:
     """
     if TAGS in names:
         _table_columns(path)
-    columns = _word_columns(path)
+    columns = _word_columns(column_names(path))
     words: list[str] = []
     tags: list[str] = []
     sentence, now = 0, ""
-    for number, row in read_csv(path, list(columns.values())):
+    for number, row in read_csv(path, list(columns.values()), by_line=True):
         begun = row[columns["sentence"]].strip()
         if words and begun and begun != now:
             sentence += 1
@@ -133,10 +133,21 @@ def read_word_table(path: Path, names: list[str]) -> Rows:
         yield sentence + 1, {WORDS: words, TAGS: tags}
 
 
+def _read_tsv(path: Path, names: list[str]) -> Rows:
+    """Read a table with a word per row, as its header tells, or else a CoNLL file."""
+    header = split_line(next(read_lines(path), ""))
+    return (read_word_table if _has_word_rows(header) else read_conll)(path, names)
+
+
+def _has_word_rows(header: Iterable[str]) -> bool:
+    return {"sentence", "tokens"} <= _word_columns(header).keys()
+
+
 _CONLL = FileKind(lambda _path: [WORDS, TAGS], read_conll)
 TAGGED: Kinds = {
     **{ending: KINDS[ending] for ending in (".jsonl", ".ndjson", ".json", ".parquet")},
     **dict.fromkeys(ENDINGS, _CONLL),
+    ".tsv": FileKind(lambda _path: [WORDS, TAGS], _read_tsv),
     ".csv": FileKind(_table_columns, read_word_table),
 }
 """Kinds of files with a tag per word, by their ending."""
@@ -145,23 +156,20 @@ _SAMPLE = 1000
 """Lines of a .txt file that tell a CoNLL file from a text."""
 
 
-def read_sentences(path: Path, column: str, known: Collection[str]) -> list[list[str]]:
-    """Read the words of each row; a .txt file whose lines do not end with a known tag is a text.
+def read_sentences(path: Path, column: str, known: Collection[str]) -> dict[int, list[str]]:
+    """Read the words of each row by its number.
 
-    `column` has lists of words or texts. Sentences without a word are left out.
+    A .txt file whose lines do not end with a known tag is a text. `column` has lists of words or
+    texts.
     """
     ending = check_file(path, _ALL_KINDS).suffix.lower()
     if ending == ".txt" and not path.is_dir() and not _is_tagged(path, known):
-        found = [line.split() for line in read_lines(path)]
-    elif path.is_file() and (ending in ENDINGS or (ending == ".csv" and _has_word_rows(path))):
-        found = [row[WORDS] for _, row in read_rows(path, [WORDS], TAGGED)]
-    else:
-        found = list(_from_column(path, column))
-    return [words for words in found if any(word.strip() for word in words)]
-
-
-def _has_word_rows(path: Path) -> bool:
-    return {"sentence", "tokens"} <= _word_columns(path).keys()
+        return {number: line.split() for number, line in enumerate(read_lines(path), 1)}
+    if path.is_file() and (
+        ending in ENDINGS or (ending == ".csv" and _has_word_rows(column_names(path)))
+    ):
+        return {number: row[WORDS] for number, row in read_rows(path, [WORDS], TAGGED)}
+    return dict(_from_column(path, column))
 
 
 def _is_tagged(path: Path, known: Collection[str]) -> bool:
@@ -169,12 +177,12 @@ def _is_tagged(path: Path, known: Collection[str]) -> bool:
     return all(len(fields) > 1 and fields[-1].strip() in known for fields in lines if fields)
 
 
-def _from_column(path: Path, column: str) -> Iterator[list[str]]:
+def _from_column(path: Path, column: str) -> Iterator[tuple[int, list[str]]]:
     there = column_names(path, _ALL_KINDS) if column == AUTO else [column]
     role = "tokens" if any(name.lower() in NAMES["tokens"] for name in there) else "text"
     chosen = choose_columns(there, {role: column}, str(path), {role: "--text-column"})[role]
     for number, row in read_rows(path, [chosen], _ALL_KINDS):
-        yield _words(row[chosen], f"{path}: row {number}, column {chosen}")
+        yield number, _words(row[chosen], f"{path}: row {number}, column {chosen}")
 
 
 def _words(value: Any, place: str) -> list[str]:

@@ -118,7 +118,7 @@ def check_apart(sides: dict[str, IntArray]) -> None:
         for other, others in seen[:place]:
             common = np.intersect1d(groups, others, assume_unique=True)
             if common.size:
-                what = f"{common.size} groups are in both {other} and {name} (group {common[0]})"
+                what = f"{common.size} groups are in both {other} and {name}"
                 raise BadInput(what, "keep each group, such as a post or an author, on one side")
 
 

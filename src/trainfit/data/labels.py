@@ -24,7 +24,8 @@ Label = str | tuple[str, ...] | float
 SEPARATORS = "|;,"
 VALUE = "value"
 """Name of the only output of a regression."""
-_NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
+_NUMBER = re.compile(r"[-+]?((0|[1-9]\d*)(\.\d*)?|\.\d+)([eE][-+]?\d+)?")
+"""A number without zeros before it: 007 is a code."""
 _MAJORITY = 0.6
 """Share of the rows with a separator from which on they are lists of labels."""
 _FEW_CODES = 20
@@ -35,6 +36,7 @@ _BINS = 10
 """Ranges of numbers that a split spreads evenly."""
 _MISSING = frozenset({"nan", "<na>", "null", "#n/a"})
 """Words, in lower case, that programs write where a label is missing; never names of classes."""
+_TRUTH = {"true", "false"}
 _QUOTED = re.compile(r"'([^']*)'|\"([^\"]*)\"")
 _HALVES = re.compile("[\ud800-\udfff]")
 _LONGEST_NAME = 200
@@ -56,7 +58,7 @@ class LabelKind:
     comma: bool = False
     """Numbers may have a decimal comma."""
     whole: bool = False
-    """Classes are whole numbers, which may be written as 1.0."""
+    """Classes are whole numbers, which may be written as 1.0, or true and false, also as TRUE."""
     by_place: bool = False
     """A list has a 0 or a 1 for each label: the labels are the places of the ones, from 0."""
 
@@ -73,6 +75,7 @@ def infer_kind(
     if target != "multi":
         numbers = [as_number(value) for value in known] if target == "single" else [None]
         whole = all(number is not None and number.is_integer() for number in numbers)
+        whole |= target == "single" and {str(one).strip().lower() for one in known} <= _TRUTH
         return LabelKind(target=target, comma=comma and target == "regression", whole=whole)
     separator = _separator(known, certain=asked == "multi")
     return LabelKind(target=target, separator=separator, by_place=_are_by_place(known, separator))
@@ -194,7 +197,8 @@ def read_label(value: Any, kind: LabelKind, place: str) -> Label:
         [value] = value
     if kind.target == "single":
         number = as_number(value) if kind.whole and isinstance(value, str) else None
-        return read_name(value if number is None else number, place)
+        name = read_name(value if number is None else number, place)
+        return name.lower() if kind.whole else name
     if kind.target == "multi":
         parts = value if isinstance(value, list) else [] if is_missing(value) else [value]
         if isinstance(value, str) and parts:
@@ -250,12 +254,10 @@ def read_name(value: Any, place: str) -> str:
         value = int(value)
     if isinstance(value, bool):
         value = str(value).lower()
-    fix = "use a string or a whole number"
-    if isinstance(value, list | dict):
-        raise BadInput(f"{place}: the label is a list of more than one name", fix)
-    if not isinstance(value, str | int) or not str(value).strip():
-        raise BadInput(f"{place}: there is no label", fix)
-    name = str(value).strip()
+    name = str(value).strip() if isinstance(value, str | int) else ""
+    if not name:
+        what = "more than one name" if isinstance(value, list) else "no name"
+        raise BadInput(f"{place}: there is {what}", "use a string or a whole number")
     if len(name) > _LONGEST_NAME:
         raise BadInput(f"{place}: the label has {len(name):,} characters", "name the right column")
     return check_characters(name, place)
@@ -307,6 +309,8 @@ def check_classes(names: Iterable[str], rows: int, place: str) -> None:
         what = f"{place} has {len(distinct):,} different labels in {rows:,} rows"
     else:
         return
+    if 2 * sum(as_number(name) is not None for name in distinct) > len(distinct):
+        raise BadInput(f"{what}, most of them numbers", "set data.target=regression for numbers")
     raise BadInput(f"{what}, as a column of texts has", "name the right one (data.label_column)")
 
 
@@ -319,11 +323,9 @@ def check_labels(
         return
     unknown = [name for name in names if name not in set(known)]
     if unknown:
-        raise BadInput(
-            f"{path} has {len(unknown)} labels that the training data has not "
-            f"({shown(unknown[0])})",
-            f"use {', '.join(map(shown, class_order(known)[:10]))}",
-        )
+        count = "a label" if len(unknown) == 1 else f"{len(unknown)} labels"
+        what = f"{path} has {count} that the training data has not ({shown(unknown[0])})"
+        raise BadInput(what, f"use {', '.join(map(shown, class_order(known)[:10]))}")
 
 
 def count_classes(labels: IntArray, classes: int) -> list[int]:
@@ -337,6 +339,6 @@ def balanced_weights(labels: IntArray, names: Sequence[str]) -> list[float]:
     counted = count_classes(labels, len(names))
     for name, count in zip(names, counted, strict=True):
         if not count:
-            fix = "add some, or leave the class out"
+            fix = "add some (cv.folds needs several), or leave the class out"
             raise BadInput(f"class {shown(name)} has no training example", fix)
     return [len(labels) / (len(names) * count) for count in counted]

@@ -132,7 +132,7 @@ def _kind(kind: Any) -> str:
     """Type of a column, or "" where its values can be a text or a label."""
     from pyarrow import types
 
-    if types.is_list(kind) or types.is_large_list(kind):
+    if any(getattr(types, f"is_{size}list")(kind) for size in ("", "large_", "fixed_size_")):
         kind = kind.value_type
     if types.is_dictionary(kind):
         kind = kind.value_type

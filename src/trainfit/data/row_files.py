@@ -8,7 +8,7 @@ import difflib
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import chain, islice
@@ -49,6 +49,8 @@ _SPLIT = ("columns", "data")
 """Keys of the names and the rows that pandas writes with orient="split"."""
 _SEPARATOR_LINE = re.compile(r"\ufeff?\"?sep=(.)\"?\s*", re.IGNORECASE)
 """First line by which Excel is told the separator."""
+_OPENED = re.compile(r'(?<![^\t])"[^\t\r\n]*')
+_QUOTED = re.compile(r'"[^"]*(""[^"]*)*"')
 _ADDRESS = re.compile(r"([a-z][a-z0-9+.-]+):/+(?!/)", re.IGNORECASE)
 csv.field_size_limit(LONGEST_LINE)  # a book may be one field
 
@@ -203,13 +205,13 @@ def _check_line(line: str, place: str) -> None:
         raise BadInput(f"{place} has a NUL: the file is binary, or not UTF-8", fix)
 
 
-def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
+def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]], by_line: bool = False) -> Rows:
     """Read each row's number, from 1 below the header, and its values in these columns.
 
-    A column may have several names; its values are returned under the first.
+    A column of several names is returned under the first. `by_line`: between tabs, lines are rows.
     """
     mark = find_separator(path)
-    lines = csv.reader(_table_lines(path), delimiter=mark, strict=True)
+    lines = csv.reader(_csv_lines(path, mark, by_line), delimiter=mark, strict=True)
     number = 0
     try:
         header = [name.strip() for name in next(lines, [])]
@@ -228,6 +230,34 @@ def read_csv(path: Path, columns: Sequence[str | tuple[str, ...]]) -> Rows:
         # The csv module's messages are fixed sentences that quote no data.
         fix = "quote fields as CSV does; for longer texts use JSONL or Parquet"
         raise BadInput(f"{path}: row {number + 1} cannot be read ({error})", fix) from None
+
+
+def _csv_lines(path: Path, mark: str, by_line: bool) -> Iterator[str]:
+    """Lines of a table as CSV has them: between tabs many tools write quotes as they are."""
+    lines = _table_lines(path)
+    plain = mark == "\t" and (by_line or _has_plain_quotes(path, path.stat().st_mtime_ns))
+    return (_OPENED.sub(_quote, line) for line in lines) if plain else lines
+
+
+@cache
+def _has_plain_quotes(path: Path, _changed: int) -> bool:
+    """Tell a table with a row in each line that is no CSV for its quotes; all of it is read."""
+    if _width(csv.reader(_table_lines(path), delimiter="\t", strict=True)):
+        return False
+    return bool(_width(line.split("\t") for line in _table_lines(path) if line.strip()))
+
+
+def _width(rows: Iterable[list[str]]) -> int:
+    """Number of fields that all rows have; 0 where they differ or cannot be read."""
+    widths = {0}
+    with suppress(csv.Error):
+        widths = {len(row) for row in rows if row}
+    return widths.pop() if len(widths) == 1 else 0
+
+
+def _quote(found: re.Match[str]) -> str:
+    """Quote a field that begins with a quote, unless it is quoted."""
+    return found[0] if _QUOTED.fullmatch(found[0]) else '"' + found[0].replace('"', '""') + '"'
 
 
 def has_decimal_commas(path: Path) -> bool:

@@ -167,16 +167,10 @@ def split_of(value: Any) -> str | None:
     return _SPLIT_OF.get(str(value).strip().lower())
 
 
-def find_parts(path: Path, columns: Columns, column: str) -> set[str] | None:
-    """Find the splits with labels that a column tells; None where it says something else."""
-    found = set()
-    for _, row in read_rows(path, list({column, columns.label}), columns.kinds):
-        part = split_of(row[column])
-        if part is None:
-            return None
-        if not is_missing(row[columns.label]):
-            found.add(part)
-    return found
+def find_parts(path: Path, columns: Columns, column: str) -> Counter[str | None]:
+    """Count the labelled rows of each split that a column tells; None: of other values."""
+    rows = read_rows(path, list({column, columns.label}), columns.kinds)
+    return Counter(split_of(row[column]) for _, row in rows if not is_missing(row[columns.label]))
 
 
 def _check_apart(columns: Columns) -> None:
@@ -333,9 +327,10 @@ def is_blank(value: Any) -> bool:
 
 
 def _text(value: Any, place: str) -> str:
-    if isinstance(value, list):
+    if isinstance(value, list | int | float):
+        found = "a list" if isinstance(value, list) else "a number"
         fix = "write each text as one string, or name the right column (data.text_column)"
-        raise BadInput(f"{place}: there is a list and no text", fix)
+        raise BadInput(f"{place}: there is {found} and no text", fix)
     if not isinstance(value, str) or not value.strip():
         raise BadInput(f"{place}: there is no text", "fill it in, or leave the row out")
     if len(value) > LONGEST_LINE:

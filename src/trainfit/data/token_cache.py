@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 Progress = Callable[[int], None]
 """Called with the number of texts done so far."""
-_FORMAT = 8
+_FORMAT = 9
 _FILES = ("tokens", "lengths", "labels", "groups", "types", "rows")
 _MOST_CLASSES = 10_000
 _LARGE = 64 * 2**20

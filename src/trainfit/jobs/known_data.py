@@ -7,6 +7,7 @@ and the plan says so.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
 from itertools import islice
@@ -158,15 +159,19 @@ def _split_rows(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, lis
         there = [] if is_stream(path) else column_names(path, columns.kinds)
         known = (name for name in there if name.strip().lower() in _SPLIT_COLUMNS)
         column = next((name for name in known if name not in columns.names), None)
-    parts = None if column is None else find_parts(path, columns, column)
-    if column is None or not parts or "train" not in parts:
+    parts = Counter[str | None]() if column is None else find_parts(path, columns, column)
+    other = parts.pop(None, 0)
+    if "train" not in parts or (data.split_column == AUTO and other and len(parts) == 1):
         if data.split_column not in (AUTO, None):
             fix = "its values must be train, validation and test"
             raise BadInput(f"no row has train in the column {column}", fix)
-        return replace(data, split_column=None), []
+        why = "its values are not train, validation and test"
+        unused = [] if column is None else [f"the column {column} is not used: {why}"]
+        return replace(data, split_column=None), unused
     used = [part for part in SPLITS if part in parts and not (folds and part == "validation")]
     files: dict[str, Any] = {part: data.train for part in used if getattr(data, part) is None}
     note = f"the column {column} says which rows are of {', '.join(used)}"
+    note += f"; {other:,} have other values, and are left out" if other else ""
     return replace(data, split_column=column, **files), [note]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -291,11 +291,18 @@ def answer(
     return answers
 
 
-def answer_words(folders: Sequence[Path], rows: Sequence[Sequence[str]]) -> list[dict[str, Any]]:
+def answer_words(
+    folders: Sequence[Path], sentences: Mapping[int, Sequence[str]]
+) -> list[dict[str, Any]]:
     """Return a row for each word: its sentence's number, its tag, and the tag's probability.
 
     The probabilities are the mean over the exports. Words beyond the model's length have no tag.
     """
+    numbers = [at for at, words in sentences.items() if any(word.strip() for word in words)]
+    rows = [sentences[number] for number in numbers]
+    if skipped := len(sentences) - len(rows):
+        what = f"skipped {skipped:,} of {len(sentences):,} rows without words"
+        warnings.warn(what, TrainfitWarning, stacklevel=2)
     if not rows:
         raise BadInput("there is no word to tag", "give a file with a sentence per row")
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -319,7 +326,7 @@ def answer_words(folders: Sequence[Path], rows: Sequence[Sequence[str]]) -> list
             at = there.get((row, place))
             best = None if at is None else int(chances[at].argmax())
             tag = {} if best is None else {"tag": names[best], "p": float(chances[at, best])}
-            answers.append({"row": row + 1, "word": word, "tag": None, "p": None} | tag)
+            answers.append({"row": numbers[row], "word": word, "tag": None, "p": None} | tag)
     return answers
 
 

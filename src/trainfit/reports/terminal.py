@@ -43,7 +43,7 @@ class _Console(Console):
 
 def console(stderr: bool = False) -> Console:
     """A console that does not fold lines at 80 columns when it is piped into a file."""
-    made = _Console(stderr=stderr, highlight=False, markup=False)
+    made = _Console(stderr=stderr, highlight=False, markup=False, emoji=False)
     if not made.is_terminal:
         made.width = PLAIN_WIDTH
     return made

@@ -6,6 +6,7 @@ Everything but the scores goes to standard error, so that a program can read sta
 from __future__ import annotations
 
 import os
+import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -227,7 +228,7 @@ def end(result: Any, *, as_json: bool) -> None:
     console = terminal.console()
     if result.status == "stopped":
         console.print(
-            f"Stopped. Go on with: trainfit train {result.task} --resume {result.run}",
+            f"Stopped. Go on with: trainfit train {result.task} --resume {shlex.quote(result.run)}",
             soft_wrap=True,
         )
         return
