@@ -130,8 +130,7 @@ def run(
     and must be named with --only. The exit code is the script's.
     """
     from trainfit.core.errors import BadInput
-    from trainfit.integrations.script_hooks import run_sped_up
-    from trainfit.integrations.speedups import chosen
+    from trainfit.integrations.script_hooks import chosen, run_sped_up
 
     if stray:
         raise BadInput(f"{stray[0]!r} is not after --", "give -- before the command")
