@@ -220,7 +220,7 @@ def own_trial(
 ) -> Any:
     """Build the run of a plan on the job's own data, for the tuner."""
     from trainfit.jobs.own import prepare
-    from trainfit.jobs.trials import one_rank
+    from trainfit.jobs.probes import one_rank
     from trainfit.tuning.trial import Setup
 
     plan = one_rank(plan)
