@@ -313,7 +313,7 @@ _METRICS = (
 
 
 def _medium(verified: Verified) -> Iterator[tuple[str, str]]:
-    """Advice on what costs time, by the figures of this run."""
+    """Advice on slow parts of the step, by the figures of this run."""
     evidence, off = verified.evidence, _off(verified.receipt)
     padding = evidence.batches.padding_share if evidence else None
     if "packing" in off and padding is not None and padding > _MUCH_PADDING:

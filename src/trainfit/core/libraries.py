@@ -69,7 +69,7 @@ def need(what: str, *modules: str) -> None:
 
 
 def search_path() -> str:
-    """PYTHONPATH of a child, which then imports what this process does.
+    """PYTHONPATH of a child, so that it finds the same modules as this process.
 
     Children get -P, or they would look in the current folder first: it may be anyone's, and hold
     a torch.py.

@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 
 
 class Shares(TypedDict, total=False):
-    """Options of `split`."""
+    """Shares of the data that are held out, and the seed that draws them."""
 
     folds: int | None
     test_share: float

@@ -66,7 +66,7 @@ _Encoded = list[NDArray[np.uint32]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation(Record):
-    """Settings of the preparation."""
+    """Tokenizer's size, split and seed of a corpus that is turned into token files."""
 
     vocab_size: Annotated[int, Range(257, 2**20)] = 30_000
     special: tuple[Annotated[str, Length(1, 1000)], ...] = ()

@@ -241,7 +241,7 @@ class BodyGraphs:
         self._targets = None
 
     def _same(self, state: BodyState) -> bool:
-        """True if weights, and what else a pass reads, are those captured; else drop all graphs."""
+        """True if the weights and switches of a pass are those captured; else drop all graphs."""
         known, self._state = self._state, state
         if known is not None and state.key == known.key:
             return True

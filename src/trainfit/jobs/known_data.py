@@ -109,7 +109,7 @@ def _kinds(data: TextFilesData) -> Kinds:
 
 
 def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[str]]:
-    """Return the settled section, and notes on what was found."""
+    """Return the section with its files and columns filled in, and notes on them."""
     assert data.train is not None
     notes: list[str] = []
     path = Path(data.train)

@@ -290,7 +290,7 @@ def check_model(job: Job) -> nn.Module:
 
 
 def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
-    """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
+    """Return a job's own optimizer, or raise BadInput where the loop cannot step it."""
     name = f"{type(job).__name__}.optimizer"
     if isinstance(found, list | tuple) and found:  # one for each part of the model, as of a GAN
         return Combined(*(check_optimizer(one, job) for one in found))
@@ -303,7 +303,7 @@ def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
 
 
 def check_loss(losses: Any, indivisible: bool) -> Tensor:
-    """Return what a job's loss gives, or raise BadInput where it is not one number per sample."""
+    """Return a job's losses, or raise BadInput where they are not one number per sample."""
     if not isinstance(losses, Tensor):
         raise BadInput(f"loss gives a {type(losses).__name__}", "return a tensor, one per sample")
     if losses.dim() == 0 and not indivisible:

@@ -148,7 +148,7 @@ def _chunked(question: Question, chunk: int) -> Question:
 
 
 def _cost(plan: Plan) -> tuple[bool, int, int]:
-    """Price of a plan by what it gives up for memory, for comparing two."""
+    """Cost of a plan's memory savers, for comparing two plans."""
     recomputed = _CHECKPOINTING.index(plan.gradient_checkpointing)
     return not plan.fits, count_savers(plan), recomputed
 

@@ -192,7 +192,7 @@ def update_coded(
 def _launch(
     kernel: Any, calls: list[tuple[Any, ...]], fixed: tuple[float, ...], each: int, **shape: Any
 ) -> None:
-    """Launch a kernel for each weight; first load what was not launched yet."""
+    """Launch a kernel for each weight; first load variants that were not launched yet."""
     beta1, beta2, eps, decay = fixed
     rest = (beta2, 1 - beta1, 1 - beta2, eps, decay)
     options = shape | {"num_warps": WARPS}
@@ -210,7 +210,7 @@ def _launch(
 
 
 def _aligned(value: Any) -> bool:
-    """Tell pointers apart as Triton does: by what 16 divides."""
+    """Tell if an address is a multiple of 16: Triton compiles other code for those."""
     return isinstance(value, Tensor) and value.data_ptr() % 16 == 0
 
 

@@ -35,7 +35,7 @@ _COUNTED = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed(Record):
-    """Observations of a program."""
+    """Evidence and figures of a program that was watched while it trained."""
 
     steps: int
     steps_per_second: float | None = None

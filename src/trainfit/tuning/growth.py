@@ -220,7 +220,7 @@ def _by_prediction(found: Search) -> int:
 
 
 def _safe(found: Search, rows: int) -> int:
-    """Limit `rows` to what fits even if the allocator never frees its cache.
+    """Limit `rows` to a number that fits even if the allocator never frees its cache.
 
     Where it must, a few bytes decide whether a step fits, which is too risky for a probe.
     """

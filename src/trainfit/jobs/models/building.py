@@ -90,7 +90,7 @@ _PROJECTIONS = (
 
 
 def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
-    """Make trainable what the method trains: everything, nothing, or adapters."""
+    """Make all weights trainable, none, or adapters alone, as the method asks."""
     if settings.method == "frozen":
         model.requires_grad_(False)
     elif settings.method in ("lora", "dora"):
