@@ -172,7 +172,7 @@ def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
     ]
 
 
-def check_room(
+def check_gpu_room(
     open_study: OpenStudy, objective: Callable[[], Objective], taken: Sequence[Seat]
 ) -> None:
     """Raise BadInput where the plan of the configured values does not fit a worker's share."""

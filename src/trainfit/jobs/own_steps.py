@@ -206,7 +206,7 @@ def own_step(
             saved=saved_on_host(device) if offload_activations else None,
         )
 
-    return check_model(made), make_step
+    return check_own_model(made), make_step
 
 
 def _job_of(name: str, config: dict[str, Any]) -> Job:
@@ -279,7 +279,7 @@ def check_number(name: str, value: Any) -> float:
         raise BadInput(what, "give a number") from None
 
 
-def check_model(job: Job) -> nn.Module:
+def check_own_model(job: Job) -> nn.Module:
     """Return a new model of a job, or raise BadInput for anything else."""
     found: Any = job.model()
     if not isinstance(found, nn.Module):

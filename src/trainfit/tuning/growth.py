@@ -321,12 +321,12 @@ def predictor(
     def predict(rows: int) -> Peak:
         asked = {"factory": factory, "arguments": arguments(rows)}
         task = TaskSpec(factory=_FACTORY, arguments=asked)
-        return peak_of(told(ask([Request(task=task, targets=targets)])[0]).rooms, sizes)
+        return predicted_peak(told(ask([Request(task=task, targets=targets)])[0]).rooms, sizes)
 
     return predict
 
 
-def peak_of(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
+def predicted_peak(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
     """Peak of a step from estimates in memories of these `sizes`, smallest first."""
     free = rooms[0]  # every estimate has the peaks of unlimited memory
     failed = [size for size, room in zip(sizes, rooms, strict=True) if not room.fits]
