@@ -112,7 +112,7 @@ def check_folds(folds: Folds, groups: IntArray | None = None) -> None:
 
 
 def check_apart(sides: dict[str, IntArray]) -> None:
-    """Raise BadInput for sides with common groups, whose items could be memorised."""
+    """Raise BadInput if two parts share a group, whose items could be memorised."""
     seen = [(name, np.unique(groups)) for name, groups in sides.items()]
     for place, (name, groups) in enumerate(seen):
         for other, others in seen[:place]:

@@ -303,7 +303,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _load(name: str) -> Mapping[str, Any]:
-    """Load every split by the library."""
+    """Load every split with the `datasets` library."""
     import datasets
 
     path, _, subset = name.partition(":")

@@ -241,7 +241,7 @@ class Fitter:
     def _both(
         self, rung: int, target: Target, speed: Speed, compile: bool
     ) -> tuple[StepCandidate, StepCandidate | None]:
-        """Estimate a cut by small depths, and run it in full where there is hope."""
+        """Estimate a cut by small depths, and run it in full where it may fit."""
         cutting = self.cuttings[rung]
         (self._known["none", rung],) = take(
             self._factory, [self._shape("none", cutting)], (target,), self._layers
