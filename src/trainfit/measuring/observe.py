@@ -228,7 +228,7 @@ class Passes:
         self._last[key] = gradient, gradient._version
 
     def end_step(self, optimizer: Any) -> None:
-        """Take the passes of the weights that an optimizer has updated."""
+        """Note how many backward passes came before an optimizer's update of its weights."""
         found = [self._passes.pop(id(w), 0) for w in _weights(optimizer) if w.grad is not None]
         if passes := max(found, default=0):
             self.least = passes if self.least is None else min(self.least, passes)
