@@ -2,15 +2,15 @@
 
 A step is the engine's own, on tensors without values. To run one for real, build the model and its
 step with `device` as torch's default device. A trial has random weights, synthetic tokens, and the
-loop of a real run.
+loop of a real run, which is imported for it alone.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -24,23 +24,18 @@ from trainfit.data.tokens import Tokens
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
-from trainfit.jobs import job_plan
-from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
-from trainfit.jobs.gpt import build, gpt_settings, shape_of
 from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier, classification_loss
 from trainfit.jobs.models.classifier_settings import ClassifierSettings, model_facts, settings_from
 from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.jobs.plan_choices import stream_is_half
-from trainfit.jobs.pretraining import GptTask
-from trainfit.jobs.targets import OneClass, WordTags
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.varlen import VarlenAttention
-from trainfit.planning.estimator.compiled_steps import simulate
-from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
-from trainfit.tuning.trial import Setup
+
+if TYPE_CHECKING:
+    from trainfit.tuning.trial import Setup
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
 """Objects that bring tensors to a block beside its other arguments."""
@@ -74,7 +69,7 @@ def encoder_step(
     def make_step(built: nn.Module) -> Step:
         step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
-            simulate(repeated_blocks(built), CARRIERS, activation_budget)
+            _simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
             compile_blocks(built, budget=activation_budget)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
@@ -129,7 +124,7 @@ def gpt_step(
 
         step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
-            simulate([built], budget=activation_budget)
+            _simulate([built], (), activation_budget)
         elif compile:
             compile_model(built, budget=activation_budget)
         ids = torch.full((rows, width), 5)
@@ -137,6 +132,13 @@ def gpt_step(
         return lambda: step([batch] * micro_batches, float(rows * width))
 
     return model, make_step
+
+
+def _simulate(blocks: Sequence[nn.Module], carriers: tuple[type, ...], budget: float) -> None:
+    """Let blocks behave as compiled ones, in the estimator's child."""
+    from trainfit.planning.estimator.compiled_steps import simulate  # imports the compiler
+
+    simulate(blocks, carriers, budget)
 
 
 def _make_step(
@@ -150,7 +152,11 @@ def _make_step(
     """Return the engine's step as a function of micro-batches and their weight."""
     made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
-    saved = saved_on_host(device) if offload_activations else None
+    saved = None
+    if offload_activations:
+        from trainfit.planning.estimator.fake_cuda import saved_on_host  # imports the compiler
+
+        saved = saved_on_host(device)
     return lambda batches, weight: plain_step(
         model,
         made,
@@ -208,6 +214,11 @@ def encoder_trial(
     plan: Plan, *, task: str, config: dict[str, Any], lengths: list[int], device: str = "cpu"
 ) -> Setup:
     """Build the run of a plan on random sequences that are as long as the user's."""
+    from trainfit.jobs import job_plan
+    from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
+    from trainfit.jobs.targets import OneClass, WordTags
+    from trainfit.tuning.trial import Setup
+
     plan = one_rank(plan)
     asked = codec.decode(SCHEMAS[task], config, "the configuration")
     assert not isinstance(asked, GptConfig)
@@ -244,6 +255,11 @@ def gpt_trial(
     device: str = "cpu",
 ) -> Setup:
     """Build the run of a plan on random blocks; `lengths` can only be the blocks' length."""
+    from trainfit.jobs import job_plan
+    from trainfit.jobs.gpt import build, gpt_settings, shape_of
+    from trainfit.jobs.pretraining import GptTask
+    from trainfit.tuning.trial import Setup
+
     plan = one_rank(plan)
     asked = codec.decode(SCHEMAS[task], config, "the configuration")
     assert isinstance(asked, GptConfig)
