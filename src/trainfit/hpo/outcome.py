@@ -87,7 +87,7 @@ def search(task: str | type, *words: str) -> StudyResult:
         setting = read_setting(name, words)
         objective = Objective(setting.composed, setting.hpo.metric, alike=setting.alike)
         opened = open_study(setting, lambda: objective)
-        ended = work(opened.desk(), partial(run_trial, opened, objective))
+        ended = work(opened.queue(), partial(run_trial, opened, objective))
         best = finish(opened, lambda: objective) if ended == "done" else None
         return summarise(opened, best, time.perf_counter() - begun)
 

@@ -55,7 +55,7 @@ def is_due(taken: int, total: int, sequences: int, most: int) -> bool:
 
 
 @contextmanager
-def looking(
+def profiled(
     step: int,
     given: Sequence[Any],
     sequences: int | None = None,
