@@ -139,7 +139,7 @@ def _slip(one: str, other: str) -> bool:
     return short == long or any(long[:at] + long[at + 1 :] == short for at in range(len(long)))
 
 
-def expanded(item: Assignment) -> list[Assignment]:
+def parts_of(item: Assignment) -> list[Assignment]:
     """Assignments that one stands for: itself, or one for each of several keys."""
     parts = COMBINED.get(item.key, {}).get(str(item.value).lower())
     if parts is None:

@@ -18,7 +18,7 @@ from trainfit.conf.aliases import (
     Assignment,
     canonical_key,
     canonical_value,
-    expanded,
+    parts_of,
     preset_meant,
     settle,
 )
@@ -226,7 +226,7 @@ def _parse(
             if written in GROUPS:
                 groups[written] = choose(task, written, value)
             else:
-                assignments += expanded(_assignment(task, written, value, word))
+                assignments += parts_of(_assignment(task, written, value, word))
         except BadInput as error:
             problems.append(error)
     return groups, assignments, problems
