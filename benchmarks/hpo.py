@@ -144,11 +144,11 @@ class Phases(Observer):
 
 def own_trial(opened: OpenStudy, objective: Objective) -> dict[str, Any]:
     start, phases = time.perf_counter(), Phases()
-    desk = opened.desk()
-    claim = desk.claim()
+    queue = opened.queue()
+    claim = queue.claim()
     assert isinstance(claim, Claim)
     outcome = run_trial(opened, objective, claim, lambda _trial, _fold: (phases,))
-    desk.tell(claim.trial, outcome)
+    queue.tell(claim.trial, outcome)
     return {
         "seconds": time.perf_counter() - start,
         "params": claim.params,
@@ -365,8 +365,8 @@ def memory_child(sizes: Any) -> None:
             said["before"] = own_trial(opened, objective)
             full = False
         watcher = AtStart()
-        desk = opened.desk()
-        claim = desk.claim()
+        queue = opened.queue()
+        claim = queue.claim()
         assert isinstance(claim, Claim)
         claim.params.update(TRIALS[1])  # the same trial in both processes
         outcome = run_trial(opened, objective, claim, lambda _trial, _fold: (watcher,))

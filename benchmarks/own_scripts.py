@@ -24,8 +24,7 @@ from statistics import median
 from typing import Any
 
 from trainfit.core import codec
-from trainfit.integrations.script_hooks import run_sped_up
-from trainfit.integrations.speedups import chosen
+from trainfit.integrations.script_hooks import chosen, run_sped_up
 from unpadded import CASES, config_of, cross_encoder, device, draw_lengths, versions
 
 SCRIPT = Path(__file__).with_name("plain_script.py")

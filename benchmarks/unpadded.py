@@ -390,8 +390,8 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
     import torch
     from transformers import set_seed
 
+    from trainfit.integrations.host_batches import AROUND
     from trainfit.integrations.speeding import facts_in
-    from trainfit.integrations.speedups import AROUND
 
     set_seed(0)
     steps = EXACT_STEPS if exact else given.steps

@@ -163,3 +163,22 @@ def test_rooms_of_the_architecture_are_the_packages():
     rooms = set(re.findall(r"\(\.\./src/trainfit/([\w/]+)/\)", text))
     packages = {path.parent.name for path in (ROOT / "src/trainfit").glob("*/__init__.py")}
     assert rooms - {"planning/estimator"} == packages
+
+
+def test_the_sizes_in_the_architecture_are_true():
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    after = dict(re.findall(r"^\| ([^|]+) \| [^|]* \| ([\d,]+)", text, re.MULTILINE))
+    said = {name.strip(): int(number.replace(",", "")) for name, number in after.items()}
+    files = list((ROOT / "src").rglob("*.py"))
+    lines = [len(path.read_text().splitlines()) for path in files]
+    assert said["files"] == len(files)
+    assert said["lines"] == pytest.approx(sum(lines), abs=500)
+    assert said["files over 400 lines"] == sum(count > 400 for count in lines)
+    names = [path.name for path in files if path.name != "__init__.py"]
+    assert said["file names that occur twice"] == len(names) - len(set(names))
+    walks = re.split(r"^\*\*`trainfit \w+ nli", text, flags=re.MULTILINE)[1:]
+    train, plan, tune = (re.findall(r"`(\w+/[\w/]+\.py)`", walk.split("\n\n")[1]) for walk in walks)
+    assert [len(train), len(plan), len(tune)] == [17 + 6, 20 + 2, 10]
+    assert said["files in the walk of `train nli` (below)"] == 17
+    assert said["files in the walk of `plan nli --gpu t4`"] == 20
+    assert said["files in the walk of `tune nli`"] == 10

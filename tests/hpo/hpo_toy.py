@@ -27,8 +27,8 @@ SPACE = {
 }
 
 
-def toy_desk(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> TrialQueue:
-    """The desk of a study that is made where it is not there."""
+def toy_queue(url: str, name: str = "toy", *, seed: int = 3, **settings: Any) -> TrialQueue:
+    """The queue of a study that is made where it is not there."""
     hpo = compose_study("nli", []).hpo
     hpo = replace(hpo, **{"trials": 8, "heartbeat": 1, "grace": 60, **settings})
     database = open_database(url, heartbeat=hpo.heartbeat, grace=hpo.grace)
@@ -63,9 +63,9 @@ def slowly(seconds: float) -> Callable[[Claim], Outcome]:
     return run
 
 
-def chains(desk: TrialQueue) -> list[list[Any]]:
+def chains(queue: TrialQueue) -> list[list[Any]]:
     """Trials with their retries."""
-    trials = desk.study.get_trials(deepcopy=False)
+    trials = queue.study.get_trials(deepcopy=False)
     found: dict[int, list[Any]] = {}
     root: dict[int, int] = {}
     for trial in trials:
@@ -75,16 +75,16 @@ def chains(desk: TrialQueue) -> list[list[Any]]:
     return list(found.values())
 
 
-def finished(desk: TrialQueue) -> list[Any]:
-    return [t for t in desk.study.get_trials(deepcopy=False) if t.state in FINISHED]
+def finished(queue: TrialQueue) -> list[Any]:
+    return [t for t in queue.study.get_trials(deepcopy=False) if t.state in FINISHED]
 
 
-def running(desk: TrialQueue) -> list[Any]:
-    return desk.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+def running(queue: TrialQueue) -> list[Any]:
+    return queue.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
 
 
 if __name__ == "__main__":
     url, name, trials, seconds = sys.argv[1:]
     at_random = int(trials)  # the search itself is not what such a worker is for
-    desk = toy_desk(url, name, trials=int(trials), sampler_startup=at_random)
-    work(desk, slowly(float(seconds)))
+    queue = toy_queue(url, name, trials=int(trials), sampler_startup=at_random)
+    work(queue, slowly(float(seconds)))

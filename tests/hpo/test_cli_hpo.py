@@ -22,7 +22,7 @@ from trainfit.cli.pages import final_score, short, studies_page
 from trainfit.hpo.objective import GpuShare
 from trainfit.hpo.studies import find_study
 from trainfit.hpo.trial_queue import FINISHED
-from trainfit.hpo.workers import check_room, seats
+from trainfit.hpo.workers import check_gpu_room, seats
 
 HERE = Path(__file__).parent
 QUICKLY = HERE / "hpo_quickly.py"
@@ -304,11 +304,11 @@ def test_more_workers_than_a_gpu_has_room_for_are_refused(tmp_path: Path):
 
     study: Any = type("Study", (), {"setting": type("StudySettings", (), {"composed": None})})
     job: Any = Job()
-    check_room(study, lambda: job, seats(2, 1, {}))
+    check_gpu_room(study, lambda: job, seats(2, 1, {}))
     with pytest.raises(BadInput, match="--workers 3: a worker would have 33% of its GPU"):
-        check_room(study, lambda: job, seats(3, 1, {}))
+        check_gpu_room(study, lambda: job, seats(3, 1, {}))
     assert asked == [0.5, pytest.approx(1 / 3)]
-    check_room(study, lambda: job, seats(4, 4, {}))
+    check_gpu_room(study, lambda: job, seats(4, 4, {}))
     assert len(asked) == 2  # a GPU each: nothing to ask
 
 

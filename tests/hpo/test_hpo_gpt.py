@@ -32,7 +32,7 @@ def test_a_study_of_a_gpt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     objective = Objective(asked.composed, asked.hpo.metric)
     study = open_study(asked, lambda: objective)
     assert study.folds == 1
-    assert work(study.desk(), partial(run_trial, study, objective)) == "done"
+    assert work(study.queue(), partial(run_trial, study, objective)) == "done"
     trials = study.study.trials
     assert study.study.direction.name == "MINIMIZE"
     assert trials[0].params["training.learning_rate"] == 3e-4

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hpo_toy import finished, run_toy, toy_desk
+from hpo_toy import finished, run_toy, toy_queue
 from test_hpo_trial_queue import check_crowd, crowd
 
 from trainfit.hpo.workers import work
@@ -28,13 +28,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.mark.soak
 def test_two_of_four_workers_killed_and_forty_trials_finished_once(server: str):
-    desk = crowd(server, workers=4, trials=40, kills=2)
-    check_crowd(desk, 40, 2)
+    queue = crowd(server, workers=4, trials=40, kills=2)
+    check_crowd(queue, 40, 2)
 
 
 def test_postgres_and_sqlite_sample_the_same_trials(server: str, tmp_path: Path):
-    desks = [toy_desk(url, "same") for url in (server, f"sqlite:///{tmp_path / 'hpo.db'}")]
-    for desk in desks:
-        work(desk, run_toy)
-    one, other = ([trial.params for trial in finished(desk)] for desk in desks)
+    queues = [toy_queue(url, "same") for url in (server, f"sqlite:///{tmp_path / 'hpo.db'}")]
+    for queue in queues:
+        work(queue, run_toy)
+    one, other = ([trial.params for trial in finished(queue)] for queue in queues)
     assert one == other

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import optuna
 import pytest
-from hpo_toy import run_toy, toy_desk
+from hpo_toy import run_toy, toy_queue
 from optuna.trial import TrialState
 from rich.console import Console
 
@@ -336,16 +336,16 @@ def test_a_trial_without_room_beside_others_is_run_with_the_whole_gpu(
 
 
 def test_a_crowded_trial_goes_back_to_the_queue_and_no_death_is_counted(tmp_path: Path):
-    desk = toy_desk(f"sqlite:///{tmp_path / 'x.db'}", trials=2, retries=0)
+    queue = toy_queue(f"sqlite:///{tmp_path / 'x.db'}", trials=2, retries=0)
     seen: list[dict[str, Any]] = []
 
     def crowded(claim: Claim) -> Outcome:
         seen.append(claim.params)
         return Outcome(kind="crowded", reason="out of memory")
 
-    assert work(desk, crowded) == "stopped"  # a helper ends
-    assert work(desk, run_toy) == "done"
-    ended = [t for t in desk.study.get_trials() if t.state == TrialState.COMPLETE]
+    assert work(queue, crowded) == "stopped"  # a helper ends
+    assert work(queue, run_toy) == "done"
+    ended = [t for t in queue.study.get_trials() if t.state == TrialState.COMPLETE]
     assert len(ended) == 2
     assert seen[0] in [trial.params for trial in ended]
 

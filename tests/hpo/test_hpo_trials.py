@@ -85,7 +85,7 @@ def opened(tmp: Path, *more: str) -> tuple[OpenStudy, Objective]:
 
 def search(tmp: Path, *more: str) -> OpenStudy:
     study, objective = opened(tmp, *more)
-    assert work(study.desk(), partial(run_trial, study, objective)) == "done"
+    assert work(study.queue(), partial(run_trial, study, objective)) == "done"
     return study
 
 
@@ -297,7 +297,7 @@ def test_the_test_is_looked_at_once_and_for_the_best_alone(
 
     monkeypatch.setattr(Objective, "final", counted)
     study, objective = opened(tmp_path, "hpo.trials=3")
-    work(study.desk(), partial(run_trial, study, objective))
+    work(study.queue(), partial(run_trial, study, objective))
     assert looked == []
     best = ending.finish(study, lambda: objective)
     assert best is not None
@@ -346,7 +346,7 @@ def test_a_third_of_the_trials_out_of_memory_and_the_study_ends(
         models.clear()
         return run_trial(study, objective, claim)
 
-    assert work(study.desk(), run) == "done"
+    assert work(study.queue(), run) == "done"
     states = [trial.state for trial in study.study.trials]
     if tries == 1:
         assert states == [TrialState.COMPLETE] * 3
@@ -387,7 +387,7 @@ def test_a_trial_that_diverges_ends_alone(tmp_path: Path):
         return train(composed, *args)
 
     objective.train = diverging  # type: ignore[method-assign]
-    assert work(study.desk(), partial(run_trial, study, objective)) == "done"
+    assert work(study.queue(), partial(run_trial, study, objective)) == "done"
     assert study.study.trials[1].user_attrs["reason"].startswith("diverged: step 3")
 
     def full_disk(*_args: Any) -> Any:
@@ -396,7 +396,7 @@ def test_a_trial_that_diverges_ends_alone(tmp_path: Path):
     objective.train = full_disk  # type: ignore[method-assign]
     more, _ = opened(tmp_path, "hpo.trials=3", "training.nonfinite=stop")
     with pytest.raises(RunFailed, match="no space"):
-        work(more.desk(), partial(run_trial, more, objective))
+        work(more.queue(), partial(run_trial, more, objective))
 
 
 def test_a_signal_in_a_trial_hands_it_back_and_its_folds_are_kept(
@@ -425,10 +425,10 @@ def test_a_signal_in_a_trial_hands_it_back_and_its_folds_are_kept(
             patch.setattr(loop, "take_step", asked)
             return run_trial(study, objective, claim)
 
-    assert work(study.desk(), run) == "stopped"
+    assert work(study.queue(), run) == "stopped"
     assert trained == [0, 1]
     again, objective = opened(tmp_path, "hpo.trials=2")
-    assert work(again.desk(), partial(run_trial, again, objective)) == "done"
+    assert work(again.queue(), partial(run_trial, again, objective)) == "done"
     ended = [t for t in again.study.trials if t.state == TrialState.COMPLETE]
     assert [t.value for t in ended] == [t.value for t in whole.study.trials]
     assert ended[0].user_attrs["folds"] == whole.study.trials[0].user_attrs["folds"]
@@ -475,7 +475,7 @@ def test_a_frozen_encoder_runs_once_for_all_trials_and_folds(
     monkeypatch.setattr(frozen.SharedFeatures, "of", _without_seed(frozen.SharedFeatures.of))
     words = ("model.freeze_encoder=true", "model.pooling=mean", "hpo.trials=3")
     study, objective = opened(tmp_path, *words)
-    work(study.desk(), partial(run_trial, study, objective))
+    work(study.queue(), partial(run_trial, study, objective))
     data = objective._prepare(study.setting.composed).datasets
     sequences = {int(s) for one in data for p in (one.train, one.validation) for s in p.starts}
     assert sum(rows) == len(sequences)
@@ -567,7 +567,7 @@ def test_text_classification_is_searched_too(tmp_path: Path):
     )
     objective = Objective(asked.composed, "f1")
     study = open_study(asked, lambda: objective)
-    assert work(study.desk(), partial(run_trial, study, objective)) == "done"
+    assert work(study.queue(), partial(run_trial, study, objective)) == "done"
     best = ending.finish(study, lambda: objective)
     assert best is not None
     assert best.test["f1"] > 0

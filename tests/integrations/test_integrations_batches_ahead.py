@@ -11,8 +11,7 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
 
-from trainfit.integrations.host_batches import BatchesAhead, fetch_ahead
-from trainfit.integrations.speedups import AROUND
+from trainfit.integrations.host_batches import AROUND, BatchesAhead, fetch_ahead
 
 
 @pytest.fixture

@@ -20,8 +20,8 @@ import trainfit
 from trainfit.integrations import host_batches
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
+from trainfit.integrations.host_batches import AROUND
 from trainfit.integrations.speeding import facts_in
-from trainfit.integrations.speedups import AROUND
 
 SIZES = {"hidden_size": 64, "initializer_range": 0.1}
 LENGTHS = ((5, 61, 1, 128, 33, 90), (100, 20, 64, 17, 90, 3), (120, 128, 100, 90, 128, 101))

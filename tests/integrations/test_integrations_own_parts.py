@@ -20,8 +20,8 @@ from unpadded_tiny import HEADS, batch, config, pair
 
 import trainfit
 from trainfit.integrations import script_hooks
+from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
-from trainfit.integrations.speedups import SpeedUp
 from trainfit.integrations.turns import PADDED, Gain, Turns
 
 

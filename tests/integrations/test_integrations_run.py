@@ -24,8 +24,9 @@ from trainfit.cli.main import run
 from trainfit.integrations import script_hooks
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
+from trainfit.integrations.host_batches import Switch
+from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
-from trainfit.integrations.speedups import SpeedUp, Switch
 from trainfit.integrations.turns import GRAPHS, Turns
 
 SCRIPT = """

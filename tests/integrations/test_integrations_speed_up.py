@@ -20,8 +20,9 @@ from unpadded_tiny import batch, config, counting_packed
 
 import trainfit
 from trainfit.core.errors import BadInput
+from trainfit.integrations.host_batches import AROUND
+from trainfit.integrations.script_hooks import chosen
 from trainfit.integrations.speeding import _check_there, apply_speedups
-from trainfit.integrations.speedups import AROUND, chosen
 
 
 def classifier(name: str = "bert") -> Any:

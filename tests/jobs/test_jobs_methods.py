@@ -16,9 +16,8 @@ from torch.nn import functional
 from transformers import AutoModel
 
 from trainfit.core.errors import BadInput
-from trainfit.jobs.models.building import projections
+from trainfit.jobs.models.building import compilable_dora, projections
 from trainfit.jobs.models.classifier import EncoderClassifier
-from trainfit.jobs.models.dora import CompilableDora
 from trainfit.kernels.attention import lay_out
 from trainfit.kernels.supported import NOT_RECOMPUTED
 from trainfit.runtime import repeated_blocks
@@ -149,10 +148,10 @@ def test_dora_is_what_peft_computes(name: str, dropout: float) -> None:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.add_(0.1 * torch.randn_like(parameter))
-    layers = [module for module in model.modules() if type(module) is CompilableDora]
+    layers = [module for module in model.modules() if type(module) is compilable_dora()]
     assert layers
     found = []
-    for kind in (CompilableDora, DoraLinearLayer):
+    for kind in (compilable_dora(), DoraLinearLayer):
         for layer in layers:
             layer.__class__ = kind
         torch.manual_seed(0)

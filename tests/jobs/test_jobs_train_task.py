@@ -19,7 +19,7 @@ from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
 from trainfit.jobs.classification import ClassifierTask, _packed, _padded, in_batches
 from trainfit.jobs.models import classifier
-from trainfit.jobs.trials import synthetic_tokens
+from trainfit.jobs.probes import synthetic_tokens
 from trainfit.packing.cut_ladder import fit_padded_parts
 from trainfit.packing.steps import sample_parts
 from trainfit.runtime import compile_blocks

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainfit.kernels import small_adamw
-from trainfit.kernels.small_adamw import BLOCK, adamw_8bit_, adamw_bf16_, coded, codes, decoded
+from trainfit.kernels import fused_ops
+from trainfit.kernels.fused_ops import BLOCK, adamw_8bit_, adamw_bf16_, coded, codes, decoded
 
 CPU = torch.device("cpu")
 FIXED = (0.9, 0.999, 1e-8, 0.1)
@@ -25,7 +25,7 @@ def numbers(count: int, seed: int = 0, scale: float = 1.0) -> Tensor:
 def test_the_code_is_bitsandbytes_own(signed: bool) -> None:
     functional = pytest.importorskip("bitsandbytes.functional")
     expected = functional.create_dynamic_map(signed=signed)
-    assert torch.equal(torch.tensor(small_adamw.dynamic_map(signed=signed)), expected)
+    assert torch.equal(torch.tensor(fused_ops.dynamic_map(signed=signed)), expected)
 
 
 def test_blocks_are_coded_as_by_bitsandbytes() -> None:
@@ -51,9 +51,9 @@ def test_rounding_at_random_is_unbiased() -> None:
         above = (low + 0x10000).view(torch.float32).item()
         share = (value - below) / (above - below)
         for step, number in ((1, 0), (2, 0), (1, 1), (99_999, 199)):
-            bits = small_adamw.random_bits(count, 0, torch.tensor(float(step)), number)
+            bits = fused_ops.random_bits(count, 0, torch.tensor(float(step)), number)
             for half in (bits, bits >> 16):
-                rounded = small_adamw.rounded(torch.full((count,), value), half).float()
+                rounded = fused_ops.rounded(torch.full((count,), value), half).float()
                 assert set(rounded.tolist()) <= {below, above}
                 up = (rounded == above).double().mean().item()
                 assert abs(up - share) < 4 * math.sqrt(share * (1 - share) / count) + 2**-16
@@ -61,13 +61,13 @@ def test_rounding_at_random_is_unbiased() -> None:
 
 def test_what_is_a_bfloat16_stays_as_it_is() -> None:
     values = numbers(5000).bfloat16()
-    bits = small_adamw.random_bits(5000, 0, torch.tensor(3.0), 7)
-    assert torch.equal(small_adamw.rounded(values.float(), bits), values)
+    bits = fused_ops.random_bits(5000, 0, torch.tensor(3.0), 7)
+    assert torch.equal(fused_ops.rounded(values.float(), bits), values)
 
 
 def test_random_bits_depend_on_the_step_the_weight_and_the_element_alone() -> None:
     def bits(count: int = 64, start: int = 0, step: float = 5.0, number: int = 3) -> list[int]:
-        return small_adamw.random_bits(count, start, torch.tensor(step), number).tolist()
+        return fused_ops.random_bits(count, start, torch.tensor(step), number).tolist()
 
     assert bits() == bits()
     assert bits()[20:] == bits(44, start=20)

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from trainfit.core.records import ReceiptItem, Scalar
-from trainfit.measuring.profiled_step import looking
+from trainfit.measuring.profiled_step import profiled
 from trainfit.measuring.receipt import make_receipt
 from trainfit.measuring.trace import Evidence
 
@@ -60,7 +60,7 @@ def evidence(step: Callable[[], Any], given: list[Any] | None = None, warm_up: i
     """What the step shows after a warm-up."""
     for _ in range(warm_up):
         step()
-    with looking(warm_up, given or []) as look:
+    with profiled(warm_up, given or []) as look:
         step()
     assert look.evidence is not None, look.obstacle
     return look.evidence

@@ -369,11 +369,11 @@ def test_the_profiler_is_silent_and_leaves_the_results_alone(capfd: pytest.Captu
 
 
 def test_another_profiler_is_left_alone():
-    from trainfit.measuring.profiled_step import looking
+    from trainfit.measuring.profiled_step import profiled
 
     with ExitStack() as quiet:  # its log level lasts, and another test wants silence
         quiet_profiler(quiet)
-        with torch.profiler.profile() as own, looking(0, []) as look:
+        with torch.profiler.profile() as own, profiled(0, []) as look:
             torch.ones(2) + 1
     assert look.evidence is None
     assert "another profiler" in look.obstacle

@@ -237,7 +237,7 @@ class Event:
 
 
 def test_kernels_belong_to_the_operators_that_started_them() -> None:
-    from trainfit.measuring.profiled_step import parts_of
+    from trainfit.measuring.profiled_step import seconds_by_part
 
     operators = [
         Event("aten::linear", 0, 20, key=1),
@@ -246,10 +246,10 @@ def test_kernels_belong_to_the_operators_that_started_them() -> None:
     ]
     kernels = [Event("gemm", 50, 80, linked=2), Event("gelu", 80, 90, linked=3)]
     kernels.append(Event("unknown", 90, 95, linked=77))
-    seconds, launches = parts_of(read([*operators, *kernels]))
+    seconds, launches = seconds_by_part(read([*operators, *kernels]))
     assert seconds == pytest.approx({"products": 30e-6, "other": 15e-6})
     assert launches == {"products": 1, "other": 1}
-    seconds, _ = parts_of(read(operators))  # on a CPU: each without what it called
+    seconds, _ = seconds_by_part(read(operators))  # on a CPU: each without what it called
     assert seconds == pytest.approx({"other": 22e-6, "products": 8e-6})
 
 

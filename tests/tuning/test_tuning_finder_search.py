@@ -22,7 +22,7 @@ from trainfit.tuning.growth import (
     knee,
     law,
     most_rows,
-    peak_of,
+    predicted_peak,
     search,
     small_sizes,
 )
@@ -109,7 +109,7 @@ def predictor(made: Made, capacity: int):
             )
             for size in sizes
         ]
-        return peak_of(rooms, sizes)
+        return predicted_peak(rooms, sizes)
 
     return predict
 

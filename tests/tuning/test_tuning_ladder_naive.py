@@ -47,7 +47,7 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> tuple[Plan, TaskSpec]:
         "config": codec.encode(composed.config),
         "lengths": LENGTHS.tolist(),
     }
-    return plan, TaskSpec(factory="trainfit.jobs.trials:encoder_trial", arguments=arguments)
+    return plan, TaskSpec(factory="trainfit.jobs.probes:encoder_trial", arguments=arguments)
 
 
 def looked_at(job: tuple[Plan, TaskSpec], row: LadderRow, folder: Path) -> Evidence:

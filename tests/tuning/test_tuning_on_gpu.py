@@ -88,7 +88,7 @@ def test_a_second_compiled_trial_is_compiled_too(job: JobQuestion, base: Plan) -
 def test_a_child_measures_what_this_process_does(job: JobQuestion, base: Plan) -> None:
     """It may be quicker: steps this short wait for Python, and a process of tests is full."""
     here = run_trial(candidate(job, base), steps=20, warm_up=4)
-    with Children(["trainfit.jobs.trials"]) as children:
+    with Children(["trainfit.jobs.probes"]) as children:
         there = children.run(candidate(job, base), steps=20, warm_up=4, limit=120)
     first, second = here.samples_per_second, there.samples_per_second
     assert first is not None

@@ -135,7 +135,7 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
     from trainfit.cli.pages import Board
     from trainfit.hpo.outcome import status_of
     from trainfit.hpo.side_by_side import work_side_by_side
-    from trainfit.hpo.workers import check_room, run_fleet, run_trial, seats, work
+    from trainfit.hpo.workers import check_gpu_room, run_fleet, run_trial, seats, work
     from trainfit.jobs.job_plan import machine
     from trainfit.reports import terminal
 
@@ -150,9 +150,9 @@ def _run(opened: OpenStudy, objective: Callable[[], Objective], workers: int) ->
         show()
         return ended
     if workers == 1:
-        return work(opened.desk(), partial(run_trial, opened, objective()), tell=show)
+        return work(opened.queue(), partial(run_trial, opened, objective()), tell=show)
     taken = seats(workers, len(machine(opened.setting.composed).gpus), os.environ)
-    check_room(opened, objective, taken)
+    check_gpu_room(opened, objective, taken)
     return run_fleet(opened.setting, taken, show)
 
 
@@ -165,7 +165,7 @@ def _work(
     from trainfit.hpo.workers import run_trial, work
 
     objective.room = GpuShare(share=share, used=used or 1.0, beside=used is not None)
-    ended = work(opened.desk(), partial(run_trial, opened, objective), parent=parent)
+    ended = work(opened.queue(), partial(run_trial, opened, objective), parent=parent)
     return 0 if ended == "done" else INTERRUPTED
 
 

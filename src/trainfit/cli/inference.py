@@ -384,7 +384,7 @@ def push_run(run: Path, hub: str) -> str:
 
 
 def check_push_of(task: str, config: Any, hub: str) -> None:
-    """Raise BadInput, before anything is trained, where its model could not be pushed."""
+    """Raise BadInput, before anything is trained, if the model could not be pushed to the hub."""
     from trainfit.core.errors import BadInput
     from trainfit.data.hub import check_push
 

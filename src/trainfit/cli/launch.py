@@ -69,7 +69,7 @@ class JobFile:
         )
 
     def _run(self) -> list[str]:
-        """Return the command of a job that continues what an earlier one left."""
+        """Return the command of a job that continues an earlier one."""
         words = list(self.words)
         away = self.kind != "slurm"  # a job in a container has its runs on a volume
         if away and not any(word.startswith(("runs_dir=", "--output")) for word in words):

@@ -204,7 +204,7 @@ def _unexpected(error: Exception, arguments: list[str]) -> str:
 
 
 def _with_help(error: click.ClickException) -> str:
-    """Add the command's --help to a message that says what is wrong and not what is right."""
+    """Add the command's --help to a usage error that names no fix."""
     message = " ".join(error.format_message().split())  # choices come a line each
     context = getattr(error, "ctx", None)
     if context is None or ";" in message or "Did you mean" in message:

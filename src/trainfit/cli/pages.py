@@ -82,7 +82,7 @@ def describe(settings: dict[str, Scalar]) -> str:
     return ", ".join(f"{name}={shown(value)}" for name, value in settings.items())
 
 
-def result_page(result: TuneResult) -> RenderableType:
+def tune_page(result: TuneResult) -> RenderableType:
     """Page of a tuning: the trials, best first, and the gain."""
     headings = ("samples/s", "of planned", "GiB", "first steps")
     table = terminal.table(left=["settings"], right=headings, header_style="bold")

@@ -274,7 +274,7 @@ def _job(task: str, words: tuple[str, ...]) -> JobQuestion:
 
 def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path | None) -> int:
     from trainfit.cli.main import INTERRUPTED
-    from trainfit.cli.pages import result_page, trial_line, watched
+    from trainfit.cli.pages import trial_line, tune_page, watched
     from trainfit.jobs.tuned_plans import MINUTES, tune
     from trainfit.reports import terminal
 
@@ -283,7 +283,7 @@ def _tune(job: JobQuestion, minutes: float | None, as_json: bool, output: Path |
         result = tune(job, minutes=minutes, tell=lambda trial: say(trial_line(trial)))
     _hand_out(codec.encode(result) | {"gain": result.gain}, as_json, output)
     if not as_json:
-        terminal.console().print(result_page(result))
+        terminal.console().print(tune_page(result))
     if result.ended == "interrupted":
         return INTERRUPTED
     return 0 if result.samples_per_second is not None else 1

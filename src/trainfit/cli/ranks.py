@@ -257,7 +257,7 @@ def _lost_store() -> tuple[type[Exception], ...]:
 
 
 def _run_agent(asked: AskedRanks, count: int, words: Sequence[str]) -> int:
-    """Run torch's launcher to its end, and turn what it raises into an exit code."""
+    """Run torch's launcher to its end, and turn its errors into an exit code."""
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch

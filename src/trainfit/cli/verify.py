@@ -130,8 +130,7 @@ def run(
     and must be named with --only. The exit code is the script's.
     """
     from trainfit.core.errors import BadInput
-    from trainfit.integrations.script_hooks import run_sped_up
-    from trainfit.integrations.speedups import chosen
+    from trainfit.integrations.script_hooks import chosen, run_sped_up
 
     if stray:
         raise BadInput(f"{stray[0]!r} is not after --", "give -- before the command")
@@ -314,7 +313,7 @@ _METRICS = (
 
 
 def _medium(verified: Verified) -> Iterator[tuple[str, str]]:
-    """Advice on what costs time, by the figures of this run."""
+    """Advice on slow parts of the step, by the figures of this run."""
     evidence, off = verified.evidence, _off(verified.receipt)
     padding = evidence.batches.padding_share if evidence else None
     if "packing" in off and padding is not None and padding > _MUCH_PADDING:

@@ -216,7 +216,7 @@ def group_folder(task: str, group: str) -> Path:
 def _parse(
     task: str, overrides: Sequence[str]
 ) -> tuple[dict[str, str], list[Assignment], list[BadInput]]:
-    """Split `key=value` words into group choices and assignments, gathering what is wrong."""
+    """Split `key=value` words into group choices and assignments, gathering all mistakes."""
     groups: dict[str, str] = {}
     assignments: list[Assignment] = []
     problems: list[BadInput] = []

@@ -56,7 +56,7 @@ class DeviceConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Optimization:
-    """How a step is computed, not what it computes."""
+    """Optimizer, compiler, and ways to save memory."""
 
     optimizer: Auto | OptimizerName
     """auto: adamw_fused. All others but adamw keep less beside the weights."""

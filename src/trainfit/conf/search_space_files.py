@@ -134,7 +134,7 @@ def compose_study(task: str, words: Sequence[str], otherwise: str = "default") -
 def _sorted_words(
     task: str, words: Sequence[str]
 ) -> tuple[str | None, dict[str, Any], dict[str, Dimension], list[str], list[BadInput]]:
-    """The chosen file, fields of hpo, searched keys, the job's words, and what is wrong."""
+    """Sort words into file, fields of hpo, searched keys, the job's words, and mistakes."""
     chosen: str | None = None
     settings: dict[str, Any] = {}
     sweeps: dict[str, Dimension] = {}

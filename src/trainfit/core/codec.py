@@ -287,7 +287,7 @@ def _float(number: Any) -> Any:
 
 
 def _revive(data: Any) -> Any:
-    """Undo `encode` where no type says what to expect."""
+    """Undo `encode` for a value of unknown type."""
     if isinstance(data, Mapping):
         if list(data) == [_FLOAT] and str(data[_FLOAT]) in _NON_FINITE:
             return _NON_FINITE[str(data[_FLOAT])]

@@ -91,18 +91,20 @@ class Workload(Record):
 
 OWN_FACTORIES = (
     "trainfit.jobs.probes:encoder_step",
-    "trainfit.jobs.trials:encoder_trial",
+    "trainfit.jobs.probes:encoder_trial",
     "trainfit.jobs.probes:gpt_step",
-    "trainfit.jobs.trials:gpt_trial",
+    "trainfit.jobs.probes:gpt_trial",
 )
 """Factories that a file may name: they build a model and a step, and import nothing else."""
 _RENAMED_FACTORIES = {
     "trainfit.tasks.encoder.probe:probe": "trainfit.jobs.probes:encoder_step",
-    "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.trials:encoder_trial",
+    "trainfit.tasks.encoder.trial:trial": "trainfit.jobs.probes:encoder_trial",
     "trainfit.tasks.gpt.probe:probe": "trainfit.jobs.probes:gpt_step",
-    "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.trials:gpt_trial",
-    "trainfit.jobs.encoder_trial:encoder_trial": "trainfit.jobs.trials:encoder_trial",
-    "trainfit.jobs.gpt_trial:gpt_trial": "trainfit.jobs.trials:gpt_trial",
+    "trainfit.tasks.gpt.trial:trial": "trainfit.jobs.probes:gpt_trial",
+    "trainfit.jobs.encoder_trial:encoder_trial": "trainfit.jobs.probes:encoder_trial",
+    "trainfit.jobs.gpt_trial:gpt_trial": "trainfit.jobs.probes:gpt_trial",
+    "trainfit.jobs.trials:encoder_trial": "trainfit.jobs.probes:encoder_trial",
+    "trainfit.jobs.trials:gpt_trial": "trainfit.jobs.probes:gpt_trial",
 }
 """Former names of the factories, as in plans of version 0.1."""
 

@@ -119,7 +119,7 @@ class StepLoader:
         return own, cut.slots if isinstance(cut, PackedCut) else None
 
     def _trimmed(self, batch: MicroBatch) -> MicroBatch:
-        """Leave out what no sequence of the micro-batch needs of its shape."""
+        """Cut a padded micro-batch to its own rows and its longest sequence."""
         longest = int(self.lengths[list(batch.sequences)].max(initial=1))
         width = min(batch.width, -(-longest // _MULTIPLE) * _MULTIPLE)
         return replace(batch, rows=max(len(batch.sequences), 1), width=width)

@@ -18,7 +18,7 @@ IntArray = NDArray[np.int64]
 
 
 class Shares(TypedDict, total=False):
-    """Options of `split`."""
+    """Shares of the data that are held out, and the seed that draws them."""
 
     folds: int | None
     test_share: float
@@ -112,7 +112,7 @@ def check_folds(folds: Folds, groups: IntArray | None = None) -> None:
 
 
 def check_apart(sides: dict[str, IntArray]) -> None:
-    """Raise BadInput for sides with common groups, whose items could be memorised."""
+    """Raise BadInput if two parts share a group, whose items could be memorised."""
     seen = [(name, np.unique(groups)) for name, groups in sides.items()]
     for place, (name, groups) in enumerate(seen):
         for other, others in seen[:place]:

@@ -303,7 +303,7 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _load(name: str) -> Mapping[str, Any]:
-    """Load every split by the library."""
+    """Load every split with the `datasets` library."""
     import datasets
 
     path, _, subset = name.partition(":")
@@ -313,7 +313,7 @@ def _load(name: str) -> Mapping[str, Any]:
 
 
 def _refusal(name: str, why: str) -> BadInput:
-    """Word why the library does not load a dataset."""
+    """Return the error for a dataset that the library does not load."""
     if "scripts are no longer supported" in why:
         what = f"{name} on the hub is a loading script, and no code of the hub is run"
         return BadInput(what, "take a dataset with files such as Parquet or CSV")

@@ -94,7 +94,7 @@ def check_file(path: Path, kinds: Kinds | None = None) -> Path:
 
 
 def _misspelt(path: Path) -> str | None:
-    """Suggest what to name instead of a missing file, such as one of a name like it."""
+    """Suggest a file in place of a missing one, such as one of a similar name."""
     with suppress(OSError, ValueError):
         if any(mark in path.name for mark in "*?[") and not path.exists():
             return "name one file, or a folder with train.csv and test.csv"

@@ -66,7 +66,7 @@ _Encoded = list[NDArray[np.uint32]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preparation(Record):
-    """Settings of the preparation."""
+    """Tokenizer's size, split and seed of a corpus that is turned into token files."""
 
     vocab_size: Annotated[int, Range(257, 2**20)] = 30_000
     special: tuple[Annotated[str, Length(1, 1000)], ...] = ()
@@ -104,16 +104,15 @@ def prepare_tokens(
     if taken:
         raise BadInput(f"{output} is there already", "name a new folder, or remove it")
     files = find_files(inputs) if inputs else standard_library()
-    work = progress or (lambda *_: None)
-    return _prepare(files, output, how or Preparation(), tokenizer, processes, work)
+    return _prepare(files, output, how or Preparation(), tokenizer, processes, progress or _quiet)
 
 
-def embedded_tokens(how: Preparation, progress: Progress | None = None) -> Path:
+def embedded_tokens(how: Preparation) -> Path:
     """Return the folder with the tokens of Python's own source, making it at first use."""
-    return _kept("python", standard_library(), how, progress)
+    return _kept("python", standard_library(), how)
 
 
-def text_tokens(place: Path, how: Preparation, progress: Progress | None = None) -> Path:
+def text_tokens(place: Path, how: Preparation) -> Path:
     """Return the folder with the tokens of a text file or a folder of them, made at first use.
 
     Of a few documents, the end of each file is held out.
@@ -121,10 +120,10 @@ def text_tokens(place: Path, how: Preparation, progress: Progress | None = None)
     files = find_texts(place)
     documents = (piece for piece in _pieces(files, how) if piece.last)
     few = len(list(islice(documents, _FEW))) < _FEW
-    return _kept("texts", files, replace(how, ends=few), progress)
+    return _kept("texts", files, replace(how, ends=few))
 
 
-def _kept(name: str, files: Sequence[Path], how: Preparation, progress: Progress | None) -> Path:
+def _kept(name: str, files: Sequence[Path], how: Preparation) -> Path:
     """Return the cached folder of these files' tokens, by their content; it holds no text."""
     digest = hashlib.sha256(json.dumps(asdict(how), sort_keys=True).encode())
     for path in files:
@@ -135,8 +134,12 @@ def _kept(name: str, files: Sequence[Path], how: Preparation, progress: Progress
     except BadInput as error:
         if folder.exists():
             caches.throw_away(folder, error.what)
-        _prepare(files, folder, how, None, None, progress or (lambda *_: None))
+        _prepare(files, folder, how, None, None, _quiet)
     return folder
+
+
+def _quiet(_phase: str, _done: int, _total: int) -> None:
+    pass
 
 
 def _prepare(

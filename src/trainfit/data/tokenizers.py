@@ -129,7 +129,7 @@ def _misread(tokenizer: Tokenizer, path: Path) -> bool:
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Silence transformers' warnings; what matters is in our own errors."""
+    """Silence transformers' warnings; trainfit raises errors of its own."""
     from transformers.utils import logging
 
     before = logging.get_verbosity()

@@ -188,7 +188,7 @@ def watch_gpus(
     name_of: Callable[[int], str | None],
     sleep: Callable[[float], object] = time.sleep,
 ) -> tuple[GpuActivity, ...]:
-    """Watch what other processes do on each GPU; empty where NVML or a GPU does not answer."""
+    """Watch other processes on each GPU; empty where NVML or a GPU does not answer."""
     report = probe_nvml(load, pid)
     if report.error:
         return ()

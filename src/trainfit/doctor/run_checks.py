@@ -262,7 +262,7 @@ _IN_NUMBERS = frozenset({"trainfit_oom", "nan_loss", "low_mfu"})
 
 
 def examine_run(folder: Path) -> tuple[Finding, ...]:
-    """Find what went wrong, or could go better, in a run; faults that folds share come once."""
+    """Find faults and poor settings of a run; a fault that folds share is listed once."""
     findings: dict[tuple[str, str], Finding] = {}
     run = read_run(folder)
     begun = [part for part in run.parts if is_file(part.folder / LOG)]

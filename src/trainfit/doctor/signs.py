@@ -236,7 +236,7 @@ class Pattern:
 
 @cache
 def patterns() -> tuple[Pattern, ...]:
-    """The log section of signs.yaml, causes before what follows from them."""
+    """Return the log section of signs.yaml, causes before their consequences."""
     return tuple(
         Pattern(
             fault=fault(row),

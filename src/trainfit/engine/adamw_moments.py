@@ -1,7 +1,7 @@
 """AdamW's moments where GPU memory is short: in fewer bytes, or in the host's memory.
 
 Fewer bytes: bfloat16, or one byte and a scale per block. The weights stay in float32, and
-`kernels.small_adamw` makes the updates.
+`kernels.fused_ops` makes the updates.
 
 On the host all weights' moments lie end to end in pinned memory. An update takes them in buckets:
 while one is updated, the next comes in and the one before goes back, each on a stream of its own.
@@ -23,8 +23,8 @@ from torch import Tensor
 from trainfit.core.errors import BadInput
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.parallel import local
+from trainfit.kernels.fused_ops import BLOCK, LEAST, adamw_8bit_, adamw_bf16_, laid_out
 from trainfit.kernels.saved_on_host import host_fetch_, host_store_, host_zeros, pin
-from trainfit.kernels.small_adamw import BLOCK, LEAST, adamw_8bit_, adamw_bf16_, laid_out
 
 Moments = Literal["bf16", "8bit"]
 SMALL: dict[str, Moments] = {"adamw_bf16": "bf16", "adamw_8bit": "8bit"}

@@ -209,7 +209,7 @@ class CheckpointWriter:
 
     @timeline.stage("checkpoint")
     def wait(self) -> None:
-        """Wait until the checkpoint is written, and raise what went wrong."""
+        """Wait until the checkpoint is written, and raise the writer's error."""
         begun, self._under_way = self._under_way, None
         if begun is not None:
             begun.result()

@@ -197,7 +197,7 @@ def _train_epoch(session: Session, request: StopRequest) -> bool:
 
 
 def _take(session: Session, loaded: LoadedStep, request: StopRequest) -> bool:
-    """Take one step and do what is due after it; returns True after a request to stop."""
+    """Take one step, then log, evaluate and save if due; returns True after a request to stop."""
     progress, parts, settings = session.progress, session.parts, session.parts.settings
     weight = parts.task.weight(loaded.sequences)
     if not weight > 0:

@@ -24,7 +24,7 @@ from trainfit.engine.memory_errors import retried
 from trainfit.engine.observers import Observer, Progress, TrainRow, Window, as_scalars, make_row
 from trainfit.engine.recovery import NONFINITE_FIX, CannotGoOn, NotFinite, Parts, StepOutcome
 from trainfit.engine.relaunch import RestartChanges
-from trainfit.measuring.profiled_step import is_due, looking
+from trainfit.measuring.profiled_step import is_due, profiled
 from trainfit.measuring.receipt import EVIDENCE
 from trainfit.measuring.timing import GIB, MemoryTracker
 from trainfit.runs import timeline
@@ -212,7 +212,7 @@ class Session:
         with (
             self.parts.captured.renewed(),
             timeline.stage("receipt"),
-            looking(
+            profiled(
                 self.progress.step,
                 loaded.batches,
                 sequences,

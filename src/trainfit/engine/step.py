@@ -27,8 +27,8 @@ from trainfit.engine.captured import StepNumbers
 from trainfit.engine.memory_errors import is_out_of_memory, retried, write_once
 from trainfit.engine.optimizer import Combined, host_moments, is_adamw, trained_parameters
 from trainfit.engine.parallel import local
+from trainfit.kernels.fused_ops import takes_lists
 from trainfit.kernels.saved_on_host import SavedOnHost
-from trainfit.kernels.small_adamw import takes_lists
 
 _HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _FIRST_SCALE = 2.0**16

@@ -88,7 +88,7 @@ def search(task: str | type, *words: str) -> StudyResult:
         setting = read_setting(name, words)
         objective = Objective(setting.composed, setting.hpo.metric, alike=setting.alike)
         opened = open_study(setting, lambda: objective)
-        ended = work(opened.desk(), partial(run_trial, opened, objective))
+        ended = work(opened.queue(), partial(run_trial, opened, objective))
         best = finish(opened, lambda: objective) if ended == "done" else None
         return summarise(opened, best, time.perf_counter() - begun)
 
@@ -166,7 +166,7 @@ def summarise(open_study: OpenStudy, best: Best | None, seconds: float) -> Study
         side_by_side=None if beside is None else codec.decode(SideBySide, beside),
     )
     folder, metric = open_study.setting.folder, open_study.setting.hpo.metric
-    write_figures(folder, figures_of(open_study.study, metric))
+    write_figures(folder, study_figures(open_study.study, metric))
     if best is not None:
         text = json.dumps(codec.encode(result), indent=2) + "\n"
         write_whole(folder / "result.json", text)
@@ -337,7 +337,7 @@ class Figures:
     """Reported values by trial and step."""
 
 
-def figures_of(study: Study, metric: str) -> Figures:
+def study_figures(study: Study, metric: str) -> Figures:
     """Read the data of a study's plots."""
     trials = study.get_trials(deepcopy=False)
     complete = [trial for trial in trials if trial.state == TrialState.COMPLETE]

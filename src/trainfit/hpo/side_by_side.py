@@ -93,7 +93,7 @@ def work_side_by_side(
     helpers = Helpers(opened.study, partial(start_helpers, opened, objective), say)
     run = partial(_run_beside, opened, objective, helpers, opened.setting.values[BATCH])
     with closing(helpers):
-        ended = work(opened.desk(), run, tell=tell)
+        ended = work(opened.queue(), run, tell=tell)
         if ended == "done":
             helpers.wait()  # where the time is up, theirs may have begun before
             if helpers.result is not None:

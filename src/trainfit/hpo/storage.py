@@ -67,7 +67,7 @@ class Database:
             self._beats.beat(trial)
 
     def ended(self, trial: int) -> None:
-        """Drop what was kept of a trial while it ran."""
+        """Forget the heartbeats of a trial that has ended."""
         if isinstance(self.storage, JournalStorage):
             self._beats.end(trial)
 

@@ -174,7 +174,7 @@ class OpenStudy:
     """Number of values that a fold reports."""
     notes: tuple[str, ...]
 
-    def desk(self) -> TrialQueue:
+    def queue(self) -> TrialQueue:
         """Return the queue of the study's trials."""
         return TrialQueue(
             study=self.study,

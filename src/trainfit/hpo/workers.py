@@ -172,7 +172,7 @@ def seats(count: int, gpus: int, environment: Mapping[str, str]) -> list[Seat]:
     ]
 
 
-def check_room(
+def check_gpu_room(
     open_study: OpenStudy, objective: Callable[[], Objective], taken: Sequence[Seat]
 ) -> None:
     """Raise BadInput where the plan of the configured values does not fit a worker's share."""
@@ -273,7 +273,7 @@ Tell = Callable[[int, dict[str, Any], Outcome], None]
 
 
 def work(
-    desk: TrialQueue, run: Run, *, parent: int | None = None, tell: Tell | None = None
+    queue: TrialQueue, run: Run, *, parent: int | None = None, tell: Tell | None = None
 ) -> Literal["done", "stopped"]:
     """Run trials until none is left, or until the process `parent` is gone.
 
@@ -281,12 +281,12 @@ def work(
     """
     with stop_on_signals() as request, kept_in_memory():
         while request.name is None:
-            claim = desk.claim()
+            claim = queue.claim()
             if claim == "done":
                 return "done"
             if claim == "wait":
                 _wait(request, parent)
-            elif _work_on(desk, claim, run, request, parent, tell) in PUT_BACK:
+            elif _work_on(queue, claim, run, request, parent, tell) in PUT_BACK:
                 return "stopped"
     return "stopped"
 
@@ -304,7 +304,7 @@ def _is_asked(request: StopRequest) -> bool:
 
 
 def _work_on(
-    desk: TrialQueue,
+    queue: TrialQueue,
     claim: Claim,
     run: Run,
     request: StopRequest,
@@ -314,17 +314,17 @@ def _work_on(
     try:
         if _is_asked(request):  # while the trial was being claimed
             raise KeyboardInterrupt
-        with beating(lambda: desk.beat(claim.trial), desk.hpo.heartbeat, parent):
+        with beating(lambda: queue.beat(claim.trial), queue.hpo.heartbeat, parent):
             outcome = run(claim)
     except (KeyboardInterrupt, Exception) as error:
         # A Ctrl-C reaches helper processes too, which die of it.
         if isinstance(error, KeyboardInterrupt) or _is_asked(request):
-            desk.tell(claim.trial, Outcome(kind="stopped"))
+            queue.tell(claim.trial, Outcome(kind="stopped"))
             return "stopped"
         reason = f"{type(error).__name__}: {(redact(str(error)).splitlines() or [''])[0]}"
-        desk.tell(claim.trial, Outcome(kind="failed", reason=reason))
+        queue.tell(claim.trial, Outcome(kind="failed", reason=reason))
         raise
-    if not desk.tell(claim.trial, outcome):
+    if not queue.tell(claim.trial, outcome):
         outcome = Outcome(kind="lost", reason="another worker has it")
     if tell is not None:
         tell(claim.trial.number, claim.params, outcome)

@@ -44,7 +44,6 @@ from trainfit.integrations.captured_passes import (
     size_of,
     sort_call,
 )
-from trainfit.integrations.speedups import Tally
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -63,6 +62,28 @@ _SOON = 20
 """Replays within which changes of the weights may come that often one after the other."""
 _SHARE = 0.9
 """Share of the free memory that graphs may take."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of a model's batches, which outlive the model."""
+
+    packed: int = 0
+    """Batches that went without padding; `own_way` ones went the model's own way."""
+    own_way: int = 0
+    real: int = 0
+    """Tokens of the packed batches; `padded` with their padding."""
+    padded: int = 0
+    replayed: int = 0
+    """Batches that were replayed as CUDA graphs."""
+    aside: int = 0
+    """Batches of evaluations: those that had no gradient."""
+    reasons: set[str] = field(default_factory=set)
+    """Reasons for passes that were not replayed."""
+    said: set[str] = field(default_factory=set)
+    """Reasons for batches that kept their padding."""
+    seconds: float = 0.0
+    """Time that captures and compiling took."""
 
 
 @dataclass(eq=False, repr=False)
@@ -220,7 +241,7 @@ class BodyGraphs:
         self._targets = None
 
     def _same(self, state: BodyState) -> bool:
-        """True if weights, and what else a pass reads, are those captured; else drop all graphs."""
+        """True if the weights and switches of a pass are those captured; else drop all graphs."""
         known, self._state = self._state, state
         if known is not None and state.key == known.key:
             return True

@@ -94,7 +94,7 @@ def _key(modules: list[Table]) -> list[Any]:
 
 
 def _module_obstacle(module: nn.Module, *, outermost: bool) -> str | None:
-    """Reason that lies in one module; what is around the outermost one is not captured."""
+    """Reason that lies in one module; hooks around the outermost one are not captured."""
     own = module.__dict__
     if own.get("gradient_checkpointing"):
         return "gradient checkpointing is on"

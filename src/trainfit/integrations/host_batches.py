@@ -21,14 +21,23 @@ import torch
 from torch import Tensor
 from torch.utils.data import dataloader
 
-from trainfit.integrations.speedups import AROUND
-
 _COPY = "_trainfit_host_copy"
 _NAMES = ("attention_mask", "input_ids", "labels")
 _SENDERS = {"accelerate": "send_to_device", "sentence_transformers": "batch_to_device"}
 """Function of each library that sends a batch and takes the device second."""
 _SMALL = 2**24
 """Bytes of a tensor up to which it is copied into pinned memory, whatever holds it."""
+
+
+@dataclass
+class Switch:
+    """Turns changes off while a script's own steps are timed."""
+
+    off: bool = False
+
+
+AROUND = Switch()
+"""Switch of all changes around the models: batches ahead, copies and checks without a wait."""
 
 
 def keep_host_batches() -> None:

@@ -304,7 +304,7 @@ def _of_savers(plan: Plan) -> list[str]:
 
 
 def _of_own_job(task: str, batch: EvenBatch) -> list[str]:
-    """Notes on what the class of a user's own job says and no plan carries."""
+    """Notes on parts of a user's own job, such as its optimizer, that no plan holds."""
     job = load(task)
     notes = []
     if job.optimizer is not Job.optimizer:

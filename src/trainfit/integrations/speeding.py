@@ -19,9 +19,8 @@ from trainfit.core.errors import BadInput
 from trainfit.core.plan_records import RuntimeSettings
 from trainfit.integrations.body_graphs import BodyGraphs
 from trainfit.integrations.body_state import BodyBlocks
-from trainfit.integrations.host_batches import fetch_ahead, keep_host_batches
-from trainfit.integrations.speedups import (
-    AROUND,
+from trainfit.integrations.host_batches import AROUND, fetch_ahead, keep_host_batches
+from trainfit.integrations.script_hooks import (
     COMPILED,
     GRAPHS,
     NO_MODEL,

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from weakref import WeakSet
 
 from trainfit.integrations.body_state import BodyBlocks
-from trainfit.integrations.speedups import AROUND, Switch
+from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
 
 PADDED, UNPADDED, GRAPHS, COMPILED = range(4)

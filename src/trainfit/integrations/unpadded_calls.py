@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.hooks import RemovableHandle
 
-from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.body_graphs import BodyGraphs, Tally
 from trainfit.integrations.body_state import HOOKS
 from trainfit.integrations.host_batches import host_copies
-from trainfit.integrations.speedups import Tally
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.attention import computed_in
 from trainfit.kernels.fused_ops import IGNORED

@@ -296,7 +296,7 @@ def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
 
 @uncompiled
 def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
-    """Look by the gradients if anybody reads what stands in padded columns."""
+    """Find out by the gradients if any code reads padded columns."""
     if batch is None or batch.mask is None or facts.reads == "padding":
         return output
     empty = ~batch.mask

@@ -12,16 +12,16 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from trainfit.core.libraries import search_path
+from trainfit.core.libraries import end_with_parent, search_path
 from trainfit.data.folds import Folds, make_folds
 from trainfit.data.redsm5 import Corpus
 from trainfit.jobs.metrics import Metrics, binary_metrics
@@ -189,60 +189,41 @@ def in_background(
         stderr=subprocess.DEVNULL,
         env={**os.environ, **_ONE_THREAD, "PYTHONPATH": search_path(), "CUDA_VISIBLE_DEVICES": ""},
     )
-    assert child.stdin is not None
-    assert child.stdout is not None
     # In a thread: the pipe is full until the child has been started.
-    sender = threading.Thread(target=_send, args=(child.stdin, arrays), daemon=True)
-    sender.start()
-    answers = child.stdout
+    pool = ThreadPoolExecutor(1)
+    answer = pool.submit(lambda: child.communicate(_packed(arrays()))[0])
 
     def wait() -> dict[str, float]:
-        timer = threading.Timer(_PATIENCE, child.kill)
-        timer.start()
         try:
-            said: dict[str, float] | None = json.loads(answers.readline() or "null")
-        finally:
-            timer.cancel()
-        return score(arrays()) if said is None else said
+            said = answer.result(_PATIENCE)
+        except TimeoutError:
+            said = b""
+        scores: dict[str, float] = json.loads(said) if said else score(arrays())
+        return scores
 
     try:
         yield wait
     finally:
         child.kill()
-        sender.join()
-        with suppress(BrokenPipeError):
-            child.stdin.close()
-        answers.close()
-        child.wait()
+        pool.shutdown()
 
 
-def _send(to: IO[bytes], arrays: Callable[[], Arrays]) -> None:
-    """Send the data with its size; no bytes where it is too large."""
-    data, made = io.BytesIO(), arrays()
-    if sum(array.nbytes for array in made.values()) <= _MOST_BYTES:
-        np.savez(data, allow_pickle=False, **made)
-    with suppress(BrokenPipeError):
-        to.write(data.tell().to_bytes(8, "little") + data.getbuffer())
-        to.flush()
+def _packed(arrays: Arrays) -> bytes:
+    """Pack the data for the child; no bytes where it is too large."""
+    data = io.BytesIO()
+    if sum(array.nbytes for array in arrays.values()) <= _MOST_BYTES:
+        np.savez(data, allow_pickle=False, **arrays)
+    return data.getvalue()
 
 
 def main() -> None:
     """Run the child: read the data, write the scores as a line."""
     if hasattr(os, "nice"):
         os.nice(10)
-    sent = sys.stdin.buffer
-    size = int.from_bytes(sent.read(8), "little")
-    data = io.BytesIO(sent.read(size))
-    threading.Thread(target=_end_with_parent, args=(sent,), daemon=True).start()
-    if not size:
-        return
-    with np.load(data, allow_pickle=False) as arrays:
-        print(json.dumps(score(dict(arrays))), flush=True)
-
-
-def _end_with_parent(sent: IO[bytes]) -> None:
-    sent.read(1)  # returns when the parent closes the pipe, or dies
-    os._exit(1)
+    end_with_parent()
+    if sent := sys.stdin.buffer.read():
+        with np.load(io.BytesIO(sent), allow_pickle=False) as arrays:
+            print(json.dumps(score(dict(arrays))), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ _SOME = 0.1
 
 @dataclass(frozen=True, kw_only=True)
 class PreparedEncoder(Prepared):
-    """A classification job: its data in folds, its model, and what it is compared with."""
+    """A classification job: its data in folds, its model and its baselines."""
 
     chosen: Chosen
     datasets: tuple[Dataset, ...]
@@ -258,7 +258,7 @@ class PreparedEncoder(Prepared):
 
     @timeline.stage("judge")
     def _judge(self, run: Run, number: int, folder: Path, result: RunResult) -> FoldScores:
-        """Score the best weights on what was held out, and export them."""
+        """Score the best weights on the held-out test set, and export them."""
         dataset, plan = self.datasets[number], run.plan
         build = partial(_build, self, plan, run.device)
         model = run.best_model(build, folder, number, trained=EncoderClassifier)

@@ -82,7 +82,7 @@ class FrozenTask(ClassifierTask):
     def collate(
         self, sequences: Sequence[int], rows: int, width: int, slots: int | None
     ) -> Mapping[str, Tensor]:
-        """Stack the outputs of these sequences, padded to the number of the shape."""
+        """Stack the outputs of these sequences, padded to the shape's number of rows."""
         if not self._pooled:
             return super().collate(sequences, rows, width, slots)
         chosen = torch.tensor(sequences, dtype=torch.long)

@@ -199,7 +199,7 @@ def shape_of(config: GptConfig) -> GptShape:
 
 
 def build(config: GptConfig, plan: Plan) -> Gpt:
-    """A new model with what the plan decided."""
+    """Build a new model with the plan's settings."""
     shape = shape_of(config)
     check_room(4 * shape.parameters, config.model.name)
     return Gpt(
@@ -253,7 +253,7 @@ def opening(parts: Parts, plan: Plan, data: TokenFolder) -> RunSetup:
 
 
 def _ended(prepared: PreparedGpt, run: Run, result: RunResult) -> GptResult:
-    """Summarise the run, with its MFU and what would raise it."""
+    """Summarise the run, with its MFU and ways to raise it."""
     plan, peaks = run.plan, Peaks.of(run.plan, run.profile, run.world, run.device)
     meter = read_meter(run.folder)
     spec = None if plan.gpu is None else find(plan.gpu)

@@ -154,7 +154,7 @@ def plan_all(
 
 
 def machine(composed: Composed, gpu: str | None = None) -> HardwareProfile:
-    """Find this machine, or a GPU of the catalogue in it, and refuse what it cannot do."""
+    """Find this machine, or one with this GPU; raise BadInput where more is asked of it."""
     profile, device = detect() if gpu is None else as_if(find(gpu)), composed.config.device
     if device.use_cuda is False:
         profile = replace(profile, gpus=())
@@ -371,7 +371,7 @@ def _effective(composed: Composed) -> int:
 
 
 def with_tuned(job: JobQuestion, plan: Plan) -> Plan:
-    """The plan with what was tuned for this job before, if it was."""
+    """Return the plan with settings that `tune` found for this job before, if any."""
     if job.composed.config.tune == "off" or plan.workload.method == "frozen":
         return plan
     found = tuned_cache.read(job.question, job.profile, job.ranks)

@@ -145,7 +145,7 @@ def notes(composed: Composed, plan: Plan, question: Question) -> Iterator[str]:
 
 
 def length_note(plan: Plan, question: Question, *, named_model: bool) -> str | None:
-    """Say that a job takes hours here, and what would not; None for a shorter job."""
+    """Note that a job takes hours here, with a shorter way; None for a shorter job."""
     told = None if plan.time is None else plan.time.job_seconds
     seconds = _by_operations(plan, question) if told is None else told
     if seconds is None or seconds < _LONG:

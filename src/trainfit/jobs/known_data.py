@@ -110,7 +110,7 @@ def _kinds(data: TextFilesData) -> Kinds:
 
 
 def _settled(data: TextFilesData, *, folds: bool) -> tuple[TextFilesData, list[str]]:
-    """Return the settled section, and notes on what was found."""
+    """Return the section with its files and columns filled in, and notes on them."""
     assert data.train is not None
     notes: list[str] = []
     path = Path(data.train)
@@ -293,7 +293,7 @@ def _tokens(composed: Composed) -> KnownData | None:
         tokens = read_header(place).train.tokens
     else:
         size = sum(path.stat().st_size for path in find_texts(text))
-        tokens = plan_choices.count_tokens(size, config.data.vocab_size)
+        tokens = plan_choices.estimate_tokens(size, config.data.vocab_size)
         assumed = (f"{tokens:,} tokens, by the size of the text",)
     block = config.data.max_length
     blocks = max(1, (tokens - 1) // block)

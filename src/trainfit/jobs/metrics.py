@@ -211,7 +211,7 @@ def _check_some(labels: NDArray[Any]) -> None:
 
 
 def _shares(hits: Any, said: Any, there: Any) -> list[NDArray[np.float64]]:
-    """Return precision, recall and F1 of what is right, was predicted and is true."""
+    """Return precision, recall and F1 from counts of correct, predicted and true items."""
     return [ratio(hits, said), ratio(hits, there), ratio(2 * hits, said + there)]
 
 
@@ -231,7 +231,7 @@ _GROUPS = 2000
 
 
 class _Counted(NamedTuple):
-    """Sentence and kind `[n, 2]` of what is right, what was predicted and what is true."""
+    """Sentence and kind `[n, 2]` of correct, predicted and true spans."""
 
     hits: IntArray
     said: IntArray

@@ -125,7 +125,7 @@ class PreparedJob(Prepared):
     # ── the planner's side ────────────────────────────────────────────────────────────────────
 
     def question(self) -> Question:
-        """Derive what the planner is asked."""
+        """Build the planner's question from the job."""
         config, job = self.config, self.job
         pins = job_plan.configured_pins(self.composed)
         pins.setdefault("gradient_checkpointing", Pin(value="none", origin="the job"))
@@ -294,7 +294,7 @@ class OwnTask:
         effective_batch: int,
         held_out: Any = None,
     ) -> None:
-        """`held_out` is what `evaluate` scores; None: the validation data."""
+        """`held_out` is the data that `evaluate` scores; None: the validation data."""
         self._prepared, self._build, self._batch = prepared, build, effective_batch
         self._job, self._shape = prepared.job, prepared.shape
         self._held_out = prepared.validation if held_out is None else held_out

@@ -209,7 +209,7 @@ def own_step(
             saved=saved_on_host(device) if offload_activations else None,
         )
 
-    return check_model(made), make_step
+    return check_own_model(made), make_step
 
 
 def _job_of(name: str, config: dict[str, Any]) -> Job:
@@ -223,7 +223,7 @@ def own_trial(
 ) -> Any:
     """Build the run of a plan on the job's own data, for the tuner."""
     from trainfit.jobs.own import prepare
-    from trainfit.jobs.trials import one_rank
+    from trainfit.jobs.probes import one_rank
     from trainfit.tuning.trial import Setup
 
     plan = one_rank(plan)
@@ -282,7 +282,7 @@ def check_number(name: str, value: Any) -> float:
         raise BadInput(what, "give a number") from None
 
 
-def check_model(job: Job) -> nn.Module:
+def check_own_model(job: Job) -> nn.Module:
     """Return a new model of a job, or raise BadInput for anything else."""
     found: Any = job.model()
     if not isinstance(found, nn.Module):
@@ -293,7 +293,7 @@ def check_model(job: Job) -> nn.Module:
 
 
 def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
-    """Return what a job's optimizer gives, or raise BadInput where the loop cannot step it."""
+    """Return a job's own optimizer, or raise BadInput where the loop cannot step it."""
     name = f"{type(job).__name__}.optimizer"
     if isinstance(found, list | tuple) and found:  # one for each part of the model, as of a GAN
         return Combined(*(check_optimizer(one, job) for one in found))
@@ -306,7 +306,7 @@ def check_optimizer(found: Any, job: Job) -> torch.optim.Optimizer:
 
 
 def check_loss(losses: Any, indivisible: bool) -> Tensor:
-    """Return what a job's loss gives, or raise BadInput where it is not one number per sample."""
+    """Return a job's losses, or raise BadInput where they are not one number per sample."""
     if not isinstance(losses, Tensor):
         raise BadInput(f"loss gives a {type(losses).__name__}", "return a tensor, one per sample")
     if losses.dim() == 0 and not indivisible:

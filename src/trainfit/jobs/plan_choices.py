@@ -148,7 +148,7 @@ def _chunked(question: Question, chunk: int) -> Question:
 
 
 def _cost(plan: Plan) -> tuple[bool, int, int]:
-    """Price of a plan by what it gives up for memory, for comparing two."""
+    """Cost of a plan's memory savers, for comparing two plans."""
     recomputed = _CHECKPOINTING.index(plan.gradient_checkpointing)
     return not plan.fits, count_savers(plan), recomputed
 
@@ -244,7 +244,7 @@ def fitted(composed: Composed, gpu: GpuSpec | None = None) -> Composed:
     size = sum(path.stat().st_size for path in find_texts(place))
     free = {key for key, origin in composed.origins.items() if origin == "default"}
     words = vocabulary(size) if "data.vocab_size" in free else config.data.vocab_size
-    tokens = count_tokens(size, words)
+    tokens = estimate_tokens(size, words)
     rate, machine = _rate(config, gpu)
     rows = -(-words // ROUND) * ROUND
     chosen = {"data.vocab_size": words, "model.vocab_size": rows}
@@ -271,7 +271,7 @@ def vocabulary(size: int) -> int:
     return _BYTES if count < 2 * _BYTES - 2 else min(count, _MOST_TOKENS)
 
 
-def count_tokens(size: int, words: int) -> int:
+def estimate_tokens(size: int, words: int) -> int:
     """Estimate the tokens to train on in a text of `size` bytes, by the vocabulary."""
     bytes_per_token = 1 + 0.55 * math.log2(words / (_BYTES - 1))
     return max(1, round(size * (1 - HELD_OUT) / bytes_per_token))

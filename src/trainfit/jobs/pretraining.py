@@ -166,7 +166,7 @@ _NEEDED = ("compute_seconds", "compile_seconds", "wait_share", "step_seconds", "
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spent:
-    """Seconds of a run by what they were spent on."""
+    """Seconds of a run by activity."""
 
     computing: float
     waiting: float

@@ -1,30 +1,41 @@
-"""Steps of the models for the planner: the engine's own step, on tensors without values.
+"""Models of the jobs on made-up data: steps for the planner, and runs for the tuner's trials.
 
-To run a step for real, build the model and its step with `device` as torch's default device.
+A step is the engine's own, on tensors without values. To run one for real, build the model and its
+step with `device` as torch's default device. A trial has random weights, synthetic tokens, and the
+loop of a real run, which is imported for it alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Literal
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
-from trainfit.core.plan_records import Precision
+from trainfit.conf import SCHEMAS, GptConfig
+from trainfit.core import codec
+from trainfit.core.errors import BadInput
+from trainfit.core.plan_records import Plan, Precision
+from trainfit.data.tokens import Tokens
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.step import loss_scale, plain_step
+from trainfit.jobs.models.building import on_device
 from trainfit.jobs.models.classifier import build_classifier, classification_loss
-from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.models.classifier_settings import ClassifierSettings, model_facts, settings_from
 from trainfit.jobs.models.gpt_model import build_gpt
 from trainfit.jobs.plan_choices import stream_is_half
 from trainfit.kernels.attention import MaskedAttention
 from trainfit.kernels.disentangled import DisentangledAttention
 from trainfit.kernels.varlen import VarlenAttention
-from trainfit.planning.estimator.compiled_steps import simulate
-from trainfit.planning.estimator.fake_cuda import saved_on_host
 from trainfit.runtime import compile_blocks, compile_model, repeated_blocks
+
+if TYPE_CHECKING:
+    from trainfit.tuning.trial import Setup
 
 CARRIERS = (MaskedAttention, VarlenAttention, DisentangledAttention)
 """Objects that bring tensors to a block beside its other arguments."""
@@ -58,7 +69,7 @@ def encoder_step(
     def make_step(built: nn.Module) -> Step:
         step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
-            simulate(repeated_blocks(built), CARRIERS, activation_budget)
+            _simulate(repeated_blocks(built), CARRIERS, activation_budget)
         elif compile:
             compile_blocks(built, budget=activation_budget)
         batch = padded(rows, width) if slots is None else packed(width, slots, lengths or [])
@@ -113,7 +124,7 @@ def gpt_step(
 
         step = _make_step(built, loss, made, precision, device, offload_activations)
         if compile and device == "cpu":
-            simulate([built], budget=activation_budget)
+            _simulate([built], (), activation_budget)
         elif compile:
             compile_model(built, budget=activation_budget)
         ids = torch.full((rows, width), 5)
@@ -121,6 +132,13 @@ def gpt_step(
         return lambda: step([batch] * micro_batches, float(rows * width))
 
     return model, make_step
+
+
+def _simulate(blocks: Sequence[nn.Module], carriers: tuple[type, ...], budget: float) -> None:
+    """Let blocks behave as compiled ones, in the estimator's child."""
+    from trainfit.planning.estimator.compiled_steps import simulate  # imports the compiler
+
+    simulate(blocks, carriers, budget)
 
 
 def _make_step(
@@ -134,7 +152,11 @@ def _make_step(
     """Return the engine's step as a function of micro-batches and their weight."""
     made = build_optimizer(model, settings)
     scale = loss_scale(precision, device)
-    saved = saved_on_host(device) if offload_activations else None
+    saved = None
+    if offload_activations:
+        from trainfit.planning.estimator.fake_cuda import saved_on_host  # imports the compiler
+
+        saved = saved_on_host(device)
     return lambda batches, weight: plain_step(
         model,
         made,
@@ -178,3 +200,99 @@ def packed(width: int, slots: int, lengths: list[int]) -> dict[str, Any]:
         "max_seqlen": max(lengths, default=width),
         "labels": torch.zeros(slots, dtype=torch.long),
     }
+
+
+# ── trials ──────────────────────────────────────────────────────────────────────────────────────
+
+_SPECIAL = 5
+"""Smaller token ids are special in most models: padding, beginning, end."""
+_STEPS = 64
+"""Steps in a synthetic epoch of a GPT: a new epoch within a trial would cost time."""
+
+
+def encoder_trial(
+    plan: Plan, *, task: str, config: dict[str, Any], lengths: list[int], device: str = "cpu"
+) -> Setup:
+    """Build the run of a plan on random sequences that are as long as the user's."""
+    from trainfit.jobs import job_plan
+    from trainfit.jobs.classification import ClassifierTask, encoder_settings, model_decisions
+    from trainfit.jobs.targets import OneClass, WordTags
+    from trainfit.tuning.trial import Setup
+
+    plan = one_rank(plan)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    assert not isinstance(asked, GptConfig)
+    if plan.workload.method == "frozen":
+        raise BadInput(
+            "a frozen encoder runs once and its head trains in no time: there is nothing to tune",
+            "train it, or set model.freeze_encoder=false",
+        )
+    settings = settings_from(asked.model, weights="random", **model_decisions(plan, asked.model))
+    tokens = synthetic_tokens(lengths, model_facts(asked.model.name).vocabulary)
+    target: OneClass | None = None
+    if settings.words:
+        tags = np.random.default_rng(0).integers(0, 2, tokens.ids.size).astype(np.int32)
+        tokens = replace(tokens, labels=tokens.lengths, tags=tags)
+        target = WordTags(tuple(map(str, range(settings.classes))))
+    made = ClassifierTask(
+        on_device(device, lambda: build_classifier(settings)),
+        tokens,
+        tokens.subset(range(1)),
+        effective_batch=plan.effective_batch_size,
+        seed=asked.seed,
+        target=target,
+    )
+    loop = encoder_settings(asked, plan, [tokens.lengths], device=device, ranks=1)
+    return Setup(made, loop, job_plan.runtime_settings(asked, plan))
+
+
+def gpt_trial(
+    plan: Plan,
+    *,
+    task: str,
+    config: dict[str, Any],
+    lengths: list[int] | None = None,
+    device: str = "cpu",
+) -> Setup:
+    """Build the run of a plan on random blocks; `lengths` can only be the blocks' length."""
+    from trainfit.jobs import job_plan
+    from trainfit.jobs.gpt import build, gpt_settings, shape_of
+    from trainfit.jobs.pretraining import GptTask
+    from trainfit.tuning.trial import Setup
+
+    plan = one_rank(plan)
+    asked = codec.decode(SCHEMAS[task], config, "the configuration")
+    assert isinstance(asked, GptConfig)
+    block = asked.data.max_length
+    assert lengths is None or set(lengths) == {block}
+    count = _STEPS * plan.effective_batch_size * block + 1
+    words = shape_of(asked).vocab_size
+    ids = np.random.default_rng(0).integers(0, words, count, dtype=np.uint32)
+    made = GptTask(
+        on_device(device, lambda: build(asked, plan)),
+        ids,
+        ids[: block + 1],
+        block_size=block,
+        effective_batch=plan.effective_batch_size,
+        seed=asked.seed,
+    )
+    loop = gpt_settings(asked, plan, device=device, ranks=1)
+    return Setup(made, loop, job_plan.runtime_settings(asked, plan))
+
+
+def one_rank(plan: Plan) -> Plan:
+    """Return the plan of one rank's share of a step, since a trial runs on one device."""
+    share = math.ceil(plan.effective_batch_size / plan.ranks)
+    return replace(plan, effective_batch_size=share, ranks=1, sharding="none")
+
+
+def synthetic_tokens(lengths: list[int], words: int) -> Tokens:
+    """Draw random ids with random labels."""
+    draws = np.random.default_rng(0)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    return Tokens(
+        ids=draws.integers(min(_SPECIAL, words - 1), words, int(sizes.sum())).astype(np.int32),
+        starts=np.cumsum(sizes) - sizes,
+        lengths=sizes,
+        labels=draws.integers(0, 2, len(sizes)),
+    )

@@ -163,12 +163,12 @@ class Job:
         raise self._lacks("predict(self, model, item)")
 
     def _lacks(self, method: str) -> BadInput:
-        """Name a method that the class must define for what was asked."""
+        """Name a missing method that the command needs."""
         name = method.partition("(")[0]
         return BadInput(f"{type(self).__name__} has no {name}", f"define {method}")
 
     def export(self, model: torch.nn.Module, folder: Path) -> None:
-        """Write what is needed to use the model elsewhere, beside its weights."""
+        """Write files that the model needs elsewhere, beside its weights."""
 
 
 def is_greater_better(job: type[Job]) -> bool:
@@ -342,7 +342,7 @@ def _register(task: str, job: type[Job]) -> None:
 
 
 def _check_methods(job: type[Job]) -> None:
-    """Raise BadInput for a method that does not take what it will be called with."""
+    """Raise BadInput for a method that does not take the arguments that it will be called with."""
     for name, method in vars(Job).items():
         own = inspect.getattr_static(job, name)
         if not (inspect.isfunction(method) and inspect.isfunction(own)) or name == "_lacks":

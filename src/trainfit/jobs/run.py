@@ -69,7 +69,7 @@ class Show:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(ABC):
-    """A job with its data, ready to be planned and trained: what a job implements."""
+    """A job with its data, ready to be planned and trained: the protocol of all jobs."""
 
     composed: Composed
 
@@ -120,7 +120,7 @@ class Prepared(ABC):
 
     @abstractmethod
     def task(self, fold: int, plan: Plan, device: torch.device) -> TrainTask:
-        """Return what the loop trains."""
+        """Return the model, data and loss for the loop."""
 
     @abstractmethod
     def settings(self, fold: int, plan: Plan, device: torch.device, ranks: int) -> LoopSettings:
@@ -246,7 +246,7 @@ class Run:
             self._behind.submit(import_module, "sklearn.metrics")  # for the report, meanwhile
 
     def settle(self) -> None:
-        """Wait until everything is written, and raise what went wrong."""
+        """Wait until everything is written, and raise the first error."""
         with self.show.busy("writing the model"), timeline.stage("export"):
             for one in self._written:
                 one.result()

@@ -73,7 +73,7 @@ class SideFolds:
         self.run.show.note(f"{where} meanwhile: {named}")
 
     def wait(self, number: int) -> Literal["ours", "done", "left", "stopped"]:
-        """Wait for a fold that trains beside, until it is done or left, or one asks to stop."""
+        """Wait until a fold in another process is done or given up, or a signal asks to stop."""
         self.current = number
         process = self.processes.get(number)
         if process is None:

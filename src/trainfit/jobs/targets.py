@@ -94,7 +94,7 @@ class OneClass:
         return {"loss": float(-np.log(chance).mean()), **self.score(labels, found).scalars()}
 
     def facts(self) -> dict[str, Any]:
-        """Return what is needed to use the model, by transformers' names where it has some."""
+        """Return facts for using the model, under transformers' names where there are any."""
         return {"problem_type": self.problem_type}
 
 

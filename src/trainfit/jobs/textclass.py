@@ -47,7 +47,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     """The texts, tokenised, in a split or in folds; `nested` as for NLI."""
     config = composed.config
     assert isinstance(config, TextFilesConfig)
-    texts = read_texts(config)
+    texts = training_texts(config)
     chosen = choose_weights(composed, lambda: islice(texts(), _LEARN_FROM))
     whole = _load(config, chosen)
     plain = config.cv.folds is None or not nested
@@ -66,7 +66,7 @@ def prepare(composed: Composed, *, nested: bool = True) -> PreparedEncoder:
     )
 
 
-def read_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
+def training_texts(config: TextFilesConfig) -> Callable[[], Iterator[str]]:
     """Return a function that reads the training texts; each call reads them from the start."""
     data, kind = config.data, kind_of(config)
     if isinstance(data, TokensData) and data.train is None:

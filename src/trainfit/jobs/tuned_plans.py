@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from trainfit.jobs.run import Prepared
 
 FACTORIES = {
-    **dict.fromkeys(("nli", "textclass", "pairs", "tokens"), "trainfit.jobs.trials:encoder_trial"),
-    "gpt": "trainfit.jobs.trials:gpt_trial",
+    **dict.fromkeys(("nli", "textclass", "pairs", "tokens"), "trainfit.jobs.probes:encoder_trial"),
+    "gpt": "trainfit.jobs.probes:gpt_trial",
 }
 OWN_TRIAL = "trainfit.jobs.own_steps:own_trial"
 _MOST_LENGTHS = 1 << 14

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trainfit.kernels.supported import BF16_SINCE, EFFICIENT_SINCE, LARGEST_HEAD
-
 _CAUSAL = 1
 """The kernel's number of a mask that hides later tokens; 0: none is hidden."""
 
@@ -100,36 +98,3 @@ def attend_efficiently(
         query, key, value, starts, longest, scale, window, causal
     )[0]
     return attended
-
-
-def obstacle(
-    *,
-    capability: tuple[int, int] | None,
-    dtype: torch.dtype,
-    head: int,
-    dropout: float,
-    window: int | None,
-    longest: int | None,
-    causal: bool,
-) -> str | None:
-    """Reason why the kernel cannot take such packed rows; None: it can.
-
-    A `capability` of None stands for a GPU that is new enough, a `longest` of None for any length.
-    """
-    since = BF16_SINCE if dtype == torch.bfloat16 else EFFICIENT_SINCE
-    if capability is not None and capability < since:
-        return f"the memory-efficient one needs {since[0]}.{since[1]} in {dtype_name(dtype)}"
-    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"the memory-efficient one does not compute in {dtype_name(dtype)}"
-    if head % 8 or head > LARGEST_HEAD:
-        return f"the memory-efficient one takes no heads of {head}"
-    if dropout > 0:
-        return f"the memory-efficient one has no attention dropout {dropout} on packed rows"
-    if window is not None and not causal and (longest is None or window < longest):
-        return "the memory-efficient one has no sliding window that reaches both ways"
-    return None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Name of a dtype as people write it."""
-    return str(dtype).removeprefix("torch.")

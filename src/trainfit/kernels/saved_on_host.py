@@ -130,7 +130,7 @@ class SavedOnHost:
 
     @contextmanager
     def saving(self) -> Iterator[None]:
-        """Copy out what is saved inside the block."""
+        """Copy tensors that are saved for the backward pass inside the block to the host."""
         with saved_tensors_hooks(self._pack, self._unpack):
             yield
         self._wait_until(0)

@@ -102,7 +102,7 @@ def _how(query: Tensor, key: Tensor) -> dict[str, Any]:
 
 @triton.jit
 def _span(first, count, window, BLOCK: tl.constexpr):
-    """Range of tokens that a block can see: the sequence, or what the window reaches of it."""
+    """Range of tokens that a block can see: the sequence, or the window's part of it."""
     begin = tl.maximum(0, first - window + 1) // BLOCK * BLOCK
     return begin, tl.minimum(count, first + BLOCK - 1 + window)
 

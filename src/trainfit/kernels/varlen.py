@@ -3,7 +3,7 @@
 It is torch's flash kernel; where that is not available, torch's memory-efficient one
 (efficient_packed.py), or trainfit's own for soft-capped logits.
 
-`obstacle` says where there is no kernel; it looks at numbers alone, so that a planner can ask
+`kernel_for` says where there is no kernel; it looks at numbers alone, so that a planner can ask
 for a GPU that is not here. Everything runs inside a compiled graph and never waits for the GPU.
 """
 
@@ -20,8 +20,15 @@ import torch
 from torch import Tensor, nn
 
 from trainfit.kernels import efficient_packed
-from trainfit.kernels.efficient_packed import differentiate, dtype_name
-from trainfit.kernels.supported import CAPPED_HEADS, FLASH_SINCE, LARGEST_HEAD, TRITON_SINCE
+from trainfit.kernels.efficient_packed import differentiate
+from trainfit.kernels.supported import (
+    BF16_SINCE,
+    CAPPED_HEADS,
+    EFFICIENT_SINCE,
+    FLASH_SINCE,
+    LARGEST_HEAD,
+    TRITON_SINCE,
+)
 
 if TYPE_CHECKING:
     from trainfit.kernels.attention import Layout
@@ -215,15 +222,7 @@ def kernel_for(rows: PackedRows) -> tuple[PackedKernel | None, str]:
     no_flash = _flash_obstacle(rows)
     if no_flash is None:
         return "varlen", ""
-    reason = efficient_packed.obstacle(
-        capability=rows.capability,
-        dtype=rows.dtype,
-        head=rows.head,
-        dropout=rows.dropout,
-        window=rows.window,
-        longest=rows.longest,
-        causal=rows.causal,
-    )
+    reason = _efficient_obstacle(rows)
     if reason is None:
         return "varlen_efficient", ""
     return None, f"{no_flash}, and {reason}"
@@ -246,6 +245,23 @@ def _flash_obstacle(rows: PackedRows) -> str | None:
     return None
 
 
+def _efficient_obstacle(rows: PackedRows) -> str | None:
+    """Reason why the memory-efficient kernel cannot take the rows; None: it can."""
+    since = BF16_SINCE if rows.dtype == torch.bfloat16 else EFFICIENT_SINCE
+    if rows.capability is not None and rows.capability < since:
+        return f"the memory-efficient one needs {dotted(since)} in {dtype_name(rows.dtype)}"
+    if rows.dtype not in (*_HALF, torch.float32):
+        return f"the memory-efficient one does not compute in {dtype_name(rows.dtype)}"
+    if rows.head % 8 or rows.head > LARGEST_HEAD:
+        return f"the memory-efficient one takes no heads of {rows.head}"
+    if rows.dropout > 0:
+        return f"the memory-efficient one has no attention dropout {rows.dropout} on packed rows"
+    window, longest = rows.window, rows.longest
+    if window is not None and not rows.causal and (longest is None or window < longest):
+        return "the memory-efficient one has no sliding window that reaches both ways"
+    return None
+
+
 def _capped_obstacle(rows: PackedRows) -> str | None:
     """Reason why the kernel for soft-capped logits cannot take the rows; None: it can."""
     capped = f"its logits are soft-capped at {rows.softcap}"
@@ -264,6 +280,11 @@ def triton_obstacle(capability: tuple[int, int] | None) -> str | None:
         needed = f"compute capability {dotted(TRITON_SINCE)}"
         return f"its kernel needs {needed}, not {dotted(capability)}"
     return None
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Name of a dtype as people write it."""
+    return str(dtype).removeprefix("torch.")
 
 
 def dotted(capability: tuple[int, int]) -> str:

@@ -79,7 +79,7 @@ def remembered_rates(gpu: str) -> dict[str, float]:
 
 
 def place(folder: str, device: str) -> Path:
-    """Path of what is cached about a device."""
+    """Path of a device's file in a folder of the cache."""
     safe = "".join(c if c.isalnum() or c in "-." else "_" for c in device)
     return cache_folder() / folder / f"{safe}.json"
 

@@ -22,7 +22,7 @@ from typing import IO, Any
 from trainfit.core.errors import BadInput
 from trainfit.core.records import Receipt, Record, Scalar
 from trainfit.measuring.evidence import look_at
-from trainfit.measuring.profiled_step import Look, looking
+from trainfit.measuring.profiled_step import Look, profiled
 from trainfit.measuring.receipt import make_receipt, visible_framework, visible_requests
 from trainfit.measuring.timing import cuda_peaks
 from trainfit.measuring.trace import UPDATE, Evidence
@@ -35,7 +35,7 @@ _COUNTED = 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observed(Record):
-    """Observations of a program."""
+    """Evidence and figures of a program that was watched while it trained."""
 
     steps: int
     steps_per_second: float | None = None
@@ -151,7 +151,7 @@ class Observation:
         self._looked_at, self._looked_steps = weakref.ref(optimizer), count
         self._ended.enter_context(_watching_loaders(self._given, self._loaders))
         self._ended.enter_context(self._passes.counted(list(self._counts)))
-        self._look = self._ended.enter_context(looking(count, self._given, optimizer=optimizer))
+        self._look = self._ended.enter_context(profiled(count, self._given, optimizer=optimizer))
 
     def _end_look(self, optimizer: Any) -> None:
         look, self._look = self._look, None
@@ -228,7 +228,7 @@ class Passes:
         self._last[key] = gradient, gradient._version
 
     def end_step(self, optimizer: Any) -> None:
-        """Take the passes of the weights that an optimizer has updated."""
+        """Note how many backward passes came before an optimizer's update of its weights."""
         found = [self._passes.pop(id(w), 0) for w in _weights(optimizer) if w.grad is not None]
         if passes := max(found, default=0):
             self.least = passes if self.least is None else min(self.least, passes)

@@ -55,7 +55,7 @@ def is_due(taken: int, total: int, sequences: int, most: int) -> bool:
 
 
 @contextmanager
-def looking(
+def profiled(
     step: int,
     given: Sequence[Any],
     sequences: int | None = None,
@@ -132,7 +132,7 @@ def gather(
     calls: Counter[str] = Counter()
     for _, kind, count in updates:
         calls[kind] += count
-    parts, launches = parts_of(trace)
+    parts, launches = seconds_by_part(trace)
     return Evidence(
         step=step,
         device="cuda" if cuda else "cpu",
@@ -292,7 +292,7 @@ _HALF = {"c10::BFloat16", "c10::Half"}
 _LOADING = re.compile(r"enumerate\(DataLoader\)")
 
 
-def parts_of(trace: Trace) -> tuple[dict[str, float], dict[str, int]]:
+def seconds_by_part(trace: Trace) -> tuple[dict[str, float], dict[str, int]]:
     """Seconds of the step's work, and its operators that have some, by their kind.
 
     On a GPU the time is that of kernels; those of no operator are the rest.

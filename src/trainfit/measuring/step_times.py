@@ -66,7 +66,7 @@ def main() -> None:
 
 
 def _import_ahead(modules: Sequence[str]) -> None:
-    """Import what the request will need, before it comes."""
+    """Import the libraries that a request needs, before it comes."""
     hide_unused()
     for name in modules:
         import_module(name)

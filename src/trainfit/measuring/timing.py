@@ -236,7 +236,7 @@ def cuda_peaks() -> tuple[float | None, float | None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoaderTiming:
-    """Mean seconds per batch, by what they were spent on."""
+    """Mean seconds per batch, by activity."""
 
     batches: int
     first_batch: float

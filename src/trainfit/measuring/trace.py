@@ -313,7 +313,7 @@ class BatchesSeen(Record):
 
     @property
     def padding_share(self) -> float | None:
-        """Share of padding in what the model computed."""
+        """Share of padding among the tokens that the model computed."""
         if self.tokens is None or not self.capacity:
             return None
         return 1.0 - self.tokens / self.capacity

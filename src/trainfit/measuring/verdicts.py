@@ -96,7 +96,7 @@ def tf32(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def compiled(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the compiled pieces that ran, and whether they were pieces of what was asked."""
+    """Judge by the compiled regions that ran, and whether graph breaks cut them into pieces."""
     found = seen.compiler
     counts = f"{found.graphs} graphs, {found.recompiles} recompiles"
     evidence, fix = f"{found.regions} compiled regions ran in the step; {counts}", ""
@@ -138,7 +138,7 @@ def sharding(requested: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def checkpointing(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by what of the forward pass ran again in the backward pass."""
+    """Judge by operations of the forward pass that ran again in the backward pass."""
     again = seen.recomputed
     evidence = f"{again} operators of the forward pass ran in the backward pass"
     fix = "model.gradient_checkpointing_enable(), with the model in training mode"
@@ -192,7 +192,7 @@ def clipping(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def set_to_none(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by what zero_grad did."""
+    """Judge by the gradients after zero_grad: None, or zeros."""
     if seen.zeroed is None:
         return "zero_grad was not called in the step"
     evidence = "zero_grad filled gradients with zeros" if seen.zeroed else "zero_grad let them go"
@@ -249,7 +249,7 @@ def channels_last(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def expandable_segments(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by what the allocator says of itself."""
+    """Judge by the allocator's own settings."""
     if "expandable_segments" not in seen.switches.allocator:
         return "this process has no caching allocator of CUDA that tells"
     on = bool(seen.switches.allocator["expandable_segments"])
@@ -306,7 +306,7 @@ def attention_dropout(_: Scalar, seen: Evidence) -> Judgement | str:
 
 
 def flash_attention(_: Scalar, seen: Evidence) -> Judgement | str:
-    """Judge by the kernel, and what kept it from running."""
+    """Judge by the attention kernel that ran, and the reason if it is another one."""
     found = seen.attention
     if found.kernel is None or found.kernel in _OWN:
         return _OWN.get(found.kernel or "", "no attention kernel ran")

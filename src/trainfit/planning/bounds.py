@@ -256,7 +256,7 @@ def fetched_bytes(arguments: dict[str, Any]) -> int:
 
 
 def _state(arguments: dict[str, Any], trained: float, method: str) -> float:
-    """Bound the optimizer's state and what its update takes."""
+    """Bound the memory of the optimizer's state and of its update."""
     kind = arguments.get("optimizer", "adamw_fused")
     each = _STATE.get(kind, _OTHER_STATE)
     if kind == "adamw_8bit" and method != "full":

@@ -301,7 +301,7 @@ def cap_tokens(question: Question, effective: int, ranks: int) -> int:
 
 
 def offloaded(question: Question, gpu: Gpu | None) -> Choice:
-    """Choose where activations wait for the backward pass."""
+    """Choose if activations wait for the backward pass in host memory."""
     asked = pinned(question, "offload_activations")
     if asked is None or not asked.value:
         return asked or Choice(value=False, why="activations stay on the GPU, where they are quick")

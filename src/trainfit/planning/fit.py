@@ -16,7 +16,7 @@ from trainfit.packing import Cut, MicroBatch, PackedCut, PaddedCut, cut_step, de
 from trainfit.packing.steps import IntArray
 from trainfit.planning.estimator.depths import Taken, exactly, take
 from trainfit.planning.estimator.estimate import Target
-from trainfit.planning.estimator.step_time import Rates, Seconds, count_flops, rates, seconds
+from trainfit.planning.estimator.step_time import Rates, Seconds, rates, seconds, total_flops
 
 Checkpointing = Literal["none", "selective", "full"]
 MODES: tuple[Checkpointing, ...] = ("none", "selective", "full")
@@ -241,7 +241,7 @@ class Fitter:
     def _both(
         self, rung: int, target: Target, speed: Speed, compile: bool
     ) -> tuple[StepCandidate, StepCandidate | None]:
-        """Estimate a cut by small depths, and run it in full where there is hope."""
+        """Estimate a cut by small depths, and run it in full where it may fit."""
         cutting = self.cuttings[rung]
         (self._known["none", rung],) = take(
             self._factory, [self._shape("none", cutting)], (target,), self._layers
@@ -330,4 +330,4 @@ def _between(low: Taken, high: Taken, share: float) -> Taken:
 
 
 def _flops(taken: Taken) -> float:
-    return sum(weight * count_flops(done) for weight, done in taken.done)
+    return sum(weight * total_flops(done) for weight, done in taken.done)

@@ -277,7 +277,7 @@ def _by_bound(case: _Case) -> Plan | None:
 
 
 def _compiled_here(case: _Case) -> Choice | None:
-    """Return what `train` decides on this machine by a bound: two estimates would differ."""
+    """Return the compile setting that `train` decides by a bound: estimates would differ."""
     fixed, profile = case.fixed, case.profile
     if profile.simulated or profile.gpu is None:
         return None

@@ -191,7 +191,7 @@ def groups(savers: Sequence[Saver], memory: MemoryEstimate) -> Iterator[tuple[Co
 
 
 def _changes(savers: Sequence[Saver]) -> list[Combination]:
-    """Ways to change what is learned, the least first; at most one value of each setting."""
+    """Sets of savers that change the training's result, the mildest first."""
     learned = [saver for saver in savers if saver.learns]
     names = dict.fromkeys(saver.setting for saver in learned)
     options = [[None, *(s for s in learned if s.setting == name)] for name in reversed(names)]
@@ -199,7 +199,7 @@ def _changes(savers: Sequence[Saver]) -> list[Combination]:
 
 
 def _adds_up(taken: Combination, memory: MemoryEstimate, missing: float) -> bool:
-    """Tell if savers of different parts can save what is missing.
+    """Tell if savers of different parts can together save the missing memory.
 
     An update has the weights, all gradients and the states at once, whatever activations take.
     """
@@ -235,7 +235,7 @@ def count_savers(plan: Plan) -> int:
 
 
 def _explained(chosen: Attempt, base: Plan, tried: Sequence[Attempt]) -> Plan:
-    """Say for each saver that was taken what it saves, and how the others did."""
+    """Word for each saver that was taken how much it saves, and how the others did."""
     taken = {saver.setting: saver for saver in chosen.taken}
     reasons = tuple(
         replace(
@@ -278,7 +278,7 @@ def _others(saver: Saver, chosen: Attempt, base: Plan, tried: Sequence[Attempt])
 
 
 def _need(memory: MemoryEstimate) -> float:
-    """Memory that is missing: what is allocated, or reserved where gaps between segments decide."""
+    """Missing memory: allocated, or reserved where gaps between segments decide."""
     allocated = memory.peak_allocated_gib
     return allocated if allocated > memory.capacity_gib else memory.peak_reserved_gib
 
@@ -297,7 +297,7 @@ def _compared(other: Attempt, chosen: Attempt, setting: str) -> str:
 
 
 def savings(question: Question, setting: str, memory: MemoryEstimate) -> tuple[str, ...]:
-    """Say what other values of a setting would save, by the bytes that they take alone."""
+    """Word how much other values of a setting would save, by the bytes that they take alone."""
     if memory.bound:
         return ()
     return tuple(

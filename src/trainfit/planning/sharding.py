@@ -36,7 +36,7 @@ def shards_of(sharding: str, ranks: int, machines: int) -> int:
 def sharded(
     question: Question, plan: Plan, machines: int, replan: Callable[[int], Plan] | None
 ) -> Plan:
-    """Shard a plan, as the question pins it or where several ranks can share what does not fit.
+    """Shard a plan, as the question pins it or where one GPU is too small and several are enough.
 
     `replan` plans with the given number of bytes more; None where memory is plenty.
     """
@@ -286,7 +286,7 @@ def _link_seconds(
 
 
 def _step_seconds(many: Plan, way: Sharding, seconds: float | None) -> float | None:
-    """Time of a step: what is sent hides behind what is computed meanwhile."""
+    """Time of a step: communication hides behind the computation that runs meanwhile."""
     computed = many.time.step_seconds if many.time else None
     if computed is None or seconds is None:
         return None

@@ -310,7 +310,7 @@ _NOTE = (
 
 
 def cluster_page(rows: Sequence[ClusterRow], gpus: str, link: str) -> RenderableType:
-    """Return the table with a title and what it leaves out."""
+    """Return the table with a title and a line on omitted rows."""
     table = Table(box=None, pad_edge=False)
     network = any(row.network_gbits for row in rows)
     names = ("sharding", "peak GiB", "fits", "largest", "sent GiB", "takes", "step", "efficiency")

@@ -100,7 +100,7 @@ def read_predictions(path: Path) -> Predictions | None:
         return None
 
 
-def read_numbers(path: Path) -> Floats | None:
+def read_predicted_numbers(path: Path) -> Floats | None:
     """Labels and predictions of a regression `[items, 2]`, or None where none can be read."""
     from pyarrow import ArrowException, csv
 

@@ -166,7 +166,7 @@ def place(run: str | Path, *others: str | Path) -> Path:
 
 
 def write(made: Report, path: Path, form: str = "html") -> Path:
-    """Write a report whole."""
+    """Write a report to a file, whole or not at all."""
     write_output(path, FORMATS[form][1](made), "give --output a place that can be written")
     return path
 

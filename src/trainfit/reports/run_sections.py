@@ -340,7 +340,7 @@ _MOST_EVENTS = 200
 
 
 def receipt_section(run: RunFiles) -> Section | None:
-    """Requested against observed, where the run has a receipt; what failed stands first."""
+    """Requested against observed, where the run has a receipt; failed items stand first."""
     if run.receipt is None:
         return None
     items = sorted(run.receipt.items, key=lambda item: item.status != "not_active")

@@ -27,7 +27,7 @@ from trainfit.reports.predictions import (
     average_precision,
     f1_interval,
     pr_curve,
-    read_numbers,
+    read_predicted_numbers,
     read_predictions,
     roc_curve,
 )
@@ -317,7 +317,7 @@ def _labels_table(by_label: Mapping[str, Mapping[str, Any]], *, tags: bool) -> T
 
 def _scatter(path: Path) -> Iterator[Lines]:
     """Predictions against labels, at most POINTS of them."""
-    pairs = read_numbers(path)
+    pairs = read_predicted_numbers(path)
     if pairs is None:
         return
     pairs = pairs[:: 1 + len(pairs) // POINTS]

@@ -51,7 +51,7 @@ def console(stderr: bool = False) -> Console:
 
 @contextmanager
 def busy(what: str) -> Iterator[None]:
-    """Say on standard error what is being done, and after a second or more how long it took.
+    """Print on standard error the activity, and after a second or more how long it took.
 
     A terminal shows a spinner and the time so far; a pipe gets a line now and then.
     """

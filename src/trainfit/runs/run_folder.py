@@ -287,7 +287,7 @@ def exports_of(run: Path) -> list[Path]:
 
 
 def export_facts(export: Path) -> Mapping[str, Any]:
-    """Read the facts of an exported model; whoever loads it says what is wrong with its files."""
+    """Read the facts of an exported model, without checking its files: loading it does."""
     for name in ("trainfit.json", "head.json"):
         with suppress(OSError, ValueError):
             return codec.read_object(export / name)

@@ -81,7 +81,7 @@ def changed(plan: Plan, **changes: Any) -> Plan:
 
 
 def recomputing(space: Space, plan: Plan, mode: str) -> Plan:
-    """Change the checkpointing; with it, compiled blocks keep what they did before a budget."""
+    """Change the checkpointing, and reset the activation budget, which saves the same memory."""
     budget = {"activation_budget": 1.0} if space.free("activation_budget") else {}
     return changed(plan, gradient_checkpointing=mode, **budget)
 

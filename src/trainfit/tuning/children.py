@@ -24,13 +24,12 @@ from pathlib import Path
 from typing import Self, TextIO
 
 from trainfit.core.errors import RunFailed
-from trainfit.core.libraries import search_path
+from trainfit.core.libraries import end_with_parent, search_path
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Record
 from trainfit.tuning.tuned_cache import Status, Trial, TrialCandidate, folder_prefix
 
 READY = "ready"
-_LOOK_EVERY = 1.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +45,7 @@ class TrialRequest(Record):
 def main(modules: list[str]) -> None:
     """Run a child: import `modules`, report readiness, then answer one request per line."""
     answers = _own_pipe()
-    _end_with_parent(os.getppid())
+    end_with_parent()  # a killed search cannot end it, and a trial may hang
     for module in modules:  # first: one that cannot be imported is told before torch is
         importlib.import_module(module)
     from trainfit.tuning.trial import run_trial
@@ -72,17 +71,6 @@ def _own_pipe() -> TextIO:
 def _say(answers: TextIO, line: str) -> None:
     answers.write(line + "\n")
     answers.flush()
-
-
-def _end_with_parent(parent: int) -> None:
-    """End this process when its parent is gone: a killed parent cannot, and a trial may hang."""
-
-    def look() -> None:
-        while os.getppid() == parent:
-            time.sleep(_LOOK_EVERY)
-        os._exit(1)
-
-    threading.Thread(target=look, name="parent", daemon=True).start()
 
 
 if __name__ == "__main__":

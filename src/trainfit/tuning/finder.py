@@ -128,7 +128,7 @@ class BatchSizeFound(Record):
     reasons: tuple[str, ...]
 
     def __repr__(self) -> str:
-        """The sizes, and what is to be known about them, for a terminal."""
+        """The sizes, with notes on them, for a terminal."""
         sizes = {"largest": self.largest_rows, "recommended": self.recommended_rows}
         sizes |= {} if self.knee_rows is None else {"knee": self.knee_rows}
         return "\n".join([text_facts("Rows of a micro-batch", sizes), *self.reasons])

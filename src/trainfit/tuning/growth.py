@@ -220,7 +220,7 @@ def _by_prediction(found: Search) -> int:
 
 
 def _safe(found: Search, rows: int) -> int:
-    """Limit `rows` to what fits even if the allocator never frees its cache.
+    """Limit `rows` to a number that fits even if the allocator never frees its cache.
 
     Where it must, a few bytes decide whether a step fits, which is too risky for a probe.
     """
@@ -321,12 +321,12 @@ def predictor(
     def predict(rows: int) -> Peak:
         asked = {"factory": factory, "arguments": arguments(rows)}
         task = TaskSpec(factory=_FACTORY, arguments=asked)
-        return peak_of(told(ask([Request(task=task, targets=targets)])[0]).rooms, sizes)
+        return predicted_peak(told(ask([Request(task=task, targets=targets)])[0]).rooms, sizes)
 
     return predict
 
 
-def peak_of(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
+def predicted_peak(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
     """Peak of a step from estimates in memories of these `sizes`, smallest first."""
     free = rooms[0]  # every estimate has the peaks of unlimited memory
     failed = [size for size, room in zip(sizes, rooms, strict=True) if not room.fits]

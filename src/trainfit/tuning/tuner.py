@@ -50,7 +50,7 @@ class GpuSamples:
         return statistics.fmean(found) if found else None
 
     def throttling(self) -> tuple[str, ...]:
-        """Sentences on what slowed the GPU down, and in how many samples."""
+        """Sentences on the reasons that slowed the GPU down, and in how many samples."""
         said = []
         for reason, cause in _HOLDS_BACK.items():
             held = sum(reason in gpu.state.throttle_reasons for gpu in self.gpus)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.nn import functional
 
 from trainfit.core.errors import BadInput, refusing
 from trainfit.core.libraries import import_peft, need
@@ -19,6 +20,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.data.model_files import read_named
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier_settings import Checkpointing, ClassifierSettings
+from trainfit.kernels.quantized import QuantizedLinear
 from trainfit.planning.estimator.step_work import make_fake
 
 if TYPE_CHECKING:
@@ -88,7 +90,7 @@ _PROJECTIONS = (
 
 
 def train_by(model: PreTrainedModel, settings: ClassifierSettings) -> None:
-    """Make trainable what the method trains: everything, nothing, or adapters."""
+    """Make all weights trainable, none, or adapters alone, as the method asks."""
     if settings.method == "frozen":
         model.requires_grad_(False)
     elif settings.method in ("lora", "dora"):
@@ -100,10 +102,7 @@ def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
     need(f"model.method={settings.method}", "peft")
     import_peft()
     from peft import LoraConfig
-    from peft.tuners.lora.dora import DoraLinearLayer
     from transformers.pytorch_utils import Conv1D
-
-    from trainfit.jobs.models.dora import CompilableDora
 
     names = projections(model)
     layers = [model.get_submodule(name) for name in names]
@@ -118,13 +117,58 @@ def add_adapters(model: PreTrainedModel, settings: ClassifierSettings) -> None:
             fan_in_fan_out=isinstance(layers[0], Conv1D),
         )
     )
+    dora = compilable_dora()
     for module in model.modules():
-        if type(module) is DoraLinearLayer:
-            module.__class__ = CompilableDora
+        if type(module) is dora.__base__:
+            module.__class__ = dora
     for parameter in model.parameters():
         if parameter.requires_grad:
             # Small updates vanish in bf16 weights, and adapters in float32 take little memory.
             parameter.data = parameter.data.float()
+
+
+@cache
+def compilable_dora() -> type[nn.Module]:
+    """Return peft's layer of DoRA with `_dora_addition`; peft takes a second to import."""
+    from peft.tuners.lora.dora import DoraLinearLayer
+
+    return type("CompilableDora", (DoraLinearLayer,), {"forward": _dora_addition})
+
+
+def _dora_addition(
+    layer: Any,
+    x: Tensor,
+    *,
+    lora_A: nn.Linear,
+    lora_B: nn.Linear,
+    scaling: float,
+    base_layer: nn.Module,
+    base_result: Tensor | None = None,
+    **_rest: Any,
+) -> Tensor:
+    """Compute DoRA's addition to its layer's output, in operations that torch.compile can trace.
+
+    `base_result` is that output, None if `x` had dropout. The norm is a constant in the backward
+    pass (section 4.3 of the paper).
+    """
+    weight: Any = base_layer.weight
+    weight = (weight.T if layer.fan_in_fan_out else weight).to(x.dtype)
+    with torch.no_grad():
+        product = (lora_B.weight @ lora_A.weight).to(x.dtype)
+        norm = torch.linalg.norm(weight + scaling * product, dim=1)
+    scale = (layer.weight / norm).view(1, -1)
+    bias: Any = getattr(base_layer, "bias", None)
+    if base_result is None:
+        base_result = (
+            base_layer.without_bias(x)  # `weight` would be kept for the backward pass
+            if isinstance(base_layer, QuantizedLinear)
+            else functional.linear(x, weight)
+        )
+    elif bias is not None:
+        base_result = base_result - bias
+    adapted: Tensor = lora_B(lora_A(x))
+    added: Tensor = (scale - 1) * base_result + scale * adapted * scaling
+    return added
 
 
 def projections(model: nn.Module) -> list[str]:

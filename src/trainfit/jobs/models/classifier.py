@@ -46,7 +46,7 @@ _LARGEST_INPUT = 256.0
 
 
 def keep_in_range(model: Any) -> None:
-    """Make a model whose values exceed float16 compute them scaled; others are unchanged."""
+    """Scale the values of a model that exceed float16; other models are unchanged."""
     if model.config.model_type not in OVERFLOWS_FP16:
         return
     model.get_input_embeddings().register_forward_hook(_wide_output)

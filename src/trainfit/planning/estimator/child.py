@@ -59,7 +59,7 @@ def main(answers: TextIO | None = None) -> None:
 
 
 def answer(request: Request) -> Answer:
-    """Run the task's step on fakes and replay what it allocated."""
+    """Run the task's step on fakes and replay its allocations."""
     try:
         return _run(request)
     except _NO_META as error:
@@ -133,7 +133,7 @@ def _run(request: Request) -> Answer:
 
 
 def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
-    """Return the model and make_step, or refuse what the factory returned."""
+    """Return the model and make_step, or raise BadInput if the factory returned anything else."""
     pair = isinstance(built, tuple) and len(built) == 2
     if not pair or not isinstance(built[0], torch.nn.Module) or not callable(built[1]):
         raise BadInput(

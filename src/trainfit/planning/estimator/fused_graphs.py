@@ -74,7 +74,7 @@ class FusedGraph:
         self._tapes: dict[Any, _Tape | None] = {}
 
     def __call__(self, args: list[Any]) -> Any:
-        """Run the graph, or repeat what it did."""
+        """Run the graph, or repeat the log of its first run."""
         recorder = _recorder()
         inputs = deque(args)
         args.clear()
@@ -146,7 +146,7 @@ class FusedGraph:
         return values, tape if left == {n for n in tape.held if isinstance(n, int)} else None
 
     def _repeat(self, inputs: deque[Any], recorder: Recorder, tape: _Tape) -> _Values:
-        """Log what the graph did when it ran, and make its outputs."""
+        """Log operations and allocations of the graph's first run again; make its outputs."""
         held = tape.held
         storages: dict[int | fx.Node, Any] = {
             node: item.untyped_storage()

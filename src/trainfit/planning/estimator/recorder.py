@@ -169,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
 
     def _repeat(self, seen: _Seen, call: Call) -> Any:
-        """Make the result of an operation, and log what it did when it ran."""
+        """Make the result of an operation, and log the work of its first run again."""
         out, made = seen.recipe.make(call.fakes, self.mode)
         if seen.product:
             self._take_workspace()

@@ -269,7 +269,7 @@ def _share_of_peak(work: Work, flops: int, fitted: Calibration) -> float:
     return share if work.aligned else share * fitted.unaligned
 
 
-def count_flops(done: Iterable[Done]) -> int:
+def total_flops(done: Iterable[Done]) -> int:
     """Count the floating-point operations of products and attention, without repeated ones."""
     return sum((item.work.flops - item.work.again) * item.times for item in done)
 
