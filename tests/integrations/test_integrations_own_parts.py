@@ -64,6 +64,32 @@ def test_noise_on_embeddings_is_scaled_by_the_width_of_rows() -> None:
     assert facts_in(model)[0].tally.packed == 0
 
 
+@pytest.mark.parametrize(("head", "kind"), [("classes", "hidden"), ("tokens", "logits")])
+@pytest.mark.parametrize("masked", [False, True])
+def test_a_loss_beside_that_of_the_model_is_watched(head: str, masked: bool, kind: str) -> None:
+    torch.manual_seed(0)
+    plain = HEADS[head].from_config(config("bert"))
+    model, given = copy.deepcopy(plain), batch("bert")
+    apply_speedups(model, ["unpadded"])
+    real = given["attention_mask"]
+    labels = torch.where(real == 1, given["input_ids"] % 3, -100)
+    given["labels"] = torch.arange(4) % 3 if head == "classes" else labels
+
+    def loss_of(one: Any) -> Tensor:
+        """Add a distance to a teacher's, with the padding or without."""
+        output = one(**given, output_hidden_states=kind == "hidden")
+        seen = output.hidden_states[-1] if kind == "hidden" else output.logits
+        return output.loss + (seen.square() * (real[..., None] if masked else 1)).mean()
+
+    with torch.no_grad():  # as an evaluation before the training
+        torch.testing.assert_close(loss_of(model), loss_of(plain))
+    for _ in range(10):
+        losses = [loss_of(one) for one in (model, plain)]
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+        sum(losses).backward()  # type: ignore[union-attr]
+    assert bool(facts_in(model)[0].tally.packed) == masked
+
+
 class OwnAttention(nn.Module):
     """A script's attention, which knows padded rows alone."""
 
@@ -249,6 +275,16 @@ def test_a_frozen_body_says_why_it_keeps_its_padding() -> None:
     model.train()(**batch("bert"))
     [said] = facts_in(model)[0].tally.said
     assert "no gradient reaches it" in said
+
+
+def test_a_body_that_is_not_trained_says_why_it_keeps_its_padding(
+    scripts: Callable[..., Any], tmp_path: Path
+) -> None:
+    model = BertModel(config("bert")).eval()
+    scripts(model)
+    with torch.no_grad():
+        model(**batch("bert"))
+    assert "(with padding: no training step has shown yet" in closing_line(tmp_path)
 
 
 def test_all_models_of_a_script_are_told(scripts: Callable[..., Any], tmp_path: Path) -> None:

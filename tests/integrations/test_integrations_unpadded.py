@@ -214,8 +214,9 @@ def test_caches_and_generate_go_the_models_own_way() -> None:
     assert torch.equal(*texts)
     assert model(**rows).past_key_values is not None
     assert model(**rows, use_cache=True).past_key_values is not None
-    labels = torch.full_like(rows["input_ids"], -100)
-    assert model.train()(**rows, labels=labels).past_key_values is None
+    labels = _labels(rows, "causal")
+    model.train()(**rows, labels=labels).loss.backward()  # watched, with padding
+    assert model(**rows, labels=labels).past_key_values is None
 
 
 def test_a_first_label_after_padding_is_predicted_from_padding() -> None:

@@ -291,9 +291,12 @@ def _report(folder: Path) -> None:
         done = [one for one in done if not one.endswith(WITHOUT)]
     if GRAPHS in done and not replayed:
         none = "no size came twice" if packed else "no batch went without padding"
-        why = {reason for one in tallies for reason in one.reasons} or {none}
+        eager = {reason for one in tallies for reason in one.reasons} or {none}
         done.remove(GRAPHS)
-        left.append(f"{GRAPHS} ({'; '.join(sorted(why))})")
+        left.append(f"{GRAPHS} ({'; '.join(sorted(eager))})")
+    why = sorted({reason for one in tallies for reason in one.said})
+    if own and not (packed or why):  # evaluations alone, or fewer batches than are watched
+        why = ["no training step has shown yet if padded columns are read"]
     every = [one for one in (*_earlier, _turns) if one is not None]
     turns = max(every, key=lambda one: (one.gain is not None, one.steps.total()), default=None)
     compiled = turns.compiled if turns else None
@@ -310,7 +313,7 @@ def _report(folder: Path) -> None:
         SpeedUp(
             done=tuple(done),
             left=tuple(left),
-            why=tuple(sorted({reason for one in tallies for reason in one.said})),
+            why=tuple(why),
             packed=packed,
             own=own,
             real=sum(one.real for one in tallies),

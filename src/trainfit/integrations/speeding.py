@@ -134,7 +134,8 @@ def _unpad(
 
 def _prepare(facts: Unpadding, names: Collection[str]) -> None:
     """Set up one model of a script that is not known."""
-    if facts.reads == "outside":  # it may read padding before it trains
+    facts.strange = True
+    if facts.reads == "outside":
         facts.reads = "unknown"
     if facts.wait == 1:
         facts.wait = _WATCHED

@@ -51,6 +51,8 @@ class Unpadding:
     """True if a caller may go on from the keys and values that a call returns."""
     watched: set[str] = field(default_factory=set)
     """Sides of padding that nobody was seen to read."""
+    strange: bool = False
+    """True for a model of a script that is not known, which may read padding before it trains."""
     wait: int = 1
     """Batches that are watched with padding before one goes without."""
     looks: int = _LOOKS

@@ -99,8 +99,7 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, self, body, given)
-    # A loss that is computed elsewhere may read padded columns.
-    unsure = given.get("labels") is None and self.training and torch.is_grad_enabled()
+    unsure = facts.strange or _learns(self)  # a loss of the script may read padded columns
     try:
         if batch is not None and _sure(facts, batch, unsure):
             inputs = _packed_inputs(facts, body, given, batch)
@@ -139,7 +138,9 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     if batch is None:
         facts.count(None)
         return kind.forward(self, *args, **kwargs)
-    outside = facts.reads == "outside" and self.training and torch.is_grad_enabled()
+    asked = given.get("output_hidden_states")
+    shown = self.config.output_hidden_states if asked is None else asked
+    outside = (facts.reads == "outside" or shown) and (facts.strange or _learns(self))
     unsure = outside or facts.reads == "unknown"
     if not _sure(facts, batch, unsure):
         facts.count(None)
@@ -278,6 +279,10 @@ def _as_asked(self: Any, given: dict[str, Any], output: Any) -> Any:
     return output if named else output.to_tuple()
 
 
+def _learns(model: Any) -> bool:
+    return bool(model.training and torch.is_grad_enabled())
+
+
 def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
     """Tell if nobody reads the padded columns of a batch; if `unsure`, as far as was watched."""
     if facts.reads == "padding":
@@ -285,10 +290,18 @@ def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
     return not unsure or batch.sides <= facts.watched
 
 
+def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
+    """Return the outputs of each column: logits, hidden states."""
+    values = output.values() if isinstance(output, dict) else output
+    every = [one for value in values for one in (value if isinstance(value, tuple) else (value,))]
+    tensors = [one for one in every if isinstance(one, Tensor) and one.dim() == 3]
+    return [one for one in tensors if one.shape[:2] == (batch.rows, batch.width)]
+
+
 @uncompiled
 def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
     """Look at the gradients of a few batches without padding too, which other heads may read."""
-    if facts.looks and output[0].requires_grad:
+    if facts.looks and any(one.requires_grad for one in _per_token(batch, output)):
         facts.looks -= 1
         _watch(facts, batch, output, training=False)
     return output
@@ -300,9 +313,6 @@ def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: 
     if batch is None or batch.mask is None or facts.reads == "padding":
         return output
     empty = ~batch.mask
-    seen = [output[0]]
-    if isinstance(output, dict):
-        seen += output.get("hidden_states") or ()
 
     def look(gradient: Tensor) -> None:
         finite = gradient.isfinite().all()
@@ -315,7 +325,7 @@ def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: 
         elif found[2] and facts.reads != "padding" and facts.wait <= 0:
             facts.watched |= batch.sides
 
-    learnt = [one for one in seen if one.requires_grad]
+    learnt = [one for one in _per_token(batch, output) if one.requires_grad]
     facts.wait -= bool(learnt)
     for one in learnt:
         one.register_hook(look)
