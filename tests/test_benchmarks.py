@@ -305,6 +305,8 @@ def test_plans_under_caps_are_made_and_run(tmp_path: Path):
     assert len(record["commands"]) == 2
 
 
+@pytest.mark.soak
+@pytest.mark.timeout(400)
 def test_random_plans_are_run_in_two_calls(tmp_path: Path):
     plans, out = tmp_path / "plans.json", tmp_path / "more.json"
     run("more_model.py", tmp_path, "--predict", plans, "--tiny", "--random", "5")
