@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from click.testing import CliRunner
+from planning_models import write_bert
 from torch import nn
 
 import trainfit
@@ -425,6 +426,38 @@ def test_a_step_that_cannot_be_simulated_is_trained(here: Path) -> None:
     with pytest.warns(TrainfitWarning, match="memory and time are not predicted"):
         result = trainfit.train("mine:Mine", *FAST[1:], "training.num_epochs=1")
     assert result.status == "finished"
+
+
+_PRETRAINED = """
+import torch, trainfit, transformers
+
+class {name}(trainfit.Job):
+    def data(self, split):
+        return [(torch.ones(64, dtype=torch.long), torch.tensor(1))] * 64
+
+    def model(self):
+        kind = transformers.BertForSequenceClassification
+        return {model}
+
+    def loss(self, model, batch):
+        logits = model(input_ids=batch[0]).logits
+        return torch.nn.functional.cross_entropy(logits, batch[1], reduction="none")
+"""
+
+
+@pytest.mark.soak
+def test_a_pretrained_model_is_planned_as_it_is_trained_with_dropout(here: Path) -> None:
+    place = write_bert(here, layers=2, width=32, hidden_dropout_prob=0.3)
+    loaded = f"kind.from_pretrained({place!r})"
+    built = f"kind(transformers.BertConfig.from_pretrained({place!r}))"
+    pages = (
+        _PRETRAINED.format(name="Loaded", model=loaded),
+        _PRETRAINED.format(name="Built", model=built),
+    )
+    (here / "mine.py").write_text("".join(pages))
+    plans = [trainfit.plan(f"mine:{name}", gpu="t4") for name in ("Loaded", "Built")]
+    assert plans[0].memory is not None
+    assert plans[0].memory == plans[1].memory
 
 
 def test_a_job_is_a_name_or_a_class() -> None:

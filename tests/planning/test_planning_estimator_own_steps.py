@@ -9,7 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from planning_models import write_bert
 from torch import nn
+from transformers import BertConfig, BertForSequenceClassification
 
 from trainfit.core.errors import BadInput, TrainfitWarning
 from trainfit.core.plan_records import TaskSpec
@@ -85,7 +87,11 @@ class Breaking(nn.Module):
 
 
 def asked(**arguments: Any) -> Answer:
-    task = TaskSpec(factory=f"{HERE}:step", arguments=arguments)
+    return asked_of("step", **arguments)
+
+
+def asked_of(factory: str, **arguments: Any) -> Answer:
+    task = TaskSpec(factory=f"{HERE}:{factory}", arguments=arguments)
     hopper = Target(sm_count=132, compute_capability="9.0", capacity=1 << 40)
     return ask([Request(task=task, targets=(hopper,))])[0]
 
@@ -193,3 +199,60 @@ def test_columns_norms_take_what_was_recorded() -> None:
     assert temporary_bytes(norm, (gradient, 2, [-2], True), hopper) == 132 << 20
     assert temporary_bytes(norm, (gradient, 2, [-1], True), hopper) == 0
     assert temporary_bytes(norm, (gradient, 2), hopper) == 0
+
+
+def classifier(place: str, how: str, dtype: str | None = None) -> Any:
+    """A classifier of transformers, by its pretrained weights or by its configuration."""
+    import transformers
+
+    given: dict[str, Any] = {"num_labels": 7, "output_loading_info": True}
+    given |= {} if dtype is None else {"dtype": getattr(torch, dtype, dtype)}
+    if how == "config":
+        config = transformers.BertConfig.from_pretrained(place, num_labels=7)
+        built: Any = transformers.BertForSequenceClassification(config)
+    elif how == "quantized":
+        told = transformers.BitsAndBytesConfig(load_in_4bit=True)
+        built = transformers.AutoModel.from_pretrained(place, quantization_config=told)
+    else:
+        built, _ = getattr(transformers, how).from_pretrained(place, **given)
+    assert how == "config" or not built.training  # as transformers leaves it
+
+    def make_step(model: nn.Module) -> Callable[[], None]:
+        adam = torch.optim.AdamW(model.train().parameters(), fused=True)
+        ids = torch.ones(4, 32, dtype=torch.long)
+
+        def run() -> None:
+            model(input_ids=ids).logits.float().sum().backward()
+            adam.step()
+            adam.zero_grad()
+
+        return run
+
+    return built, make_step
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize(
+    "how", ["AutoModelForSequenceClassification", "BertForSequenceClassification"]
+)
+def test_a_pretrained_model_takes_what_its_configuration_does(tmp_path: Path, how: str):
+    place = write_bert(tmp_path, layers=2, width=32)
+    plain, loaded, half = (
+        peak_and_weights(place=place, how=one, dtype=dtype)
+        for one, dtype in (("config", None), (how, "auto"), (how, "bfloat16"))
+    )
+    assert loaded == plain
+    parameters = BertForSequenceClassification(BertConfig.from_pretrained(place, num_labels=7))
+    assert plain[1] - half[1] == 2 * sum(one.numel() for one in parameters.parameters())
+
+
+def peak_and_weights(**arguments: Any) -> tuple[int, int]:
+    found = asked_of("classifier", **arguments)
+    return peak(found), found.weights
+
+
+@pytest.mark.soak
+def test_a_pretrained_model_that_is_quantized_is_refused(tmp_path: Path):
+    found = asked_of("classifier", place=write_bert(tmp_path, layers=1, width=32), how="quantized")
+    assert found.refused is not None
+    assert "quantizes the weights" in found.refused[0]

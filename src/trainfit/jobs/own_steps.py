@@ -209,7 +209,7 @@ def own_step(
             saved=saved_on_host(device) if offload_activations else None,
         )
 
-    return check_own_model(made), make_step
+    return check_own_model(made).train(), make_step
 
 
 def _job_of(name: str, config: dict[str, Any]) -> Job:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import inspect
 import os
@@ -96,7 +97,8 @@ def _run(request: Request) -> Answer:
     compiled_steps.traced_blocks.clear()
     _check_arguments(build, request.task.arguments, request.task.factory)
     with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
-        model, make_step = _pair(build(**request.task.arguments), request.task.factory)
+        built = _build(build, request.task.arguments)
+        model, make_step = _pair(built, request.task.factory)
     fake_cuda.hide_tracing()
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
     if callable(tie):
@@ -130,6 +132,17 @@ def _run(request: Request) -> Answer:
         family=_family(model),
         compiled=dict(compiled_steps.traced_blocks),
     )
+
+
+def _build(build: Callable[..., Any], given: dict[str, Any]) -> Any:
+    """Call the factory; transformers' from_pretrained, which needs values, is tried without."""
+    try:
+        return build(**given)
+    except RuntimeError:
+        if "transformers.modeling_utils" not in sys.modules:
+            raise
+        with _pretrained_by_config():
+            return build(**given)
 
 
 def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
@@ -282,3 +295,33 @@ def _no_initialisation() -> Iterator[None]:
         yield
     finally:
         vars(init).update(plain)
+
+
+@contextmanager
+def _pretrained_by_config() -> Iterator[None]:
+    """Have from_pretrained read a model's configuration alone: its weights need no values."""
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+    def build(kind: Any, place: Any, /, *_: Any, config: Any = None, **given: Any) -> Any:
+        if given.pop("quantization_config", None):
+            fix = "plan a built-in job with model.quantization, or measure a real step"
+            raise BadInput("from_pretrained quantizes the weights, which needs their values", fix)
+        loaded = given.pop("output_loading_info", False)
+        dtypes = [given.pop(name, None) for name in ("dtype", "torch_dtype")]
+        kernel = {key: given.pop(key) for key in ("attn_implementation",) if key in given}
+        if not isinstance(config, PreTrainedConfig):
+            where = place if config is None else config
+            config, given = kind.config_class.from_pretrained(
+                where, return_unused_kwargs=True, **given
+            )
+        stored = config.dtype or torch.float32
+        dtype = next((one for one in dtypes if one not in (None, "auto")), stored)
+        built = kind._from_config(copy.deepcopy(config), dtype=dtype, **kernel).eval()
+        return (built, {}) if loaded else built
+
+    plain = vars(PreTrainedModel)["from_pretrained"]
+    setattr(PreTrainedModel, "from_pretrained", classmethod(build))  # noqa: B010
+    try:
+        yield
+    finally:
+        setattr(PreTrainedModel, "from_pretrained", plain)  # noqa: B010
