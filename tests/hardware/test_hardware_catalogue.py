@@ -178,6 +178,11 @@ def test_a_name_with_another_memory_is_unknown():
         find("T4 24GB")
 
 
+def test_several_gpus_are_named_by_their_number():
+    with pytest.raises(BadInput, match=r"'2x T4' is several GPUs; .* --gpu t4 --gpus 2`"):
+        find("2x T4")
+
+
 def test_an_unknown_slug_gets_the_nearest():
     with pytest.raises(BadInput, match=r"unknown GPU 'rtx-4099'; did you mean rtx-4090"):
         find("rtx-4099")

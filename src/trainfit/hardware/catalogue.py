@@ -145,6 +145,10 @@ def find(word: str) -> GpuSpec:
         raise BadInput(f"the GPU is {word!r}", "give its name, such as t4")
     if found := _by_core().get(_core(word)):
         return found
+    count, _, one = word.lower().partition("x")
+    if count.strip().isdigit() and (found := _by_core().get(_core(one))):
+        fix = f"give one, and their number beside it: `trainfit plan --gpu {found.slug} --gpus"
+        raise BadInput(f"{word!r} is several GPUs", f"{fix} {count.strip()}`")
     words = [short for row in gpus() for short in (row.slug, *row.short_names)]
     plain = re.sub(r"[\s_]+", "-", word.strip().lower())
     near = did_you_mean(plain, words, "`trainfit check --gpu list` shows them all")

@@ -187,6 +187,16 @@ def open_database(url: str, *, heartbeat: int = 10, grace: int = 60) -> Database
     return Database(storage, parsed, grace)
 
 
+def open_existing(url: str) -> Database:
+    """Connect to a database of studies; BadInput for a file that is not there."""
+    parsed = _parsed(url)
+    on_disk = parsed.get_backend_name() in ("sqlite", KIND)
+    if on_disk and not Path(str(parsed.database)).exists():
+        what = f"there is no database {_shown(parsed)}"
+        raise BadInput(what, "give the hpo.storage that a study was begun with")
+    return open_database(url)
+
+
 def _opened(url: URL, heartbeat: int, grace: int) -> RDBStorage | JournalStorage:
     if url.get_backend_name() == KIND:
         return open_journal(Path(str(url.database)))

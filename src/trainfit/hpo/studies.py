@@ -35,7 +35,7 @@ from trainfit.hpo.objective import (
     note_on,
     steps_per_fold,
 )
-from trainfit.hpo.storage import Database, open_database
+from trainfit.hpo.storage import Database, open_database, open_existing
 from trainfit.hpo.trial_queue import TrialQueue, quiet
 
 STORAGE = "TRAINFIT_HPO_STORAGE"
@@ -224,7 +224,7 @@ def _opened(setting: StudySettings, objective: Callable[[], Objective]) -> OpenS
 
 def find_study(name: str, url: str) -> OpenStudy:
     """Open an existing study by its name."""
-    database = open_database(url)
+    database = open_existing(url)
     about = _about(database, name)
     if about is None:
         names = [summary.study_name for summary in database.storage.get_all_studies()]
@@ -239,7 +239,7 @@ def find_study(name: str, url: str) -> OpenStudy:
 
 def list_studies(url: str) -> list[str]:
     """Names of trainfit's studies in a database."""
-    found = open_database(url).storage.get_all_studies()
+    found = open_existing(url).storage.get_all_studies()
     return [study.study_name for study in found if ABOUT in study.user_attrs]
 
 
