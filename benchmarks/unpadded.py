@@ -409,7 +409,7 @@ def train(case: str, arm: str, given: argparse.Namespace, *, exact: bool) -> dic
         found |= {
             "packed": facts.tally.packed,
             "own_way": facts.tally.own_way,
-            "said": sorted(facts.said),
+            "said": sorted(facts.tally.said),
         }
         if facts.graphs is not None:
             found |= {

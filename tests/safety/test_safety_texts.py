@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from job_tiny import be_quick, words
@@ -129,6 +129,7 @@ def test_a_class_may_have_few_rows_where_there_are_few():
     check_classes(["a refund for an order that came too late"] * 1 + ["other"], 10, "x")
 
 
+@example([str(n) for n in range(20)] + ["0\x1f"])
 @given(st.lists(st.text(min_size=1, max_size=40), min_size=21, max_size=60, unique=True))
 def test_as_many_labels_as_rows_are_no_classes(names: list[str]):
     with pytest.raises(

@@ -184,8 +184,8 @@ def _split(text: str, separator: str | None) -> list[str]:
 def as_number(value: Any, *, comma: bool = False) -> float | None:
     """Read a finite number, also from a text; None for anything else."""
     if isinstance(value, str):
-        value = value.replace(",", ".", 1) if comma else value
-        value = float(value) if _NUMBER.fullmatch(value.strip()) else None
+        value = (value.replace(",", ".", 1) if comma else value).strip()
+        value = float(value) if _NUMBER.fullmatch(value) else None
     if value is None or isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return float(value) if abs(value) < 1e300 and math.isfinite(value) else None
