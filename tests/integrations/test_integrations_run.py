@@ -27,7 +27,7 @@ from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import Switch
 from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
-from trainfit.integrations.turns import GRAPHS, Turns
+from trainfit.integrations.turns import GRAPHS, Turns, compiling_seconds
 
 SCRIPT = """
 import sys
@@ -310,7 +310,7 @@ class Loop4:
         self.now, self.times = 0.0, {"padded": 3.0 * step, "plain": 2 * step, "graphs": step}
         self.times["compiled"] = compiled * step
         self.ways: list[str] = []
-        self.turns = Turns(clock=lambda: self.now, switch=Switch())
+        self.turns = Turns(clock=lambda: self.now, switch=Switch(), compiling=20.0)
         self.turns.facts.add(self.facts)
         self.turns._switch(GRAPHS)
         self.turns.left = lambda: left
@@ -354,11 +354,25 @@ def test_a_training_that_is_too_short_is_not_compiled() -> None:
     assert loop.turns.uncompiled == "the 50 s that were left are too short for it"
 
 
+@pytest.mark.parametrize(("cores", "left"), [(16, 36), (2, 145)])
+def test_on_fewer_cores_compiling_must_save_more(
+    cores: int, left: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trainfit.integrations.turns.allowed_by_affinity", lambda: cores)
+    seconds = compiling_seconds()
+    assert seconds == pytest.approx(left / 5, abs=0.2)  # a fifth of each step is saved
+    for more, compiled in ((-2, False), (2, True)):
+        loop = Loop4(0.5, left=left + more, step=1.0)
+        loop.turns.compiling = seconds
+        loop.run(60)
+        assert ("compiled" in loop.ways) is compiled
+
+
 def test_a_training_of_unknown_length_is_compiled_once_it_was_long() -> None:
     loop = Loop4(0.5, left=None, step=1.0)
     loop.run(270)
-    # By then it has lasted 133 s at 1 s to a step, and may be expected to last them again.
-    assert loop.ways.index("compiled") == pytest.approx(135, abs=2)
+    # By then it has lasted 100 s at 1 s to a step, and may be expected to last them again.
+    assert loop.ways.index("compiled") == pytest.approx(102, abs=2)
     assert loop.ways[-1] == "compiled"
 
 
