@@ -105,17 +105,26 @@ def _rates(rows: Iterable[Mapping[str, Any]], case: str) -> dict[str, list[float
 def whole_scripts() -> str:
     """Gains of scripts under `trainfit run`, by their own clocks, from the newest record."""
     paths = sorted(RESULTS.glob("*-plain-scripts-*.json"))[-1:]
-    rows = []
-    for record in [json.loads(path.read_text()) for path in paths]:
-        for case, gains in record["gains"].items():
-            speeds = [
-                median(r["samples_per_second"] for r in record["rows"] if _is(r, case, way))
-                for way in ("alone", "run")
-            ]
-            times = (f"{gains[name]:.2f}×" for name in ("steps", "training", "process"))
-            rows.append((_SCRIPTS[case], *(f"{one:,.0f}" for one in speeds), *times))
-    heads = ("script", "alone", "by trainfit run", "second half", "training", "process")
+    found = [one for path in paths for one in json.loads(path.read_text())["records"]]
+    rows = [
+        _whole_script(record["rows"], case, gains)
+        for record in found
+        for case, gains in record["gains"].items()
+    ]
+    heads = ("script", "steps", "alone", "by trainfit run", "second half", "training", "process")
     return table(heads, rows) if rows else ""
+
+
+def _whole_script(
+    rows: Iterable[Mapping[str, Any]], case: str, gains: Mapping[str, float]
+) -> Sequence[str]:
+    sides = [[row for row in rows if _is(row, case, way)] for way in ("alone", "run")]
+    speeds = (median(row["samples_per_second"] for row in side) for side in sides)
+    times = (f"{gains[name]:.2f}×" for name in ("steps", "training", "process"))
+    [*_, last] = sides[1]
+    compiled = ", compiled" if last["changes"]["compiled"] else ""
+    steps = f"{last['steps']:,}{compiled}"
+    return _SCRIPTS[case], steps, *(f"{one:,.0f}" for one in speeds), *times
 
 
 def _is(row: Mapping[str, Any], case: str, way: str) -> bool:

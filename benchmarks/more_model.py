@@ -53,6 +53,7 @@ from trainfit.core import codec
 from trainfit.core.errors import TrainfitError
 from trainfit.core.files import write_whole
 from trainfit.core.plan_records import Plan
+from trainfit.engine.optimizer import take_workspaces
 from trainfit.hardware.model_shapes import model_shape
 
 GIB = 2**30
@@ -341,6 +342,8 @@ def run_step(case: dict[str, Any], steps: int, single: bool = False) -> dict[str
     if not CUDA:
         arguments["attention"] = "auto"  # the plan's may be the GPU's alone
     facts = {"steps": steps, "micro_batches": arguments["micro_batches"]}
+    with torch.device(device):
+        take_workspaces()  # as the loop does: later they would hold on to a large segment
     if CUDA:
         facts["kept_gib"] = torch.cuda.memory_allocated() / GIB
         if facts["kept_gib"] > KEPT:
