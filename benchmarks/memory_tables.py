@@ -73,7 +73,12 @@ def random_plans() -> str:
                 f"{low:+.2%} to {high:+.2%}",
             )
         )
-    heads = ("said to fit, and ran", "ran out of memory", "said not to fit, and ran", "error of the peak")
+    heads = (
+        "said to fit, and ran",
+        "ran out of memory",
+        "said not to fit, and ran",
+        "error of the peak",
+    )
     return table(heads, rows) if rows else ""
 
 
