@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from trainfit import __version__
@@ -412,3 +413,36 @@ def test_closed_streams_are_no_error_and_no_file_takes_their_numbers(tmp_path: P
     assert subprocess.run(words, cwd=tmp_path, check=False).returncode == 0
     assert int((tmp_path / "number").read_text()) > 2
     assert (tmp_path / "some").read_text() == ""
+
+
+@pytest.mark.soak
+def test_compiling_processes_end_with_the_command_which_does_not_wait_for_them():
+    """torch's own way at the exit asks them to end, and waits until they have."""
+    done = python(
+        "import psutil, torch\n"
+        "from torch._inductor import async_compile, config\n"
+        "from torch._inductor.compile_worker import subproc_pool\n"
+        "from trainfit.cli.main import _leave\n"
+        "config.compile_threads = 2\n"
+        "pool = async_compile.AsyncCompile.process_pool()\n"
+        "assert isinstance(pool, subproc_pool.SubprocPool)\n"
+        "pool.submit(abs, -1).result()\n"
+        "pool.process.wait = lambda *_: print('waited')\n"
+        "print(*[one.pid for one in psutil.Process().children(recursive=True)])\n"
+        "_leave(3)\n"
+    )
+    assert done.returncode == 3, done.stderr
+    assert "waited" not in done.stdout
+    processes = [int(word) for word in done.stdout.split()]
+    assert processes
+    ends = time.monotonic() + 30
+    while any(map(_runs, processes)) and time.monotonic() < ends:
+        time.sleep(0.1)
+    assert not any(map(_runs, processes))
+
+
+def _runs(process: int) -> bool:
+    try:
+        return psutil.Process(process).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

@@ -112,3 +112,9 @@ def test_posts_that_answer_alike_make_the_interval_wider():
 def test_a_damaged_file_is_no_predictions(tmp_path: Path, text: str):
     (tmp_path / "predictions.csv").write_text(text)
     assert read_predictions(tmp_path / "predictions.csv") is None
+
+
+@pytest.mark.parametrize("row", ["1,a,1,", "1,a,,0.5", "1,a,1,true"])
+def test_predictions_with_missing_or_other_values_are_none(tmp_path: Path, row: str):
+    (tmp_path / "predictions.csv").write_text(f"fold,id,label,score\n1,b,0,0.25\n{row}\n")
+    assert read_predictions(tmp_path / "predictions.csv") is None

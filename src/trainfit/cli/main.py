@@ -122,6 +122,10 @@ def main() -> NoReturn:
 
 def _leave(code: int) -> NoReturn:
     """Exit once threads, handlers and output are done: taking CUDA's context down takes seconds."""
+    compilers = sys.modules.get("torch._inductor.async_compile")
+    for pool in getattr(compilers, "_pool_set", ()):
+        # A compiling process ends by itself once this one is gone; torch waits a second for it.
+        pool.running = False
     threading._shutdown()  # type: ignore[attr-defined]  # waits for threads, and ends their pools
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -21,7 +21,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -65,6 +64,8 @@ class Show:
     """A sign of life while something takes a while."""
     note: Callable[[str], None] = lambda _text: None
     """A line to read before the training begins."""
+    prepare: Callable[[], None] = lambda: None
+    """Imports of what follows the training, made in the background of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,7 +244,7 @@ class Run:
         else:
             self.shared.best_host = {}  # the next fold takes other memory
             self._written.append(self._behind.submit(work, best))
-            self._behind.submit(import_module, "sklearn.metrics")  # for the report, meanwhile
+            self._behind.submit(self.show.prepare)
 
     def settle(self) -> None:
         """Wait until everything is written, and raise the first error."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,7 +77,7 @@ def read_predictions(path: Path) -> Predictions | None:
             table = csv.read_csv(file)
         names = table.column_names
         columns = [name for name in names if name == "score" or name.startswith("score_")]
-        scores = np.stack([table[name].to_numpy() for name in columns], 1).astype(np.float64)
+        scores = np.stack([_numbers(table[name]) for name in columns], 1).astype(np.float64)
         posts = np.unique(np.array(table["id"].to_pylist(), dtype=str), return_inverse=True)[1]
         words = table["criterion"].to_pylist() if "criterion" in names else []
         codes = tuple(dict.fromkeys(words))
@@ -84,12 +85,12 @@ def read_predictions(path: Path) -> Predictions | None:
         found = [place[word] for word in words] or [0] * len(posts)
         if columns == ["score"]:
             scores = np.hstack([1 - scores, scores])
-        labels = table["label"].to_numpy().astype(np.int64)
+        labels = _numbers(table["label"]).astype(np.int64)
         known = ((labels >= 0) & (labels < scores.shape[1])).all()
         if not (scores.size and np.isfinite(scores).all() and known):
             return None
         return Predictions(
-            table["fold"].to_numpy().astype(np.int64),
+            _numbers(table["fold"]).astype(np.int64),
             posts.astype(np.int64),
             codes,
             np.array(found, dtype=np.int64),
@@ -107,12 +108,17 @@ def read_predicted_numbers(path: Path) -> Floats | None:
     try:
         with open_regular(path) as file:
             table = csv.read_csv(file)
-        pairs = np.stack([table[name].to_numpy() for name in ("label", "prediction")], 1)
+        pairs = np.stack([_numbers(table[name]) for name in ("label", "prediction")], 1)
         found = pairs.astype(np.float64)
     except (OSError, ArrowException, *MALFORMED):
         return None
     found = found[np.isfinite(found).all(1)]
     return found if len(found) else None
+
+
+def _numbers(column: Any) -> NDArray[Any]:
+    """Numbers of a column of pyarrow, which has no missing ones; `to_numpy` imports pandas."""
+    return np.concatenate([np.from_dlpack(chunk) for chunk in column.chunks])
 
 
 def roc_curve(positive: Truth, scores: Floats) -> Curve | None:

@@ -9,6 +9,7 @@ import os
 import shlex
 import time
 from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +107,10 @@ _EVERY = 5.0
 """Least seconds between two plain lines."""
 
 
+_REPORT = ("trainfit.reports.run_report", "trainfit.reports.writers", "sklearn.metrics")
+"""Modules of the page at the end of a run, which takes longer to import than to make."""
+
+
 def show(composed: Composed) -> Show:
     """Choose how `trainfit train` shows a job."""
     console = terminal.console(stderr=True)
@@ -124,7 +129,13 @@ def show(composed: Composed) -> Show:
         track=lambda run: (*open_trackers(tracking, run, composed), *gpu_trackers(run)),
         busy=terminal.busy,
         note=lambda text: console.print(Text(f"trainfit: note: {text}"), soft_wrap=True),
+        prepare=_import_report,
     )
+
+
+def _import_report() -> None:
+    for name in _REPORT:
+        import_module(name)
 
 
 def is_first_rank() -> bool:
