@@ -74,9 +74,12 @@ docs: setup ## The site of the documentation, in site/
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo site/index.html
 
-# On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3; a large one takes GPU_WORKERS=8.
+# On a GPU machine without .venv: make test-gpu GPU_PYTHON=python3. A process of tests takes up to 11 GB
+# of the GPU and keeps a core and more busy.
 GPU_PYTHON ?= $(BIN)/python
-GPU_WORKERS ?= 4
+GPU_WORKERS ?= $(shell mib=$$(nvidia-smi --query-gpu=memory.total --format=csv,noheader,nounits 2>/dev/null | head -n 1); \
+	cores=$$(($$(nproc) * 3 / 4)); count=$$(($${mib:-0} / 11000)); \
+	[ $$count -lt $$cores ] || count=$$cores; [ $$count -gt 1 ] && echo $$count || echo 1)
 GPU_TESTS = PYTHONPATH=src:tests:$(PYTHONPATH) $(GPU_PYTHON) -m pytest -p gpu_record -o faulthandler_timeout=300
 test-gpu: $(if $(filter $(BIN)/python,$(GPU_PYTHON)),setup) ## The tests that need a GPU; their record is runs/test-gpu.json
 	@rm -f runs/test-gpu.json; failed=0; \
