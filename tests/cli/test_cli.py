@@ -377,7 +377,8 @@ def test_imports_look_for_no_garbage_and_later_code_does():
     ("words", "said"),
     [
         (["doctor", "train.log"], "Got unexpected extra argument (train.log); `trainfit doctor"),
-        (["plan"], "Missing argument 'TASK'; `trainfit plan"),
+        (["plan"], "Missing argument 'TASK'. Give one of nli, textclass, pairs, tokens, gpt, or"),
+        (["prepare", "--output", "a"], "Missing argument 'TASK'; `trainfit prepare"),
         (["launch"], "Choose from: slurm, sky, kubeflow, docker; `trainfit launch"),
     ],
 )

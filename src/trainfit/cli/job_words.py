@@ -173,9 +173,15 @@ def completion(shell: str) -> None:
 TASKS = ("nli", "textclass", "pairs", "tokens", "gpt")
 
 
+class _Task(click.types.StringParamType):
+    def get_missing_message(self, param: click.Parameter, ctx: click.Context | None) -> str:
+        del param, ctx
+        return f"Give one of {', '.join(TASKS)}, or module:Class of yours"
+
+
 def task_argument(**more: Any) -> Callable[[Any], Any]:
     """Argument TASK with completion."""
-    return click.argument("task", shell_complete=complete_task, **more)
+    return click.argument("task", type=_Task(), shell_complete=complete_task, **more)
 
 
 def complete_task(_context: click.Context, _parameter: click.Parameter, begun: str) -> list[str]:

@@ -65,7 +65,7 @@ class Show:
     note: Callable[[str], None] = lambda _text: None
     """A line to read before the training begins."""
     prepare: Callable[[], None] = lambda: None
-    """Imports of what follows the training, made in the background of it."""
+    """Imports of what follows the training, in the background of it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -248,10 +248,10 @@ class Run:
 
     def settle(self) -> None:
         """Wait until everything is written, and raise the first error."""
-        with self.show.busy("writing the model"), timeline.stage("export"):
-            for one in self._written:
-                one.result()
-        self._written.clear()
+        if self._written:
+            with self.show.busy("writing the model"), timeline.stage("export"):
+                for one in self._written:
+                    one.result()
 
 
 @timeline.recording()
@@ -264,8 +264,7 @@ def train(composed: Composed, show: Show | None = None, *, resume: Path | None =
     with show.busy("looking at the hardware"):
         profile = job_plan.machine(composed)
     with joined(profile.device) as (world, device):
-        if not world.first:
-            show = Show()
+        show = show if world.first else Show()
         if device.type == "cuda":
             start_gpu(device, compilers=composed.config.optimization.compile is not False)
         if profile.gpu is None:
