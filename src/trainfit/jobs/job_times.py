@@ -38,9 +38,10 @@ _BY_SHAPE = ("steps", "evaluation", "features", "compile", "capture")
 """Stages whose factor belongs to a shape of model and step, not to the machine."""
 _PER_STEP = 0.001
 """Seconds of a step that trains a head alone."""
-_FORWARD = {"full": 0.4, "frozen": 0.0}
-"""Share of a training step's time that an evaluation takes for as many tokens."""
-_FORWARD_ADAPTED = 0.55
+_FORWARD = {"full": 0.34, "frozen": 0.0}
+"""Share of a training step's time that an evaluation, which is not compiled, takes for as many
+tokens."""
+_FORWARD_ADAPTED = 0.8
 _PER_FOLD = ("steps", "features", "receipt", "evaluation", "checkpoint", "judge", "between folds")
 """Stages that a fold takes with it to another process."""
 START = 6.0
@@ -107,7 +108,7 @@ def with_job_time(plan: Plan, question: Question, profile: HardwareProfile, load
     told = None if plan.time is None else plan.time.step_seconds
     # Where no rule tells the time of a step, any will do to learn a factor from.
     step = _PER_STEP if told is None else told
-    by_rule = _by_rule(plan, question, load, step)
+    by_rule = _by_rule(plan, question, load, step, profile.cpu.cores)
     factors = {stage: known.get(_key(stage, shape), 1.0) for stage in by_rule}
     if told is None and _key("steps", shape) not in known:
         time = _at(plan, question, None)
@@ -218,7 +219,9 @@ def _at(plan: Plan, question: Question, step: float | None) -> TimeEstimate:
     )
 
 
-def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict[str, float]:
+def _by_rule(
+    plan: Plan, question: Question, load: JobLoad, step: float, cores: int
+) -> dict[str, float]:
     """Seconds of each stage by rule, with steps of `step` seconds."""
     work = question.workload
     trainings, per_epoch = work.trainings, math.ceil(work.sequences / plan.effective_batch_size)
@@ -227,7 +230,7 @@ def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict
     tokens = plan.micro_batch_tokens * plan.gradient_accumulation_steps
     per_token = step / tokens * _FORWARD.get(work.method, _FORWARD_ADAPTED)
     size = 1.0 if question.sizes is None else 4 * count_weights(question.sizes) / 1e9
-    frozen = work.method == "frozen"
+    frozen, trained = work.method == "frozen", size if work.method == "full" else 0.0
     passed = timeline.elapsed()
     found = {
         "start": 6.0 if passed is None else passed,
@@ -236,17 +239,17 @@ def _by_rule(plan: Plan, question: Question, load: JobLoad, step: float) -> dict
         "build": 1.5 * (1 + size),
         "features": step * per_epoch * (1 + 1 / max(trainings, 4)) if frozen else 0.0,
         "capture": CAPTURE_SECONDS if plan.cuda_graph else 0.0,
-        "compile": compile_cost(question.sizes) if plan.compile else 0.0,
+        "compile": compile_cost(question.sizes, cores) if plan.compile else 0.0,
         "steps": steps * trainings * (_PER_STEP if frozen else step),
-        "receipt": 0.8 * trainings,
+        "receipt": 0.5,
         "evaluation": per_token * trainings * (evaluations * load.evaluated + load.judged),
-        "checkpoint": 0.05 * trainings * evaluations,
-        "judge": 0.3 * trainings,
-        "export": 0.3 + size,
+        "checkpoint": (0.01 + 0.2 * trained) * trainings * evaluations,
+        "judge": 0.03 * trainings,
+        "export": 0.4 + 0.4 * size + trained,
         "between folds": 0.2 * trainings,
-        "baselines": 1.0 if load.baselines else 0.0,
+        "baselines": 1.0 if load.baselines and plan.device == "cpu" else 0.0,
         "end": 0.3,
-        "report": 2.0,
+        "report": 1.5,
         "other": 0.3,
     }
     return {stage: seconds for stage, seconds in found.items() if seconds > 0}

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from trainfit.core.records import HardwareProfile
+from trainfit.hardware.host import compiling_seconds
 from trainfit.hardware.model_shapes import ModelFlops, ModelSizes
 from trainfit.planning import decide
 from trainfit.planning.bounds import block_weights, count_weights
@@ -19,11 +20,11 @@ from trainfit.planning.estimator.step_time import REPLAY_SECONDS, Rates, calibra
 from trainfit.planning.fit import Cutting, StepCandidate
 from trainfit.planning.question import Choice, Question
 
-CAPTURE_SECONDS = 2.0
-"""Cost of capturing a step as a graph, once for all folds."""
-COMPILE_SECONDS = 13.0
-"""Cost of compiling one kind of block: 10 to 14 s on 16 slow cores beside an H200, with a cold
-cache; 2 s with a warm one."""
+CAPTURE_SECONDS = 0.5
+"""Cost of capturing a step as a graph, once for all folds: 0.2 to 0.6 s beside an H200."""
+COMPILE_SECONDS = 7.0
+"""Cost of compiling one kind of block on 16 slow cores beside an H200: 5 to 11 s with a cold cache,
+2 s with a warm one."""
 _LEAST_GAIN = 1.02
 """Least gain in speed; a smaller one is within the noise of the estimate."""
 _UPDATE_BYTES = 40
@@ -71,18 +72,17 @@ _FUSED = 0.5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Way:
-    """A way to run steps: its seconds per step, and those it costs once."""
+    """A way to run steps, and its seconds per step."""
 
     compile: bool = False
     cuda_graph: bool = False
     seconds: float
-    setup: float = 0.0
 
 
-def compile_cost(sizes: ModelSizes | None) -> float:
+def compile_cost(sizes: ModelSizes | None, cores: int) -> float:
     """Seconds that compiling takes once, with a cold cache."""
     family = "" if sizes is None else sizes.family
-    return COMPILE_SECONDS * _PACES.get(family, _BERT).kinds
+    return compiling_seconds(cores) * _PACES.get(family, _BERT).kinds
 
 
 def flops_of(sizes: ModelSizes, method: str) -> ModelFlops:
@@ -135,7 +135,6 @@ def ways_of(
         blocks * operations * (forward + backward) / 2,
         blocks * rates.forward_launch * (calls + fused),
     )
-    costs = (0.0, compile_cost(sizes))
     return [
         Way(
             compile=bool(kind),
@@ -143,7 +142,6 @@ def ways_of(
             seconds=kernels[kind] + REPLAY_SECONDS
             if graph
             else smooth_maximum(kernels[kind], launches[kind]),
-            setup=costs[kind] + (CAPTURE_SECONDS if graph else 0.0),
         )
         for graph in (False, True)
         for kind in (0, 1)
@@ -170,7 +168,8 @@ def execution(
     if obstacle is not None or not able:
         why = obstacle or "how fast it would be is not known; measure it"
         return able.get(False), Choice(value=False, why=why, alternatives=("true",))
-    choice = _weigh(able[False].seconds, able[True].seconds, steps, compile_cost(question.sizes))
+    cost = compile_cost(question.sizes, profile.cpu.cores)
+    choice = _weigh(able[False].seconds, able[True].seconds, steps, cost)
     return able[choice.value], choice
 
 
@@ -209,7 +208,7 @@ def compiled_or_eager(
         return pin, eager, fits  # the estimator knows CUDA's compiled code alone
     if compiled is None:
         return stay("GPUs are compared without it")
-    cost = compile_cost(question.sizes)
+    cost = compile_cost(question.sizes, profile.cpu.cores)
     obstacle = compile_obstacle(profile) or _too_short(eager, steps, cost)
     reason = None if pin is not None else obstacle
     if reason is not None:
