@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from engine_toy import ToyTask, settings
+from engine_toy import Toy, ToyTask, settings
 from jobs_tiny import TINY
 from transformers import AutoConfig, AutoModel
 
+from trainfit.engine.distributed import World
 from trainfit.engine.loop import Shared, train
 from trainfit.engine.saved_state import model_tensors
+from trainfit.jobs import encoder
 from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
@@ -29,7 +32,7 @@ def run_on(device: str, tmp_path: Path, **options: Any) -> Run:
         plan=unused,
         folder=tmp_path,
         profile=unused,
-        world=SimpleNamespace(size=1),  # type: ignore[arg-type]
+        world=World(),
         device=torch.device(device),
         show=Show(),
         **options,
@@ -82,3 +85,53 @@ def test_an_export_beside_the_next_fold_has_the_frozen_weights_of_its_own(tmp_pa
     run.settle()
     assert torch.equal(read[0], own)
     assert not torch.equal(table, own)
+
+
+def test_the_best_weights_of_a_checkpoint_need_no_second_model(tmp_path: Path) -> None:
+    shared, task = Shared(), ToyTask()
+    train(task, settings(task), tmp_path / "run", shared=shared)
+    assert shared.parts is not None
+    in_memory, shared.best = shared.best, None  # as after --resume, or with several GPUs
+    assert in_memory is not None
+
+    def build() -> Toy:
+        raise AssertionError("there is no room for it")
+
+    run = run_on("cpu", tmp_path, shared=shared)
+    model = run.best_model(build, tmp_path / "run", trained=Toy)
+    assert model is shared.parts.model
+    assert not model.training
+    for name, weight in model_tensors(model).items():
+        assert torch.equal(weight, in_memory[name]), name
+
+
+@pytest.mark.parametrize(("free", "crowded"), [(50, False), (20, True)])
+def test_an_export_beside_leaves_room_for_the_next_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, crowded: bool
+) -> None:
+    model: Any = torch.nn.Linear(2, 2)  # 24 bytes
+    judged, written = SimpleNamespace(), list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 30)
+    monkeypatch.setattr(encoder, "predict_within", lambda *_, **__: (None, 1))
+    monkeypatch.setattr(encoder.scores, "judge", lambda *_: judged)
+    run = run_on("cuda", tmp_path, shared=Shared(best={}))
+    monkeypatch.setattr(run, "best_model", lambda *_, **__: model)
+    goes_on = Event()
+
+    def write(*_: Any) -> None:
+        assert goes_on.wait(0.3) is not crowded
+        written.append("all")
+
+    data = SimpleNamespace(test=SimpleNamespace(labels=torch.zeros(1)))
+    job: Any = SimpleNamespace(
+        datasets=[data], target=lambda _: None, chosen=SimpleNamespace(pad_id=0), _write=write
+    )
+    run.plan = SimpleNamespace(precision="fp32", eval_batch_size=1)  # type: ignore[assignment]
+    assert encoder.PreparedEncoder._judge(job, run, 0, tmp_path, job) is judged
+    assert bool(written) is crowded
+    goes_on.set()
+    run.settle()
+    assert written == ["all"]
+    assert not encoder._crowds(model, run_on("cpu", tmp_path))

@@ -219,13 +219,13 @@ class Run:
         `build` makes it as the engine did, unless the model in training is of the class `trained`.
         """
         parts, best = self.shared.parts, self.shared.best
-        if best is not None and parts is not None and trained and isinstance(parts.model, trained):
-            load_model(parts.model, best)
-            return parts.model.eval()
-        with applied(RuntimeSettings(seed=self.settings(fold).seed)):
+        if parts and not parts.sharded and trained and isinstance(parts.model, trained):
+            model = parts.model  # the device may have no room for another
+        else:
             # With the engine's seed: weights that are not trained are not saved. It is moved before
             # it is written to, since the next folds are built from the same memory of the host.
-            model = build().to(self.device)
+            with applied(RuntimeSettings(seed=self.settings(fold).seed)):
+                model = build().to(self.device)
         if best is None:
             checkpoint.load_weights(folder, model, best=True)
         else:
