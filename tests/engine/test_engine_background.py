@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engine_toy import ToyTask, final_bits, settings
 
 from trainfit.core.errors import RunFailed
@@ -14,6 +15,8 @@ from trainfit.engine import checkpoint
 from trainfit.engine.checkpoint import listed
 from trainfit.engine.loop import train
 from trainfit.engine.session import Session
+from trainfit.hardware import host
+from trainfit.hardware.host import Limits
 
 EVERY_3 = {"checkpoint_steps": 3, "eval_steps": 100, "metric": None, "keep_checkpoints": 9}
 
@@ -81,3 +84,13 @@ def test_without_room_for_a_copy_it_is_written_at_once(
     task = ToyTask()
     train(task, settings(task, **EVERY_3), tmp_path / "run")
     assert listed(tmp_path / "run")
+
+
+def test_copies_keep_to_the_limit_of_a_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights = checkpoint.Contents({"weight": torch.zeros(100)}, {}, {})
+    for left, copied in ((1200, True), (1199, False)):
+        limits = Limits(memory_bytes=4096, memory_left_bytes=left)
+        monkeypatch.setattr(host, "read_limits", lambda limits=limits: limits)
+        assert (checkpoint.on_host(weights, {}) is not None) == copied

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -23,6 +24,7 @@ from trainfit.engine.loop import train
 from trainfit.engine.loop_settings import OptimizerSettings
 from trainfit.engine.optimizer import build_optimizer
 from trainfit.engine.saved_state import (
+    find_nonfinite,
     frozen_checksum,
     load_model,
     model_tensors,
@@ -228,3 +230,16 @@ def test_nothing_in_a_checkpoint_is_pickled(tmp_path: Path) -> None:
     for folder in listed(tmp_path / "run"):
         assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
         json.loads((folder / "state.json").read_text())
+
+
+def test_buffers_may_be_masks() -> None:
+    for value, fine in ((-math.inf, True), (-3e38, True), (math.inf, False), (math.nan, False)):
+        model = torch.nn.Linear(2, 2)
+        model.register_buffer("mask", torch.full((9, 9), value).triu(1))
+        assert find_nonfinite(model) == (None if fine else "mask")
+        model.weight.data[1, 0] = value
+        assert (find_nonfinite(model) is None) == math.isfinite(value)
+    with torch.no_grad():
+        model.mask.zero_()  # type: ignore[operator]
+        model.weight.fill_(3e38)  # their sum is not finite
+    assert find_nonfinite(model) is None

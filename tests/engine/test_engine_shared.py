@@ -61,3 +61,18 @@ def test_another_optimizer_or_model_is_not_taken_over(tmp_path: Path) -> None:
 
     train(Wider(), other, tmp_path / "4", shared=shared)
     assert "more" in dict(shared.parts.model.named_buffers())
+
+
+def test_frozen_weights_change_only_once_nothing_reads_them(tmp_path: Path) -> None:
+    shared, seen = Shared(), []
+    task = ToyTask(frozen=True)
+    train(task, replace(settings(task), seed=0, epochs=1.0), tmp_path / "1", shared=shared)
+    assert shared.parts is not None
+    table: Any = shared.parts.model.get_parameter("embedding.weight")
+    before = table.clone()
+    shared.settle = lambda: seen.append(table.clone())
+    train(task, replace(settings(task), seed=0, epochs=1.0), tmp_path / "2", shared=shared)
+    assert not seen  # the same ones are not written
+    train(task, replace(settings(task), seed=1, epochs=1.0), tmp_path / "3", shared=shared)
+    assert [torch.equal(each, before) for each in seen] == [True]
+    assert not torch.equal(table, before)

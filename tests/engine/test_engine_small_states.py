@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 
 from trainfit.core.errors import BadInput, OutOfMemory
 from trainfit.engine import adamw_moments, setup
-from trainfit.engine.adamw_moments import SmallAdamW
+from trainfit.engine.adamw_moments import HostMoments, SmallAdamW
 from trainfit.engine.checkpoint import latest_good, read_tensors
 from trainfit.engine.loop import Shared, train
 from trainfit.engine.loop_settings import LoopSettings, OptimizerSettings
@@ -238,8 +237,18 @@ def test_adafactor_steps_by_the_learning_rate() -> None:
     assert 0.5e-3 < moved < 1.5e-3
 
 
-def test_moments_that_the_host_cannot_hold_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    free = SimpleNamespace(available=100)
-    monkeypatch.setattr(saved_on_host.psutil, "virtual_memory", lambda: free)
+def test_moments_that_the_host_cannot_hold_are_refused_before_they_are_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class OnGpu(torch.Tensor):
+        is_cuda = True  # type: ignore[assignment]
+
+    groups: Any = [{"params": [torch.zeros(64).as_subclass(OnGpu)]}]
+    monkeypatch.setattr(adamw_moments, "pin", lambda *_: None)
+    monkeypatch.setattr(saved_on_host, "memory_left", lambda: 512)
+    made = HostMoments(groups, torch.float32)
+    assert sum(flat.nbytes for flat in made.flat.values()) == 512
+    monkeypatch.setattr(saved_on_host, "memory_left", lambda: 511)
+    monkeypatch.setattr(adamw_moments, "host_zeros", lambda *_: pytest.fail("it is too large"))
     with pytest.raises(OutOfMemory, match="memory is too small"):
-        saved_on_host.pin([torch.zeros(30)], object())
+        HostMoments(groups, torch.float32)

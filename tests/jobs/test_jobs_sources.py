@@ -94,6 +94,25 @@ def test_borrowed_weights_are_in_the_same_memory_until_a_model_is_moved(tmp_path
         assert torch.equal(other, value)
 
 
+@pytest.mark.parametrize("borrowed", [False, True])
+def test_a_pooler_that_is_drawn_is_not_that_of_the_model_before(
+    tmp_path: Path, borrowed: bool
+) -> None:
+    tiny("bert-base").encoder.save_pretrained(tmp_path)  # without a pooler, as of masked words
+    settings = ClassifierSettings(name=str(tmp_path), weights="pretrained", pooling="auto")
+
+    def drawn(seed: int) -> torch.Tensor:
+        torch.manual_seed(seed)
+        pooler: torch.Tensor = build_classifier(settings).head.model.bert.pooler.dense.weight  # type: ignore[union-attr, assignment]
+        return pooler.clone()
+
+    alone = [drawn(seed) for seed in (0, 1)]
+    assert not torch.equal(*alone)
+    with sources.kept_in_memory(borrowed=borrowed):
+        for seed in (0, 1):
+            assert torch.equal(drawn(seed), alone[seed])
+
+
 def test_a_causal_folder_becomes_bidirectional_and_halves_its_window_once(tmp_path: Path) -> None:
     config = AutoConfig.for_model("gemma3_text", **TINY["gemma-3-1b-it"])
     config.save_pretrained(tmp_path)

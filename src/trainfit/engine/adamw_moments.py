@@ -24,7 +24,7 @@ from trainfit.core.errors import BadInput
 from trainfit.engine.memory_errors import retried
 from trainfit.engine.parallel import local
 from trainfit.kernels.fused_ops import BLOCK, LEAST, adamw_8bit_, adamw_bf16_, laid_out
-from trainfit.kernels.saved_on_host import host_fetch_, host_store_, host_zeros, pin
+from trainfit.kernels.saved_on_host import check_free, host_fetch_, host_store_, host_zeros, pin
 
 Moments = Literal["bf16", "8bit"]
 SMALL: dict[str, Moments] = {"adamw_bf16": "bf16", "adamw_8bit": "8bit"}
@@ -160,6 +160,8 @@ class HostMoments:
         self.bucket = min(BUCKET, _aligned(-(-weights // _FEWEST)))
         self.buckets = list(self._cut(groups))
         total = max((b.first + b.length for group in self.buckets for b in group), default=0)
+        if first.is_cuda:
+            check_free(total * dtype.itemsize * len(NAMES))
         self.flat = {name: host_zeros(first, total, dtype) for name in NAMES}
         if first.is_cuda:
             pin(list(self.flat.values()), self)

@@ -28,7 +28,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
 import safetensors
 import safetensors.torch
 import torch
@@ -41,6 +40,7 @@ from trainfit.engine import parallel
 from trainfit.engine.distributed import World, first_writes, gather
 from trainfit.engine.relaunch import disk_fix
 from trainfit.engine.saved_state import load_model
+from trainfit.hardware.host import memory_left
 from trainfit.measuring.timing import synchronize
 from trainfit.runs import timeline
 from trainfit.runs.run_folder import identity
@@ -228,7 +228,7 @@ def on_host(contents: Contents, pinned: dict[str, Tensor]) -> Contents | None:
     }
     there = {name: (tensor.shape, tensor.dtype) for name, tensor in pinned.items()}
     new = {n: t for n, t in named.items() if there.get(n) != (t.shape, t.dtype)}
-    if sum(t.nbytes for t in new.values()) * _ROOM > psutil.virtual_memory().available:
+    if sum(t.nbytes for t in new.values()) * _ROOM > memory_left():
         return None
     for name, tensor in new.items():
         pinned[name] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)

@@ -289,6 +289,8 @@ class Shared:
     """Pinned memory of `best`."""
     sources: dict[str, Tensor] = field(default_factory=dict)
     """Frozen weights as they were built, in the host's memory: the device has the same."""
+    settle: Callable[[], None] = lambda: None
+    """Waits until the frozen weights are no longer read, by an export beside."""
 
     def remember(self, model: nn.Module) -> None:
         """Remember the frozen weights of a model that is about to be moved to a device."""
@@ -306,7 +308,7 @@ def take_over(
         shared.parts, shared.profiled = None, False
         return None
     before.model.train()
-    if _copy(model, before.model, shared.sources):
+    if _copy(model, before.model, shared):
         shared.frozen = frozen_checksum(before.model, task)
     if (host := host_moments(before.optimizer)) is not None:
         host.settle()
@@ -351,12 +353,12 @@ def _tensors(model: nn.Module) -> list[tuple[object, ...]]:
 
 
 @torch.no_grad()
-def _copy(new: nn.Module, old: nn.Module, sources: Mapping[str, Tensor]) -> bool:
+def _copy(new: nn.Module, old: nn.Module, shared: Shared) -> bool:
     """Copy all weights and buffers; returns True where a frozen weight changed.
 
-    Frozen weights in the memory of `sources` are there already.
+    Frozen weights in the memory of the sources are there already.
     """
-    changed = False
+    sources, changed = shared.sources, False
     for (name, source), (_, target) in zip(
         [*new.named_parameters(), *new.named_buffers()],
         [*old.named_parameters(), *old.named_buffers()],
@@ -368,6 +370,8 @@ def _copy(new: nn.Module, old: nn.Module, sources: Mapping[str, Tensor]) -> bool
         there = source.to(target.device, non_blocking=True)
         if frozen and torch.equal(there, target):
             continue
-        changed = changed or frozen
+        if frozen and not changed:
+            shared.settle()
+            changed = True
         target.copy_(there)
     return changed

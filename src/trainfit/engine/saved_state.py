@@ -176,17 +176,23 @@ def _checksum(frozen: list[tuple[str, Tensor]]) -> str | None:
 def find_nonfinite(model: nn.Module) -> str | None:
     """Name of a weight or buffer with a value that is not finite; None where all are.
 
-    The sum of all values is looked at first, in one pass that waits for the device once: it is not
-    finite where one of them is not.
+    Buffers may hold negative infinities, as masks of attention do. Sums are looked at first, in one
+    pass that waits for the device once: a sum is not finite where one of its values is not.
     """
+    masks = {name for name, _ in model.named_buffers()}
     named = [*model.named_parameters(), *model.named_buffers()]
     floats = {name: local(t.detach()) for name, t in named if t.is_floating_point() and t.numel()}
     floats = {name: tensor for name, tensor in floats.items() if tensor.numel()}
     sums = [tensor.sum(dtype=torch.float32) for tensor in floats.values()]
-    if not sums or torch.stack([each.to(sums[0].device) for each in sums]).isfinite().all():
+    if not sums:
         return None
-    bad = (name for name, tensor in floats.items() if not tensor.abs().max().isfinite())
-    return plain_name(next(bad, "of a buffer"))
+    finite = torch.stack([each.to(sums[0].device) for each in sums]).isfinite().tolist()
+    doubtful = [name for name, fine in zip(floats, finite, strict=True) if not fine]
+    for name in doubtful:
+        largest = floats[name].amax() if name in masks else floats[name].abs().amax()
+        if not largest < math.inf:  # nor is NaN
+            return plain_name(name)
+    return None
 
 
 @torch.no_grad()

@@ -250,10 +250,19 @@ def memory_allowed(limits: Limits, total: int, available: int) -> tuple[int, int
 
 def memory_here() -> int:
     """Bytes of memory that this process may use."""
+    return _memory_now()[0]
+
+
+def memory_left() -> int:
+    """Bytes of memory that this process may still take."""
+    return _memory_now()[1]
+
+
+def _memory_now() -> tuple[int, int]:
     import psutil
 
     system = psutil.virtual_memory()
-    return memory_allowed(read_limits(), system.total, system.available)[0]
+    return memory_allowed(read_limits(), system.total, system.available)
 
 
 def check_room(needed: int, what: str) -> None:

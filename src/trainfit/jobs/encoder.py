@@ -59,6 +59,8 @@ if TYPE_CHECKING:
 _DROPOUTS = ("head_dropout", "attention_dropout", "feed_forward_dropout", "lora_dropout")
 _SOME = 0.1
 """Dropout that stands for any other in a plan: memory and time are the same for all above 0."""
+_ROOM = 2.0
+"""Memory that a frozen encoder takes on its way through the data, as a multiple of its weights."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,6 +281,8 @@ class PreparedEncoder(Prepared):
         judged = scores.judge(dataset, found, result, number + 1, thresholds)
         if run.world.first:
             run.later(partial(self._write, run, folder, model, judged, found, size))
+            if _crowds(model, run):
+                run.settle()
         return judged
 
     def _write(
@@ -359,6 +363,16 @@ class PreparedEncoder(Prepared):
         if run.world.first and not stopped and self.cross_validated:
             scores.join_predictions(run.folder, len(self.datasets))
         return result
+
+
+def _crowds(model: EncoderClassifier, run: Run) -> bool:
+    """Tell if a model that is not in training leaves a GPU no room for that of the next fold."""
+    parts = run.shared.parts
+    if run.device.type != "cuda" or (parts is not None and parts.model is model):
+        return False
+    free, _ = torch.cuda.mem_get_info(run.device)
+    free += torch.cuda.memory_reserved(run.device) - torch.cuda.memory_allocated(run.device)
+    return free < _ROOM * sum(weight.nbytes for weight in model.parameters())
 
 
 def _check_model(prepared: PreparedEncoder, model: EncoderClassifier) -> None:

@@ -220,16 +220,18 @@ class Run:
         `build` makes it as the engine did, unless the model in training is of the class `trained`.
         """
         parts, best = self.shared.parts, self.shared.best
-        if best is not None and parts is not None and trained and isinstance(parts.model, trained):
-            load_model(parts.model, best)
-            return parts.model.eval()
-        with applied(RuntimeSettings(seed=self.settings(fold).seed)):
-            model = build()  # with the engine's seed: weights that are not trained are not saved
+        if parts and not parts.sharded and trained and isinstance(parts.model, trained):
+            model = parts.model  # the device may have no room for another
+        else:
+            # With the engine's seed: weights that are not trained are not saved. It is moved before
+            # it is written to, since the next folds are built from the same memory of the host.
+            with applied(RuntimeSettings(seed=self.settings(fold).seed)):
+                model = build().to(self.device)
         if best is None:
             checkpoint.load_weights(folder, model, best=True)
         else:
             load_model(model, best)
-        return model.to(self.device).eval()
+        return model.eval()
 
     def later(self, work: Callable[[Mapping[str, Tensor] | None], None]) -> None:
         """End a fold by `work`, on a GPU beside the next fold.
@@ -243,6 +245,7 @@ class Run:
                 work(best)
         else:
             self.shared.best_host = {}  # the next fold takes other memory
+            self.shared.settle = self.settle
             self._written.append(self._behind.submit(work, best))
             self._behind.submit(self.show.prepare)
 
@@ -319,10 +322,8 @@ def begin(
     prepared: Prepared, profile: HardwareProfile, world: World, resume: Path | None
 ) -> tuple[Plan, Path]:
     """Return the plan and the run folder: the first rank decides, and the others do the same."""
-    said = ""
     check_ranks_agree(world, prepared)
-    launch = find_launch(world)
-    config = prepared.composed.written()
+    said, launch, config = "", find_launch(world), prepared.composed.written()
     if world.first:
         resume = resume or launch.find_run(Path(prepared.config.runs_dir), config)
         if resume is None:
@@ -372,8 +373,7 @@ def difference(said: Sequence[Mapping[str, Any]]) -> str | None:
     """Name the first thing in which a rank differs from the first one; None where all agree."""
     for rank, other in enumerate(said):
         for name in sorted({*said[0], *other}):
-            first, here = said[0].get(name), other.get(name)
-            if first == here:
+            if (first := said[0].get(name)) == (here := other.get(name)):
                 continue
             if name in _DIGESTS:
                 return f"{name} of rank {rank} is not that of rank 0"

@@ -26,6 +26,7 @@ from trainfit.core.plan_records import Plan
 from trainfit.core.records import HardwareProfile
 from trainfit.engine.distributed import stop_on_signals
 from trainfit.engine.observers import Observer
+from trainfit.hardware.host import memory_left
 from trainfit.jobs.configuration import configured_by
 from trainfit.jobs.job_times import START, folds_here
 from trainfit.jobs.registry import job_module
@@ -142,7 +143,7 @@ def _idle(run: Run) -> int:
         return 0
     cores = run.profile.cpu.cores
     threads = run.plan.runtime.num_threads or cores
-    free = psutil.virtual_memory().available / (_ROOM * psutil.Process().memory_info().rss)
+    free = memory_left() / (_ROOM * psutil.Process().memory_info().rss)
     return max(0, min(cores // threads - 1, int(free)))
 
 

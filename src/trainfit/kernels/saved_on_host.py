@@ -18,7 +18,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import psutil
 import torch
 from torch import Tensor, fx
 from torch.autograd.graph import saved_tensors_hooks
@@ -26,6 +25,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import CheckpointPolicy
 
 from trainfit.core.errors import OutOfMemory
+from trainfit.hardware.host import memory_left
 
 
 @torch.library.custom_op("trainfit::host_zeros", mutates_args=())
@@ -39,21 +39,26 @@ def _(like: Tensor, size: int, dtype: torch.dtype) -> Tensor:
     return like.new_empty(size, dtype=dtype, device="cpu")
 
 
+_FIX = "set optimization.offload_optimizer=false, or optimization.optimizer=adamw_bf16"
+
+
+def check_free(needed: int) -> None:
+    """Raise OutOfMemory where the host has no room for moments of so many bytes."""
+    if needed > (free := memory_left()):
+        sizes = f"{needed / 2**30:.1f} GiB of moments, and {free / 2**30:.1f} GiB are free"
+        raise OutOfMemory(f"the host's memory is too small for {sizes}", _FIX)
+
+
 def pin(tensors: Sequence[Tensor], owner: object) -> None:
     """Pin memory where it is, until `owner` is gone.
 
     torch's own pinned memory is rounded up to a power of two, which may double it.
     """
-    fix = "set optimization.offload_optimizer=false, or optimization.optimizer=adamw_bf16"
-    needed, free = sum(t.nbytes for t in tensors), psutil.virtual_memory().available
-    if needed > free:
-        sizes = f"{needed / 2**30:.1f} GiB of moments, and {free / 2**30:.1f} GiB are free"
-        raise OutOfMemory(f"the host's memory is too small for {sizes}", fix)
     runtime: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
     for tensor in tensors:
         if int(runtime.cudaHostRegister(tensor.data_ptr(), tensor.nbytes, 0)):
             what = f"{tensor.nbytes / 2**30:.1f} GiB of host memory cannot be pinned"
-            raise OutOfMemory(what, f"{fix}; or raise the limit of locked memory")
+            raise OutOfMemory(what, f"{_FIX}; or raise the limit of locked memory")
         # It holds the tensor: memory must not be freed before it is released.
         weakref.finalize(owner, _release, tensor).atexit = False
 

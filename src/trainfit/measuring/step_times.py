@@ -14,12 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from typing import Any
 
-import psutil
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.core.plan_records import Precision, RuntimeSettings, TaskSpec
+from trainfit.hardware.host import memory_left
 from trainfit.planning.cpu_choice import StepRequest, StepTime, StepTimes
 from trainfit.planning.estimator.estimate import PROBES
 from trainfit.runtime import applied
@@ -92,7 +92,7 @@ def _has_room(request: StepRequest) -> bool:
     with torch.device("meta"):
         model, _ = _model(request, "fp32", 1, 1, 1)
     nbytes = 4 * sum(weight.numel() for weight in model.parameters())
-    return bool(_COPIES * nbytes < psutil.virtual_memory().available)
+    return bool(_COPIES * nbytes < memory_left())
 
 
 def _is_idle(cores: int) -> bool:

@@ -87,7 +87,8 @@ def build_encoder(
     text_config = config.get_text_config()
     _set_dropout(text_config, _ATTENTION_DROPOUT, attention_dropout)
     configured = _set_dropout(text_config, _FEED_FORWARD_DROPOUT, feed_forward_dropout)
-    build = partial(sources.create, config, place, getattr(torch, dtype), quantization)
+    kind = getattr(torch, dtype)
+    build = partial(sources.create, config, place, kind, quantization, published=published)
     model = build_anywhere(build)
     if feed_forward_dropout and not configured:
         _drop_outputs(_feed_forwards(model), feed_forward_dropout)

@@ -83,8 +83,13 @@ def create(
     place: str | None,
     dtype: torch.dtype,
     quantization: Quantization = "none",
+    *,
+    published: bool = False,
 ) -> PreTrainedModel:
-    """Create the model with weights from `place`, or random ones, and quantize its blocks."""
+    """Create the model with weights from `place`, or random ones, and quantize its blocks.
+
+    As `published`, its pooler is used.
+    """
     import_generation()
     if place is None:
         text = config.get_text_config()
@@ -97,7 +102,7 @@ def create(
     device = torch.get_default_device()
     narrow = quantization != "none" and device.type != "meta"
     with torch.device("cpu") if narrow else nullcontext():
-        model, complete = _read(config, place, dtype, as_stored=narrow)
+        model, complete = _read(config, place, dtype, as_stored=narrow, pooler=published)
     if name := find_nonfinite(model):  # a damaged file would spoil every step
         raise BadInput(f"the weight {name} of {place} is not finite", "get another copy of it")
     if quantization != "none":
@@ -133,9 +138,14 @@ def _alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _read(
-    config: PretrainedConfig, place: str, dtype: torch.dtype, *, as_stored: bool = False
+    config: PretrainedConfig,
+    place: str,
+    dtype: torch.dtype,
+    *,
+    as_stored: bool = False,
+    pooler: bool = False,
 ) -> tuple[PreTrainedModel, bool]:
-    """Read a model; True where all of its weights were there, but for a pooler's.
+    """Read a model; True where all of its weights were there, its `pooler`'s too if it is used.
 
     Random numbers for those that were not leave no trace in the generator: what is drawn later is
     the same if the model comes from memory. `as_stored` leaves linear layers of blocks in the dtype
@@ -166,7 +176,7 @@ def _read(
     model: PreTrainedModel = getattr(whole, "language_model", whole)
     if as_stored:
         _convert(model, dtype)
-    return model, not missing
+    return model, not (info["missing_keys"] if pooler else missing)
 
 
 def _missing(model: nn.Module, info: Mapping[str, Any], place: str) -> list[str]:

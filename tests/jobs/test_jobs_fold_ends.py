@@ -1,0 +1,137 @@
+"""The end of a fold on a GPU: its best weights, and its export beside the next fold."""
+
+from __future__ import annotations
+
+import copy
+import time
+from pathlib import Path
+from threading import Event
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from engine_toy import Toy, ToyTask, settings
+from jobs_tiny import TINY
+from transformers import AutoConfig, AutoModel
+
+from trainfit.engine.distributed import World
+from trainfit.engine.loop import Shared, train
+from trainfit.engine.saved_state import model_tensors
+from trainfit.jobs import encoder
+from trainfit.jobs.models import sources
+from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
+from trainfit.jobs.models.classifier_settings import ClassifierSettings
+from trainfit.jobs.run import Run, Show
+
+
+def run_on(device: str, tmp_path: Path, **options: Any) -> Run:
+    unused: Any = SimpleNamespace(settings=lambda *_: settings(ToyTask()))
+    return Run(
+        prepared=unused,
+        plan=unused,
+        folder=tmp_path,
+        profile=unused,
+        world=World(),
+        device=torch.device(device),
+        show=Show(),
+        **options,
+    )
+
+
+@pytest.mark.parametrize("method", ["full", "frozen"])
+def test_best_weights_are_not_written_to_the_memory_that_folds_are_built_from(
+    tmp_path: Path, method: Any
+) -> None:
+    config = AutoConfig.for_model("bert", **TINY["bert-base"])
+    AutoModel.from_config(config).save_pretrained(tmp_path)
+    chosen = ClassifierSettings(
+        name=str(tmp_path), weights="pretrained", pooling="auto", method=method
+    )
+
+    def build() -> EncoderClassifier:
+        torch.manual_seed(0)
+        model: Any = build_classifier(chosen)
+        model.to = lambda _device: copy.deepcopy(model)  # as to a GPU: to other memory
+        return model  # type: ignore[no-any-return]
+
+    with sources.kept_in_memory(borrowed=True):
+        first = {name: weight.clone() for name, weight in model_tensors(build()).items()}
+        best = {name: weight + 1 for name, weight in first.items()}
+        found = run_on("cpu", tmp_path, shared=Shared(best=best)).best_model(build, tmp_path)
+        again = model_tensors(build())
+    assert any("pooler" in name for name in first)
+    for name, weight in model_tensors(found).items():
+        assert torch.equal(weight, best[name]), name
+        assert torch.equal(again[name], first[name]), name
+
+
+def test_an_export_beside_the_next_fold_has_the_frozen_weights_of_its_own(tmp_path: Path) -> None:
+    shared, read = Shared(), list[torch.Tensor]()
+    task = ToyTask(frozen=True)
+    train(task, settings(task, epochs=1.0, seed=0), tmp_path / "1", shared=shared)
+    assert shared.parts is not None
+    table = shared.parts.model.get_parameter("embedding.weight")
+    own = table.detach().clone()
+    run = run_on("cuda", tmp_path, shared=shared)
+    shared.best = {}
+
+    def write(_weights: Any) -> None:
+        time.sleep(0.3)
+        read.append(table.detach().clone())
+
+    run.later(write)
+    train(task, settings(task, epochs=1.0, seed=1), tmp_path / "2", shared=shared)
+    run.settle()
+    assert torch.equal(read[0], own)
+    assert not torch.equal(table, own)
+
+
+def test_the_best_weights_of_a_checkpoint_need_no_second_model(tmp_path: Path) -> None:
+    shared, task = Shared(), ToyTask()
+    train(task, settings(task), tmp_path / "run", shared=shared)
+    assert shared.parts is not None
+    in_memory, shared.best = shared.best, None  # as after --resume, or with several GPUs
+    assert in_memory is not None
+
+    def build() -> Toy:
+        raise AssertionError("there is no room for it")
+
+    run = run_on("cpu", tmp_path, shared=shared)
+    model = run.best_model(build, tmp_path / "run", trained=Toy)
+    assert model is shared.parts.model
+    assert not model.training
+    for name, weight in model_tensors(model).items():
+        assert torch.equal(weight, in_memory[name]), name
+
+
+@pytest.mark.parametrize(("free", "crowded"), [(50, False), (20, True)])
+def test_an_export_beside_leaves_room_for_the_next_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, crowded: bool
+) -> None:
+    model: Any = torch.nn.Linear(2, 2)  # 24 bytes
+    judged, written = SimpleNamespace(), list[str]()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (free, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 40)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 30)
+    monkeypatch.setattr(encoder, "predict_within", lambda *_, **__: (None, 1))
+    monkeypatch.setattr(encoder.scores, "judge", lambda *_: judged)
+    run = run_on("cuda", tmp_path, shared=Shared(best={}))
+    monkeypatch.setattr(run, "best_model", lambda *_, **__: model)
+    goes_on = Event()
+
+    def write(*_: Any) -> None:
+        assert goes_on.wait(0.3) is not crowded
+        written.append("all")
+
+    data = SimpleNamespace(test=SimpleNamespace(labels=torch.zeros(1)))
+    job: Any = SimpleNamespace(
+        datasets=[data], target=lambda _: None, chosen=SimpleNamespace(pad_id=0), _write=write
+    )
+    run.plan = SimpleNamespace(precision="fp32", eval_batch_size=1)  # type: ignore[assignment]
+    assert encoder.PreparedEncoder._judge(job, run, 0, tmp_path, job) is judged
+    assert bool(written) is crowded
+    goes_on.set()
+    run.settle()
+    assert written == ["all"]
+    assert not encoder._crowds(model, run_on("cpu", tmp_path))
