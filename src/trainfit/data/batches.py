@@ -134,6 +134,12 @@ def to_device(batches: Sequence[Batch], device: torch.device) -> Iterator[Batch]
         }
 
 
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device; a GPU may still compute what came before, which plain copies wait for."""
+    on_gpu = device.type == "cuda" and tensor.is_cpu
+    return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
+
+
 class _WorkOrder:
     """Sampler that sends whole steps to the workers."""
 

@@ -14,7 +14,14 @@ from torch import Tensor, nn
 
 from trainfit.conf.schema import EncoderModel
 from trainfit.core.plan_records import Plan
-from trainfit.data.batches import Batch, Collate, collate_packed, collate_padded, device_tokens
+from trainfit.data.batches import (
+    Batch,
+    Collate,
+    collate_packed,
+    collate_padded,
+    device_tokens,
+    send,
+)
 from trainfit.data.tokens import IGNORED, IntArray, Tokens
 from trainfit.engine.evaluation import collect, own_batches
 from trainfit.engine.loop_settings import LoopSettings, loop_settings
@@ -231,7 +238,7 @@ def in_batches(
             chosen, make = batches[number]
             batch = make()
             inputs = {
-                name: value.to(device) if isinstance(value, Tensor) else value
+                name: send(value, device) if isinstance(value, Tensor) else value
                 for name, value in batch.items()
                 if name != "labels"
             }
@@ -240,7 +247,7 @@ def in_batches(
                 found = found[: len(chosen)]
             else:
                 begun = np.flatnonzero(batch["labels"].numpy() != IGNORED)
-                found = found.flatten(0, 1)[torch.from_numpy(begun).to(device)]
+                found = found.flatten(0, 1)[send(torch.from_numpy(begun), device)]
             if counts:
                 parts.append(found.double())
                 order += chosen

@@ -22,6 +22,7 @@ from trainfit.core.errors import BadInput
 from trainfit.core.files import text_facts
 from trainfit.core.plan_records import Plan
 from trainfit.core.records import Event, HardwareProfile, Record
+from trainfit.data.batches import send
 from trainfit.data.token_files import Ids
 from trainfit.engine.distributed import World, gather
 from trainfit.engine.evaluation import collect, own_batches
@@ -114,7 +115,7 @@ class GptTask:
             for number, counts in own_batches(batches):
                 chosen = self._evaluated[number * rows : (number + 1) * rows].tolist()
                 batch = collate_blocks(self._validation, chosen, rows, self._block)
-                loss = self.loss(model, {k: v.to(device) for k, v in batch.items()})
+                loss = self.loss(model, {k: send(v, device) for k, v in batch.items()})
                 if counts:
                     losses.append(loss.double())
                     numbers.append(number)
