@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from pathlib import Path
 from threading import Event
@@ -23,6 +24,7 @@ from trainfit.jobs.models import sources
 from trainfit.jobs.models.classifier import EncoderClassifier, build_classifier
 from trainfit.jobs.models.classifier_settings import ClassifierSettings
 from trainfit.jobs.run import Run, Show
+from trainfit.reports import training_lines
 
 
 def run_on(device: str, tmp_path: Path, **options: Any) -> Run:
@@ -85,6 +87,18 @@ def test_an_export_beside_the_next_fold_has_the_frozen_weights_of_its_own(tmp_pa
     run.settle()
     assert torch.equal(read[0], own)
     assert not torch.equal(table, own)
+
+
+def test_what_follows_is_imported_once_the_model_is_written(tmp_path: Path) -> None:
+    done: list[str] = []
+    run = run_on("cuda", tmp_path, shared=Shared(best={}))
+    run.show = Show(prepare=lambda: done.append("imported"))
+    run.later(lambda _: done.append("written"))
+    run.settle()
+    run._behind.shutdown()
+    assert done == ["written", "imported"]
+    training_lines._import_report()
+    assert {"sklearn.metrics", "trainfit.reports.writers"} <= set(sys.modules)
 
 
 def test_the_best_weights_of_a_checkpoint_need_no_second_model(tmp_path: Path) -> None:
