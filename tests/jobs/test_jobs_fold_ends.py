@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
+import weakref
 from pathlib import Path
 from threading import Event
 from types import SimpleNamespace
@@ -117,6 +118,22 @@ def test_the_best_weights_of_a_checkpoint_need_no_second_model(tmp_path: Path) -
     assert not model.training
     for name, weight in model_tensors(model).items():
         assert torch.equal(weight, in_memory[name]), name
+
+
+def test_shards_and_moments_are_freed_before_the_whole_model_is_built(tmp_path: Path) -> None:
+    sharded: Any = SimpleNamespace(sharded=True, model=torch.nn.Linear(2, 2))
+    gone = weakref.ref(sharded.model)
+    shared = Shared(parts=sharded, best={"weight": torch.ones(1, 1), "bias": torch.ones(1)})
+    del sharded
+
+    def build() -> torch.nn.Linear:
+        assert gone() is None
+        return torch.nn.Linear(1, 1)
+
+    model = run_on("cpu", tmp_path, shared=shared).best_model(
+        build, tmp_path, trained=torch.nn.Linear
+    )
+    assert model.weight.item() == 1
 
 
 @pytest.mark.parametrize(("free", "crowded"), [(50, False), (20, True)])

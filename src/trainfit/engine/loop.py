@@ -30,7 +30,7 @@ from trainfit.engine import setup
 from trainfit.engine.distributed import StopRequest, joined, stop_on_signals
 from trainfit.engine.evaluation import evaluate
 from trainfit.engine.loop_settings import LoopSettings
-from trainfit.engine.memory_errors import is_out_of_memory
+from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
 from trainfit.engine.observers import Observer, TrainRow, plain_line
 from trainfit.engine.optimizer import host_moments, is_adamw, set_rates
 from trainfit.engine.recovery import (
@@ -291,6 +291,13 @@ class Shared:
     """Frozen weights as they were built, in the host's memory: the device has the same."""
     settle: Callable[[], None] = lambda: None
     """Waits until the frozen weights are no longer read, by an export beside."""
+
+    def whole(self) -> Parts | None:
+        """Return the parts of the last fold; sharded ones are freed: the whole model takes room."""
+        if self.parts is not None and self.parts.sharded:
+            self.parts = None
+            give_back_memory()
+        return self.parts
 
     def remember(self, model: nn.Module) -> None:
         """Remember the frozen weights of a model that is about to be moved to a device."""

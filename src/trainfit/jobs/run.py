@@ -219,8 +219,8 @@ class Run:
 
         `build` makes it as the engine did, unless the model in training is of the class `trained`.
         """
-        parts, best = self.shared.parts, self.shared.best
-        if parts and not parts.sharded and trained and isinstance(parts.model, trained):
+        parts, best = self.shared.whole(), self.shared.best
+        if parts and trained and isinstance(parts.model, trained):
             model = parts.model  # the device may have no room for another
         else:
             # With the engine's seed: weights that are not trained are not saved. It is moved before
