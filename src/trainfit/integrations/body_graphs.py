@@ -300,7 +300,7 @@ class BodyGraphs:
             self._targets = GradientMemory(state.weights)
         if not lane.graphs and self.record is None:
             lane.pool = torch.cuda.graph_pool_handle()
-        record = self.record or partial(_record, lane.pool)
+        record = self.record or partial(_record, lane.pool, device)
         graph = BodyGraph(call, state, self._targets)
         graph.forward = record(graph.run_forward)
         if more := set(graph.names) - _OUTPUTS:
@@ -343,9 +343,9 @@ def _why(error: Exception) -> str:
     return "memory ran out while capturing" if is_out_of_memory(error) else reason(error)
 
 
-def _record(pool: Any, work: Callable[[], None]) -> Callable[[], None]:
+def _record(pool: Any, device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph, pool):
+    with capturing(graph, pool, device):
         work()
     replay: Callable[[], None] = graph.replay
     return replay
