@@ -136,7 +136,7 @@ class BodyGraphs:
 
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
-        return BodyGraphs, (self.record, self.off, copy(self.blocks))
+        return BodyGraphs, (self.record, False, copy(self.blocks))
 
     def run(
         self,
@@ -146,10 +146,12 @@ class BodyGraphs:
         run: Run,
         *,
         settled: bool = True,
+        most: int = 0,
     ) -> Any:
         """Run a body on a packed row by its graph; None: it is to run eagerly.
 
-        Its blocks are compiled only once it is `settled` how they attend.
+        Its blocks are compiled only once it is `settled` how they attend. `most` is the number of
+        tokens of the largest pass so far, with padding where it was not dropped.
         """
         here = self.record is not None or batch.starts.is_cuda
         if self.off or not here or not body.training or not torch.is_grad_enabled():
@@ -159,6 +161,7 @@ class BodyGraphs:
         if isinstance(call, str):
             self._say(call)
         else:
+            call.most = most
             call.blocks = self.blocks if settled and self.blocks and self.blocks.on else None
             output = self._take(body, call)
         self.eager += output is None
@@ -228,6 +231,10 @@ class BodyGraphs:
         self._clear()
         self._say(why)
 
+    def free(self) -> None:
+        """Free the memory of all graphs; batches that come again are captured again."""
+        self._clear()
+
     def keep(self, *, compiled: bool) -> None:
         """Free the graphs of the other kind, which are not replayed from here on."""
         for lane in self._lanes:
@@ -239,6 +246,7 @@ class BodyGraphs:
         self._seen.clear()
         self._met.clear()
         self._targets = None
+        self._full = False
 
     def _same(self, state: BodyState) -> bool:
         """True if the weights and switches of a pass are those captured; else drop all graphs."""
@@ -289,7 +297,7 @@ class BodyGraphs:
 
     def _capture(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
         device = call.batch.starts.device
-        if device.type == "cuda" and (why := _no_room(device, state.weights)):
+        if device.type == "cuda" and (why := _no_room(device, state.weights, call)):
             if any(one.graphs for one in self._lanes):
                 self._full = True
                 self._say(why)
@@ -351,12 +359,17 @@ def _record(pool: Any, device: torch.device, work: Callable[[], None]) -> Callab
     return replay
 
 
-def _no_room(device: torch.device, weights: list[nn.Parameter]) -> str | None:
-    """Reason not to capture: eager passes, which stay possible, and graphs both need memory."""
+def _no_room(device: torch.device, weights: list[nn.Parameter], call: BodyCall) -> str | None:
+    """Reason not to capture: the script's own passes, which go on, and graphs both need memory.
+
+    A graph has fewer tokens than the script's largest pass, whose padding was not dropped.
+    """
     free, _ = torch.cuda.mem_get_info(device)
     peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
     room = free + torch.cuda.memory_reserved(device) - peak
-    needed = peak - now + sum(weight.numel() * weight.element_size() for weight in weights)
+    share = call.size / max(call.size, call.most)
+    needed = (peak - now) * share
+    needed += sum(weight.numel() * weight.element_size() for weight in weights)
     if needed <= _SHARE * room:
         return None
     return f"graphs may need {needed / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are free"

@@ -42,6 +42,8 @@ class BodyCall:
     bound: int = 0
     size: int = 0
     """Tokens with filler."""
+    most: int = 0
+    """Tokens of the largest pass so far."""
 
     @property
     def case(self) -> tuple[Any, ...]:

@@ -25,6 +25,9 @@ PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
 WARM_UP = 10
 """Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
+_OWN = 2
+"""First steps where there are graphs, by the script's own way: none is captured before it is known
+how much memory that way needs, and the optimizer makes its state in the first one."""
 _BLOCK = 3
 """Steps of a turn; the first is not counted, as its memory is of the other kind.
 
@@ -117,6 +120,8 @@ class Turns:
         self.facts.update(facts)
         self.left = left
         self._aside = -inf  # the turn in which a training begins is not timed
+        if self._step < _OWN and self._graphs():
+            self._current = PADDED
         self._switch(self._current)  # as an earlier training of this process found it
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
@@ -142,6 +147,8 @@ class Turns:
         """Note the end of an optimizer step, and choose the way of the next one."""
         self._step += 1
         self.steps[self._current] += 1
+        if self._step == _OWN:
+            self._switch(GRAPHS)
         if not self._ways and not self._ended:
             self._consider()
         if not self._ways or self._step < self._begins:
@@ -281,6 +288,9 @@ class Turns:
 
     def _leave(self) -> None:
         self._ended = True
+        if self._current < GRAPHS:
+            for graphs in self._graphs():
+                graphs.free()
 
     def saved(self) -> float | None:
         """Seconds that all steps would have taken more by the script's own way, if it was timed.

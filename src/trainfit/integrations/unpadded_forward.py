@@ -125,9 +125,12 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run an encoder or a decoder without padding."""
     facts: Unpadding | None = self.__dict__.get(FACTS)
     passing: _Passing | None = self.__dict__.pop(_PASSING, None)
-    if facts is not None and facts.off:
+    if facts is None:
+        return kind.forward(self, *args, **kwargs)
+    if facts.off:
         facts.count(None)
-    if facts is None or facts.off or (passing is not None and passing.batch is None):
+    if facts.off or (passing is not None and passing.batch is None):
+        facts.compute(_tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     if passing is not None and passing.batch is not None:
@@ -137,6 +140,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, self, given)
     if batch is None:
         facts.count(None)
+        facts.compute(_tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
@@ -144,6 +148,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     unsure = outside or facts.reads == "unknown"
     if not _sure(facts, batch, unsure):
         facts.count(None)
+        facts.compute(batch.rows * batch.width)
         return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
@@ -153,11 +158,18 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
 
 
+def _tokens(args: Any, kwargs: Any) -> int:
+    """Count the tokens of a call of a body, with padding."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((one.shape[:2].numel() for one in given if isinstance(one, Tensor)), 0)
+
+
 @partial(uncompiled, recursive=False)
 def _run_rows(
     self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
 ) -> Any:
     """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
+    facts.compute(batch.tokens)
     graphs = facts.graphs
     if graphs is None or get_eval_frame_callback() not in (None, False):
         return _run_packed(self, kind, facts, batch, inputs)
@@ -173,7 +185,7 @@ def _run_rows(
             return _run_packed(self, kind, facts, rows, given, attention.settled(facts.cases))
 
     settled = facts.own is None or bool(facts.cases)
-    output = graphs.run(self, batch, inputs, run, settled=settled)
+    output = graphs.run(self, batch, inputs, run, settled=settled, most=facts.most)
     return run(batch, inputs, None) if output is None else output
 
 

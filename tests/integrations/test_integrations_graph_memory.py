@@ -1,0 +1,151 @@
+"""Memory of CUDA graphs: what the script's own passes need stays theirs."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from graph_stand_in import run_again
+from unpadded_tiny import HEADS, batch, config
+
+import trainfit
+from trainfit.integrations import body_graphs, script_hooks
+from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.host_batches import Switch
+from trainfit.integrations.speeding import facts_in
+from trainfit.integrations.turns import GRAPHS, PADDED, UNPADDED, Turns
+from trainfit.integrations.unpadded_calls import Unpadding
+
+GIB = 2**30
+
+
+def graphed(head: str = "classes") -> tuple[Any, Unpadding, BodyGraphs]:
+    torch.manual_seed(0)
+    model = trainfit.unpadded(HEADS[head].from_config(config("bert"))).train()
+    [facts] = facts_in(model)
+    facts.graphs = BodyGraphs(run_again)
+    return model, facts, facts.graphs
+
+
+def step(model: Any, **options: Any) -> None:
+    found = model(**batch("bert", **options))
+    real = batch("bert", **options)["attention_mask"].bool()
+    (found.logits if found.logits.dim() == 2 else found.logits[real]).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("peak", "most", "fits"),
+    [
+        (30, 1000, True),  # nothing is padded: two times 20 GiB beside the 10 that stay
+        (60, 1000, False),
+        (60, 4000, True),  # three quarters are padding, which the graph does not have
+        (92, 4000, False),  # the script's own passes need nearly all memory
+    ],
+)
+def test_room_is_left_for_the_largest_pass_of_the_script(
+    peak: int, most: int, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (40 * GIB, 100 * GIB))
+    for name, size in (
+        ("max_memory_allocated", peak),
+        ("memory_allocated", 10),
+        ("memory_reserved", 60),
+    ):
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size * GIB)
+    call: Any = SimpleNamespace(size=1000, most=most)
+    why = body_graphs._no_room(torch.device("cuda", 0), [], call)
+    assert (why is None) is fits
+
+
+@pytest.mark.parametrize("head", ["classes", "tokens"])
+def test_the_largest_pass_is_counted_with_the_padding_that_it_had(head: str) -> None:
+    model, facts, _ = graphed(head)
+    rows = batch("bert")["input_ids"]
+    real = int(batch("bert")["attention_mask"].sum())
+    facts.wait = 1
+    with torch.no_grad():  # takes little memory
+        model(**batch("bert", lengths=(40, 40, 40, 40)))
+    assert facts.most == 0
+    step(model)
+    assert facts.most == (real if head == "classes" else rows.numel())  # watched with padding
+    facts.off = True
+    step(model)
+    assert facts.most == rows.numel()
+
+
+def test_nothing_is_captured_before_the_script_s_own_steps() -> None:
+    model, facts, graphs = graphed()
+    turns, ways, captured = Turns(clock=lambda: 0.0, switch=Switch()), [], []
+    turns.begin([facts])
+    for _ in range(6):
+        ways.append(turns._current)
+        step(model)
+        turns.stepped()
+        captured.append(graphs.captured)
+    turns.pause()
+    assert ways == [PADDED, PADDED, GRAPHS, GRAPHS, GRAPHS, GRAPHS]
+    assert captured == [0, 0, 0, 1, 1, 1]
+    assert (facts.tally.own_way, facts.tally.packed) == (2, 4)
+
+
+@pytest.mark.parametrize(("slow", "stays"), [(GRAPHS, UNPADDED), (UNPADDED, GRAPHS)])
+def test_graphs_that_are_left_give_their_memory_back(slow: int, stays: int) -> None:
+    model, _, graphs = graphed()
+    now = 0.0
+    turns = Turns(clock=lambda: now, switch=Switch())
+    turns.facts.update(facts_in(model))
+    for _ in range(70):
+        step(model)
+        now += {PADDED: 9.0, slow: 5.0}.get(turns._current, 1.0)
+        turns.stepped()
+    assert turns._current == stays
+    assert bool(graphs._lanes) is (stays == GRAPHS)
+
+
+@pytest.mark.parametrize(
+    ("method", "free", "kept"), [("train", 40, False), ("train", 60, True), ("prepare", 40, True)]
+)
+def test_a_training_that_ends_gives_the_memory_of_its_graphs_back(
+    method: str, free: int, kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free * GIB, 100 * GIB))
+    monkeypatch.setattr(script_hooks, "_reports", [])
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda *_: None)
+    monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
+    monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded")
+    model, _, graphs = graphed()
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = model
+
+        def train(self, *_: Any) -> None:
+            for _ in range(3):
+                step(model)
+
+        prepare = train
+
+    name = {"train": "transformers.trainer", "prepare": "accelerate.accelerator"}[method]
+    module = SimpleNamespace(__name__=name, Trainer=Trainer, Accelerator=Trainer)
+    script_hooks.hook(module, tmp_path)
+    for replayed in (2, 4):
+        getattr(Trainer(), method)(model)
+        assert graphs.replayed >= replayed
+        assert bool(graphs._lanes) is kept
+
+
+def test_a_copy_that_is_made_in_a_step_of_the_script_s_own_is_on() -> None:
+    model, facts, graphs = graphed()
+    facts.off = graphs.off = True
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):  # noqa: S301
+        [its] = facts_in(other)
+        assert its.graphs is not None
+        assert not its.off
+        assert not its.graphs.off
+        assert its.reads == facts.reads
+    assert facts.off
