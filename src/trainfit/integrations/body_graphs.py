@@ -41,6 +41,7 @@ from trainfit.integrations.captured_passes import (
     Run,
     bound_of,
     generator_of,
+    random_state,
     size_of,
     sort_call,
 )
@@ -60,6 +61,8 @@ _LANES = 4
 _RENEWALS = 3
 _SOON = 20
 """Replays within which changes of the weights may come that often one after the other."""
+_NOTED = 4096
+"""States of the random generator that are noted at the most."""
 _SHARE = 0.9
 """Share of the free memory that graphs may take."""
 
@@ -131,6 +134,8 @@ class BodyGraphs:
     _longest: int = 0
     _full: bool = False
     """True if there is no memory for further graphs."""
+    _drawn: set[bytes] = field(default_factory=set)
+    """States of the random generator before passes that had no gradients."""
     _targets: GradientMemory | None = None
     """Gradients as the last replay wrote them, one set for all graphs."""
 
@@ -154,7 +159,13 @@ class BodyGraphs:
         tokens of the largest pass so far, with padding where it was not dropped.
         """
         here = self.record is not None or batch.starts.is_cuda
-        if self.off or not here or not body.training or not torch.is_grad_enabled():
+        if self.off or not here or not body.training:
+            return None
+        if not torch.is_grad_enabled():
+            return self._without_gradients(batch, inputs, run)
+        if self._drawn and random_state(batch.starts.device) in self._drawn:
+            self._say("the random numbers of an earlier pass are drawn again")
+            self.eager += 1
             return None
         call = sort_call(body, batch, inputs, run)
         output = None
@@ -165,6 +176,19 @@ class BodyGraphs:
             call.blocks = self.blocks if settled and self.blocks and self.blocks.on else None
             output = self._take(body, call)
         self.eager += output is None
+        return output
+
+    def _without_gradients(self, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) -> Any:
+        """Run eagerly; note the random numbers, which a later pass may be to draw again.
+
+        Gradient caching does so: filled or compiled, that pass would drop others.
+        """
+        before = random_state(batch.starts.device)
+        output = run(batch, inputs, None)
+        if before is not None and random_state(batch.starts.device) != before:
+            if len(self._drawn) == _NOTED:
+                self._drawn.clear()
+            self._drawn.add(before)
         return output
 
     def _take(self, body: Any, call: BodyCall) -> Any:

@@ -267,6 +267,14 @@ def generator_of(device: torch.device) -> torch.Generator:
     return torch.cuda.default_generators[index]
 
 
+def random_state(device: torch.device) -> bytes | None:
+    """State of the random generator; None while the script captures a graph of its own."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    state: bytes = generator_of(device).get_state().numpy().tobytes()
+    return state
+
+
 _ALIGNED = 64
 """Numbers to a multiple of which each gradient begins: kernels read several at once."""
 
