@@ -14,8 +14,10 @@ from torch import nn
 from trainfit.runtime import compile_blocks, forget_if_full, repeated_blocks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of peft's layers that a pass reads."""
+_RATES = ("p", "attention_dropout", "dropout")
+"""Attributes of layers that hold the rate of a dropout."""
 
 Table = dict[str, Any]
 
@@ -80,9 +82,10 @@ def _key(modules: list[Table]) -> list[Any]:
     buffers = [one for own in modules if own["_buffers"] for one in own["_buffers"].values()]
     adapted = [own for own in modules if "_active_adapter" in own]
     return [
-        [id(one) for own in modules for one in own["_modules"].values()],
+        # The modules themselves: one that replaces a freed one may have its address.
+        [one for own in modules for one in own["_modules"].values()],
         [own["training"] for own in modules],
-        [own.get("p") for own in modules],  # rate of a dropout
+        [own.get(name) for name in _RATES for own in modules],
         [own.get("gradient_checkpointing") for own in modules],
         [bool(own[first] or own[second] or own[third] or own[fourth]) for own in modules[1:]],
         [id(one) for one in weights],

@@ -1,12 +1,14 @@
-"""Random numbers of a pass that a script draws again, as gradient caching does."""
+"""Numbers besides weights and tokens that a pass depends on: random ones, rates and scales."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from graph_stand_in import run_again
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from unpadded_tiny import HEADS, batch, config
 
@@ -58,3 +60,36 @@ def test_passes_without_gradients_end_no_graphs() -> None:
             model(**given)
         model(**given).logits.sum().backward()
     assert graphs.replayed == 3
+
+
+def _scale(model: Any) -> None:
+    for one in model.modules():
+        if "scaling" in one.__dict__ and hasattr(one, "lora_A"):
+            one.scaling["default"] *= 2
+
+
+def _drop(model: Any) -> None:
+    for one in model.modules():
+        if "attention_dropout" in one.__dict__:
+            one.attention_dropout = 0.2
+
+
+@pytest.mark.parametrize(("name", "change"), [("bert", _scale), ("modernbert-cls", _drop)])
+def test_numbers_that_a_pass_reads_from_its_layers_are_seen(
+    name: str, change: Callable[[Any], None]
+) -> None:
+    """A graph has them as they were when it was captured."""
+    torch.manual_seed(0)
+    plain = trainfit.unpadded(HEADS["classes"].from_config(config(name))).train()
+    [facts] = facts_in(plain)
+    facts.graphs = graphs = BodyGraphs(run_again)
+    model: Any = plain
+    if change is _scale:
+        model = get_peft_model(plain, LoraConfig(target_modules=["query", "value"]))
+    captured = []
+    for at in range(6):
+        if at == 3:
+            change(model)
+        model(**batch(name)).logits.sum().backward()
+        captured.append(graphs.captured)
+    assert captured == [0, 1, 1, 1, 2, 2]
