@@ -16,6 +16,7 @@ from unpadded_tiny import HEADS, batch, config
 import trainfit
 from trainfit.integrations import body_graphs, script_hooks
 from trainfit.integrations.body_graphs import BodyGraphs
+from trainfit.integrations.graph_memory import crowded, no_room
 from trainfit.integrations.host_batches import Switch
 from trainfit.integrations.speeding import facts_in
 from trainfit.integrations.turns import GRAPHS, PADDED, UNPADDED, Turns
@@ -57,9 +58,44 @@ def test_room_is_left_for_the_largest_pass_of_the_script(
         ("memory_reserved", 60),
     ):
         monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size * GIB)
-    call: Any = SimpleNamespace(size=1000, most=most)
-    why = body_graphs._no_room(torch.device("cuda", 0), [], call)
+    why = no_room(torch.device("cuda", 0), [], 1000 / most)
     assert (why is None) is fits
+
+
+@pytest.mark.parametrize(("growth", "fits"), [(1.1, True), (2.0, False)])
+def test_a_pass_that_grows_may_need_the_memory_of_graphs(
+    growth: float, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (20 * GIB, 100 * GIB))
+    for name, size in (("max_memory_allocated", 50), ("memory_allocated", 10)):
+        monkeypatch.setattr(torch.cuda, name, lambda _, size=size: size * GIB)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _: 80 * GIB)
+    # 70 GiB stay beside the 20 of graphs; the pass takes 44 or 80.
+    assert crowded(torch.device("cuda", 0), 20 * GIB, growth) is not fits
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("padded", [False, True])
+def test_graphs_give_way_to_a_larger_batch(
+    padded: bool, fits: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, facts, graphs = graphed()
+    asked = []
+
+    def judge(_device: Any, taken: int, growth: float) -> bool:
+        asked.append((taken, growth))
+        return not fits
+
+    monkeypatch.setattr(body_graphs, "crowded", judge)
+    for _ in range(3):
+        step(model, lengths=(10, 10, 5, 5))
+    graphs._taken = 7  # a stand-in takes nothing
+    facts.off = padded
+    for _ in range(2):
+        step(model, lengths=(20, 15, 5, 5))
+    assert asked == [(7, 80 / 30 if padded else 45 / 30)]
+    assert bool(graphs._lanes) is fits
+    assert ("larger than all before" in (graphs.obstacle or "")) is not fits
 
 
 @pytest.mark.parametrize("head", ["classes", "tokens"])

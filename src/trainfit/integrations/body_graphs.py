@@ -22,11 +22,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
-from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.integrations.body_state import BodyBlocks, BodyState, body_state
 from trainfit.integrations.captured_passes import (
     COARSE,
@@ -45,6 +44,7 @@ from trainfit.integrations.captured_passes import (
     size_of,
     sort_call,
 )
+from trainfit.integrations.graph_memory import crowded, no_room
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -63,8 +63,6 @@ _SOON = 20
 """Replays within which changes of the weights may come that often one after the other."""
 _NOTED = 4096
 """States of the random generator that are noted at the most."""
-_SHARE = 0.9
-"""Share of the free memory that graphs may take."""
 
 
 @dataclass(slots=True)
@@ -136,6 +134,8 @@ class BodyGraphs:
     """True if there is no memory for further graphs."""
     _drawn: set[bytes] = field(default_factory=set)
     """States of the random generator before passes that had no gradients."""
+    _taken: int = 0
+    """Bytes that the graphs hold."""
     _targets: GradientMemory | None = None
     """Gradients as the last replay wrote them, one set for all graphs."""
 
@@ -255,6 +255,11 @@ class BodyGraphs:
         self._clear()
         self._say(why)
 
+    def make_room(self, device: torch.device, growth: float) -> None:
+        """Stop where a pass of the script that is larger than all before may need the memory."""
+        if self._taken and crowded(device, self._taken, growth):
+            self.stop("a batch that is larger than all before may need the memory of graphs")
+
     def free(self) -> None:
         """Free the memory of all graphs; batches that come again are captured again."""
         self._clear()
@@ -270,7 +275,7 @@ class BodyGraphs:
         self._seen.clear()
         self._met.clear()
         self._targets = None
-        self._full = False
+        self._full, self._taken = False, 0
 
     def _same(self, state: BodyState) -> bool:
         """True if the weights and switches of a pass are those captured; else drop all graphs."""
@@ -321,7 +326,8 @@ class BodyGraphs:
 
     def _capture(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
         device = call.batch.starts.device
-        if device.type == "cuda" and (why := _no_room(device, state.weights, call)):
+        on_gpu, share = device.type == "cuda", call.size / max(call.size, call.most)
+        if on_gpu and (why := no_room(device, state.weights, share)):
             if any(one.graphs for one in self._lanes):
                 self._full = True
                 self._say(why)
@@ -332,6 +338,9 @@ class BodyGraphs:
             self._targets = GradientMemory(state.weights)
         if not lane.graphs and self.record is None:
             lane.pool = torch.cuda.graph_pool_handle()
+        if on_gpu:  # a capture does so too; what is reserved then is the graph's
+            give_back_cache()
+        before = torch.cuda.memory_reserved(device) if on_gpu else 0
         record = self.record or partial(_record, lane.pool, device)
         graph = BodyGraph(call, state, self._targets)
         graph.forward = record(graph.run_forward)
@@ -341,6 +350,7 @@ class BodyGraphs:
         if state.weights:
             graph.gradient = torch.zeros_like(graph.hidden)
             graph.backward = record(graph.run_backward)
+        self._taken += torch.cuda.memory_reserved(device) - before if on_gpu else 0
         lane.graphs.append(graph)
         self.captured += 1
         return graph
@@ -381,19 +391,3 @@ def _record(pool: Any, device: torch.device, work: Callable[[], None]) -> Callab
         work()
     replay: Callable[[], None] = graph.replay
     return replay
-
-
-def _no_room(device: torch.device, weights: list[nn.Parameter], call: BodyCall) -> str | None:
-    """Reason not to capture: the script's own passes, which go on, and graphs both need memory.
-
-    A graph has fewer tokens than the script's largest pass, whose padding was not dropped.
-    """
-    free, _ = torch.cuda.mem_get_info(device)
-    peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    room = free + torch.cuda.memory_reserved(device) - peak
-    share = call.size / max(call.size, call.most)
-    needed = (peak - now) * share
-    needed += sum(weight.numel() * weight.element_size() for weight in weights)
-    if needed <= _SHARE * room:
-        return None
-    return f"graphs may need {needed / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are free"

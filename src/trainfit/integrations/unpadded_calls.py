@@ -85,10 +85,13 @@ class Unpadding:
             self.tally.real += batch.tokens
             self.tally.padded += batch.rows * batch.width
 
-    def compute(self, tokens: int) -> None:
-        """Note the tokens of a pass, by which the memory of others is estimated."""
-        if torch.is_grad_enabled():
-            self.most = max(self.most, tokens)
+    def compute(self, body: Any, tokens: int) -> None:
+        """Note the tokens of a pass that begins, by which the memory of others is estimated."""
+        if tokens <= self.most or not torch.is_grad_enabled():
+            return
+        if self.graphs is not None and self.most:
+            self.graphs.make_room(body.device, tokens / self.most)
+        self.most = tokens
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""

@@ -130,7 +130,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     if facts.off:
         facts.count(None)
     if facts.off or (passing is not None and passing.batch is None):
-        facts.compute(_tokens(args, kwargs))
+        facts.compute(self, _tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     if passing is not None and passing.batch is not None:
@@ -140,7 +140,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, self, given)
     if batch is None:
         facts.count(None)
-        facts.compute(_tokens(args, kwargs))
+        facts.compute(self, _tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
@@ -148,7 +148,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     unsure = outside or facts.reads == "unknown"
     if not _sure(facts, batch, unsure):
         facts.count(None)
-        facts.compute(batch.rows * batch.width)
+        facts.compute(self, batch.rows * batch.width)
         return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
@@ -169,7 +169,7 @@ def _run_rows(
     self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
 ) -> Any:
     """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
-    facts.compute(batch.tokens)
+    facts.compute(self, batch.tokens)
     graphs = facts.graphs
     if graphs is None or get_eval_frame_callback() not in (None, False):
         return _run_packed(self, kind, facts, batch, inputs)
