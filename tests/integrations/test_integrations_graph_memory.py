@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -185,3 +188,34 @@ def test_a_copy_that_is_made_in_a_step_of_the_script_s_own_is_on() -> None:
         assert not its.graphs.off
         assert its.reads == facts.reads
     assert facts.off
+
+
+def weak_run_again(work: Callable[[], None]) -> Callable[[], None]:
+    """As a captured graph, which holds nothing of the model."""
+    run_again(work)
+    held: Any = weakref.WeakMethod(work)
+    return lambda: held()()
+
+
+def test_a_model_that_is_dropped_is_freed_with_its_graphs_at_once() -> None:
+    """Garbage is collected late, and the script may need the memory for the next model."""
+    model, _, graphs = graphed()
+    graphs.record = weak_run_again
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            step(model)
+        assert graphs.replayed == 2
+        loss = model(**batch("bert")).logits.sum()
+        weight = weakref.ref(model.bert.embeddings.word_embeddings.weight)
+        kept = weakref.ref(graphs._lanes[0].graphs[0])
+        del model, graphs, _
+        loss.backward(retain_graph=True)
+        loss.backward()  # eagerly, by the body that the first pass held
+        assert weight() is not None
+        del loss
+        assert weight() is None
+        assert kept() is None
+    finally:
+        gc.enable()

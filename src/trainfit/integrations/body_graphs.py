@@ -217,7 +217,7 @@ class BodyGraphs:
                     self._rehearse(call, call.blocks, state)
                 return replace(call, blocks=None).warm_up()
             graph = self._captured(lane, call, state)
-        return None if graph is None else self._replay(lane, graph, call, state)
+        return None if graph is None else self._replay(lane, graph, call, state, body)
 
     def _wide(self, lane: _Lane, call: BodyCall) -> BodyGraph | None:
         """Find a larger graph for a size that has not come often, or choose the size to capture."""
@@ -355,8 +355,10 @@ class BodyGraphs:
         self.captured += 1
         return graph
 
-    def _replay(self, lane: _Lane, graph: BodyGraph, call: BodyCall, state: BodyState) -> Any:
-        replay = BodyReplay(graph, call, state.weights)
+    def _replay(
+        self, lane: _Lane, graph: BodyGraph, call: BodyCall, state: BodyState, body: Any
+    ) -> Any:
+        replay = BodyReplay(graph, call, state.weights, body)
         if state.weights:
             lane.last = weakref.ref(replay)
         replay.forward()

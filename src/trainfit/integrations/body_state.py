@@ -27,9 +27,10 @@ class BodyState(NamedTuple):
 
     key: list[Any]
     sizes: list[int]
-    """Number of attributes of each module: one more may be a forward that was replaced."""
-    modules: list[Table]
-    """Attributes of each module, the outermost first."""
+    """Number of attributes of each module inside: one more may be a forward that was replaced."""
+    inner: list[Table]
+    """Attributes of each module inside of the body, whose own ones lead here: a cycle would keep
+    its memory until garbage is collected."""
     weights: list[nn.Parameter]
     """Weights that learn, each once."""
     places: list[tuple[Table, str, nn.Parameter]]
@@ -43,7 +44,7 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
     """
     if (why := _process_obstacle(body)) is not None:
         return why
-    if known is not None and known.modules[0] is body.__dict__ and _unchanged(known):
+    if known is not None and _unchanged(known, body):
         return known
     found = list(_walk(body))
     for module in found:
@@ -57,7 +58,8 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
         if weight is not None and weight.requires_grad
     ]
     weights = {id(weight): weight for _, _, weight in places}
-    return BodyState(_key(tables), _sizes(tables), tables, list(weights.values()), places)
+    inner = tables[1:]  # around the outermost one nothing is captured
+    return BodyState(_key(tables), _sizes(inner), inner, list(weights.values()), places)
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -68,12 +70,12 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
             yield from _walk(child)
 
 
-def _unchanged(known: BodyState) -> bool:
-    return known.sizes == _sizes(known.modules) and known.key == _key(known.modules)
+def _unchanged(known: BodyState, body: Any) -> bool:
+    return known.sizes == _sizes(known.inner) and known.key == _key([body.__dict__, *known.inner])
 
 
-def _sizes(modules: list[Table]) -> list[int]:
-    return [len(own) for own in modules[1:]]  # around the outermost one nothing is captured
+def _sizes(inner: list[Table]) -> list[int]:
+    return [len(own) for own in inner]
 
 
 def _key(modules: list[Table]) -> list[Any]:

@@ -149,8 +149,11 @@ class BodyGraph:
 class BodyReplay:
     """One replay of a graph: its backward pass must come before the next replay."""
 
-    def __init__(self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter]) -> None:
+    def __init__(
+        self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter], body: Any
+    ) -> None:
         self.graph, self.call, self.weights = graph, call, weights
+        self.body = body  # a call does not hold it, and the script may drop it
         call.bound = graph.longest  # should it run again, eagerly
         self.inputs = call.filled(graph.tokens)
         self.done = False

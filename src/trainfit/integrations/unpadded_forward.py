@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -174,15 +175,18 @@ def _run_rows(
     if graphs is None or get_eval_frame_callback() not in (None, False):
         return _run_packed(self, kind, facts, batch, inputs)
 
+    held = ref(self)  # graphs keep this function, and a cycle would keep the memory of the body
+
     def run(rows: UnpaddedRows, given: dict[str, Any], blocks: BodyBlocks | None) -> Any:
-        traits = facts.traits
-        attention = unpadded_attention(rows, traits.window, causal=traits.causal)
+        body: Any = held()
+        facts: Unpadding = body.__dict__[FACTS]
+        attention = unpadded_attention(rows, facts.traits.window, causal=facts.traits.causal)
         if blocks is None:
-            output = _run_packed(self, kind, facts, rows, given, attention)
+            output = _run_packed(body, kind, facts, rows, given, attention)
             facts.cases.update(attention.found)
             return output
-        with blocks.inside(self):
-            return _run_packed(self, kind, facts, rows, given, attention.settled(facts.cases))
+        with blocks.inside(body):
+            return _run_packed(body, kind, facts, rows, given, attention.settled(facts.cases))
 
     settled = facts.own is None or bool(facts.cases)
     output = graphs.run(self, batch, inputs, run, settled=settled, most=facts.most)
