@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -95,3 +97,32 @@ def test_a_capture_that_breaks_off_leaves_no_gradients(monkeypatch: pytest.Monke
     with pytest.raises(RuntimeError, match="capturing"):
         recovery._whole_step(parts, [], torch.ones(()))  # type: ignore[arg-type]
     assert weight.grad is None
+
+
+def test_a_capture_is_made_on_the_gpu_of_its_work(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch keeps one stream for captures, of the GPU that was current at the first one."""
+    current, made = [0], []
+
+    @contextmanager
+    def device(where: torch.device) -> Iterator[None]:
+        before, current[0] = current[0], current[0] if where.index is None else where.index
+        yield
+        current[0] = before
+
+    def graph(_graph: Any, *, stream: Any, **_rest: Any) -> Any:
+        made.append((current[0], stream))
+        return nullcontext()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: None)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _stream: nullcontext())
+    monkeypatch.setattr(torch.cuda, "Stream", lambda index: f"stream of {index}")
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    captured._capture_stream.cache_clear()
+    for where in ("cuda:0", "cuda:1", "cuda"):
+        with captured.capturing(None, None, torch.device(where)):  # type: ignore[arg-type]
+            pass
+    captured._capture_stream.cache_clear()
+    assert made == [(0, "stream of 0"), (1, "stream of 1"), (0, "stream of 0")]
+    assert current == [0]

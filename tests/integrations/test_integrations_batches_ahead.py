@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import sqlite3
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy
 import pytest
 import torch
-from torch.utils.data import DataLoader, Dataset, IterableDataset, dataloader
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, dataloader
 
 from trainfit.integrations.host_batches import AROUND, BatchesAhead, fetch_ahead
 
@@ -48,7 +51,7 @@ def test_epochs_are_those_of_the_loader_alone(ahead: BatchesAhead) -> None:
     AROUND.off = False
     data = Numbers()
     assert batches(data) == plain
-    assert ahead.fetched == 4  # all but the first
+    assert ahead.fetched == 3  # all but the first two, which show if numbers are drawn
     assert any("trainfit-ahead" in name for name in data.threads)
     assert fetch_ahead() is ahead
 
@@ -73,14 +76,73 @@ def test_an_iterator_that_ended_stays_ended(ahead: BatchesAhead) -> None:
 def test_errors_come_from_the_script_s_own_thread(ahead: BatchesAhead) -> None:
     class Broken(Numbers):
         def __getitem__(self, at: int) -> int:
-            if at == 7:
+            if at == 11:
                 raise KeyError(threading.current_thread().name)
             return at
 
     loader = iter(DataLoader(Broken(), 4))
-    assert next(loader).tolist() == [0, 1, 2, 3]
+    assert [next(loader).tolist() for _ in range(2)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
     with pytest.raises(KeyError, match=threading.current_thread().name):
         next(loader)
+
+
+DRAWS: dict[str, Callable[[], float]] = {
+    "torch": lambda: torch.rand(()).item(),
+    "random": random.random,
+    "numpy": numpy.random.rand,
+}
+
+
+@pytest.mark.parametrize("place", ["dataset", "collator", "sampler"])
+@pytest.mark.parametrize("kind", list(DRAWS))
+def test_random_numbers_are_drawn_in_the_script_s_order(
+    kind: str, place: str, ahead: BatchesAhead
+) -> None:
+    """The loop draws between batches, as an evaluation with the same collator does."""
+    draw = DRAWS[kind]
+
+    class Noisy(Numbers):
+        def __getitem__(self, at: int) -> Any:
+            return at + draw() if place == "dataset" else at
+
+    class Order(Sampler[int]):
+        def __iter__(self) -> Iterator[int]:
+            for at in range(23):
+                yield (at + int(draw() * 9)) % 23 if place == "sampler" else at
+
+    def collate(items: list[Any]) -> list[Any]:
+        return [item + draw() if place == "collator" else item for item in items]
+
+    found = []
+    for off in (True, False):
+        AROUND.off = off
+        torch.manual_seed(0)
+        random.seed(0)
+        numpy.random.seed(0)
+        loader = DataLoader(Noisy(), 4, sampler=Order(), collate_fn=collate)
+        found.append([(batch, draw()) for _ in range(2) for batch in loader])
+    assert found[0] == found[1]
+    assert ahead.fetched == 0
+
+
+def test_the_thread_has_the_gpu_of_the_script(
+    ahead: BatchesAhead, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    used = []
+
+    @contextmanager
+    def device(index: int) -> Iterator[None]:
+        used.append((index, threading.current_thread().name))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", torch.get_rng_state)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "device", device)
+    assert len(list(DataLoader(Numbers(), 4))) == 6
+    assert ahead.fetched == 4
+    assert [index for index, _ in used] == [3] * 4
+    assert all("trainfit-ahead" in name for _, name in used)
 
 
 def test_what_is_bound_to_a_thread_is_fetched_in_it(ahead: BatchesAhead) -> None:

@@ -89,6 +89,7 @@ def test_the_graph_of_an_earlier_loss_may_be_alive() -> None:
             kept.append(loss)
     assert graphs.obstacle is None
     assert graphs.replayed >= 4
+    assert graphs._taken > 0  # bytes, by which a larger batch is judged
     wanted = gradients(eager)
     size = torch.cat([one.flatten() for one in wanted.values()]).norm()
     for part, gradient in gradients(model).items():

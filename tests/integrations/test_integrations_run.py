@@ -27,7 +27,7 @@ from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import Switch
 from trainfit.integrations.script_hooks import SpeedUp
 from trainfit.integrations.speeding import apply_speedups, facts_in
-from trainfit.integrations.turns import GRAPHS, Turns, compiling_seconds
+from trainfit.integrations.turns import GRAPHS, Turns
 
 SCRIPT = """
 import sys
@@ -359,7 +359,7 @@ def test_on_fewer_cores_compiling_must_save_more(
     cores: int, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("trainfit.integrations.turns.allowed_by_affinity", lambda: cores)
-    seconds = compiling_seconds()
+    seconds = Turns().compiling
     assert seconds == pytest.approx(left / 5, abs=0.2)  # a fifth of each step is saved
     for more, compiled in ((-2, False), (2, True)):
         loop = Loop4(0.5, left=left + more, step=1.0)

@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -215,7 +216,7 @@ class CapturedSteps:
         if not self._graphs:  # torch takes no graph into a pool whose last one was freed
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with capturing(graph, self._pool):
+        with capturing(graph, self._pool, self.device):
             numbers = work(fixed, weight)
         return _Graph(graph, fixed, weight, numbers)
 
@@ -250,9 +251,18 @@ class CapturedSteps:
         return bool(self._graphs)
 
 
+@cache
+def _capture_stream(index: int) -> torch.cuda.Stream:
+    stream: torch.cuda.Stream = torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
+    return stream
+
+
 @contextmanager
-def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Capture what a block does on the GPU.
+def capturing(graph: torch.cuda.CUDAGraph, pool: Any, device: torch.device) -> Iterator[None]:
+    """Capture what a block does on a GPU, which need not be the current one.
+
+    torch's own stream for captures is of the GPU that was current at the first one: on another GPU
+    nothing would be captured, and each replay would leave the results of that one time.
 
     No garbage is collected meanwhile: freeing an event or another graph would break the capture,
     and one that broke off would leave its own stream the current one. Thread-local, since batches
@@ -262,8 +272,14 @@ def capturing(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     gc.disable()
     try:
         with (
+            torch.cuda.device(device),
             torch.cuda.stream(torch.cuda.current_stream()),
-            torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"),
+            torch.cuda.graph(
+                graph,
+                pool=pool,
+                stream=_capture_stream(torch.cuda.current_device()),
+                capture_error_mode="thread_local",
+            ),
         ):
             yield
     finally:

@@ -22,11 +22,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from trainfit.core.errors import reason
 from trainfit.engine.captured import capturing
-from trainfit.engine.memory_errors import give_back_memory, is_out_of_memory
+from trainfit.engine.memory_errors import give_back_cache, give_back_memory, is_out_of_memory
 from trainfit.integrations.body_state import BodyBlocks, BodyState, body_state
 from trainfit.integrations.captured_passes import (
     COARSE,
@@ -41,9 +40,11 @@ from trainfit.integrations.captured_passes import (
     Run,
     bound_of,
     generator_of,
+    random_state,
     size_of,
     sort_call,
 )
+from trainfit.integrations.graph_memory import crowded, no_room
 from trainfit.kernels.unpadded_rows import UnpaddedRows
 
 _LOG = logging.getLogger("trainfit")
@@ -60,8 +61,8 @@ _LANES = 4
 _RENEWALS = 3
 _SOON = 20
 """Replays within which changes of the weights may come that often one after the other."""
-_SHARE = 0.9
-"""Share of the free memory that graphs may take."""
+_NOTED = 4096
+"""States of the random generator that are noted at the most."""
 
 
 @dataclass(slots=True)
@@ -131,12 +132,16 @@ class BodyGraphs:
     _longest: int = 0
     _full: bool = False
     """True if there is no memory for further graphs."""
+    _drawn: set[bytes] = field(default_factory=set)
+    """States of the random generator before passes that had no gradients."""
+    _taken: int = 0
+    """Bytes that the graphs hold."""
     _targets: GradientMemory | None = None
     """Gradients as the last replay wrote them, one set for all graphs."""
 
     def __reduce__(self) -> Any:
         """Copy and pickle as an empty one: a copy has weights of its own."""
-        return BodyGraphs, (self.record, self.off, copy(self.blocks))
+        return BodyGraphs, (self.record, False, copy(self.blocks))
 
     def run(
         self,
@@ -146,22 +151,44 @@ class BodyGraphs:
         run: Run,
         *,
         settled: bool = True,
+        most: int = 0,
     ) -> Any:
         """Run a body on a packed row by its graph; None: it is to run eagerly.
 
-        Its blocks are compiled only once it is `settled` how they attend.
+        Its blocks are compiled only once it is `settled` how they attend. `most` is the number of
+        tokens of the largest pass so far, with padding where it was not dropped.
         """
         here = self.record is not None or batch.starts.is_cuda
-        if self.off or not here or not body.training or not torch.is_grad_enabled():
+        if self.off or not here or not body.training:
+            return None
+        if not torch.is_grad_enabled():
+            return self._without_gradients(batch, inputs, run)
+        if self._drawn and random_state(batch.starts.device) in self._drawn:
+            self._say("the random numbers of an earlier pass are drawn again")
+            self.eager += 1
             return None
         call = sort_call(body, batch, inputs, run)
         output = None
         if isinstance(call, str):
             self._say(call)
         else:
+            call.most = most
             call.blocks = self.blocks if settled and self.blocks and self.blocks.on else None
             output = self._take(body, call)
         self.eager += output is None
+        return output
+
+    def _without_gradients(self, batch: UnpaddedRows, inputs: dict[str, Any], run: Run) -> Any:
+        """Run eagerly; note the random numbers, which a later pass may be to draw again.
+
+        Gradient caching does so: filled or compiled, that pass would drop others.
+        """
+        before = random_state(batch.starts.device)
+        output = run(batch, inputs, None)
+        if before is not None and random_state(batch.starts.device) != before:
+            if len(self._drawn) == _NOTED:
+                self._drawn.clear()
+            self._drawn.add(before)
         return output
 
     def _take(self, body: Any, call: BodyCall) -> Any:
@@ -190,7 +217,7 @@ class BodyGraphs:
                     self._rehearse(call, call.blocks, state)
                 return replace(call, blocks=None).warm_up()
             graph = self._captured(lane, call, state)
-        return None if graph is None else self._replay(lane, graph, call, state)
+        return None if graph is None else self._replay(lane, graph, call, state, body)
 
     def _wide(self, lane: _Lane, call: BodyCall) -> BodyGraph | None:
         """Find a larger graph for a size that has not come often, or choose the size to capture."""
@@ -228,6 +255,15 @@ class BodyGraphs:
         self._clear()
         self._say(why)
 
+    def make_room(self, device: torch.device, growth: float) -> None:
+        """Stop where a pass of the script that is larger than all before may need the memory."""
+        if self._taken and crowded(device, self._taken, growth):
+            self.stop("a batch that is larger than all before may need the memory of graphs")
+
+    def free(self) -> None:
+        """Free the memory of all graphs; batches that come again are captured again."""
+        self._clear()
+
     def keep(self, *, compiled: bool) -> None:
         """Free the graphs of the other kind, which are not replayed from here on."""
         for lane in self._lanes:
@@ -239,6 +275,7 @@ class BodyGraphs:
         self._seen.clear()
         self._met.clear()
         self._targets = None
+        self._full, self._taken = False, 0
 
     def _same(self, state: BodyState) -> bool:
         """True if the weights and switches of a pass are those captured; else drop all graphs."""
@@ -289,7 +326,8 @@ class BodyGraphs:
 
     def _capture(self, lane: _Lane, call: BodyCall, state: BodyState) -> BodyGraph | None:
         device = call.batch.starts.device
-        if device.type == "cuda" and (why := _no_room(device, state.weights)):
+        on_gpu, share = device.type == "cuda", call.size / max(call.size, call.most)
+        if on_gpu and (why := no_room(device, state.weights, share)):
             if any(one.graphs for one in self._lanes):
                 self._full = True
                 self._say(why)
@@ -300,7 +338,10 @@ class BodyGraphs:
             self._targets = GradientMemory(state.weights)
         if not lane.graphs and self.record is None:
             lane.pool = torch.cuda.graph_pool_handle()
-        record = self.record or partial(_record, lane.pool)
+        if on_gpu:  # a capture does so too; what is reserved then is the graph's
+            give_back_cache()
+        before = torch.cuda.memory_reserved(device) if on_gpu else 0
+        record = self.record or partial(_record, lane.pool, device)
         graph = BodyGraph(call, state, self._targets)
         graph.forward = record(graph.run_forward)
         if more := set(graph.names) - _OUTPUTS:
@@ -309,12 +350,15 @@ class BodyGraphs:
         if state.weights:
             graph.gradient = torch.zeros_like(graph.hidden)
             graph.backward = record(graph.run_backward)
+        self._taken += torch.cuda.memory_reserved(device) - before if on_gpu else 0
         lane.graphs.append(graph)
         self.captured += 1
         return graph
 
-    def _replay(self, lane: _Lane, graph: BodyGraph, call: BodyCall, state: BodyState) -> Any:
-        replay = BodyReplay(graph, call, state.weights)
+    def _replay(
+        self, lane: _Lane, graph: BodyGraph, call: BodyCall, state: BodyState, body: Any
+    ) -> Any:
+        replay = BodyReplay(graph, call, state.weights, body)
         if state.weights:
             lane.last = weakref.ref(replay)
         replay.forward()
@@ -343,20 +387,9 @@ def _why(error: Exception) -> str:
     return "memory ran out while capturing" if is_out_of_memory(error) else reason(error)
 
 
-def _record(pool: Any, work: Callable[[], None]) -> Callable[[], None]:
+def _record(pool: Any, device: torch.device, work: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
-    with capturing(graph, pool):
+    with capturing(graph, pool, device):
         work()
     replay: Callable[[], None] = graph.replay
     return replay
-
-
-def _no_room(device: torch.device, weights: list[nn.Parameter]) -> str | None:
-    """Reason not to capture: eager passes, which stay possible, and graphs both need memory."""
-    free, _ = torch.cuda.mem_get_info(device)
-    peak, now = torch.cuda.max_memory_allocated(device), torch.cuda.memory_allocated(device)
-    room = free + torch.cuda.memory_reserved(device) - peak
-    needed = peak - now + sum(weight.numel() * weight.element_size() for weight in weights)
-    if needed <= _SHARE * room:
-        return None
-    return f"graphs may need {needed / 2**30:.1f} GiB more, and {room / 2**30:.1f} GiB are free"

@@ -14,8 +14,10 @@ from torch import nn
 from trainfit.runtime import compile_blocks, forget_if_full, repeated_blocks
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters", "scaling")
 """Attributes of peft's layers that a pass reads."""
+_RATES = ("p", "attention_dropout", "dropout")
+"""Attributes of layers that hold the rate of a dropout."""
 
 Table = dict[str, Any]
 
@@ -25,9 +27,10 @@ class BodyState(NamedTuple):
 
     key: list[Any]
     sizes: list[int]
-    """Number of attributes of each module: one more may be a forward that was replaced."""
-    modules: list[Table]
-    """Attributes of each module, the outermost first."""
+    """Number of attributes of each module inside: one more may be a forward that was replaced."""
+    inner: list[Table]
+    """Attributes of each module inside of the body, whose own ones lead here: a cycle would keep
+    its memory until garbage is collected."""
     weights: list[nn.Parameter]
     """Weights that learn, each once."""
     places: list[tuple[Table, str, nn.Parameter]]
@@ -41,7 +44,7 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
     """
     if (why := _process_obstacle(body)) is not None:
         return why
-    if known is not None and known.modules[0] is body.__dict__ and _unchanged(known):
+    if known is not None and _unchanged(known, body):
         return known
     found = list(_walk(body))
     for module in found:
@@ -55,7 +58,8 @@ def body_state(body: Any, known: BodyState | None = None) -> BodyState | str:
         if weight is not None and weight.requires_grad
     ]
     weights = {id(weight): weight for _, _, weight in places}
-    return BodyState(_key(tables), _sizes(tables), tables, list(weights.values()), places)
+    inner = tables[1:]  # around the outermost one nothing is captured
+    return BodyState(_key(tables), _sizes(inner), inner, list(weights.values()), places)
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
@@ -66,12 +70,12 @@ def _walk(module: nn.Module) -> Iterator[nn.Module]:
             yield from _walk(child)
 
 
-def _unchanged(known: BodyState) -> bool:
-    return known.sizes == _sizes(known.modules) and known.key == _key(known.modules)
+def _unchanged(known: BodyState, body: Any) -> bool:
+    return known.sizes == _sizes(known.inner) and known.key == _key([body.__dict__, *known.inner])
 
 
-def _sizes(modules: list[Table]) -> list[int]:
-    return [len(own) for own in modules[1:]]  # around the outermost one nothing is captured
+def _sizes(inner: list[Table]) -> list[int]:
+    return [len(own) for own in inner]
 
 
 def _key(modules: list[Table]) -> list[Any]:
@@ -80,9 +84,10 @@ def _key(modules: list[Table]) -> list[Any]:
     buffers = [one for own in modules if own["_buffers"] for one in own["_buffers"].values()]
     adapted = [own for own in modules if "_active_adapter" in own]
     return [
-        [id(one) for own in modules for one in own["_modules"].values()],
+        # The modules themselves: one that replaces a freed one may have its address.
+        [one for own in modules for one in own["_modules"].values()],
         [own["training"] for own in modules],
-        [own.get("p") for own in modules],  # rate of a dropout
+        [own.get(name) for name in _RATES for own in modules],
         [own.get("gradient_checkpointing") for own in modules],
         [bool(own[first] or own[second] or own[third] or own[fourth]) for own in modules[1:]],
         [id(one) for one in weights],

@@ -42,6 +42,8 @@ class BodyCall:
     bound: int = 0
     size: int = 0
     """Tokens with filler."""
+    most: int = 0
+    """Tokens of the largest pass so far."""
 
     @property
     def case(self) -> tuple[Any, ...]:
@@ -147,8 +149,11 @@ class BodyGraph:
 class BodyReplay:
     """One replay of a graph: its backward pass must come before the next replay."""
 
-    def __init__(self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter]) -> None:
+    def __init__(
+        self, graph: BodyGraph, call: BodyCall, weights: list[nn.Parameter], body: Any
+    ) -> None:
         self.graph, self.call, self.weights = graph, call, weights
+        self.body = body  # a call does not hold it, and the script may drop it
         call.bound = graph.longest  # should it run again, eagerly
         self.inputs = call.filled(graph.tokens)
         self.done = False
@@ -263,6 +268,14 @@ def generator_of(device: torch.device) -> torch.Generator:
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def random_state(device: torch.device) -> bytes | None:
+    """State of the random generator; None while the script captures a graph of its own."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return None
+    state: bytes = generator_of(device).get_state().numpy().tobytes()
+    return state
 
 
 _ALIGNED = 64

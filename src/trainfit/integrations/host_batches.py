@@ -8,9 +8,11 @@ sentence-transformers send batches.
 
 from __future__ import annotations
 
+import random
 import sys
-from collections.abc import Iterable, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import dataclass
 from functools import wraps
@@ -102,6 +104,8 @@ def host_copies(given: Mapping[str, Any], names: Iterable[str]) -> dict[str, Ten
 
 
 _WAITING = "_trainfit_ahead"
+_CALM = "_trainfit_calm"
+"""Attribute of an iterator: True if its second batch drew no number from a global generator."""
 _PATCHED = "_trainfit_fetched"
 
 
@@ -127,7 +131,9 @@ def fetch_ahead() -> BatchesAhead:
 
     A thread gets one batch, of the indices that the sampler gives next: the same batches in the
     same order. One that cannot be fetched there is fetched in the script's own thread, which then
-    raises what it would have raised.
+    raises what it would have raised. Where samplers, datasets or collators draw from a global
+    generator, as for masks of tokens, nothing is fetched ahead: others may draw in between, such
+    as an evaluation, and a checkpoint holds the state of that generator.
     """
     kind: Any = dataloader._SingleProcessDataLoaderIter
     found: BatchesAhead | None = getattr(kind, _PATCHED, None)
@@ -140,8 +146,8 @@ def fetch_ahead() -> BatchesAhead:
     def next_data(self: Any) -> Any:
         waiting: _Batch | None = vars(self).pop(_WAITING, None)
         on = not (AROUND.off or ahead.failed) and _can_be_ahead(self)
-        if waiting is None and not on:
-            return plainly(self)
+        if waiting is None and not (on and vars(self).get(_CALM)):
+            return _watched(self, plainly, pool) if on else plainly(self)
         if waiting is None:
             waiting = _Batch(self._next_index())
         if waiting.indices is None:
@@ -165,12 +171,49 @@ def _can_be_ahead(loader: Any) -> bool:
     return bool(mapped and torch.get_default_device().type == "cpu")
 
 
+def _watched(loader: Any, plainly: Callable[[Any], Any], pool: ThreadPoolExecutor) -> Any:
+    """Fetch one of the first batches; after the second, begin with the next one if it is calm.
+
+    The first one is not judged: torch's sampler draws its seed in it.
+    """
+    if _CALM in vars(loader) or loader._num_yielded == 0:
+        return plainly(loader)
+    before = _random_states()
+    data = plainly(loader)
+    vars(loader)[_CALM] = calm = _random_states() == before
+    if calm:
+        vars(loader)[_WAITING] = _begun(loader, pool)
+    return data
+
+
+def _random_states() -> tuple[Any, ...]:
+    """State of every global generator of random numbers."""
+    found = [torch.get_rng_state().numpy().tobytes(), random.getstate()]
+    if (numpy := sys.modules.get("numpy")) is not None:
+        name, keys, *rest = numpy.random.get_state()
+        found += [name, keys.tobytes(), *rest]
+    if _gpu_in_use():
+        found.append(torch.cuda.get_rng_state().numpy().tobytes())
+    return tuple(found)
+
+
+def _gpu_in_use() -> bool:
+    return bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
 def _begun(loader: Any, pool: ThreadPoolExecutor) -> _Batch:
     try:
         indices = loader._next_index()
     except StopIteration:
         return _Batch()
-    return _Batch(indices, pool.submit(loader._dataset_fetcher.fetch, indices))
+    gpu = torch.cuda.current_device() if _gpu_in_use() else None
+    return _Batch(indices, pool.submit(_fetch, loader, indices, gpu))
+
+
+def _fetch(loader: Any, indices: Any, gpu: int | None) -> Any:
+    """Fetch in the thread, whose current GPU is its own: batches may be sent to "cuda"."""
+    with nullcontext() if gpu is None else torch.cuda.device(gpu):
+        return loader._dataset_fetcher.fetch(indices)
 
 
 def _fetched(loader: Any, waiting: _Batch, ahead: BatchesAhead) -> Any:

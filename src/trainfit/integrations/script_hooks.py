@@ -161,6 +161,9 @@ def hook(module: Any, folder: Path) -> None:
             return method(self, *args, **kwargs)
         finally:
             _loops.pop()
+            if not _loops and place[1] != "prepare":  # the memory is the script's again
+                with suppress(Exception):
+                    _free_graphs()
             _report(folder)  # processes of multiprocessing, and those that are killed, have no exit
 
     setattr(kind, place[1], begun)
@@ -246,6 +249,28 @@ def _follow(loop: Any) -> None:
     if _turns is not None:
         held = weakref.ref(loop)
         _turns.left = lambda: steps_left(held())
+
+
+def _free_graphs() -> None:
+    """Free the graphs of a training that has ended; another one captures its own.
+
+    Where most memory is free they are kept: some scripts train one model again and again.
+    """
+    from trainfit.integrations.speeding import facts_in
+
+    models = [model for one in _reports if (model := one.model()) is not None]
+    graphs = [facts.graphs for model in models for facts in facts_in(model)]
+    if any(graphs) and not _much_is_free():
+        for one in graphs:
+            if one is not None:
+                one.free()
+
+
+def _much_is_free() -> bool:
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return free > total / 2
 
 
 def steps_left(loop: Any) -> int | None:

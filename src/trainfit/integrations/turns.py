@@ -16,7 +16,7 @@ from statistics import median, stdev
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from trainfit.hardware.host import allowed_by_affinity
+from trainfit.hardware.host import allowed_by_affinity, compiling_seconds
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.host_batches import AROUND, Switch
 from trainfit.integrations.unpadded_calls import Unpadding
@@ -25,6 +25,9 @@ PADDED, UNPADDED, GRAPHS, COMPILED = range(4)
 """Ways of a step, from the script's own to that with all changes."""
 WARM_UP = 10
 """Optimizer steps before the first turn; twice as many with graphs, which are captured in them."""
+_OWN = 2
+"""First steps where there are graphs, by the script's own way: none is captured before it is known
+how much memory that way needs, and the optimizer makes its state in the first one."""
 _BLOCK = 3
 """Steps of a turn; the first is not counted, as its memory is of the other kind.
 
@@ -38,8 +41,6 @@ many turns. Batches differ, and two turns that fell on long ones are not to deci
 _FEWEST = 2
 """Timed turns that a way needs."""
 _DRAWS = 200
-_COMPILING = 4.0, 50.0
-"""Seconds that compiling and capturing again take, and more on one core: 7 s of BERT-base on 16."""
 _SAVED = 0.2
 """Share of a step that compiling saves: 20% of BERT-base's, 19% of a CrossEncoder's on an H200."""
 
@@ -62,7 +63,9 @@ class Turns:
         switch: Switch = AROUND,
         compiling: float | None = None,
     ) -> None:
-        self.compiling = compiling_seconds() if compiling is None else compiling
+        self.compiling = (
+            compiling_seconds(allowed_by_affinity()) if compiling is None else compiling
+        )
         """Seconds that compiling may take."""
         self.facts: WeakSet[Unpadding] = WeakSet()
         """Models of the script, which may free them."""
@@ -117,6 +120,8 @@ class Turns:
         self.facts.update(facts)
         self.left = left
         self._aside = -inf  # the turn in which a training begins is not timed
+        if self._step < _OWN and self._graphs():
+            self._current = PADDED
         self._switch(self._current)  # as an earlier training of this process found it
         if self._handle is None and self.facts:
             self._handle = register_optimizer_step_post_hook(lambda *_: self.stepped())
@@ -142,6 +147,8 @@ class Turns:
         """Note the end of an optimizer step, and choose the way of the next one."""
         self._step += 1
         self.steps[self._current] += 1
+        if self._step == _OWN:
+            self._switch(GRAPHS)
         if not self._ways and not self._ended:
             self._consider()
         if not self._ways or self._step < self._begins:
@@ -281,6 +288,9 @@ class Turns:
 
     def _leave(self) -> None:
         self._ended = True
+        if self._current < GRAPHS:
+            for graphs in self._graphs():
+                graphs.free()
 
     def saved(self) -> float | None:
         """Seconds that all steps would have taken more by the script's own way, if it was timed.
@@ -292,12 +302,6 @@ class Turns:
         each = {way: median(found) for way, found in self.seconds.items() if len(found) >= _FEWEST}
         own, plain = each[PADDED], each.get(UNPADDED, each[PADDED])
         return sum(count * (own - each.get(way, plain)) for way, count in self.steps.items())
-
-
-def compiling_seconds() -> float:
-    """Estimate the time of compiling a model's blocks on the cores of this process."""
-    always, on_one_core = _COMPILING
-    return always + on_one_core / allowed_by_affinity()
 
 
 def gain_of(before: Sequence[float], after: Sequence[float]) -> Gain:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
 import torch
@@ -66,8 +66,14 @@ class Unpadding:
     insisted: bool = False
     """True if it is to go without padding also where that is known to be slower."""
     tally: Tally = field(default_factory=Tally)
+    most: int = 0
+    """Most tokens, with padding where it was not dropped, of a pass that has gradients."""
     looked: tuple[int, bool] | None = None
     """Hooks that there were in the process when nothing foreign was found in the model."""
+
+    def __getstate__(self) -> tuple[None, dict[str, Any]]:
+        """Copy and pickle as one that is on: turns switch the script's own model alone."""
+        return None, {one.name: getattr(self, one.name) for one in fields(self)} | {"off": False}
 
     def count(self, batch: UnpaddedRows | None) -> None:
         """Count a batch that goes without padding, or None for one that does not."""
@@ -78,6 +84,14 @@ class Unpadding:
             self.tally.packed += 1
             self.tally.real += batch.tokens
             self.tally.padded += batch.rows * batch.width
+
+    def compute(self, body: Any, tokens: int) -> None:
+        """Note the tokens of a pass that begins, by which the memory of others is estimated."""
+        if tokens <= self.most or not torch.is_grad_enabled():
+            return
+        if self.graphs is not None and self.most:
+            self.graphs.make_room(body.device, tokens / self.most)
+        self.most = tokens
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from functools import cache, partial
 from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -125,9 +126,12 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     """Run an encoder or a decoder without padding."""
     facts: Unpadding | None = self.__dict__.get(FACTS)
     passing: _Passing | None = self.__dict__.pop(_PASSING, None)
-    if facts is not None and facts.off:
+    if facts is None:
+        return kind.forward(self, *args, **kwargs)
+    if facts.off:
         facts.count(None)
-    if facts is None or facts.off or (passing is not None and passing.batch is None):
+    if facts.off or (passing is not None and passing.batch is None):
+        facts.compute(self, _tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     if passing is not None and passing.batch is not None:
@@ -137,6 +141,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     batch = _rows(facts, self, self, given)
     if batch is None:
         facts.count(None)
+        facts.compute(self, _tokens(args, kwargs))
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
@@ -144,6 +149,7 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     unsure = outside or facts.reads == "unknown"
     if not _sure(facts, batch, unsure):
         facts.count(None)
+        facts.compute(self, batch.rows * batch.width)
         return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
@@ -153,27 +159,37 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
     return _as_asked(self, given, _watch_on(facts, batch, output) if unsure else output)
 
 
+def _tokens(args: Any, kwargs: Any) -> int:
+    """Count the tokens of a call of a body, with padding."""
+    given = (*args[:1], kwargs.get("input_ids"), kwargs.get("inputs_embeds"))
+    return next((one.shape[:2].numel() for one in given if isinstance(one, Tensor)), 0)
+
+
 @partial(uncompiled, recursive=False)
 def _run_rows(
     self: Any, kind: Any, facts: Unpadding, batch: UnpaddedRows, inputs: dict[str, Any]
 ) -> Any:
     """Run a body on a packed row, by a graph if it was captured and nobody compiles the model."""
+    facts.compute(self, batch.tokens)
     graphs = facts.graphs
     if graphs is None or get_eval_frame_callback() not in (None, False):
         return _run_packed(self, kind, facts, batch, inputs)
 
+    held = ref(self)  # graphs keep this function, and a cycle would keep the memory of the body
+
     def run(rows: UnpaddedRows, given: dict[str, Any], blocks: BodyBlocks | None) -> Any:
-        traits = facts.traits
-        attention = unpadded_attention(rows, traits.window, causal=traits.causal)
+        body: Any = held()
+        facts: Unpadding = body.__dict__[FACTS]
+        attention = unpadded_attention(rows, facts.traits.window, causal=facts.traits.causal)
         if blocks is None:
-            output = _run_packed(self, kind, facts, rows, given, attention)
+            output = _run_packed(body, kind, facts, rows, given, attention)
             facts.cases.update(attention.found)
             return output
-        with blocks.inside(self):
-            return _run_packed(self, kind, facts, rows, given, attention.settled(facts.cases))
+        with blocks.inside(body):
+            return _run_packed(body, kind, facts, rows, given, attention.settled(facts.cases))
 
     settled = facts.own is None or bool(facts.cases)
-    output = graphs.run(self, batch, inputs, run, settled=settled)
+    output = graphs.run(self, batch, inputs, run, settled=settled, most=facts.most)
     return run(batch, inputs, None) if output is None else output
 
 
