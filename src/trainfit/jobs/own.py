@@ -42,6 +42,7 @@ from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
+from trainfit.planning.estimator.building import on_meta
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
 from trainfit.runs import timeline
@@ -118,7 +119,7 @@ class PreparedJob(Prepared):
         """Reason why a step is never cut; None where it may be, or no model is built on meta."""
         model = nn.Module()
         if not self.job.indivisible:
-            with suppress(Exception), torch.device("meta"):
+            with suppress(Exception), on_meta():
                 model = type(self.job)(self.job.config).model().train()
         return why_indivisible(self.job, model)
 
