@@ -117,11 +117,25 @@ class Variational(nn.Module):
         return self.out(drawn.rsample())
 
 
+class Skipping(nn.Module):
+    """Skips a layer at random, and makes a mask like its indices, as transformers' models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        mask = torch.ones_like(torch.randint(0, 9, x.shape[:1]))
+        mask[:1] = 0
+        return self.layer(x)[mask > 0] if torch.rand([]) > 0.1 and mask.any() else x
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: nn.Linear(WIDTH, WIDTH),
     "constants": Constants,
     "experts": Experts,
     "variational": Variational,
+    "skipping": Skipping,
     "lazy": lambda: nn.LazyLinear(WIDTH),
     "sparse": lambda: nn.Embedding(100, WIDTH, sparse=True),
 }
@@ -176,7 +190,7 @@ def step(model: str = "linear", how: str = "", rows: int = ROWS) -> Any:
 @pytest.mark.parametrize(
     ("model", "how"),
     [
-        *((model, "") for model in ("constants", "variational", "experts")),
+        *((model, "") for model in ("constants", "variational", "experts", "skipping")),
         *(("linear", how) for how in ("reads", "averages", "numbers", "capturable")),
     ],
 )
@@ -187,6 +201,7 @@ def test_what_users_write_is_estimated(model: str, how: str):
     assert found.gradients == 4 * trained
     assert found.optimizer == pytest.approx(2 * 4 * trained, abs=100)
     assert found.masks == 0
+    assert bool(found.unknown) == (how == "reads")
     assert more.rooms[0].peak_allocated >= found.rooms[0].peak_allocated
     if how == "averages":
         plain_step = estimated("step")

@@ -22,7 +22,14 @@ from trainfit.planning.estimator.allocator import Event
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 from trainfit.planning.estimator.quick_fakes import Call, QuickFakes, Recipe, describe, learn
 from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import QUANTIZED, attach, compute, known, works_of
+from trainfit.planning.estimator.step_work import (
+    BY_SHAPE,
+    QUANTIZED,
+    attach,
+    compute,
+    known,
+    works_of,
+)
 
 aten = torch.ops.aten
 HANDLES = 2
@@ -35,8 +42,9 @@ _BY_VALUE = (
     _INDEXING
     | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
     | {func.overloadpacket for func in _BY_LENGTHS}
+    | set(BY_SHAPE)
 )
-"""Operations whose result may depend on values."""
+"""Operations whose result may depend on values, or whose values are known."""
 _HOST = "trainfit::host_zeros"
 """Makes a tensor in the host's memory."""
 Entry = tuple[int, int | tuple[int, ...]]

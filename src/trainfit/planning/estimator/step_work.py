@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -71,8 +72,18 @@ MAX_VALUES = 1 << 22
 _STALE = "_trainfit_stale"
 
 
+BY_SHAPE = (aten.zeros_like, aten.ones_like, aten.full_like)
+"""Operations that read no values."""
+
+
 def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Compute an operation on small integers whose values are known; the flag says so."""
+    if func._overloadpacket in BY_SHAPE and not args[0].is_floating_point():
+        with _disable_current_modes():  # of its first argument the shape alone counts
+            args = torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]
+    if func is aten.rand.default and math.prod(args[0]) == 1:
+        with _disable_current_modes():  # code drops a layer or an adapter where it is near 0 or 1
+            return True, torch.full(args[0], 0.5)
     if args and isinstance(args[0], FakeTensor) and known(args[0]) is None:
         return False, None  # most operations end here
     tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
