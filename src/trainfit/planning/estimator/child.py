@@ -90,7 +90,7 @@ def answer(request: Request) -> Answer:
         return Answer(refused=(error.what, error.fix))
     except TrainfitError as error:
         return Answer(error=str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if os.environ.get("TRAINFIT_TRACEBACK"):
             raise
         at = user_line(error)
