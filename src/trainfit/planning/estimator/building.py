@@ -35,7 +35,8 @@ _VALUES, _STALE = "_trainfit_built", "_trainfit_stale"
 @contextmanager
 def on_meta() -> Iterator[None]:
     """Build models on the meta device, uninitialised."""
-    with torch.device("meta"), _Made(), _Values(), _no_initialisation():
+    values = _Values()  # type: ignore[no-untyped-call]
+    with torch.device("meta"), _Made(), values, _no_initialisation():
         yield
 
 
@@ -80,7 +81,7 @@ class _Values(TorchDispatchMode):  # type: ignore[no-untyped-call]
         made = [t for t in tree_iter(out) if isinstance(t, Tensor)]
         few = all(t.numel() <= _MAX_VALUES for t in made)
         values = _computed(func, args, kwargs) if few else None
-        found = [t for t in tree_iter(values) if isinstance(t, Tensor)]
+        found: list[Any] = [t for t in tree_iter(values) if isinstance(t, Tensor)]
         for tensor, value in zip(made, found or [None] * len(made), strict=True):
             _note(tensor, value)
         return out

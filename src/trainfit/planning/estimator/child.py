@@ -119,7 +119,7 @@ def _run(request: Request) -> Answer:
     _check_arguments(build, request.task.arguments, request.task.factory)
     with on_meta(), fake_cuda.OnOneDevice("meta"):
         built = _build(build, request.task.arguments)
-        model, make_step = _pair(built, request.task.factory)
+        model, make_step = checked_pair(built, request.task.factory)
     _check_sizes(model)
     fake_cuda.hide_tracing()
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
@@ -167,7 +167,7 @@ def _build(build: Callable[..., Any], given: dict[str, Any]) -> Any:
             return build(**given)
 
 
-def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
+def checked_pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """Return the model and make_step, or raise BadInput if the factory returned anything else."""
     pair = isinstance(built, tuple) and len(built) == 2
     if not pair or not isinstance(built[0], torch.nn.Module) or not callable(built[1]):

@@ -85,7 +85,7 @@ def _unpack(data: Tensor, padded: Tensor, sizes: Sequence[int]) -> None:
     row = step = 0
     for count, alike in groupby(sizes):
         steps = len(list(alike))
-        part = data[row : row + steps * count].unflatten(0, (steps, count))
+        part = data[row : row + steps * count].reshape(steps, count, *data.shape[1:])
         padded[step : step + steps, :count].copy_(part)
         row, step = row + steps * count, step + steps
 
