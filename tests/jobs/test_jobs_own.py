@@ -494,6 +494,41 @@ def test_batch_norm_is_noticed(here: Path) -> None:
     assert "BatchNorm" in (Path(result.run) / "train.log").read_text()
 
 
+def test_a_norm_of_zero_does_not_clip(here: Path) -> None:
+    """As for other trainers: a gradient that is clipped to nothing learns nothing."""
+    prepared = prepare(compose("images:Images", ["training.max_grad_norm=0"]))
+    settings = prepared.settings(0, make_plan(), torch.device("cpu"), 1)
+    assert settings.optimizer.max_grad_norm is None
+
+
+COMPLEX = """
+import torch, trainfit
+
+class Wave(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(3, dtype=torch.cfloat))
+    def forward(self, x):
+        return (torch.fft.fft(x) * self.weight).abs().sum(-1)
+
+class Mine(trainfit.Job):
+    def data(self, split):
+        return torch.ones(8, 3)
+    def model(self):
+        return Wave()
+    def loss(self, model, x):
+        return model(x)
+"""
+
+
+def test_complex_weights_are_updated_without_fused_kernels(here: Path) -> None:
+    (here / "mine.py").write_text(COMPLEX)
+    result = trainfit.train("mine:Mine", *FAST[1:], "training.max_steps=2", "lr=0.1")
+    assert result.metrics["loss"] < 3
+    with pytest.raises(BadInput, match="complex weights, which adamw_fused does not take"):
+        trainfit.train("mine:Mine", *FAST[1:], "optimization.optimizer=adamw_fused")
+
+
 def test_a_method_that_is_missing_is_one_line(here: Path, capsys: Any) -> None:
     (here / "mine.py").write_text("import trainfit\nclass Mine(trainfit.Job):\n    pass\n")
     assert command(["train", "mine:Mine"]) == 2
@@ -511,6 +546,17 @@ def test_the_direction_of_a_metric_follows_its_name_unless_said() -> None:
         greater_is_better = True
 
     assert (is_greater_better(Error), is_greater_better(Said)) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("metric", "less"),
+    [
+        *((name, True) for name in ("loss", "val/loss", "RMSE", "rmse@10", "error_rate", "WER")),
+        *((name, False) for name in ("accuracy", "macro_f1", "R2", "lossless", "per_class_auc")),
+    ],
+)
+def test_a_loss_or_an_error_is_known_by_the_words_of_its_name(metric: str, less: bool) -> None:
+    assert registry.less_is_better(metric) == less
 
 
 def test_batches_of_any_nesting_come_back_as_they_were() -> None:
@@ -590,6 +636,22 @@ def test_a_run_of_ones_own_job_asks_for_its_class(tmp_path: Path) -> None:
 def test_a_number_of_tensors_that_varies_is_one_line() -> None:
     with pytest.raises(BadInput, match="2 tensors for one sample and 3 for two; give as many"):
         find_shape(lambda items: {"x": torch.ones(len(items)), "boxes": items}, GOOD, [1] * 4)
+
+
+def test_batches_of_a_plan_have_full_masks_and_valid_indices_and_lengths() -> None:
+    data = [torch.arange(n) for n in (3, 8, 5)]
+
+    def collate(items: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+        sizes = torch.tensor([len(item) for item in items])
+        ids = nn.utils.rnn.pad_sequence(items, batch_first=True)
+        shown = torch.arange(ids.shape[1]) < sizes[:, None]
+        return {"ids": ids, "sizes": sizes, "mask": shown, "weights": shown.float()}
+
+    ids, sizes, mask, weights, _ = find_shape(collate, data, [3, 8, 5]).make(4, 6).values()
+    assert (ids.shape, ids.unique().tolist()) == ((4, 6), [7])
+    assert sizes.tolist() == [6] * 4
+    assert bool(mask.all())
+    assert not bool(weights.any())
 
 
 def test_samples_that_differ_are_planned_by_the_largest() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -130,6 +131,15 @@ def test_bad_input_is_said_before_anything_is_planned(given, says):
 def test_words_beside_a_step_of_ones_own_are_refused():
     with pytest.raises(BadInput, match="beside a step of your own"):
         find_batch_size("my.module:probe", "training.batch_size=3")
+
+
+def only_a_step(rows: int) -> Any:
+    return lambda: rows
+
+
+def test_a_step_by_its_name_comes_with_its_model():
+    with pytest.raises(BadInput, match="returned a function, not a model and a function"):
+        find(BatchSizeJob(factory=f"{Path(__file__).stem}:only_a_step"), without_gpu())
 
 
 def test_a_function_cannot_be_predicted_without_a_gpu():

@@ -100,7 +100,7 @@ class Training:
     warmup_steps: Annotated[int, Range(0, 10**9)] | None
     scheduler: Literal["linear", "cosine", "cosine_with_restarts", "constant"]
     max_grad_norm: Annotated[float, Range(0, 10**9)] | None
-    """Clip the gradient's norm; null: do not."""
+    """Clip the gradient's norm; null or 0: do not."""
     eval_steps: Steps | None
     """Steps between evaluations, the first not at step 0; null: after each epoch."""
     eval_iters: Steps | None

@@ -214,7 +214,7 @@ def loop_settings(
             learning_rate=training.learning_rate,
             weight_decay=training.weight_decay,
             betas=betas,
-            max_grad_norm=training.max_grad_norm,
+            max_grad_norm=training.max_grad_norm or None,
             offload=plan.offload_optimizer,
         ),
         schedule=ScheduleSettings(

@@ -34,6 +34,9 @@ def build_optimizer(model: nn.Module, settings: OptimizerSettings) -> torch.opti
         options["eps"] = (None, 1.0)
     kind = optimizer_classes()[name]
     if settings.kind.endswith("_fused"):
+        if any(weight.is_complex() for weight in model.parameters()):
+            what = f"the model has complex weights, which {settings.kind} does not take"
+            raise BadInput(what, "set optimization.optimizer=adamw")
         options["fused"] = True
     elif not settings.options.get("fused"):
         # torch's default is foreach, whose temporaries are as large as the model.

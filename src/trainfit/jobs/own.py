@@ -42,6 +42,7 @@ from trainfit.jobs.registry import Job, is_greater_better
 from trainfit.jobs.run import Prepared, Run
 from trainfit.jobs.run import train as train
 from trainfit.packing import deal_steps, ladder
+from trainfit.planning.estimator.building import on_meta
 from trainfit.planning.question import Pin, Question
 from trainfit.planning.savers import saver_settings
 from trainfit.runs import timeline
@@ -114,13 +115,16 @@ class PreparedJob(Prepared):
         return find_shape(self.job.collate, self.train, self.lengths.tolist())
 
     @cached_property
+    def built(self) -> nn.Module:
+        """Model without memory; an empty one where it cannot be built so."""
+        with suppress(Exception), on_meta():
+            return type(self.job)(self.job.config).model().train()
+        return nn.Module()
+
+    @cached_property
     def indivisible(self) -> str | None:
         """Reason why a step is never cut; None where it may be, or no model is built on meta."""
-        model = nn.Module()
-        if not self.job.indivisible:
-            with suppress(Exception), torch.device("meta"):
-                model = type(self.job)(self.job.config).model().train()
-        return why_indivisible(self.job, model)
+        return why_indivisible(self.job, self.built)
 
     # ── the planner's side ────────────────────────────────────────────────────────────────────
 
@@ -137,6 +141,9 @@ class PreparedJob(Prepared):
         if chosen:
             origin = "the job has its own, and this is not used"
             pins["optimizer"] = Pin(value="adamw_fused", origin=origin)
+        elif any(weight.is_complex() for weight in self.built.parameters()):
+            origin = "fused kernels take no complex weights"
+            pins.setdefault("optimizer", Pin(value="adamw", origin=origin))
         epochs = config.training.num_epochs
         batch = job_plan.effective_batch(self.composed)
         if config.training.max_steps is not None:

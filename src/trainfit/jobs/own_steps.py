@@ -47,6 +47,8 @@ class BatchShape:
     """The nesting as JSON, with the number of each tensor in its place."""
     leaves: tuple[tuple[tuple[int | str, ...], str], ...]
     """Sizes and dtype; "rows" and "width" stand for the samples and for the longest of them."""
+    fills: tuple[int | str, ...]
+    """Value of each of the tensors; "width" for lengths."""
 
     def flatten(self, batch: Any, count: int) -> dict[str, Tensor]:
         """Return the tensors of a batch by name, with a flag for each sample: the first `count`."""
@@ -60,12 +62,12 @@ class BatchShape:
         return _put_together(_nesting(self.structure), leaves)
 
     def make(self, rows: int, width: int) -> dict[str, Tensor]:
-        """Return a batch of zeros with `rows` samples, each as long as `width`."""
+        """Return a batch of `rows` samples, each as long as `width`; masks in it are all True."""
         sizes: dict[int | str, int | str] = {_ROWS: rows, _WIDTH: width}
-        made = {
-            str(at): torch.zeros([int(sizes.get(n, n)) for n in shape], dtype=getattr(torch, dtype))
-            for at, (shape, dtype) in enumerate(self.leaves)
-        }
+        made = {}
+        for at, ((shape, dtype), fill) in enumerate(zip(self.leaves, self.fills, strict=True)):
+            size, value = [int(sizes.get(n, n)) for n in shape], int(sizes.get(fill, fill))
+            made[str(at)] = torch.full(size, value, dtype=getattr(torch, dtype))
         return made | {COUNT: torch.ones(rows, dtype=torch.bool)}
 
 
@@ -94,7 +96,8 @@ def find_shape(
     other, _ = collated(long)
     if not unsized:
         collated(short, long)
-    leaves = []
+    leaves: list[tuple[tuple[int | str, ...], str]] = []
+    fills: list[int | str] = []
     if not len(one) == len(two) == len(other):
         what = f"collate gives {len(one)} tensors for one sample and {len(two)} for two"
         raise BadInput(what, "give as many for any number of samples: stack them, or pad and stack")
@@ -110,7 +113,16 @@ def find_shape(
             else:
                 sizes.append(_WIDTH if c.shape[at] != n else n)
         leaves.append((tuple(sizes), str(a.dtype).removeprefix("torch.")))
-    return BatchShape(structure=json.dumps(nesting), leaves=tuple(leaves))
+        most = _largest(c)
+        fills.append(_WIDTH if not unsized and most == lengths[long] else most)
+    return BatchShape(structure=json.dumps(nesting), leaves=tuple(leaves), fills=tuple(fills))
+
+
+def _largest(leaf: Tensor) -> int:
+    """Largest of integers or flags: a valid index, a length, True of a mask; 0 for floats."""
+    if leaf.is_floating_point() or leaf.is_complex() or not leaf.numel():
+        return 0
+    return int(leaf.max())
 
 
 def _take_apart(value: Any, place: str, leaves: list[Tensor]) -> Any:

@@ -41,7 +41,7 @@ from trainfit.core.errors import (
 if TYPE_CHECKING:
     import torch
 
-LESS_IS_BETTER = ("loss", "error", "perplexity", "mse", "mae", "rmse")
+_LESS_IS_BETTER = "loss logloss nll error mse rmse mae mape perplexity ppl wer cer distance fid"
 TRAINING_KEYS = {
     "lr": "training.learning_rate",
     "learning_rate": "training.learning_rate",
@@ -178,8 +178,9 @@ def is_greater_better(job: type[Job]) -> bool:
 
 
 def less_is_better(metric: str) -> bool:
-    """Tell by its name whether a metric is a loss or an error."""
-    return any(metric == name or metric.endswith(f"_{name}") for name in LESS_IS_BETTER)
+    """Tell by the words of its name whether a metric is a loss or an error."""
+    words = "".join(c if c.isalpha() else " " for c in metric.lower()).split()
+    return not set(_LESS_IS_BETTER.split()).isdisjoint(words)
 
 
 def config_class(job: type[Job]) -> Any:

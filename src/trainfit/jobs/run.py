@@ -189,7 +189,7 @@ class Run:
             **extras,
         )
         if first:
-            clip = self.prepared.config.training.max_grad_norm
+            clip = self.prepared.config.training.max_grad_norm or None
             own = "make_optimizer" in extras
             with timeline.stage("receipt"):
                 save_receipt(folder, self.plan, max_grad_norm=clip, own_optimizer=own)

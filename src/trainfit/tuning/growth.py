@@ -345,8 +345,10 @@ def predicted_peak(rooms: Sequence[Room], sizes: Sequence[int]) -> Peak:
 def probe(factory: str, arguments: dict[str, Any]) -> tuple[Any, Callable[[Any], Any]]:
     """Model of `factory(**arguments)`, and the function that builds its step; for the child."""
     from trainfit.engine.optimizer import take_workspaces
+    from trainfit.planning.estimator.child import checked_pair
 
-    model, make_step = TaskSpec(factory=factory, arguments={}).function()(**arguments)
+    built = TaskSpec(factory=factory, arguments={}).function()(**arguments)
+    model, make_step = checked_pair(built, factory)
 
     def make(built: Any) -> Any:
         take_workspaces()

@@ -86,10 +86,7 @@ def create(
     *,
     published: bool = False,
 ) -> PreTrainedModel:
-    """Create the model with weights from `place`, or random ones, and quantize its blocks.
-
-    As `published`, its pooler is used.
-    """
+    """Create a model, `published` with its pooler, of `place` or random; quantize its blocks."""
     import_generation()
     if place is None:
         text = config.get_text_config()

@@ -18,7 +18,7 @@ from torch._subclasses.fake_tensor import (
     DynamicOutputShapeException,
     UnsupportedOperatorException,
 )
-from torch.nn import init
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
@@ -30,6 +30,7 @@ from trainfit.core.errors import BadInput, TrainfitError, in_one_line, user_line
 from trainfit.core.libraries import hide_unused, unhide
 from trainfit.planning.estimator import compiled_steps, fake_cuda
 from trainfit.planning.estimator.allocator import Event, replay
+from trainfit.planning.estimator.building import on_meta
 from trainfit.planning.estimator.estimate import PROBES, Answer, Request, Room
 from trainfit.planning.estimator.kernel_buffers import Device
 from trainfit.planning.estimator.quick_fakes import QuickFakes
@@ -38,6 +39,26 @@ from trainfit.planning.estimator.step_time import Done
 from trainfit.planning.estimator.step_work import make_fake
 
 Step = Callable[[], Any]
+_SPARSE = "or measure a real step: what they take depends on values"
+_REFUSED = {
+    "devices, meta and": (
+        "the step uses a tensor that was made beside the model",
+        "make it inside of make_step",
+    ),
+    "SparseTensorImpl": (
+        "the step makes sparse tensors",
+        f"use dense ones, as by sparse=False, {_SPARSE}",
+    ),
+    "self.shape_env must": (
+        "the step makes nested tensors",
+        f"use padded ones, {_SPARSE}",
+    ),
+    "item() cannot be called on meta": (
+        "the constructor reads a value of a tensor that has none",
+        "compute it without tensors of random values, or measure a real step",
+    ),
+}
+"""What is refused with a fix, by a sign in torch's message."""
 _CRUMBS, _FEW = 1 << 16, 8
 """Bytes and storages too small to matter, such as the factor on an fp16 loss."""
 _NO_META = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException)
@@ -69,14 +90,14 @@ def answer(request: Request) -> Answer:
         return Answer(refused=(error.what, error.fix))
     except TrainfitError as error:
         return Answer(error=str(error))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         if os.environ.get("TRAINFIT_TRACEBACK"):
             raise
         at = user_line(error)
         told = f"the step fails on fake tensors, {in_one_line(error)}"
-        if "devices, meta and" in told:
-            what = "the step uses a tensor that was made beside the model"
-            return Answer(refused=(what, f"make it inside of make_step{f' ({at})' if at else ''}"))
+        for sign, (what, fix) in _REFUSED.items():
+            if sign in told:
+                return Answer(refused=(what, f"{fix} ({at})" if at else fix))
         return Answer(error=f"{told} (at {at})" if at else told)
 
 
@@ -96,20 +117,21 @@ def _run(request: Request) -> Answer:
     build = request.task.function()
     compiled_steps.traced_blocks.clear()
     _check_arguments(build, request.task.arguments, request.task.factory)
-    with torch.device("meta"), fake_cuda.OnOneDevice("meta"), _no_initialisation():
+    with on_meta(), fake_cuda.OnOneDevice("meta"):
         built = _build(build, request.task.arguments)
-        model, make_step = _pair(built, request.task.factory)
+        model, make_step = checked_pair(built, request.task.factory)
+    _check_sizes(model)
     fake_cuda.hide_tracing()
     tie = getattr(model, "tie_weights", None)  # transformers leaves it to the initialisation
     if callable(tie):
         tie()
     mode = QuickFakes()
-    make_fake(model, mode)
+    beside = make_fake(model, mode)
     devices = [Device(t.sm_count, t.compute_capability) for t in request.targets]
     recorder = Recorder(devices, mode)
     watched = _watched_updates(recorder)
     with mode, recorder, watched, _optimizers() as optimizers, fake_cuda.OnOneDevice("cpu"):
-        recorder.follow([*model.parameters(), *model.buffers()])
+        recorder.follow([*model.parameters(), *model.buffers(), *beside])
         recorder.watch_gradients(model.parameters())
         step = _callable(make_step(model))
         before = recorder.length
@@ -145,7 +167,7 @@ def _build(build: Callable[..., Any], given: dict[str, Any]) -> Any:
             return build(**given)
 
 
-def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
+def checked_pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]]:
     """Return the model and make_step, or raise BadInput if the factory returned anything else."""
     pair = isinstance(built, tuple) and len(built) == 2
     if not pair or not isinstance(built[0], torch.nn.Module) or not callable(built[1]):
@@ -155,6 +177,14 @@ def _pair(built: Any, factory: str) -> tuple[torch.nn.Module, Callable[..., Any]
         )
     model, make_step = built
     return model, make_step
+
+
+def _check_sizes(model: torch.nn.Module) -> None:
+    """Raise BadInput for lazy layers that do not know their sizes."""
+    for name, weight in [*model.named_parameters(), *model.named_buffers()]:
+        if is_lazy(weight):
+            fix = "give the layer its sizes, or call the model once before it is returned"
+            raise BadInput(f"the size of {name} is not known yet: its layer is lazy", fix)
 
 
 def _callable(step: Any) -> Step:
@@ -254,7 +284,7 @@ def _answer(
     request: Request, recorder: Recorder, weights: int, optimizer: int, repeated: set[int]
 ) -> Answer:
     held = weights + optimizer
-    inputs = recorder.live_bytes - held - recorder.workspace_bytes(0)
+    inputs = recorder.live_bytes - held - recorder.workspace_bytes(0) - recorder.live_gradients
     rooms = []
     for at, target in enumerate(request.targets):
         events = recorder.events(at)
@@ -282,19 +312,6 @@ def _answer(
         unknown=dict(recorder.unknown),
         masks=recorder.masks,
     )
-
-
-@contextmanager
-def _no_initialisation() -> Iterator[None]:
-    """Skip initialisation: weights need no values, and some initialisations fail on fakes."""
-    plain = {
-        name: each for name, each in vars(init).items() if name.endswith("_") and callable(each)
-    }
-    vars(init).update(dict.fromkeys(plain, lambda tensor, *_args, **_options: tensor))
-    try:
-        yield
-    finally:
-        vars(init).update(plain)
 
 
 @contextmanager

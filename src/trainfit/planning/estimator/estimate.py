@@ -316,8 +316,8 @@ def told(answer: Answer) -> Answer:
         _warn(f"the step asked for values that are not known, and zero was taken: {asked}")
     if answer.masks:
         _warn(
-            f"every element of {answer.masks} masks was taken as True, since their values are not "
-            "known; make a mask of known values, as torch.arange(n) < k, for another size"
+            f"{answer.masks} masks of values that are not known were taken as True everywhere, and "
+            "lengths as the longest; make them of known values, as torch.arange(n) < k, for others"
         )
     for kind, said in _COMPILED.items():
         if (answer.compiled or {}).get(kind):

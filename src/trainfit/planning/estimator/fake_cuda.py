@@ -18,11 +18,10 @@ import torch.nn.attention.varlen  # makes the operation known
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from trainfit.core.errors import BadInput
 from trainfit.kernels.saved_on_host import HostCopy, SavedOnHost
-from trainfit.planning.estimator.recorder import Recorder
+from trainfit.planning.estimator.fake_values import READS, SEQUENCES, recorders
 from trainfit.planning.estimator.step_time import Work
 
 aten = torch.ops.aten
@@ -65,12 +64,20 @@ def install() -> None:
             library.impl(name, _fp32_by_default(_overload(name)), "AutocastCPU")
         library.impl("dropout", _dropout, "AutogradCPU")
         library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        library.impl("_grouped_mm", _grouped_products, "Meta")
+        for name, kernel in SEQUENCES.items():
+            library.impl(name, kernel, "AutogradCPU")
     _Registry.library = library
     # Fakes need no kernel, but callers check that the device has one.
     torch.library.register_kernel("torch_attn::_varlen_attn", "cpu", _only_fakes)
     _convert_in_place()
     _take_foreach()
     _autocast_as_cuda()
+    _number_devices()
+    torch._C._set_mkldnn_enabled(False)  # its LSTM keeps what it needs in memory of its own
+    setattr(FakeTensor, "__deepcopy__", _copied)  # noqa: B010
+    # Checks of a distribution's parameters look at values, and allocate a byte per element.
+    torch.distributions.Distribution.set_default_validate_args(False)
     setattr(torch.cuda, "_lazy_init", _no_gpu)  # noqa: B010
 
 
@@ -93,17 +100,54 @@ class OnOneDevice(TorchFunctionMode):
         """Call it, with the device exchanged."""
         if type(func) is _GETTER:  # most of the calls: a tensor's shape and the like
             return func(*args)
-        if func is torch.Tensor.cuda:
+        if func in (torch.Tensor.cuda, torch.Tensor.pin_memory):
             return args[0]
+        kwargs = dict(kwargs or {})
+        if func in READS and type(args[0]) is FakeTensor:
+            return READS[func](*args, **kwargs)
         if func is torch.device:  # it takes no device in the place of a name
-            return self._exchanged(func(*args, **(kwargs or {})))
-        kwargs = {name: self._exchanged(value) for name, value in (kwargs or {}).items()}
+            return self._device if _is_number(*args) else self._exchanged(func(*args, **kwargs))
+        if func is torch.Tensor.to and _is_number(*args[1:2]):
+            args = (args[0], self._device, *args[2:])
+        if _is_number(kwargs.get("device")):
+            kwargs["device"] = self._device
+        kwargs = {name: self._exchanged(value) for name, value in kwargs.items()}
         return func(*map(self._exchanged, args), **kwargs)
 
     def _exchanged(self, value: Any) -> Any:
         named = isinstance(value, str) and value.partition(":")[0] == "cuda"
         cuda = isinstance(value, torch.device) and value.type == "cuda"
         return self._device if named or cuda else value
+
+
+def _is_number(*device: Any) -> bool:
+    """Tell a device that is named by its number alone, as in .to(0)."""
+    return len(device) == 1 and type(device[0]) is int
+
+
+def _number_devices() -> None:
+    """Have model.to(0) take the number for a GPU's, where torch finds none."""
+    plain = torch._C._nn._parse_to
+
+    def parse(*args: Any, **kwargs: Any) -> Any:
+        if _is_number(*args[:1]):
+            args = ("cuda", *args[1:])
+        if _is_number(kwargs.get("device")):
+            kwargs["device"] = "cuda"
+        return plain(*args, **kwargs)
+
+    setattr(torch._C._nn, "_parse_to", parse)  # noqa: B010
+
+
+def _copied(self: FakeTensor, memo: dict[int, Any]) -> Any:
+    """Copy a fake for copy.deepcopy, as a real one: torch's own way asks for its address."""
+    if id(self) not in memo:
+        copied: Any = self.detach().clone()
+        if isinstance(self, torch.nn.Parameter):
+            copied = torch.nn.Parameter(copied, self.requires_grad)
+        memo[id(self)] = copied.requires_grad_(self.requires_grad)
+        copied.grad = None if self.grad is None else _copied(self.grad, memo)  # type: ignore[arg-type]
+    return memo[id(self)]
 
 
 def _convert_in_place() -> None:
@@ -134,12 +178,15 @@ def _take_foreach() -> None:
     """Have optimizers take foreach where they are not told, as on CUDA.
 
     Clipping stays as it is: its temporaries are small, and times were calibrated on that count.
+    Their `capturable`, which torch has for GPUs alone, is allowed too.
     """
     from torch.optim import optimizer, swa_utils
 
     for module in (optimizer, swa_utils):
         setattr(module, "_get_foreach_kernels_supported_devices", lambda: ["cpu"])  # noqa: B010
     optimizer._foreach_supported_types.append(FakeTensor)
+    allowed = optimizer._get_capturable_supported_devices
+    allowed.__code__ = (lambda supports_xla=True: ["cpu"]).__code__  # noqa: ARG005 - same names
 
 
 def _autocast_as_cuda() -> None:
@@ -241,6 +288,16 @@ def _attention(
     return attended
 
 
+def _grouped_products(
+    a: Tensor, b: Tensor, offs: Any = None, bias: Any = None, out_dtype: Any = None
+) -> Tensor:
+    """Products of groups of rows, as of experts; CUDA takes every dtype, torch's own rule bf16."""
+    if a.dtype is torch.bfloat16:
+        return torch._meta_registrations.meta_grouped_mm(a, b, offs, bias, out_dtype)
+    many = [] if a.dim() + b.dim() == 5 else [a.shape[0] if offs is None else len(offs)]
+    return a.new_empty([*many, a.shape[-2], b.shape[-1]], dtype=out_dtype or a.dtype)
+
+
 def _only_fakes(*_args: Any, **_kwargs: Any) -> Any:
     raise RuntimeError("variable-length attention without a GPU is for fake tensors alone")
 
@@ -303,6 +360,5 @@ def saved_on_host(device: str) -> type[SavedOnHost]:
 def _note(nbytes: int) -> None:
     backward = torch._C._current_graph_task_id() != -1
     work = Work(kind="transfer", nbytes=nbytes, half=False, backward=backward)
-    for mode in _get_current_dispatch_mode_stack():
-        if isinstance(mode, Recorder):
-            mode.note(work)
+    for mode in recorders():
+        mode.note(work)

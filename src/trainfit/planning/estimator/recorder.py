@@ -15,22 +15,36 @@ from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_iter
 
 from trainfit.planning.estimator.allocator import Event
 from trainfit.planning.estimator.kernel_buffers import Device, temporary_bytes
 from trainfit.planning.estimator.quick_fakes import Call, QuickFakes, Recipe, describe, learn
 from trainfit.planning.estimator.step_time import Work
-from trainfit.planning.estimator.step_work import QUANTIZED, attach, compute, works_of
+from trainfit.planning.estimator.step_work import (
+    BY_SHAPE,
+    QUANTIZED,
+    attach,
+    compute,
+    known,
+    works_of,
+)
 
 aten = torch.ops.aten
 HANDLES = 2
 """Threads that call cuBLAS, each with a workspace: the program's and autograd's."""
 _INDEXING = frozenset({aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_})
 _MATRIX_PRODUCTS = frozenset({aten.mm, aten.addmm, aten.bmm, aten.baddbmm}) | QUANTIZED
-_BY_VALUE = _INDEXING | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
-"""Operations whose result may depend on values."""
+_BY_LENGTHS = (aten._pack_padded_sequence.default, aten._ctc_loss.Tensor)
+"""Operations whose result is as large as lengths say, which are integers."""
+_BY_VALUE = (
+    _INDEXING
+    | {aten.masked_select, aten.nonzero, aten._local_scalar_dense}
+    | {func.overloadpacket for func in _BY_LENGTHS}
+    | set(BY_SHAPE)
+)
+"""Operations whose result may depend on values, or whose values are known."""
 _HOST = "trainfit::host_zeros"
 """Makes a tensor in the host's memory."""
 Entry = tuple[int, int | tuple[int, ...]]
@@ -91,6 +105,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False  # nothing is compiled here, and to say so takes time in every operation
 
     @property
+    def live_gradients(self) -> int:
+        """Bytes of the gradients that were not freed."""
+        return sum(self._gradients.values())
+
+    @property
     def length(self) -> int:
         """Number of events so far."""
         return len(self._log)
@@ -141,7 +160,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if parameter.grad is not None:
             storage = parameter.grad.untyped_storage()
             self._gradients[storage._cdata] = storage.nbytes()
-            self.gradient_bytes = max(self.gradient_bytes, sum(self._gradients.values()))
+            self.gradient_bytes = max(self.gradient_bytes, self.live_gradients)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -156,14 +175,14 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             call = None if odd else describe(func, args, kwargs)
             if call is None:
                 return self._run(func, args, kwargs)[0]
-            known = self._seen[torch._C._current_graph_task_id() != -1]
-            seen = known.get(call.key)
+            seen_before = self._seen[torch._C._current_graph_task_id() != -1]
+            seen = seen_before.get(call.key)
             if seen is not None:
                 return self._repeat(seen, call)
             out, works, buffers = self._run(func, args, kwargs)
             recipe = learn(out, call, describe(func, args, kwargs))
             if recipe is not None:
-                known[call.key] = _Seen(
+                seen_before[call.key] = _Seen(
                     recipe, func._overloadpacket in _MATRIX_PRODUCTS, buffers, works
                 )
             return out
@@ -187,12 +206,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is aten.masked_select.default:
             x, mask = torch.broadcast_tensors(*args)  # type: ignore[no-untyped-call]
             func, args = aten.index.Tensor, (x, self._rows_of(mask))
-        known, values = compute(func, args, kwargs)
+        if func is aten.bincount.default and args[2:] and known(args[0]) is None:
+            return self._counted(*args), (), ()
+        if func in _BY_LENGTHS:
+            return self._by_lengths(func, *args), (), ()
+        told, values = compute(func, args, kwargs)
         if func is aten._local_scalar_dense.default:
-            return values if known else self._guess(func, args[0]), (), ()
+            return values if told else self._guess(func, args[0]), (), ()
         if func is aten.nonzero.default:
-            self.masks += not known
-            rows = len(values) if known else args[0].numel()  # at the most all are not zero
+            self.masks += not told
+            rows = len(values) if told else args[0].numel()  # at the most all are not zero
             out = torch.empty_strided((rows, args[0].dim()), (1, max(rows, 1)), dtype=torch.long)
         else:
             out = func(*args, **kwargs)
@@ -200,7 +223,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._elsewhere[out.untyped_storage()._cdata] = out.untyped_storage()
         if func._overloadpacket in _MATRIX_PRODUCTS:
             self._take_workspace()
-        attach(out, values if known else None)
+        attach(out, values if told else None)
         self.follow(item for item in tree_iter(out) if isinstance(item, torch.Tensor))
         buffers = tuple(temporary_bytes(func, args, device) for device in self._devices)
         self.pass_through(buffers)
@@ -276,7 +299,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live_bytes += size
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
-            self.gradients_at_peak = sum(self._gradients.values())
+            self.gradients_at_peak = self.live_gradients
 
     def pass_through(self, sizes: tuple[int, ...]) -> None:
         """Log memory that a kernel allocates and frees."""
@@ -309,6 +332,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             masks = isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
             indices += self._rows_of(index) if masks else [index]
         return args[0], indices, *args[2:]
+
+    def _by_lengths(self, func: Any, x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, ...]:
+        """Make the results; lengths that are not known are taken as the longest possible."""
+        if func is aten._ctc_loss.Tensor:
+            targets, _, lengths = more[:3]
+            longest = max(self._lengths(lengths, targets.shape[-1]))
+            steps, count = x.shape[0], lengths.shape[0]
+            made = x.new_empty(count), x.new_empty(count, steps, 2 * longest + 1)
+        else:
+            lengths = self._lengths(more[0], x.shape[1 if more[1] else 0])
+            sizes = [sum(n > at for n in lengths) for at in range(max(lengths))]
+            made = (
+                x.new_empty(sum(lengths), *x.shape[2:]),
+                torch.empty(len(sizes), dtype=torch.long),
+            )
+            with _disable_current_modes():
+                attach(made[1], torch.tensor(sizes))
+        self.follow(made)
+        return made
+
+    def _counted(self, x: torch.Tensor, weights: Any, classes: int) -> torch.Tensor:
+        """Make the counts of as many classes as the caller expects."""
+        counts = x.new_empty(classes, dtype=torch.long if weights is None else torch.double)
+        self.follow([counts])
+        return counts
+
+    def _lengths(self, lengths: torch.Tensor, longest: int) -> list[int]:
+        values = known(lengths)
+        self.masks += values is None
+        with _disable_current_modes():
+            found: list[int] = [longest] * len(lengths) if values is None else values.tolist()
+        return found
 
     def _rows_of(self, mask: torch.Tensor) -> list[torch.Tensor]:
         rows = self.__torch_dispatch__(aten.nonzero.default, (), (mask,))

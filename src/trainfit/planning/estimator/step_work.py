@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,8 +18,10 @@ from trainfit.planning.estimator.quick_fakes import VALUES
 from trainfit.planning.estimator.step_time import Work
 
 
-def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
+def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> list[torch.Tensor]:
     """Replace every tensor of a meta model by a fake one; shared ones stay shared.
+
+    Returns those that the model holds beside its parameters and buffers.
 
     Models are built on the meta device, not under the fake mode: a truncated normal reads what it
     drew, and peft moves modules in a way that fake tensors do not support.
@@ -38,39 +42,73 @@ def make_fake(model: torch.nn.Module, mode: FakeTensorMode) -> None:
             for name, tensor in table.items():
                 if tensor is not None:
                     table[name] = fake(tensor)  # type: ignore[assignment]
+    return _fake_beside(model, fake)
+
+
+def _fake_beside(model: torch.nn.Module, fake: Callable[[torch.Tensor], Any]) -> list[torch.Tensor]:
+    """Replace tensors that are plain attributes of a module, or in lists and dicts of them."""
+    found: list[torch.Tensor] = []
+    for module in model.modules():
+        for name, value in vars(module).items():
+            plain = isinstance(value, torch.Tensor | list | tuple | dict) and name not in _KEPT
+            if plain and any(map(_is_meta, tree_iter(value))):
+                faked = tree_map(lambda item: fake(item) if _is_meta(item) else item, value)
+                vars(module)[name] = faked
+                found += [item for item in tree_iter(faked) if isinstance(item, FakeTensor)]
+    return found
+
+
+_KEPT = ("_parameters", "_buffers", "_modules")
+"""Attributes of a module whose tensors and modules are found without them."""
+
+
+def _is_meta(item: Any) -> bool:
+    return isinstance(item, torch.Tensor) and item.is_meta
 
 
 aten = torch.ops.aten
-_MAX_VALUES = 1 << 22
+MAX_VALUES = 1 << 22
 """Largest tensor whose values are computed beside its fake."""
 _STALE = "_trainfit_stale"
 
 
+BY_SHAPE = (aten.zeros_like, aten.ones_like, aten.full_like)
+"""Operations that read no values."""
+
+
 def compute(func: Any, args: Any, kwargs: Any) -> tuple[bool, Any]:
     """Compute an operation on small integers whose values are known; the flag says so."""
+    if func._overloadpacket in BY_SHAPE and not args[0].is_floating_point():
+        with _disable_current_modes():  # of its first argument the shape alone counts
+            args = torch.empty(args[0].shape, dtype=args[0].dtype), *args[1:]
+    if func is aten.rand.default and math.prod(args[0]) == 1:
+        with _disable_current_modes():  # code drops a layer or an adapter where it is near 0 or 1
+            return True, torch.full(args[0], 0.5)
     if args and isinstance(args[0], FakeTensor) and known(args[0]) is None:
         return False, None  # most operations end here
     tensors = [t for t in tree_iter((args, kwargs)) if isinstance(t, torch.Tensor)]
-    if not _about_integers(func, tensors, kwargs) or any(known(t) is None for t in tensors):
+    if not _about_integers(func, tensors, args, kwargs) or any(known(t) is None for t in tensors):
         return False, None
     real_args, real_kwargs = tree_map(known, (args, kwargs))
     with _disable_current_modes():
         return True, func(*real_args, **real_kwargs)
 
 
-def _about_integers(func: Any, tensors: list[torch.Tensor], kwargs: Any) -> bool:
+def _about_integers(func: Any, tensors: list[torch.Tensor], args: Any, kwargs: Any) -> bool:
     """True if the result is integers: of integer inputs, or made as such."""
     dtype = kwargs.get("dtype")
     if tensors:
         return dtype is None or not dtype.is_floating_point
-    counts = func._overloadpacket is aten.arange and dtype is None
-    return counts or dtype in (torch.long, torch.int32, torch.bool)
+    if dtype is not None:
+        return dtype in (torch.long, torch.int32, torch.bool)
+    filled = func._overloadpacket is aten.full and isinstance(args[1], int)
+    return filled or func._overloadpacket in (aten.arange, aten.randperm)
 
 
 def known(item: Any) -> Any:
     """Values beside a fake tensor, or None; anything else is its own value."""
     if not isinstance(item, FakeTensor):
-        return item
+        return None if isinstance(item, torch.Tensor) and item.is_meta else item
     values = getattr(item, VALUES, None)
     if values is None:
         return item.constant  # torch keeps those of single numbers itself
@@ -84,7 +122,7 @@ def attach(out: Any, values: Any) -> None:
     if len(fakes) != len(reals):
         reals = [None] * len(fakes)
     for fake, real in zip(fakes, reals, strict=True):
-        if real is not None and real.numel() <= (1 if real.is_floating_point() else _MAX_VALUES):
+        if real is not None and real.numel() <= (1 if real.is_floating_point() else MAX_VALUES):
             setattr(fake, VALUES, real)
         elif hasattr(fake, VALUES):  # written to by something unknown, and so are its aliases
             setattr(getattr(fake, VALUES).untyped_storage(), _STALE, True)
