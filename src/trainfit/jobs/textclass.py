@@ -33,6 +33,7 @@ from trainfit.jobs.configuration import Chosen, choose_weights, kind_of
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.known_data import columns_of
 from trainfit.jobs.run import train as train
+from trainfit.jobs.targets import NamedClass
 from trainfit.jobs.text_baselines import text_arrays
 
 if TYPE_CHECKING:
@@ -314,7 +315,8 @@ def _learned(tokens: Tokens, classes: Sequence[str]) -> dict[str, Any]:
         return {"problem_type": "multi_label_classification"}
     if labels.dtype.kind != "f":
         weights = balanced_weights(labels, classes)
-        return {"problem_type": "single_label_classification", "class_weights": weights}
+        kind = {"problem_type": NamedClass.problem_type, "metric": NamedClass.metric}
+        return kind | {"class_weights": weights}
     mean, std = float(labels.mean()), float(labels.std())
     if not std:
         raise BadInput("all training labels are the same number", "give examples of others")
