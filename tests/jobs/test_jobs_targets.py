@@ -280,7 +280,9 @@ def test_a_head_alone_learns_numbers_of_a_frozen_encoder(tmp_path: Path):
 def test_the_epoch_is_not_chosen_by_the_class_that_comes_last(tmp_path: Path):
     path = tmp_path / "mail.csv"
     labels = ["bad" if at % 10 == 0 else "ok" for at in range(60)]
-    path.write_text("text,label\n" + "".join(f"alder {at},{one}\n" for at, one in enumerate(labels)))
+    path.write_text(
+        "text,label\n" + "".join(f"alder {at},{one}\n" for at, one in enumerate(labels))
+    )
     own = words(tmp_path, f"data.train={path}")
     target = target_of(textclass.prepare(configure("textclass", own)).datasets[0].metadata)
     assert target.metric == read_setting("textclass", own).hpo.metric == "macro_f1"

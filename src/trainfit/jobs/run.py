@@ -247,10 +247,10 @@ class Run:
 
     def settle(self) -> None:
         """Wait until everything is written, and raise the first error."""
-        with self.show.busy("writing the model"), timeline.stage("export"):
-            for one in self._written:
-                one.result()
-        self._written.clear()
+        if self._written:
+            with self.show.busy("writing the model"), timeline.stage("export"):
+                while self._written:
+                    self._written.pop(0).result()
 
 
 @timeline.recording()
