@@ -186,7 +186,7 @@ def _measures(run: RunFiles) -> list[PlotSpec]:
     first = list(dict.fromkeys(first))
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
     chosen = first if first and first != ["loss"] else [*first, *rest]
-    titles = {"f1": "F1", "auc": "AUC", "rmse": "RMSE", "val_loss": "loss"}
+    titles = _MAIN | {"auc": "AUC", "val_loss": "loss"}
     return [
         PlotSpec(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
     ]

@@ -172,25 +172,36 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     known = figures_of(problem_type_of(run))
     titles = {name: name.replace("_", " ") for name in metrics} if own else known
     rows, main = score_rows(metrics, run.results.get("baselines") or {}, titles)
+    notes = ["The interval is Student's t over the folds."] if main else []
+    names = class_names(run.data, 2)
+    if _is_named(run) and len(metrics.get("confusion") or ()) == 2:
+        notes.append(f"F1, precision, recall and the curves are of the class {names[1]}.")
     return Table(
         columns=("", *titles.values()),
         rows=tuple(rows),
         strong=(main,),
-        note="The interval is Student's t over the folds." if main else "",
+        note=" ".join(notes),
     )
+
+
+def _is_named(run: RunFiles) -> bool:
+    """Tell classes that have names of their own, none of which is the positive one."""
+    folds = run.data.get("folds") or [{}]
+    return bool(folds[0].get("metric") == "macro_f1")
 
 
 def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
     """F1 by fold and by criterion; without folds, all items come first."""
     references = _references(run)
     name = "F1" if found.classes == 2 else "Macro F1"
+    over = "rows" if _is_named(run) else "posts"
     parts = [(f"fold {number}", part) for number, part in found.by_fold()]
     folds = tuple(_row(label, part, at) for at, (label, part) in enumerate(parts))
     criteria = tuple(_row(label, part, 0) for label, part in found.by_criterion())
     whole = _row("all folds" if len(folds) > 1 else "model", found, -1)
     if len(folds) > 1 or not criteria:
         rows = (*folds, whole) if len(folds) > 1 else (whole,)
-        yield _plot("f1-folds", name, rows, references)
+        yield _plot("f1-folds", name, rows, references, over)
     if criteria:
         rows = criteria if len(folds) > 1 else (whole, *criteria)
         yield _plot("f1-criteria", f"{name} by criterion", rows)
