@@ -94,6 +94,12 @@ def test_learning_rate_of_small_models_adapters_and_heads(
     assert training("textclass", train, *words)["learning_rate"] == rate
 
 
+def test_a_file_without_its_key_is_answered_with_the_key(tmp_path: Path) -> None:
+    file = write_texts(tmp_path / "texts.csv", 60)
+    with pytest.raises(trainfit.BadInput, match=r"data as data\.train="):
+        trainfit.train("textclass", str(file))
+
+
 def test_a_note_says_what_was_chosen(tmp_path: Path) -> None:
     train = f"data.train={write_texts(tmp_path / 'texts.csv', 60)}"
     composed = configure("textclass", [train, "model.name=multilingual-e5-small"])

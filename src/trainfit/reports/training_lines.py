@@ -295,8 +295,9 @@ def _remarks(result: JobResult) -> Iterator[Text]:
     own = result.metrics[main]
     if (own >= best) if numbers else (own <= best):
         yield Text(
-            f"The model is no better than the {title}: {main} {four(own)} against {four(best)}. "
-            "Train on more rows or longer (--epochs), or with another --model or --lr",
+            f"The model does not beat a baseline, {title}: "
+            f"{main} {four(own)} against {four(best)}. "
+            "Train on more rows or longer (--epochs), or with another --model or --lr.",
             "yellow",
         )
 
