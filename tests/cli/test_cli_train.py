@@ -2,6 +2,7 @@
 
 import csv
 import errno
+import io
 import json
 import os
 import re
@@ -327,6 +328,39 @@ def test_predict_a_file(trained: Path, tmp_path: Path, capsys: Any):
     assert [row["row"] for row in rows] == ["1", "3"]
     written = json.loads((tmp_path / "out.json").read_text())
     assert [float(row["p(evidence)"]) for row in rows] == [row["p(evidence)"] for row in written]
+
+
+def test_predict_lines(trained: Path, tmp_path: Path, capsys: Any, monkeypatch: Any):
+    asked = ["predict", str(trained), "--criterion", "A.1"]
+    assert run([*asked, "--text", "alder elm", "--text", "fir fir"]) == 0
+    alone = json.loads(capsys.readouterr().out)
+    whole = b"\xef\xbb\xbfalder elm\r\n\nfir fir\n"
+    (tmp_path / "lines.txt").write_bytes(whole)
+    for place in (str(tmp_path / "lines.txt"), "-"):
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(whole)))
+        assert run([*asked, place]) == 0
+        said = capsys.readouterr()
+        rows = json.loads(said.out)
+        assert [row["row"] for row in rows] == [1, 3]
+        for row, other in zip(rows, alone, strict=True):
+            assert row["p(evidence)"] == pytest.approx(other["p(evidence)"], abs=1e-6)
+        assert "note: skipped 1 of 3 rows without text" in said.err
+
+
+@pytest.mark.parametrize(
+    ("piped", "says"),
+    [
+        (b'{"text": "alder"}\n', "standard input has objects, not a text per line"),
+        (b"\xff\xfe\xfd", "standard input is not UTF-8 text"),
+        (b"", "there is no text to classify"),
+    ],
+)
+def test_predict_refuses_what_is_piped(
+    trained: Path, piped: bytes, says: str, capsys: Any, monkeypatch: Any
+):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(piped)))
+    assert run(["predict", str(trained), "-"]) == 2
+    assert says in capsys.readouterr().err
 
 
 def test_predict_prints_what_was_asked_for(trained: Path, capsys: Any):

@@ -118,6 +118,14 @@ def test_rows_of_the_test_that_were_trained_on_are_told(tmp_path: Path, tokenize
     assert str(told[0].message).startswith(f"{count} of 6 test rows")
 
 
+def test_classes_that_nothing_is_measured_of_are_told(tmp_path: Path, tokenizer):
+    rows = [*rows_of(60), {"text": "word x", "label": "rare"}, {"text": "word y", "label": "odd"}]
+    with pytest.warns(TrainfitWarning, match="of 4 classes some have no row") as told:
+        (data,) = load_text_files(put(tmp_path, "csv", rows), tokenizer, max_length=32)
+    assert data.metadata["test"]["by_class"].count(0) == 2
+    assert "2 in the test part, 2 in the validation part" in str(told[0].message)
+
+
 @pytest.mark.parametrize("kind", FORMATS)
 def test_tokens_and_labels_of_a_file_are_those_of_its_texts(tmp_path: Path, tokenizer, kind: str):
     read = tokenize_file(put(tmp_path, kind), tokenizer, max_length=9, columns=Columns(group="who"))

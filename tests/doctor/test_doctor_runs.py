@@ -173,6 +173,13 @@ def test_a_run_that_went_well(tmp_path: Path):
     assert examine_run(write(tmp_path / "run")) == ()
 
 
+def test_an_evaluation_that_leaves_most_of_the_memory_free_is_no_fault(tmp_path: Path):
+    memory = rows(memory_gib=[0.9] * 10 + [1.1] * 30)
+    evaluations = [{"kind": "evaluation", "step": 100, "f1": 0.5}]
+    found = examine_run(write(tmp_path / "run", train=memory, evaluations=evaluations))
+    assert "run_evaluation_memory" not in {one.id for one in found}
+
+
 @pytest.mark.parametrize("name", FAULTS)
 def test_each_fault_of_a_run_is_found(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -5,6 +5,11 @@ from dataclasses import replace
 import numpy as np
 import psutil
 import pytest
+from scipy.sparse import vstack
+from sklearn.feature_extraction.text import TfidfTransformer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import accuracy_score, f1_score
+from sklearn.pipeline import make_pipeline
 
 from trainfit.data.redsm5 import split_corpus
 from trainfit.data.synthetic import make_corpus
@@ -16,7 +21,7 @@ from trainfit.jobs.baselines import (
     pair_arrays,
     tfidf_baseline,
 )
-from trainfit.jobs.text_baselines import best_threshold, text_arrays, text_baselines
+from trainfit.jobs.text_baselines import best_threshold, count_tokens, text_arrays, text_baselines
 from trainfit.jobs.textclass import text_datasets
 
 
@@ -134,6 +139,19 @@ def test_what_no_child_answers_is_computed_here(monkeypatch):
     tokens = from_lists([draws.integers(5 + 9 * one, 40, 12).tolist() for one in labels], labels)
     data = text_datasets(tokens, ("no", "yes"), folds=2, test_share=0.2, validation_share=0.2)
     each = [text_baselines(one, seed=1) for one in data]
+    own = data[0]
+    counts = [count_tokens(part, 50) for part in (own.train, own.validation, own.test)]
+    truth = own.test.labels
+    regression = make_pipeline(
+        TfidfTransformer(sublinear_tf=True),
+        LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000),
+    )
+    known = np.concatenate([own.train.labels, own.validation.labels])
+    found = regression.fit(vstack(counts[:2]), known).predict(counts[2])
+    assert each[0]["bag_of_words_accuracy"] == pytest.approx(accuracy_score(truth, found))
+    macro = f1_score(truth, found, average="macro")
+    assert each[0]["bag_of_words_macro_f1"] == pytest.approx(macro)
+    assert each[0]["majority_accuracy"] == pytest.approx(0.5, abs=0.05)
     expected = {name: pytest.approx(np.mean([one[name] for one in each])) for name in each[0]}
     monkeypatch.setattr(baselines, "_MOST_BYTES", 10)
     for cores in (0, 1):

@@ -277,6 +277,23 @@ def test_a_head_alone_learns_numbers_of_a_frozen_encoder(tmp_path: Path):
     assert result.metrics["rmse"] < 40  # of labels from 100 to 170
 
 
+def test_the_epoch_is_not_chosen_by_the_class_that_comes_last(tmp_path: Path):
+    path = tmp_path / "mail.csv"
+    labels = ["bad" if at % 10 == 0 else "ok" for at in range(60)]
+    path.write_text(
+        "text,label\n" + "".join(f"alder {at},{one}\n" for at, one in enumerate(labels))
+    )
+    own = words(tmp_path, f"data.train={path}")
+    target = target_of(textclass.prepare(configure("textclass", own)).datasets[0].metadata)
+    assert target.metric == read_setting("textclass", own).hpo.metric == "macro_f1"
+    truth = np.array([0] * 2 + [1] * 18)
+    everything_ok = np.tile([0.1, 0.9], (20, 1))
+    finds_bad = np.where(np.arange(20)[:, None] < 5, [0.9, 0.1], [0.1, 0.9])  # and 3 that are ok
+    scored = [target.evaluate(truth, one) for one in (everything_ok, finds_bad)]
+    assert scored[0]["f1"] > scored[1]["f1"]
+    assert scored[0][target.metric] < scored[1][target.metric]
+
+
 def test_a_study_goes_by_the_metric_of_the_labels(tmp_path: Path):
     for kind, metric in (("multi", "f1"), ("regression", "rmse")):
         train = write_labels(tmp_path / f"{kind}.csv", 60, 0, kind)

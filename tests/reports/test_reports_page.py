@@ -369,6 +369,21 @@ def test_the_baselines_stand_beside_the_score(tmp_path: Path):
     assert head.note == "majority class 0.0000; TF-IDF regression 0.6200"
 
 
+def test_named_classes_have_macro_f1_first_and_say_whose_f1_it_is(tmp_path: Path):
+    folder = write_run(tmp_path / "textclass-1")
+    data = {"folds": [{"classes": ["ham", "spam"], "metric": "macro_f1"}]}
+    (folder / "data.json").write_text(json.dumps(data))
+    results = json.loads((folder / "results.json").read_text())
+    results["metrics"] |= {"macro_f1": 0.8, "confusion": [[8, 2], [1, 9]]}
+    results["baselines"] |= {"bag_of_words_macro_f1": 0.7, "bag_of_words_accuracy": 0.8}
+    (folder / "results.json").write_text(json.dumps(results))
+    made = report(folder)
+    head = made.chapters[0].headlines[0]
+    assert (head.label, head.note) == ("macro F1", "TF-IDF regression 0.7000")
+    page = made.html()
+    assert "are of the class spam" in page
+
+
 def test_formats_by_option_and_by_ending(
     gpu_run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):

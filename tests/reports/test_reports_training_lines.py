@@ -232,3 +232,31 @@ def test_a_tracker_that_is_not_installed_is_named(tmp_path: Path, monkeypatch: p
     with pytest.raises(BadInput, match="wandb, which is not installed; pip install wandb"):
         open_trackers("wandb", tmp_path, compose("nli"))
     assert open_trackers("none", tmp_path, compose("nli")) == ()
+
+
+def test_named_classes_say_what_the_scores_are_of_and_what_was_not_beaten(tmp_path: Path):
+    data = {"folds": [{"metric": "macro_f1", "classes": ["ham", "spam"]}]}
+    (tmp_path / "data.json").write_text(json.dumps(data))
+    found = fold(1, [0.1, 0.9, 0.2, 0.8])
+    baselines = {
+        f"{name}_{figure}": value
+        for name, value in (("majority", 0.4), ("bag_of_words", 0.9))
+        for figure in ("f1", "macro_f1", "accuracy")
+    }
+
+    def page(score: float) -> str:
+        overall = replace(found.overall, macro_f1=score)
+        made = summarise(
+            tmp_path,
+            "textclass",
+            [replace(found, overall=overall, by_criterion={})],
+            baselines,
+            cross_validated=False,
+            stopped=False,
+        )
+        return text_of(training_lines.result_page(made))
+
+    assert "f1, precision and recall are of the class spam" in page(0.95)
+    assert re.search(r"TF-IDF regression +0.9000 +0.9000 +0.9000", page(0.95))
+    assert "not beat" not in page(0.95)
+    assert "not beat a baseline, TF-IDF regression: macro_f1 0.6000 against 0.9000" in page(0.6)

@@ -10,10 +10,12 @@ import pytest
 import tuning_toy as toy
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.console import Console
 
+from trainfit.cli.pages import tune_page
 from trainfit.core.records import Scalar
 from trainfit.tuning.search import Found, search
-from trainfit.tuning.tuned_cache import Trial, TrialCandidate
+from trainfit.tuning.tuned_cache import Trial, TrialCandidate, TuneResult
 from trainfit.tuning.tuner import RATE, conclude
 
 BATCH = 16
@@ -203,6 +205,17 @@ def test_nothing_that_works_leaves_the_plan_as_it_is() -> None:
     assert told.best == toy.plan()
     assert told.samples_per_second is None
     assert told.notes == ("nothing could be measured",)
+    page = shown(replace(told, ended="time is up"))
+    assert page.lower().count("nothing could be measured") == 1
+    assert "Give more time (--minutes)" in page
+    assert "--minutes" not in shown(told)
+
+
+def shown(result: TuneResult) -> str:
+    console = Console(width=200)
+    with console.capture() as caught:
+        console.print(tune_page(result))
+    return caught.get()
 
 
 def test_what_was_clearly_slower_is_not_tried_beside_others() -> None:

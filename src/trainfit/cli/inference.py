@@ -7,18 +7,30 @@ import io
 import json
 import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import click
 
+from trainfit.cli.asked_texts import (
+    STANDARD_INPUT,
+    as_item,
+    is_lines,
+    read_items,
+    read_lines_of,
+    read_table,
+    read_words,
+    tell_skipped,
+)
 from trainfit.cli.main import MANY, SEED, Number, loading
 
 
 @click.command()
 @click.argument("run")
-@click.argument("file", required=False, type=click.Path(path_type=Path, exists=True))
+@click.argument(
+    "file", required=False, type=click.Path(path_type=Path, exists=True, allow_dash=True)
+)
 @click.option(
     "--text",
     "texts",
@@ -71,18 +83,19 @@ def predict(
 ) -> None:
     """Probabilities from a trained model, for a text or a file.
 
-    RUN is the folder of a finished run, and FILE a table with a column of texts. A run with folds
-    answers with the mean of its models. An NLI model answers for every criterion unless one is
-    named. A model of pairs takes --second too, or a file with two columns of texts. A model of
-    words takes a text, split at spaces, a file of texts or of lists of words, or a CoNLL file. RUN
-    may be module:Class, a job of yours.
+    RUN is the folder of a finished run, and FILE a table with a column of texts, a .txt file with a
+    text per line, or - for such lines on standard input. A run with folds answers with the mean of
+    its models. An NLI model answers for every criterion unless one is named. A model of pairs takes
+    --second too, or a file with two columns of texts. A model of words takes a text, split at
+    spaces, a file of texts or of lists of words, or a CoNLL file. RUN may be module:Class, a job of
+    yours.
     """
     from trainfit.core.errors import BadInput
     from trainfit.reports import terminal
     from trainfit.runs import run_folder
 
     if sum(bool(given) for given in (texts, path, file)) != 1:
-        raise BadInput("give one of --text and a file", "say what to classify")
+        raise BadInput("give one of --text and a file", "- reads a text per line from a pipe")
     if seconds and len(seconds) != len(texts):
         counts = f"{len(texts)} of --text and {len(seconds)} of --second"
         raise BadInput(counts, "give as many of each, or a file with two columns of texts")
@@ -92,12 +105,16 @@ def predict(
     exports = [] if ":" in run else run_folder.exports_of(place)
     columns = {"text": text_column}
     facts = run_folder.export_facts(exports[0]) if exports else {}
+    tags = facts.get("task") == "tokens"
+    lined = path is not None and (path == STANDARD_INPUT or (is_lines(path) and not tags))
+    if path is not None and lined:
+        texts, path = read_lines_of(path), None
     if facts.get("pairs") is True:
         columns["second"] = second_column
-    if facts.get("task") == "tokens":
+    if tags:
         if seconds or criterion is not None:
             raise BadInput("the model tags words", "leave --second and --criterion out")
-        sentences = _sentences(path, texts, text_column, facts)
+        sentences = read_words(path, texts, text_column, facts)
         with loading():
             from trainfit.jobs.predict import answer_words
         with terminal.busy("predicting"):
@@ -107,13 +124,17 @@ def predict(
     if ":" in run:
         from trainfit.jobs import own_steps
 
-        items = [*map(_item, texts)] if path is None else _own_items(path, text_column)
+        items = [*map(as_item, texts)] if path is None else read_items(path, text_column)
         _give(own_steps.predict(run, place, items), output, form)
         return
     found: dict[str, list[Any]] = {"text": [*texts]} | ({"second": [*seconds]} if seconds else {})
     numbers = [*range(1, 1 + len(texts))]
     if path is not None:
-        found, numbers = _read(path, columns)
+        found, numbers = read_table(path, columns)
+    elif lined:
+        numbers = [at for at, text in enumerate(texts, 1) if text.strip()]
+        found = {"text": [texts[at - 1] for at in numbers]}
+        tell_skipped(len(texts) - len(numbers), len(texts))
     with loading():
         from trainfit.jobs.predict import answer
     with terminal.busy("predicting"):
@@ -147,18 +168,6 @@ def _give(rows: Sequence[Any], output: Path | None, form: str | None) -> None:
     click.echo(f"{len(rows)} rows in {output}")
 
 
-def _sentences(
-    path: Path | None, texts: Sequence[str], column: str, facts: Mapping[str, Any]
-) -> dict[int, list[str]]:
-    """Read the words of each row of a file by its number, or split the texts."""
-    from trainfit.data.conll_files import read_sentences
-    from trainfit.data.labels import check_characters
-
-    if path is None:
-        return {at: check_characters(text, "--text").split() for at, text in enumerate(texts, 1)}
-    return read_sentences(path, column, [str(name) for name in facts.get("classes", ())])
-
-
 def _print(rows: Sequence[Any], form: str) -> None:
     """Print rows; a job of the user's own may answer with others than tables have."""
     if not rows or not all(isinstance(row, dict) for row in rows):
@@ -180,61 +189,6 @@ def _shown(text: str) -> str:
     from trainfit.core.errors import printable
 
     return printable(text) if sys.stdout.isatty() else text
-
-
-def _own_items(path: Path, column: str) -> list[Any]:
-    """Items for a job of the user's own: the values of a JSONL file, or the texts of a table."""
-    from trainfit.core.errors import BadInput
-
-    if column == "auto" and path.suffix in (".jsonl", ".ndjson"):
-        items = []
-        # Lines end with \n alone: JSON may hold U+2028, at which splitlines() would cut it.
-        for number, line in enumerate(_whole(path).split("\n"), 1):
-            try:
-                items += [json.loads(line)] if line.strip() else []
-            except ValueError:
-                raise BadInput(f"{path}: row {number} is not JSON", "write one per line") from None
-        if not all(isinstance(item, dict) and "text" in item for item in items):
-            return items
-    return [_item(text) for text in _read(path, {"text": column})[0]["text"]]
-
-
-def _whole(path: Path) -> str:
-    from trainfit.core import files
-    from trainfit.core.errors import BadInput, reason
-
-    try:
-        return files.read_text(path, most=4 << 30, errors="replace")
-    except (OSError, ValueError) as error:
-        raise BadInput(f"cannot read {path} ({reason(error)})", "give another file") from None
-
-
-def _item(text: str) -> Any:
-    """Read an item of a job of the user's own: JSON, or a text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
-def _read(path: Path, columns: dict[str, str]) -> tuple[dict[str, list[str]], list[int]]:
-    """Read the texts of a file by role, and the numbers of their rows."""
-    from trainfit.data.columnar import choose_columns, shown_name
-    from trainfit.data.row_files import column_names
-    from trainfit.data.text_files import read_filled
-
-    names = column_names(path) if "auto" in columns.values() else list(columns.values())
-    keys = {role: f"--{role}-column" for role in columns}
-    chosen = choose_columns(names, columns, str(path), keys)
-    rows, skipped = read_filled(path, list(chosen.values()))
-    if "auto" in columns.values():
-        named = " and ".join(map(shown_name, chosen.values()))
-        click.echo(f"trainfit: note: the texts are of {named}", err=True)
-    if skipped:
-        every = len(rows) + skipped
-        click.echo(f"trainfit: note: skipped {skipped:,} of {every:,} rows without text", err=True)
-    texts = {role: [row[at] for row in rows.values()] for at, role in enumerate(chosen)}
-    return texts, list(rows)
 
 
 def _csv(rows: Sequence[dict[str, Any]]) -> str:

@@ -25,7 +25,7 @@ from trainfit.reports.model import shown as in_units
 from trainfit.reports.plots import ladder_plot
 from trainfit.reports.study_sections import times
 from trainfit.tuning.rungs import BASELINE, Ladder, LadderStep
-from trainfit.tuning.tuned_cache import Interval, Trial, TuneResult
+from trainfit.tuning.tuned_cache import NOTHING_MEASURED, Interval, Trial, TuneResult
 
 if TYPE_CHECKING:
     from trainfit.hpo.outcome import StudyResult, StudyStatus, TrialRow
@@ -133,14 +133,16 @@ def _rate(rate: Interval) -> str:
 
 def _ending(result: TuneResult) -> Iterator[str]:
     if result.samples_per_second is None:
-        yield "Nothing could be measured: the plan stays as it is."
+        late = result.ended == "time is up" or any(one.status == "hung" for one in result.trials)
+        fix = " Give more time (--minutes), on a less busy machine." if late else ""
+        yield f"Nothing could be measured: the plan stays as it is.{fix}"
     elif not result.changes:
         yield f"Best: as planned, {_rate(result.samples_per_second)} samples/s."
     else:
         gain = "" if result.gain is None else f", {result.gain:.2f} times the plan's own"
         yield f"Best: {describe(result.changes)}"
         yield f"      {_rate(result.samples_per_second)} samples/s{gain}."
-    yield from result.notes
+    yield from (note for note in result.notes if note != NOTHING_MEASURED)
     end = {"finished": "", "time is up": "; the time was up", "interrupted": "; interrupted"}
     measured = sum(trial.status == "ok" for trial in result.trials)
     trials = "trial" if measured == 1 else "trials"

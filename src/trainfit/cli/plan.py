@@ -71,8 +71,8 @@ def command(
     from trainfit.hardware.catalogue import find
     from trainfit.jobs import job_plan
     from trainfit.jobs.configuration import check_data
+    from trainfit.jobs.data_choices import fit_to_data
     from trainfit.jobs.known_data import settle_sources
-    from trainfit.jobs.plan_choices import fitted
     from trainfit.planning import planner
     from trainfit.reports import plan_page as page
     from trainfit.reports import terminal
@@ -85,7 +85,7 @@ def command(
     cap = () if memory is None else (f"device.memory_gib={memory:g}",)
     composed = settle_sources(compose(task, with_file(task, config_file, (*overrides, *cap))))
     check_data(composed.config)
-    composed = fitted(composed, None if gpu in (None, "all") else find(gpu))
+    composed = fit_to_data(composed, None if gpu in (None, "all") else find(gpu))
     for note in composed.notes:
         click.echo(f"trainfit: note: {note}", err=True)
     if gpu == "all":

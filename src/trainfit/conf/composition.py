@@ -25,7 +25,7 @@ from trainfit.conf.aliases import (
 from trainfit.conf.schema import SCHEMAS, Config
 from trainfit.core import codec
 from trainfit.core.errors import BadConfig, BadInput, brief, did_you_mean, redact_word
-from trainfit.core.files import read_own_yaml
+from trainfit.core.files import is_file, read_own_yaml
 from trainfit.core.libraries import has, need
 
 if TYPE_CHECKING:
@@ -239,7 +239,9 @@ def parse_word(word: str) -> Override:
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.errors import HydraException
 
-    wrong = BadInput(f"cannot read the override {shown!r}", "write it as key=value")
+    data = "=" not in word and is_file(Path(word))
+    such = ", data as data.train=… (gpt: data.data_dir=…)" if data else ""
+    wrong = BadInput(f"cannot read the override {shown!r}", f"write it as key=value{such}")
     if "=" not in word or len(word) > _LONGEST_WORD or not codec.is_plain(word):
         raise wrong
     key, _, value = word.partition("=")

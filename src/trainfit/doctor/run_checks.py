@@ -241,16 +241,21 @@ def run_over_plan(run: RunFacts) -> Iterator[Seen]:
 
 
 def run_evaluation_memory(run: RunFacts) -> Iterator[Seen]:
-    """A jump of the peak from the last row before an evaluation to the first after it."""
-    train = run.part.train
+    """A jump of the peak from the last row before an evaluation to the first after it.
+
+    It does no harm where most of the memory is free.
+    """
+    train, memory = run.part.train, None if run.plan is None else run.plan.memory
     if "memory_gib" not in train:
         return
+    limit = 0.0 if memory is None else memory.capacity_gib / 2
     for step in run.figures("step", run.part.evaluations):
         before, after = (
             run.figures("memory_gib", {"memory_gib": train["memory_gib"][chosen]})
             for chosen in (train["step"] <= step, train["step"] > step)
         )
-        if before and after and before[-1] > 0 and after[0] > before[-1] * (1 + SPIKE):
+        least = max(limit, before[-1] * (1 + SPIKE)) if before else limit
+        if before and after and before[-1] > 0 and after[0] > least:
             rise = f"from {before[-1]:.2f} to {after[0]:.2f} GiB"
             yield Seen(evidence=f"{run.where}the evaluation at step {step:.0f} raised it {rise}")
             return

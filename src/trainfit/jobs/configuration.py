@@ -26,10 +26,10 @@ from trainfit.data.text_files import (
 from trainfit.data.token_files import is_prepared, read_header
 from trainfit.data.tokenizers import NO_TOKENIZER_FIX, has_tokenizer
 from trainfit.hardware.model_shapes import model_shape
+from trainfit.jobs.data_choices import fit_to_data
 from trainfit.jobs.job_plan import check_model
 from trainfit.jobs.known_data import columns_of, files_of, settle_sources
 from trainfit.jobs.models.classifier_settings import Weights, model_fields
-from trainfit.jobs.plan_choices import fitted
 from trainfit.jobs.registry import is_own, load
 
 if TYPE_CHECKING:
@@ -53,7 +53,7 @@ def configure(task: str, overrides: Sequence[str]) -> Composed:
     """
     composed = settle_sources(_filled(task, overrides))
     check_data(composed.config)
-    composed = fitted(_with_notes(composed))
+    composed = fit_to_data(_with_notes(composed))
     if not is_own(task):
         composed = _fit_length(composed, check_model(composed).positions)
     model = getattr(composed.config, "model", None)
@@ -128,8 +128,9 @@ def metric_of(composed: Composed) -> str:
     config = composed.config
     if isinstance(config, GptConfig):
         return "val_loss"
-    numbers = isinstance(config, TextFilesConfig) and kind_of(config).target == "regression"
-    return "rmse" if numbers else "f1"
+    if not isinstance(config, TextFilesConfig):
+        return "f1"
+    return {"regression": "rmse", "single": "macro_f1"}.get(kind_of(config).target, "f1")
 
 
 def _with_notes(composed: Composed) -> Composed:

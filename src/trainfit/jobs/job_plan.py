@@ -24,7 +24,7 @@ from trainfit.core.settings import SETTINGS, chosen_by, with_values
 from trainfit.hardware import as_if, detect
 from trainfit.hardware.catalogue import GpuSpec, find, gpus
 from trainfit.hardware.model_shapes import model_shape, sizes_of
-from trainfit.jobs import plan_choices
+from trainfit.jobs.data_choices import fit_to_data
 from trainfit.jobs.known_data import KnownData, assumed_lengths, assumption, known_data
 from trainfit.jobs.models.classifier_settings import (
     ModelFacts,
@@ -81,7 +81,7 @@ def plan(
     name = name_of(task)
     check_job(name)
     composed = compose(name, with_model(overrides, model))
-    composed = plan_choices.fitted(composed, None if gpu is None else find(gpu))
+    composed = fit_to_data(composed, None if gpu is None else find(gpu))
     if name in _FACTORIES:
         asked = question(composed, lengths, watts, price_per_hour)
     else:

@@ -253,8 +253,8 @@ class Run:
         """Wait until everything is written, and raise the first error."""
         if self._written:
             with self.show.busy("writing the model"), timeline.stage("export"):
-                for one in self._written:
-                    one.result()
+                while self._written:
+                    self._written.pop(0).result()
 
 
 @timeline.recording()

@@ -98,6 +98,15 @@ class OneClass:
         return {"problem_type": self.problem_type}
 
 
+class NamedClass(OneClass):
+    """One class per sequence, where none is the positive one.
+
+    The F1 of the class that comes last would choose a model that gives it to everything.
+    """
+
+    metric: ClassVar[str] = "macro_f1"
+
+
 class SeveralLabels(OneClass):
     """Any number of labels per sequence: a yes or no for each, by its own threshold."""
 
@@ -219,4 +228,6 @@ def target_of(facts: dict[str, Any]) -> OneClass:
         return WordTags(tuple(map(str, facts["classes"])))
     if kind == RealNumber.problem_type:
         return RealNumber(float(facts["target_mean"]), float(facts["target_std"]))
-    return SeveralLabels() if kind == SeveralLabels.problem_type else OneClass()
+    if kind == SeveralLabels.problem_type:
+        return SeveralLabels()
+    return NamedClass() if facts.get("metric") == NamedClass.metric else OneClass()

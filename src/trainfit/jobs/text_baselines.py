@@ -17,9 +17,7 @@ from numpy.typing import NDArray
 
 from trainfit.data.tokens import IGNORED, Dataset, Tokens
 from trainfit.jobs.metrics import (
-    Metrics,
     best_thresholds,
-    binary_metrics,
     class_metrics,
     label_metrics,
     number_metrics,
@@ -91,9 +89,12 @@ def text_baselines(
     labels = np.concatenate([dataset.train.labels, dataset.validation.labels])
     common = int(np.bincount(labels, minlength=classes).argmax())
     answers = np.tile(np.eye(classes)[common], (len(dataset.test), 1))
+    found = {"majority": answers, "bag_of_words": _regression(dataset, classes, seed)}
+    scored = {name: class_metrics(dataset.test.labels, one) for name, one in found.items()}
     return {
-        "majority_f1": class_metrics(dataset.test.labels, answers).f1,
-        "bag_of_words_f1": _regression(dataset, classes, seed).f1,
+        f"{name}_{figure}": getattr(one, figure)
+        for figure in ("f1", "macro_f1", "accuracy")
+        for name, one in scored.items()
     }
 
 
@@ -177,11 +178,11 @@ def weigh_tokens(parts: Sequence[Tokens]) -> list[Any]:
     return [weigh.transform(count) for count in counts]
 
 
-def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
+def _regression(dataset: Dataset, classes: int, seed: int) -> Floats:
+    """Probabilities of the classes on the test set."""
     from scipy.sparse import vstack
     from sklearn.feature_extraction.text import TfidfTransformer
     from sklearn.linear_model import LogisticRegression
-    from sklearn.model_selection import cross_val_predict
     from sklearn.pipeline import make_pipeline
 
     parts = (dataset.train, dataset.validation, dataset.test)
@@ -195,12 +196,9 @@ def _regression(dataset: Dataset, classes: int, seed: int) -> Metrics:
         LogisticRegression(C=10.0, class_weight="balanced", max_iter=1000),
     )
     model.fit(known, labels)
-    found = model.predict_proba(count_tokens(dataset.test, size))
-    if classes > 2 or np.bincount(labels).min() < 3:
-        return class_metrics(dataset.test.labels, found)
-    inner = cross_val_predict(model, known, labels, cv=3, method="predict_proba")[:, 1]
-    threshold, _ = best_threshold(labels, inner)
-    return binary_metrics(dataset.test.labels, found[:, 1], threshold)
+    found = np.zeros((len(dataset.test), classes))  # a rare class may not be among the chosen
+    found[:, model.classes_] = model.predict_proba(count_tokens(dataset.test, size))
+    return found
 
 
 def count_tokens(tokens: Tokens, size: int) -> Any:

@@ -33,6 +33,7 @@ from trainfit.jobs.configuration import Chosen, choose_weights, kind_of
 from trainfit.jobs.encoder import PreparedEncoder
 from trainfit.jobs.known_data import columns_of
 from trainfit.jobs.run import train as train
+from trainfit.jobs.targets import NamedClass
 from trainfit.jobs.text_baselines import text_arrays
 
 if TYPE_CHECKING:
@@ -188,6 +189,8 @@ def load_text_files(
     }
     datasets = text_datasets(_same_classes(base, classes), classes, **parts, **shares)
     _tell_repeated(datasets[0], tokenizer.unk_token_id)
+    if not tagged:
+        _tell_unmeasured(datasets[0], classes)
     return datasets
 
 
@@ -197,6 +200,18 @@ def _tell_cut(tokens: Tokens, max_length: int) -> None:
         what = f"{full:,} of {len(tokens):,} rows have {max_length} tokens or more"
         why = "what is beyond data.max_length is cut off"
         warnings.warn(f"{what}: {why}", TrainfitWarning, stacklevel=3)
+
+
+def _tell_unmeasured(data: Dataset, classes: Sequence[str]) -> None:
+    """Warn of classes that no row of the test or of the validation part has."""
+    found = {
+        name: sum(not count for count in data.metadata[name].get("by_class", ()))
+        for name in ("test", "validation")
+    }
+    if said := [f"{count:,} in the {name} part" for name, count in found.items() if count]:
+        what = f"of {len(classes):,} classes some have no row: {', '.join(said)}"
+        why = "nothing is measured of them there; give more rows of them, or join rare classes"
+        warnings.warn(f"{what}; {why}", TrainfitWarning, stacklevel=3)
 
 
 def _tell_repeated(data: Dataset, unknown: int | None) -> None:
@@ -314,7 +329,8 @@ def _learned(tokens: Tokens, classes: Sequence[str]) -> dict[str, Any]:
         return {"problem_type": "multi_label_classification"}
     if labels.dtype.kind != "f":
         weights = balanced_weights(labels, classes)
-        return {"problem_type": "single_label_classification", "class_weights": weights}
+        kind = {"problem_type": NamedClass.problem_type, "metric": NamedClass.metric}
+        return kind | {"class_weights": weights}
     mean, std = float(labels.mean()), float(labels.std())
     if not std:
         raise BadInput("all training labels are the same number", "give examples of others")

@@ -72,7 +72,9 @@ _GPUS = (
     PlotSpec("power_w", "GPU power", "watts", from_zero=True),
 )
 _COMPARED_SPEED = ("tokens_per_second", "mfu", "memory_gib")
-_CHOSEN = ("loss", "f1", "accuracy", "auc")
+_CHOSEN = ("loss", "f1", "macro_f1", "accuracy", "auc")
+_MAIN = {"f1": "F1", "macro_f1": "macro F1", "rmse": "RMSE", "val_loss": "validation loss"}
+"""Figures that decide, with their titles."""
 """Figures of evaluations that are plotted first."""
 
 
@@ -184,7 +186,7 @@ def _measures(run: RunFiles) -> list[PlotSpec]:
     first = list(dict.fromkeys(first))
     rest = [name for name in names if name not in (*first, "step", "seconds", "unigram_entropy")]
     chosen = first if first and first != ["loss"] else [*first, *rest]
-    titles = {"f1": "F1", "auc": "AUC", "rmse": "RMSE", "val_loss": "loss"}
+    titles = _MAIN | {"auc": "AUC", "val_loss": "loss"}
     return [
         PlotSpec(name, f"Validation {titles.get(name, name.replace('_', ' '))}") for name in chosen
     ]
@@ -283,17 +285,23 @@ def comparison(runs: Sequence[RunFiles]) -> Chapter:
 
 def main_score(run: RunFiles) -> tuple[str, IntervalRow] | None:
     """Main score of a run, with its interval where there are folds."""
+    metrics, name = run.results.get("metrics") or {}, main_figure(run)
+    if name is None:
+        return None
+    value = metrics.get(name, run.results.get(name))
+    low, high = (metrics.get("ci95") or {}).get(name) or (None, None)
+    label = _MAIN.get(name, name)
+    return label, IntervalRow(label=run.name, value=value, low=low, high=high)
+
+
+def main_figure(run: RunFiles) -> str | None:
+    """Name the figure that decides, among those that the run has."""
     metrics = run.results.get("metrics") or {}
+    folds = run.data.get("folds") or [{}]
     own = run.results.get("metric")  # of a job of the user's own
-    names = (
-        {str(own): str(own)} if own else {"f1": "F1", "rmse": "RMSE", "val_loss": "validation loss"}
-    )
-    for name, label in names.items():
-        value = metrics.get(name, run.results.get(name))
-        if value is not None:
-            low, high = (metrics.get("ci95") or {}).get(name) or (None, None)
-            return label, IntervalRow(label=run.name, value=value, low=low, high=high)
-    return None
+    names = (own,) if own else (folds[0].get("metric"), *_MAIN)
+    known = (str(name) for name in names if metrics.get(name, run.results.get(name)) is not None)
+    return next(known, None)
 
 
 def _table(runs: Sequence[RunFiles]) -> Table:

@@ -15,7 +15,13 @@ from trainfit.core.codec import own_version
 from trainfit.core.errors import MALFORMED, BadInput, TrainfitWarning
 from trainfit.core.files import text_facts, write_output
 from trainfit.core.records import Record
-from trainfit.reports.curve_sections import comparison, main_score, speed_section, training_section
+from trainfit.reports.curve_sections import (
+    comparison,
+    main_figure,
+    main_score,
+    speed_section,
+    training_section,
+)
 from trainfit.reports.model import Chapter, Headline, Remark, Section, shown
 from trainfit.reports.run_sections import (
     device_of,
@@ -32,7 +38,7 @@ from trainfit.reports.run_sections import (
     timeline_section,
     typical,
 )
-from trainfit.reports.score_sections import BASELINES, four, scores_section
+from trainfit.reports.score_sections import by_baseline, four, scores_section
 from trainfit.reports.study_sections import is_study, ladder_section, study_chapter
 from trainfit.runs import run_folder
 from trainfit.runs.reader import RunFiles, read_run
@@ -217,8 +223,9 @@ def _headlines(run: RunFiles) -> list[Headline]:
         beside = [] if one.low is None else [f"95%: {one.low:.3f}–{one.high:.3f}"]
         if (entropy := run.results.get("unigram_entropy")) is not None:
             beside.append(f"unigram entropy {entropy:.4f}")
-        baselines: Mapping[str, float] = run.results.get("baselines") or {}
-        beside += [f"{BASELINES.get(name, name)} {four(v)}" for name, v in baselines.items()]
+        figure = main_figure(run)
+        for title, figures in by_baseline(run.results.get("baselines") or {}).items():
+            beside += [f"{title} {four(figures[figure])}"] if figure in figures else []
         found.append(Headline(label=label, value=f"{one.value:.4f}", note="; ".join(beside)))
     steps = [int(part.train["step"][-1]) for part in run.parts if "step" in part.train]
     over = f"in {len(run.parts)} folds" if len(run.parts) > 1 else ""

@@ -61,13 +61,13 @@ _TAG_FIGURES = {name: title for name, title in FIGURES.items() if name != "auc"}
     "accuracy": "word accuracy"
 }
 BASELINES = {
-    "majority_f1": "majority class",
-    "all_o_f1": "O for every word",
-    "word_tags_f1": "each word's commonest tag",
-    "mean_rmse": "mean of the labels",
-    "bag_of_words_f1": "TF-IDF regression",
-    "bag_of_words_rmse": "TF-IDF regression",
+    "majority": "majority class",
+    "all_o": "O for every word",
+    "word_tags": "each word's commonest tag",
+    "mean": "mean of the labels",
+    "bag_of_words": "TF-IDF regression",
 }
+"""Baselines, with their titles; a result names each with its figure, such as majority_f1."""
 _MOST_CLASSES = 8
 
 
@@ -146,9 +146,21 @@ def score_rows(
         rows.append(("95% interval", *(pair(metrics["ci95"].get(name)) for name in names)))
     else:
         rows.append(("model", *_scores(metrics, names)))
-    for name, value in baselines.items():
-        rows.append((BASELINES.get(name, name), four(value), *[""] * (len(names) - 1)))
+    for title, figures in by_baseline(baselines).items():
+        cells = (four(figures[name]) if name in figures else "" for name in names)
+        rows.append((title, *cells))
     return rows, len(folds)
+
+
+def by_baseline(scores: Mapping[str, float]) -> dict[str, dict[str, float]]:
+    """Figures of each baseline, by its title."""
+    found: dict[str, dict[str, float]] = {}
+    for name, value in scores.items():
+        known = next((one for one in BASELINES if name.startswith(f"{one}_")), None)
+        title = name if known is None else BASELINES[known]
+        figure = name if known is None else name.removeprefix(f"{known}_")
+        found.setdefault(title, {})[figure] = float(value)
+    return found
 
 
 def _scores(figures: Mapping[str, Any], names: Collection[str]) -> list[str]:
@@ -160,25 +172,36 @@ def _table(metrics: Mapping[str, Any], run: RunFiles) -> Table:
     known = figures_of(problem_type_of(run))
     titles = {name: name.replace("_", " ") for name in metrics} if own else known
     rows, main = score_rows(metrics, run.results.get("baselines") or {}, titles)
+    notes = ["The interval is Student's t over the folds."] if main else []
+    names = class_names(run.data, 2)
+    if _is_named(run) and len(metrics.get("confusion") or ()) == 2:
+        notes.append(f"F1, precision, recall and the curves are of the class {names[1]}.")
     return Table(
         columns=("", *titles.values()),
         rows=tuple(rows),
         strong=(main,),
-        note="The interval is Student's t over the folds." if main else "",
+        note=" ".join(notes),
     )
+
+
+def _is_named(run: RunFiles) -> bool:
+    """Tell classes that have names of their own, none of which is the positive one."""
+    folds = run.data.get("folds") or [{}]
+    return bool(folds[0].get("metric") == "macro_f1")
 
 
 def _intervals(found: Predictions, run: RunFiles) -> Iterator[Intervals]:
     """F1 by fold and by criterion; without folds, all items come first."""
     references = _references(run)
     name = "F1" if found.classes == 2 else "Macro F1"
+    over = "rows" if _is_named(run) else "posts"
     parts = [(f"fold {number}", part) for number, part in found.by_fold()]
     folds = tuple(_row(label, part, at) for at, (label, part) in enumerate(parts))
     criteria = tuple(_row(label, part, 0) for label, part in found.by_criterion())
     whole = _row("all folds" if len(folds) > 1 else "model", found, -1)
     if len(folds) > 1 or not criteria:
         rows = (*folds, whole) if len(folds) > 1 else (whole,)
-        yield _plot("f1-folds", name, rows, references)
+        yield _plot("f1-folds", name, rows, references, over)
     if criteria:
         rows = criteria if len(folds) > 1 else (whole, *criteria)
         yield _plot("f1-criteria", f"{name} by criterion", rows)
@@ -204,8 +227,12 @@ def _sentence_intervals(run: RunFiles) -> Iterator[Intervals]:
 
 
 def _references(run: RunFiles) -> tuple[Reference, ...]:
-    baselines = (run.results.get("baselines") or {}).items()
-    return tuple(Reference(y=float(y), label=BASELINES.get(name, name)) for name, y in baselines)
+    found = by_baseline(run.results.get("baselines") or {})
+    return tuple(
+        Reference(y=figures["f1"], label=title)
+        for title, figures in found.items()
+        if "f1" in figures
+    )
 
 
 def _plot(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import shlex
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,14 @@ from trainfit.jobs.run import Show
 from trainfit.jobs.scores import JobResult
 from trainfit.reports import terminal
 from trainfit.reports.model import duration
-from trainfit.reports.score_sections import FIGURES, class_names, figures_of, four, score_rows
+from trainfit.reports.score_sections import (
+    FIGURES,
+    by_baseline,
+    class_names,
+    figures_of,
+    four,
+    score_rows,
+)
 from trainfit.runs.reader import read_object
 
 _MOST_CLASSES = 8
@@ -263,7 +270,7 @@ def own_page(result: Any) -> RenderableType:
 
 def result_page(result: JobResult) -> RenderableType:
     """Tables of the scores and the baselines."""
-    parts: list[RenderableType] = [_scores(result)]
+    parts: list[RenderableType] = [_scores(result), *_remarks(result)]
     if result.by_criterion:
         parts += ["", _criteria(result.by_criterion)]
     if result.by_label:
@@ -279,6 +286,31 @@ def result_page(result: JobResult) -> RenderableType:
     summed = f", {folds} folds added up" if folds > 1 else ""
     parts.append(Text(f"{duration(result.seconds)} of training{summed}; run folder {result.run}"))
     return Group(*parts)
+
+
+def _remarks(result: JobResult) -> Iterator[Text]:
+    """Say which class some scores are of, and where the model does not beat a baseline."""
+    data = (read_object(Path(result.run) / "data.json").get("folds") or [{}])[0]
+    numbers = result.problem_type == "regression"
+    main = "rmse" if numbers else str(data.get("metric", "f1"))
+    if main == "macro_f1" and len(data["classes"]) == 2:
+        yield Text(f"f1, precision and recall are of the class {data['classes'][1]}")
+    rivals = [
+        (figures[main], title)
+        for title, figures in by_baseline(result.baselines).items()
+        if main in figures
+    ]
+    if not rivals or main not in result.metrics:
+        return
+    best, title = (min if numbers else max)(rivals)
+    own = result.metrics[main]
+    if (own >= best) if numbers else (own <= best):
+        yield Text(
+            f"The model does not beat a baseline, {title}: "
+            f"{main} {four(own)} against {four(best)}. "
+            "Train on more rows or longer (--epochs), or with another --model or --lr.",
+            "yellow",
+        )
 
 
 def _confusion(run: str, counts: Sequence[Sequence[int]]) -> list[RenderableType]:

@@ -28,6 +28,9 @@ from trainfit.planning.question import Question
 
 Status = Literal["ok", "oom", "crashed", "hung", "failed", "skipped"]
 
+NOTHING_MEASURED = "nothing could be measured"
+"""Note of a result without any rate."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrialCandidate(Record):

@@ -22,7 +22,13 @@ from trainfit.tuning import tuned_cache
 from trainfit.tuning.candidates import Ask, Space, Variant, differences, neighbours, promising
 from trainfit.tuning.children import Children
 from trainfit.tuning.search import Found, Tried, search
-from trainfit.tuning.tuned_cache import Interval, Trial, TrialCandidate, TuneResult
+from trainfit.tuning.tuned_cache import (
+    NOTHING_MEASURED,
+    Interval,
+    Trial,
+    TrialCandidate,
+    TuneResult,
+)
 
 EVERY = 0.25
 """Seconds between two samples; the driver's own figures are means over about as long."""
@@ -105,7 +111,7 @@ def conclude(base: Plan, found: Found, seconds: float, notes: Sequence[str] = ()
     planned = next((tried for tried in found.tried if not tried.candidate.settings), None)
     best = found.tried[0] if found.tried else None
     if best is None:
-        notes = (*notes, "nothing could be measured")
+        notes = (*notes, NOTHING_MEASURED)
     return TuneResult(
         best=base if best is None else _measured(base, best, found.trials, planned),
         trials=found.trials,
