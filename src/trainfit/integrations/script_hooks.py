@@ -196,11 +196,14 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
 
     _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module) or any(one.model() is model for one in _reports):
+    if not isinstance(model, nn.Module):
         return
+    for one in (there := facts_in(model)):
+        one.watch_anew()  # this training may read other columns than one before
     known = {id(tally) for one in _reports for tally in one.tallies}
-    if (there := facts_in(model)) and all(id(one.tally) in known for one in there):
-        return  # wrapped, as by torch.compile
+    wrapped = there and all(id(one.tally) in known for one in there)  # as by torch.compile
+    if wrapped or any(one.model() is model for one in _reports):
+        return
     names = [name for name in os.environ.get(_NAMES, "").split(",") if name]
     try:
         found = apply_speedups(trainer, names)

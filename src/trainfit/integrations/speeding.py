@@ -43,8 +43,6 @@ TrainerT = TypeVar("TrainerT")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _PLAIN_ADAMW = "adamw_torch"
-_WATCHED = 8
-"""Batches in which heads of a script are watched: it may train several of them in turn."""
 _OURS = "_trainfit_changed"
 """Mark of a function of a trainer that was replaced: each of its trainings comes here again."""
 
@@ -137,8 +135,7 @@ def _prepare(facts: Unpadding, names: Collection[str]) -> None:
     facts.strange = True
     if facts.reads == "outside":
         facts.reads = "unknown"
-    if facts.wait == 1:
-        facts.wait = _WATCHED
+    facts.watch_anew()
     if "graphs" in names:
         facts.graphs = facts.graphs or BodyGraphs()
         if "compile" in names:
@@ -232,6 +229,7 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
         elif known.reads in _SETTLED and (known.reads != facts.reads or _goes_past(one, facts)):
             known.reads = "unknown"  # heads share the body, and read it in different ways
         body.__dict__[FACTS].insisted |= insist
+        body.__dict__[FACTS].watch_anew()
     return model
 
 

@@ -32,7 +32,10 @@ _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
 _READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")
 _KNOWN = {"torch", "transformers", "peft", "accelerate", "trainfit", "bitsandbytes", "torchao"}
 """Packages whose layers and hooks take a packed row."""
-_LOOKS = 16
+_LOOKS, _AGAIN = 16, 50
+"""Batches without padding that are watched at first, and after how many others one is again."""
+_WATCHED = 8
+"""Batches in which heads of a script are watched: it may train several of them in turn."""
 _NOISE = "transformers.integrations.neftune"
 """Module of the one hook among them that reads how wide rows are."""
 
@@ -55,8 +58,11 @@ class Unpadding:
     """True for a model of a script that is not known, which may read padding before it trains."""
     wait: int = 1
     """Batches that are watched with padding before one goes without."""
-    looks: int = _LOOKS
-    """Batches without padding that are still watched: a script may have several heads."""
+    looks: int = 0
+    """Batches without padding that have come since: some are watched for heads that came later."""
+    trusted: frozenset[str] | None = frozenset()
+    """`watched` as it was before a backward pass: a checkpoint goes its first way again there.
+    None: padding is read."""
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
@@ -78,6 +84,22 @@ class Unpadding:
             self.tally.packed += 1
             self.tally.real += batch.tokens
             self.tally.padded += batch.rows * batch.width
+
+    def watch_anew(self) -> None:
+        """Watch again who reads padded columns: another training may have another head."""
+        self.watched.clear()
+        self.wait, self.looks = _WATCHED if self.strange else 1, 0
+
+    def looks_now(self) -> bool:
+        """Count a batch that goes without padding, and tell if it is watched."""
+        self.looks += 1
+        return self.looks <= _LOOKS or self.looks % _AGAIN == 0
+
+    def trusts(self, sides: frozenset[str], *, unsure: bool) -> bool:
+        """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched."""
+        if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
+            self.trusted = None if self.reads == "padding" else frozenset(self.watched)
+        return not sides if self.trusted is None else not unsure or sides <= self.trusted
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""

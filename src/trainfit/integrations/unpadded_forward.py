@@ -87,7 +87,7 @@ def body_of(model: Any) -> Any:
     return base.decoder if model.config.model_type == "opt" and hasattr(base, "decoder") else base
 
 
-_packed_inputs = uncompiled(packed_inputs)
+_packed_inputs, _trusts = uncompiled(packed_inputs), uncompiled(Unpadding.trusts)
 
 
 @partial(uncompiled, recursive=False)
@@ -99,9 +99,9 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, self, body, given)
-    unsure = facts.strange or _learns(self)  # a loss of the script may read padded columns
+    unsure = facts.strange or self.training  # a loss of the script may read padded columns
     try:
-        if batch is not None and _sure(facts, batch, unsure):
+        if batch is not None and _trusts(facts, batch.sides, unsure=unsure):
             inputs = _packed_inputs(facts, body, given, batch)
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
@@ -114,7 +114,9 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
         return (
-            output if batch is None or not unsure else _watch(facts, batch, output, self.training)
+            output
+            if batch is None or not unsure
+            else _watch(facts, batch, output, training=self.training)
         )
     finally:
         body.__dict__.pop(_PASSING, None)
@@ -140,11 +142,12 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
-    outside = (facts.reads == "outside" or shown) and (facts.strange or _learns(self))
-    unsure = outside or facts.reads == "unknown"
-    if not _sure(facts, batch, unsure):
+    outside = (facts.reads == "outside" or shown) and (facts.strange or self.training)
+    unsure = outside or facts.reads in ("unknown", "padding")
+    if not _trusts(facts, batch.sides, unsure=unsure):
         facts.count(None)
-        return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
+        output = kind.forward(self, *args, **kwargs)
+        return _watch(facts, batch, output, training=self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
@@ -279,17 +282,6 @@ def _as_asked(self: Any, given: dict[str, Any], output: Any) -> Any:
     return output if named else output.to_tuple()
 
 
-def _learns(model: Any) -> bool:
-    return bool(model.training and torch.is_grad_enabled())
-
-
-def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
-    """Tell if nobody reads the padded columns of a batch; if `unsure`, as far as was watched."""
-    if facts.reads == "padding":
-        return not batch.sides
-    return not unsure or batch.sides <= facts.watched
-
-
 def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
     """Return the outputs of each column: logits, hidden states."""
     values = output.values() if isinstance(output, dict) else output
@@ -301,14 +293,20 @@ def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
 @uncompiled
 def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
     """Look at the gradients of a few batches without padding too, which other heads may read."""
-    if facts.looks and any(one.requires_grad for one in _per_token(batch, output)):
-        facts.looks -= 1
-        _watch(facts, batch, output, training=False)
+    if any(one.requires_grad for one in _per_token(batch, output)) and facts.looks_now():
+        _watch(facts, batch, output, packed=True)
     return output
 
 
 @uncompiled
-def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
+def _watch(
+    facts: Unpadding,
+    batch: UnpaddedRows | None,
+    output: Any,
+    *,
+    training: bool = False,
+    packed: bool = False,
+) -> Any:
     """Find out by the gradients if any code reads padded columns."""
     if batch is None or batch.mask is None or facts.reads == "padding":
         return output
@@ -321,7 +319,8 @@ def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: 
             return
         if found[1]:
             facts.reads = "padding"
-            facts.say("what stands on top of it reads padded columns")
+            late = ", which it began to in a later step: some had zeros there" if packed else ""
+            facts.say(f"what stands on top of it reads padded columns{late}")
         elif found[2] and facts.reads != "padding" and facts.wait <= 0:
             facts.watched |= batch.sides
 
@@ -329,6 +328,6 @@ def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: 
     facts.wait -= bool(learnt)
     for one in learnt:
         one.register_hook(look)
-    if training and not learnt:
+    if training and not learnt and torch.is_grad_enabled():  # else a second pass may have one
         facts.say("no gradient reaches it, which would show if padded columns are read")
     return output

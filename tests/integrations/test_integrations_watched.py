@@ -1,0 +1,108 @@
+"""Code of a script that reads padded columns is noticed, also late and in checkpoints."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+from transformers import BertModel
+from unpadded_tiny import batch, config
+
+import trainfit
+from trainfit.integrations import script_hooks
+from trainfit.integrations.speeding import apply_speedups, facts_in
+
+
+def first(model: Any) -> Tensor:
+    """Read the first column of a batch."""
+    found: Tensor = model(**batch("bert"))[0][:, 0]
+    return found
+
+
+def mean(model: Any) -> Tensor:
+    """Read all columns, the padded ones too."""
+    found: Tensor = model(**batch("bert"))[0].mean(1)
+    return found
+
+
+def bodies() -> tuple[Any, Any]:
+    """Return a body twice, without dropout."""
+    torch.manual_seed(0)
+    plain = BertModel(config("bert"))
+    return plain, copy.deepcopy(plain)
+
+
+def check_steps(plain: Any, model: Any, read: Callable[[Any], Tensor], steps: int = 10) -> None:
+    """Compare losses and gradients of both models."""
+    for _ in range(steps):
+        losses = []
+        for one in (plain, model):
+            one.zero_grad()
+            losses.append(read(one).exp().mean())
+            losses[-1].backward()
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+        weights = (one.embeddings.word_embeddings.weight.grad for one in (plain, model))
+        torch.testing.assert_close(*weights, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["run", "speed_up", "unpadded"])
+def test_a_later_training_may_read_padding(
+    how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("_reports", []), ("_earlier", []), ("_turns", None)):
+        monkeypatch.setattr(script_hooks, name, value)
+    monkeypatch.setattr(script_hooks, "_begin_turns", lambda _: None)
+    monkeypatch.setattr(script_hooks.atexit, "register", lambda *_: None)
+    monkeypatch.setenv("TRAINFIT_SPEED_UP_NAMES", "unpadded")
+    begin: dict[str, Callable[[Any], Any]] = {
+        "run": lambda model: script_hooks._take(model, tmp_path, model),
+        "speed_up": lambda model: trainfit.speed_up(model, quiet=True),
+        "unpadded": trainfit.unpadded,
+    }
+    plain, model = bodies()
+    begin[how](model)
+    check_steps(plain, model, first)
+    assert facts_in(model)[0].tally.packed
+    begin[how](nn.Sequential(model))
+    check_steps(plain, model, mean)
+
+
+def test_a_head_that_reads_padding_late_is_noticed() -> None:
+    model = trainfit.unpadded(bodies()[1])
+    [facts] = facts_in(model)
+    for _ in range(30):
+        first(model).sum().backward()
+    steps = 0
+    while facts.reads != "padding":
+        mean(model).exp().sum().backward()
+        steps += 1
+    assert steps <= 50
+    assert "some had zeros there" in str(facts.tally.said)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("read", [first, mean])
+def test_a_checkpoint_goes_the_same_way_again(
+    read: Callable[[Any], Tensor], reentrant: bool, known: bool
+) -> None:
+    plain, model = bodies()
+    if known:
+        trainfit.unpadded(model)
+    else:
+        apply_speedups(model, ["unpadded"])
+    factor = torch.ones(1, requires_grad=True)
+
+    def checkpointed(one: Any) -> Tensor:
+        found: Tensor = checkpoint(lambda by: read(one) * by, factor, use_reentrant=reentrant)
+        return found
+
+    check_steps(plain, model, checkpointed, 12)
+    [facts] = facts_in(model)
+    assert bool(facts.tally.packed) == (read is first)
