@@ -10,8 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import BertModel
+from transformers import BertModel, RobertaModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.roberta import modeling_roberta
 from unpadded_tiny import batch, config
 
 import trainfit
@@ -106,3 +110,43 @@ def test_a_checkpoint_goes_the_same_way_again(
     check_steps(plain, model, checkpointed, 12)
     [facts] = facts_in(model)
     assert bool(facts.tally.packed) == (read is first)
+
+
+def stretched(*given: Any, **named: Any) -> Any:
+    """Attend by a rule of the script's own."""
+    found, weights = sdpa_attention_forward(*given, **named)
+    return found * 1.5, weights
+
+
+@pytest.mark.parametrize("where", ["registry", "module", "torch"])
+def test_an_attention_of_the_script_is_used(where: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = functional.scaled_dot_product_attention
+    own = "eager" if where == "module" else "sdpa"
+    plain: Any = RobertaModel._from_config(config("roberta"), attn_implementation=own)
+    model = copy.deepcopy(plain.eval())
+    trainfit.unpadded(model)
+    before = model(**batch("roberta"))[0]
+    if where == "registry":
+        monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", stretched)
+    elif where == "module":
+        monkeypatch.setattr(modeling_roberta, "eager_attention_forward", stretched)
+    else:
+        monkeypatch.setattr(
+            functional, "scaled_dot_product_attention", lambda *a, **n: attend(*a, **n) * 1.5
+        )
+    found, expected = (one(**batch("roberta"))[0] for one in (model, plain))
+    torch.testing.assert_close(found, expected)
+    assert not torch.allclose(found, before, atol=1e-2)
+
+
+def test_a_hook_on_all_modules_sees_rows() -> None:
+    model, given, seen = trainfit.unpadded(bodies()[1].eval()), batch("bert"), []
+    handle = nn.modules.module.register_module_forward_hook(
+        lambda module, _, found: seen.append((type(module).__name__, found))
+    )
+    try:
+        model(**given)
+    finally:
+        handle.remove()
+    shapes = {found.shape[:2] for name, found in seen if name == "BertIntermediate"}
+    assert shapes == {given["input_ids"].shape}

@@ -10,6 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
 
 from trainfit.integrations.body_graphs import BodyGraphs, Tally
@@ -18,7 +19,12 @@ from trainfit.integrations.host_batches import host_copies
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.attention import computed_in
 from trainfit.kernels.fused_ops import IGNORED
-from trainfit.kernels.unpadded_rows import AttentionCase, UnpaddedRows, takes_packed
+from trainfit.kernels.unpadded_rows import (
+    AttentionCase,
+    UnpaddedRows,
+    own_attention,
+    takes_packed,
+)
 
 _LOG = logging.getLogger("trainfit")
 
@@ -117,6 +123,10 @@ def foreign_part(runner: nn.Module) -> str | None:
     loss = runner.__dict__.get("_loss_function")
     if loss is not None and not _known(loss):
         return "a loss of the script, set as loss_function, would see packed rows"
+    if not all(
+        _known(hook) for kind in HOOKS for hook in getattr(every, f"_global{kind}").values()
+    ):
+        return "a hook on all modules would see packed rows"
     for module in runner.modules():
         if module is runner:
             continue
@@ -142,6 +152,10 @@ def late_obstacle(unpadding: Unpadding, runner: Any, body: Any) -> str | None:
     """Reason that a script has brought into its model since it goes without padding."""
     if unpadding.own and not takes_packed(body.config._attn_implementation):
         return f"its attention implementation was set to {body.config._attn_implementation}"
+    attentions = [functional.scaled_dot_product_attention]
+    attentions += [own_attention(unpadding.own, body)] if unpadding.own else []
+    if not all(_known(one) for one in attentions):
+        return "its attention was replaced by one of the script"
     now = RemovableHandle.next_id, runner is body  # the number of all hooks so far
     if unpadding.looked != now:
         if (found := foreign_part(runner)) is not None:
