@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call, jvp
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
-from transformers import BertModel, RobertaModel
+from transformers import AutoModelForSequenceClassification, BertModel, RobertaModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.roberta import modeling_roberta
@@ -101,10 +102,10 @@ def test_a_checkpoint_goes_the_same_way_again(
         trainfit.unpadded(model)
     else:
         apply_speedups(model, ["unpadded"])
-    factor = torch.ones(1, requires_grad=True)
+    gate = torch.ones(1, requires_grad=True)  # a reentrant one looks for an input that learns
 
     def checkpointed(one: Any) -> Tensor:
-        found: Tensor = checkpoint(lambda by: read(one) * by, factor, use_reentrant=reentrant)
+        found: Tensor = checkpoint(lambda _: read(one), gate, use_reentrant=reentrant)
         return found
 
     check_steps(plain, model, checkpointed, 12)
@@ -150,3 +151,43 @@ def test_a_hook_on_all_modules_sees_rows() -> None:
         handle.remove()
     shapes = {found.shape[:2] for name, found in seen if name == "BertIntermediate"}
     assert shapes == {given["input_ids"].shape}
+
+
+# ── derivatives that kernels of attention do not have ─────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["roberta", "mpnet", "deberta-v3"])
+@pytest.mark.parametrize("side", ["right", "none"])
+def test_gradients_of_gradients(name: str, side: str) -> None:
+    made = config(name)
+    made._attn_implementation = "eager"
+    torch.manual_seed(0)
+    plain: Any = AutoModelForSequenceClassification.from_config(made)
+    model = copy.deepcopy(plain)
+    apply_speedups(model, ["unpadded"])
+    for _ in range(10):
+        losses = []
+        for one in (plain, model):
+            one.zero_grad()
+            weight = one.get_input_embeddings().weight
+            loss = one(**batch(name, side), labels=torch.arange(4) % 3).loss
+            [slope] = torch.autograd.grad(loss, weight, create_graph=True)
+            losses.append(loss + slope.square().sum())
+            losses[-1].backward()
+        torch.testing.assert_close(*losses, rtol=0, atol=1e-5)
+    assert facts_in(model)[0].twice == (name == "roberta")
+
+
+def test_forward_derivatives() -> None:
+    plain: Any = RobertaModel._from_config(config("roberta"), attn_implementation="eager").eval()
+    model = trainfit.unpadded(copy.deepcopy(plain))
+    found = []
+    for one in (plain, model):
+        weights = {name: value.detach() for name, value in one.named_parameters()}
+
+        def first_of(given: Any, one: Any = one) -> Tensor:
+            read: Tensor = functional_call(one, given, (), batch("roberta"))[0][:, 0]
+            return read
+
+        found.append(jvp(first_of, (weights,), (weights,))[1])
+    torch.testing.assert_close(*found)

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
@@ -69,6 +70,8 @@ class Unpadding:
     trusted: frozenset[str] | None = frozenset()
     """`watched` as it was before a backward pass: a checkpoint goes its first way again there.
     None: padding is read."""
+    twice: bool = False
+    """True once gradients of gradients were asked for, which kernels of attention do not have."""
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
@@ -105,7 +108,14 @@ class Unpadding:
         """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched."""
         if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
             self.trusted = None if self.reads == "padding" else frozenset(self.watched)
-        return not sides if self.trusted is None else not unsure or sides <= self.trusted
+        if self.trusted is None or (self.wait > 0 and self.differentiable):
+            return self.trusted is None and not sides
+        return not unsure or sides <= self.trusted
+
+    @property
+    def differentiable(self) -> bool:
+        """True if a script may differentiate its attention twice, which SDPA cannot."""
+        return self.strange and self.own == "eager"
 
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""
@@ -166,6 +176,10 @@ def late_obstacle(unpadding: Unpadding, runner: Any, body: Any) -> str | None:
 
 def call_obstacle(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> str | None:
     """Reason why a call cannot go without padding, by its arguments alone; None: it can."""
+    if unpadding.twice:
+        return "gradients of gradients are asked for"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a transform of torch.func, or a forward derivative"
     if not unpadding.insisted and _slower(body):
         return "a DeBERTa in float32 has no kernel on a GPU, and is slower without padding"
     if given.get("output_attentions") or getattr(body.config, "output_attentions", False):

@@ -308,11 +308,15 @@ def _watch(
     packed: bool = False,
 ) -> Any:
     """Find out by the gradients if any code reads padded columns."""
-    if batch is None or batch.mask is None or facts.reads == "padding":
+    if batch is None or (facts.reads == "padding" and facts.wait <= 0):
         return output
-    empty = ~batch.mask
 
     def look(gradient: Tensor) -> None:
+        if gradient.requires_grad and facts.differentiable:
+            facts.twice = True
+        if batch.mask is None or facts.twice or facts.reads == "padding":
+            return
+        empty = ~batch.mask
         finite = gradient.isfinite().all()
         found = torch.stack([finite, gradient[empty].any(), gradient[~empty].any()]).tolist()
         if not found[0]:  # a step that overflowed says nothing, nor does a head of zeros
@@ -321,7 +325,7 @@ def _watch(
             facts.reads = "padding"
             late = ", which it began to in a later step: some had zeros there" if packed else ""
             facts.say(f"what stands on top of it reads padded columns{late}")
-        elif found[2] and facts.reads != "padding" and facts.wait <= 0:
+        elif found[2] and facts.wait <= 0:
             facts.watched |= batch.sides
 
     learnt = [one for one in _per_token(batch, output) if one.requires_grad]
