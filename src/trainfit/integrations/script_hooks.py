@@ -44,6 +44,8 @@ COMPILED = "compiled blocks"
 WITHOUT = "without padding"
 NO_MODEL = "has no model of transformers in it"
 _LATER = " (left out later)"
+_ALONE = "faster (no Python began with trainfit; where the command sets PYTHONPATH, end it with "
+_ALONE += ":$PYTHONPATH, and run no python -I, -E or -S)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +135,7 @@ def run_sped_up(
     with tempfile.TemporaryDirectory(prefix="trainfit-run-") as folder:
         variables = {"TRAINFIT_SPEED_UP": folder, _NAMES: ",".join(names), _DRY: str(int(dry_run))}
         code = run_injected(command, variables)
-        found = []
+        found = [] if Path(folder, "began").exists() else [SpeedUp(left=(_ALONE,))]
         for path in sorted(Path(folder).glob("*.json")):
             with suppress(BadInput):
                 found.append(SpeedUp.load(path))
