@@ -17,7 +17,7 @@ from transformers import AutoModelForSequenceClassification, BertModel, RobertaM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.roberta import modeling_roberta
-from unpadded_tiny import batch, config
+from unpadded_tiny import HEADS, batch, config
 
 import trainfit
 from trainfit.integrations import script_hooks
@@ -76,6 +76,25 @@ def test_a_later_training_may_read_padding(
     assert facts_in(model)[0].tally.packed
     begin[how](nn.Sequential(model))
     check_steps(plain, model, mean)
+
+
+@pytest.mark.parametrize("head", ["classes", "tokens"])
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("read", [first, mean])
+def test_a_script_may_go_past_the_head(
+    read: Callable[[Any], Tensor], known: bool, head: str
+) -> None:
+    torch.manual_seed(0)
+    plain = HEADS[head].from_config(config("bert"))
+    model = copy.deepcopy(plain)
+    if known:
+        trainfit.unpadded(model)
+    else:
+        apply_speedups(model, ["unpadded"])
+    check_steps(plain.bert, model.bert, read)
+    [facts] = facts_in(model)
+    assert bool(facts.tally.packed) == (read is first)
+    assert model(**batch("bert")).logits.shape[0] == 4
 
 
 def test_a_head_that_reads_padding_late_is_noticed() -> None:

@@ -34,6 +34,10 @@ HeadReads = Literal["outside", "columns", "first", "last", "unknown", "padding"]
 the first of a row, the last that is no padding id. Unknown ones are watched in a backward pass, and
 found to be padding too, or not."""
 
+PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes whose head has a result per column."""
+SETTLED = ("columns", "first", "last")
+"""Columns that a head of transformers' own is known to read."""
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
 _READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")

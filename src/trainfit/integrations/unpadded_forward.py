@@ -15,6 +15,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.unpadded_calls import (
+    PER_COLUMN,
+    SETTLED,
     Unpadding,
     call_obstacle,
     find_rows,
@@ -28,7 +30,7 @@ from trainfit.kernels.unpadded_rows import UnpaddedRows, unpadded_attention
 
 FACTS = "_trainfit_unpadding"
 """Attribute of a body that holds its `Unpadding`."""
-_PASSING = "_trainfit_passing"
+_PASSING, _BY_HEAD = "_trainfit_passing", "_trainfit_by_head"
 
 FunctionT = TypeVar("FunctionT")
 
@@ -92,11 +94,20 @@ _packed_inputs, _trusts = uncompiled(packed_inputs), uncompiled(Unpadding.trusts
 
 @partial(uncompiled, recursive=False)
 def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
-    """Run a model with a result per column: its head sees no padding either."""
+    """Run a model with a head: one with a result per column sees no padding either.
+
+    Others call the body, which must know that no code of a script does.
+    """
     body = body_of(self)
     facts: Unpadding | None = body.__dict__.get(FACTS)
     if facts is None or facts.off:
         return kind.forward(self, *args, **kwargs)
+    if not kind.__name__.endswith(PER_COLUMN):
+        body.__dict__[_BY_HEAD] = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            body.__dict__.pop(_BY_HEAD, None)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, self, body, given)
     unsure = facts.strange or self.training  # a loss of the script may read padded columns
@@ -142,7 +153,8 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
-    outside = (facts.reads == "outside" or shown) and (facts.strange or self.training)
+    direct = facts.reads in SETTLED and _BY_HEAD not in self.__dict__  # past the head
+    outside = (facts.reads == "outside" or shown or direct) and (facts.strange or self.training)
     unsure = outside or facts.reads in ("unknown", "padding")
     if not _trusts(facts, batch.sides, unsure=unsure):
         facts.count(None)
