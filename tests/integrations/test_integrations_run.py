@@ -76,6 +76,16 @@ def test_a_script_is_faster_with_the_same_losses(
     assert [float(word) for word in line.split()[1:]] == pytest.approx(names["LOSSES"], abs=1e-4)
 
 
+@pytest.mark.parametrize("before", [["env", "PYTHONPATH=/"], ["env"]])
+def test_a_command_that_leaves_the_path_out_is_told_so(
+    before: list[str], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["run", "--", *before, sys.executable, "-c", "pass"]) == 0
+    said = capfd.readouterr().err
+    assert ("end it with :$PYTHONPATH" in said) == (len(before) == 2)
+    assert ("no training of a known trainer" in said) == (len(before) == 1)
+
+
 def test_wrong_words_are_refused_in_one_line(capfd: pytest.CaptureFixture[str]) -> None:
     for words, said in (
         ([], "give --"),

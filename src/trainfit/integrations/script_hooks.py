@@ -44,6 +44,8 @@ COMPILED = "compiled blocks"
 WITHOUT = "without padding"
 NO_MODEL = "has no model of transformers in it"
 _LATER = " (left out later)"
+_ALONE = "faster (no Python began with trainfit; where the command sets PYTHONPATH, end it with "
+_ALONE += ":$PYTHONPATH, and run no python -I, -E or -S)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +135,7 @@ def run_sped_up(
     with tempfile.TemporaryDirectory(prefix="trainfit-run-") as folder:
         variables = {"TRAINFIT_SPEED_UP": folder, _NAMES: ",".join(names), _DRY: str(int(dry_run))}
         code = run_injected(command, variables)
-        found = []
+        found = [] if Path(folder, "began").exists() else [SpeedUp(left=(_ALONE,))]
         for path in sorted(Path(folder).glob("*.json")):
             with suppress(BadInput):
                 found.append(SpeedUp.load(path))
@@ -199,11 +201,14 @@ def _take(trainer: Any, folder: Path, loop: Any) -> None:
 
     _follow(loop)
     model = trainer if isinstance(trainer, nn.Module) else getattr(trainer, "model", None)
-    if not isinstance(model, nn.Module) or any(one.model() is model for one in _reports):
+    if not isinstance(model, nn.Module):
         return
+    for one in (there := facts_in(model)):
+        one.watch_anew()  # this training may read other columns than one before
     known = {id(tally) for one in _reports for tally in one.tallies}
-    if (there := facts_in(model)) and all(id(one.tally) in known for one in there):
-        return  # wrapped, as by torch.compile
+    wrapped = there and all(id(one.tally) in known for one in there)  # as by torch.compile
+    if wrapped or any(one.model() is model for one in _reports):
+        return
     names = [name for name in os.environ.get(_NAMES, "").split(",") if name]
     try:
         found = apply_speedups(trainer, names)

@@ -28,7 +28,14 @@ from trainfit.integrations.script_hooks import (
     SpeedUp,
     chosen,
 )
-from trainfit.integrations.unpadded_calls import HeadReads, Unpadding, foreign_part, own_forward
+from trainfit.integrations.unpadded_calls import (
+    PER_COLUMN,
+    SETTLED,
+    HeadReads,
+    Unpadding,
+    foreign_part,
+    own_forward,
+)
 from trainfit.integrations.unpadded_forward import FACTS, body_of, run_body, run_head
 from trainfit.jobs.models.backbone import traits_of
 from trainfit.kernels.supported import OWN_ATTENTION
@@ -43,8 +50,6 @@ TrainerT = TypeVar("TrainerT")
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 _PLAIN_ADAMW = "adamw_torch"
-_WATCHED = 8
-"""Batches in which heads of a script are watched: it may train several of them in turn."""
 _OURS = "_trainfit_changed"
 """Mark of a function of a trainer that was replaced: each of its trainings comes here again."""
 
@@ -137,8 +142,7 @@ def _prepare(facts: Unpadding, names: Collection[str]) -> None:
     facts.strange = True
     if facts.reads == "outside":
         facts.reads = "unknown"
-    if facts.wait == 1:
-        facts.wait = _WATCHED
+    facts.watch_anew()
     if "graphs" in names:
         facts.graphs = facts.graphs or BodyGraphs()
         if "compile" in names:
@@ -204,10 +208,7 @@ FAMILIES = (
     *("qwen3", "phi", "phi3", "olmo2", "smollm3", "gpt_neox", "gpt2", "opt"),
 )
 """Model types whose packed outputs were compared with the padded ones."""
-_PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
 _SHIFTED = ("ForCausalLM", "LMHeadModel")
-_SETTLED = ("outside", "columns", "first", "last")
-"""Columns that are known without watching."""
 
 
 def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
@@ -229,9 +230,12 @@ def unpadded(model: ModuleT, *, insist: bool = False) -> ModuleT:
         known: Unpadding | None = body.__dict__.get(FACTS)
         if known is None:
             _replace(one, body, facts)
-        elif known.reads in _SETTLED and (known.reads != facts.reads or _goes_past(one, facts)):
+        elif known.reads in ("outside", *SETTLED) and (
+            known.reads != facts.reads or _goes_past(one, facts)
+        ):
             known.reads = "unknown"  # heads share the body, and read it in different ways
         body.__dict__[FACTS].insisted |= insist
+        body.__dict__[FACTS].watch_anew()
     return model
 
 
@@ -254,7 +258,7 @@ def facts_in(model: nn.Module) -> list[Unpadding]:
 def foreign_in(model: nn.Module) -> str | None:
     """Name a layer or a hook of the script's own that keeps the padding of a model."""
     for one in _outermost(model):
-        per_column = type(one).__name__.endswith(_PER_COLUMN)
+        per_column = type(one).__name__.endswith(PER_COLUMN)
         if (found := foreign_part(one if per_column else body_of(one))) is not None:
             return found
     return None
@@ -323,7 +327,7 @@ def _reads(model: PreTrainedModel, body: PreTrainedModel, alone: bool) -> HeadRe
         return "outside" if alone else "unknown"
     if own_forward(model):
         return "unknown"
-    if name.endswith(_PER_COLUMN):
+    if name.endswith(PER_COLUMN):
         return "unknown" if getattr(model.config, "sparse_prediction", False) else "columns"
     if not name.endswith("ForSequenceClassification"):
         return "unknown"
@@ -348,9 +352,8 @@ def _replace(model: PreTrainedModel, body: PreTrainedModel, facts: Unpadding) ->
 
 
 def _goes_past(model: PreTrainedModel, facts: Unpadding) -> bool:
-    """Tell if a head has a result per column, and has not its forward without padding yet."""
-    per_column = type(model).__name__.endswith(_PER_COLUMN) and facts.reads == "columns"
-    return per_column and not hasattr(type(model), "_trainfit_kind")
+    """Tell if a head reads known columns, and has not its forward without padding yet."""
+    return facts.reads in SETTLED and not hasattr(type(model), "_trainfit_kind")
 
 
 # ── the class of a model without padding ──────────────────────────────────────────────────────────

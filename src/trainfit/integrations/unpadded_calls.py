@@ -9,7 +9,9 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 from torch.nn import functional
+from torch.nn.modules import module as every
 from torch.utils.hooks import RemovableHandle
 
 from trainfit.integrations.body_graphs import BodyGraphs, Tally
@@ -18,7 +20,12 @@ from trainfit.integrations.host_batches import host_copies
 from trainfit.jobs.models.backbone import Traits
 from trainfit.kernels.attention import computed_in
 from trainfit.kernels.fused_ops import IGNORED
-from trainfit.kernels.unpadded_rows import AttentionCase, UnpaddedRows, takes_packed
+from trainfit.kernels.unpadded_rows import (
+    AttentionCase,
+    UnpaddedRows,
+    own_attention,
+    takes_packed,
+)
 
 _LOG = logging.getLogger("trainfit")
 
@@ -27,12 +34,19 @@ HeadReads = Literal["outside", "columns", "first", "last", "unknown", "padding"]
 the first of a row, the last that is no padding id. Unknown ones are watched in a backward pass, and
 found to be padding too, or not."""
 
+PER_COLUMN = ("ForTokenClassification", "ForMaskedLM", "ForCausalLM", "LMHeadModel")
+"""Ends of the names of classes whose head has a result per column."""
+SETTLED = ("columns", "first", "last")
+"""Columns that a head of transformers' own is known to read."""
 _PER_TOKEN = ("input_ids", "inputs_embeds", "token_type_ids", "position_ids", "labels")
 _PASSED_ON = ("output_hidden_states", "num_items_in_batch")
 _READ = ("attention_mask", "return_dict", "output_attentions", "use_cache", "past_key_values")
 _KNOWN = {"torch", "transformers", "peft", "accelerate", "trainfit", "bitsandbytes", "torchao"}
 """Packages whose layers and hooks take a packed row."""
-_LOOKS = 16
+_LOOKS, _AGAIN = 16, 50
+"""Batches without padding that are watched at first, and after how many others one is again."""
+_WATCHED = 8
+"""Batches in which heads of a script are watched: it may train several of them in turn."""
 _NOISE = "transformers.integrations.neftune"
 """Module of the one hook among them that reads how wide rows are."""
 
@@ -55,8 +69,13 @@ class Unpadding:
     """True for a model of a script that is not known, which may read padding before it trains."""
     wait: int = 1
     """Batches that are watched with padding before one goes without."""
-    looks: int = _LOOKS
-    """Batches without padding that are still watched: a script may have several heads."""
+    looks: int = 0
+    """Batches without padding that have come since: some are watched for heads that came later."""
+    trusted: frozenset[str] | None = frozenset()
+    """`watched` as it was before a backward pass: a checkpoint goes its first way again there.
+    None: padding is read."""
+    twice: bool = False
+    """True once gradients of gradients were asked for, which kernels of attention do not have."""
     off: bool = False
     """True while all batches are to go the model's own way."""
     graphs: BodyGraphs | None = None
@@ -93,6 +112,29 @@ class Unpadding:
             self.graphs.make_room(body.device, tokens / self.most)
         self.most = tokens
 
+    def watch_anew(self) -> None:
+        """Watch again who reads padded columns: another training may have another head."""
+        self.watched.clear()
+        self.wait, self.looks = _WATCHED if self.strange else 1, 0
+
+    def looks_now(self) -> bool:
+        """Count a batch that goes without padding, and tell if it is watched."""
+        self.looks += 1
+        return self.looks <= _LOOKS or self.looks % _AGAIN == 0
+
+    def trusts(self, sides: frozenset[str], *, unsure: bool) -> bool:
+        """Tell if nobody reads the padding on these sides; if `unsure`, as far as was watched."""
+        if torch._C._current_graph_task_id() == -1:  # outside of a backward pass
+            self.trusted = None if self.reads == "padding" else frozenset(self.watched)
+        if self.trusted is None or (self.wait > 0 and self.differentiable):
+            return self.trusted is None and not sides
+        return not unsure or sides <= self.trusted
+
+    @property
+    def differentiable(self) -> bool:
+        """True if a script may differentiate its attention twice, which SDPA cannot."""
+        return self.strange and self.own == "eager"
+
     def say(self, reason: str) -> None:
         """Log a reason for the model's own way, once."""
         if reason not in self.tally.said:
@@ -109,6 +151,10 @@ def foreign_part(runner: nn.Module) -> str | None:
     loss = runner.__dict__.get("_loss_function")
     if loss is not None and not _known(loss):
         return "a loss of the script, set as loss_function, would see packed rows"
+    if not all(
+        _known(hook) for kind in HOOKS for hook in getattr(every, f"_global{kind}").values()
+    ):
+        return "a hook on all modules would see packed rows"
     for module in runner.modules():
         if module is runner:
             continue
@@ -134,6 +180,10 @@ def late_obstacle(unpadding: Unpadding, runner: Any, body: Any) -> str | None:
     """Reason that a script has brought into its model since it goes without padding."""
     if unpadding.own and not takes_packed(body.config._attn_implementation):
         return f"its attention implementation was set to {body.config._attn_implementation}"
+    attentions = [functional.scaled_dot_product_attention]
+    attentions += [own_attention(unpadding.own, body)] if unpadding.own else []
+    if not all(_known(one) for one in attentions):
+        return "its attention was replaced by one of the script"
     now = RemovableHandle.next_id, runner is body  # the number of all hooks so far
     if unpadding.looked != now:
         if (found := foreign_part(runner)) is not None:
@@ -144,6 +194,10 @@ def late_obstacle(unpadding: Unpadding, runner: Any, body: Any) -> str | None:
 
 def call_obstacle(unpadding: Unpadding, body: Any, given: Mapping[str, Any]) -> str | None:
     """Reason why a call cannot go without padding, by its arguments alone; None: it can."""
+    if unpadding.twice:
+        return "gradients of gradients are asked for"
+    if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
+        return "a transform of torch.func, or a forward derivative"
     if not unpadding.insisted and _slower(body):
         return "a DeBERTa in float32 has no kernel on a GPU, and is slower without padding"
     if given.get("output_attentions") or getattr(body.config, "output_attentions", False):

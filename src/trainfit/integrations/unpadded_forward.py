@@ -16,6 +16,8 @@ from torch._C._dynamo.eval_frame import get_eval_frame_callback
 
 from trainfit.integrations.body_state import BodyBlocks
 from trainfit.integrations.unpadded_calls import (
+    PER_COLUMN,
+    SETTLED,
     Unpadding,
     call_obstacle,
     find_rows,
@@ -29,7 +31,7 @@ from trainfit.kernels.unpadded_rows import UnpaddedRows, unpadded_attention
 
 FACTS = "_trainfit_unpadding"
 """Attribute of a body that holds its `Unpadding`."""
-_PASSING = "_trainfit_passing"
+_PASSING, _BY_HEAD = "_trainfit_passing", "_trainfit_by_head"
 
 FunctionT = TypeVar("FunctionT")
 
@@ -88,21 +90,30 @@ def body_of(model: Any) -> Any:
     return base.decoder if model.config.model_type == "opt" and hasattr(base, "decoder") else base
 
 
-_packed_inputs = uncompiled(packed_inputs)
+_packed_inputs, _trusts = uncompiled(packed_inputs), uncompiled(Unpadding.trusts)
 
 
 @partial(uncompiled, recursive=False)
 def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
-    """Run a model with a result per column: its head sees no padding either."""
+    """Run a model with a head: one with a result per column sees no padding either.
+
+    Others call the body, which must know that no code of a script does.
+    """
     body = body_of(self)
     facts: Unpadding | None = body.__dict__.get(FACTS)
     if facts is None or facts.off:
         return kind.forward(self, *args, **kwargs)
+    if not kind.__name__.endswith(PER_COLUMN):
+        body.__dict__[_BY_HEAD] = True
+        try:
+            return kind.forward(self, *args, **kwargs)
+        finally:
+            body.__dict__.pop(_BY_HEAD, None)
     given = _bind(self, kind, args, kwargs)
     batch = _rows(facts, self, body, given)
-    unsure = facts.strange or _learns(self)  # a loss of the script may read padded columns
+    unsure = facts.strange or self.training  # a loss of the script may read padded columns
     try:
-        if batch is not None and _sure(facts, batch, unsure):
+        if batch is not None and _trusts(facts, batch.sides, unsure=unsure):
             inputs = _packed_inputs(facts, body, given, batch)
             body.__dict__[_PASSING] = _Passing(batch, inputs["position_ids"])
             output = kind.forward(self, **inputs, return_dict=True)
@@ -115,7 +126,9 @@ def run_head(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         body.__dict__[_PASSING] = _Passing(None)
         output = kind.forward(self, *args, **kwargs)
         return (
-            output if batch is None or not unsure else _watch(facts, batch, output, self.training)
+            output
+            if batch is None or not unsure
+            else _watch(facts, batch, output, training=self.training)
         )
     finally:
         body.__dict__.pop(_PASSING, None)
@@ -145,12 +158,14 @@ def run_body(self: Any, kind: Any, args: Any, kwargs: Any) -> Any:
         return kind.forward(self, *args, **kwargs)
     asked = given.get("output_hidden_states")
     shown = self.config.output_hidden_states if asked is None else asked
-    outside = (facts.reads == "outside" or shown) and (facts.strange or _learns(self))
-    unsure = outside or facts.reads == "unknown"
-    if not _sure(facts, batch, unsure):
+    direct = facts.reads in SETTLED and _BY_HEAD not in self.__dict__  # past the head
+    outside = (facts.reads == "outside" or shown or direct) and (facts.strange or self.training)
+    unsure = outside or facts.reads in ("unknown", "padding")
+    if not _trusts(facts, batch.sides, unsure=unsure):
         facts.count(None)
         facts.compute(self, batch.rows * batch.width)
-        return _watch(facts, batch, kind.forward(self, *args, **kwargs), self.training)
+        output = kind.forward(self, *args, **kwargs)
+        return _watch(facts, batch, output, training=self.training)
     facts.count(batch)
     inputs = _packed_inputs(facts, self, given, batch)
     output = _restore(batch, _run_rows(self, kind, facts, batch, inputs))
@@ -295,17 +310,6 @@ def _as_asked(self: Any, given: dict[str, Any], output: Any) -> Any:
     return output if named else output.to_tuple()
 
 
-def _learns(model: Any) -> bool:
-    return bool(model.training and torch.is_grad_enabled())
-
-
-def _sure(facts: Unpadding, batch: UnpaddedRows, unsure: bool) -> bool:
-    """Tell if nobody reads the padded columns of a batch; if `unsure`, as far as was watched."""
-    if facts.reads == "padding":
-        return not batch.sides
-    return not unsure or batch.sides <= facts.watched
-
-
 def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
     """Return the outputs of each column: logits, hidden states."""
     values = output.values() if isinstance(output, dict) else output
@@ -317,34 +321,45 @@ def _per_token(batch: UnpaddedRows, output: Any) -> list[Any]:
 @uncompiled
 def _watch_on(facts: Unpadding, batch: UnpaddedRows, output: Any) -> Any:
     """Look at the gradients of a few batches without padding too, which other heads may read."""
-    if facts.looks and any(one.requires_grad for one in _per_token(batch, output)):
-        facts.looks -= 1
-        _watch(facts, batch, output, training=False)
+    if any(one.requires_grad for one in _per_token(batch, output)) and facts.looks_now():
+        _watch(facts, batch, output, packed=True)
     return output
 
 
 @uncompiled
-def _watch(facts: Unpadding, batch: UnpaddedRows | None, output: Any, training: bool) -> Any:
+def _watch(
+    facts: Unpadding,
+    batch: UnpaddedRows | None,
+    output: Any,
+    *,
+    training: bool = False,
+    packed: bool = False,
+) -> Any:
     """Find out by the gradients if any code reads padded columns."""
-    if batch is None or batch.mask is None or facts.reads == "padding":
+    if batch is None or (facts.reads == "padding" and facts.wait <= 0):
         return output
-    empty = ~batch.mask
 
     def look(gradient: Tensor) -> None:
+        if gradient.requires_grad and facts.differentiable:
+            facts.twice = True
+        if batch.mask is None or facts.twice or facts.reads == "padding":
+            return
+        empty = ~batch.mask
         finite = gradient.isfinite().all()
         found = torch.stack([finite, gradient[empty].any(), gradient[~empty].any()]).tolist()
         if not found[0]:  # a step that overflowed says nothing, nor does a head of zeros
             return
         if found[1]:
             facts.reads = "padding"
-            facts.say("what stands on top of it reads padded columns")
-        elif found[2] and facts.reads != "padding" and facts.wait <= 0:
+            late = ", which it began to in a later step: some had zeros there" if packed else ""
+            facts.say(f"what stands on top of it reads padded columns{late}")
+        elif found[2] and facts.wait <= 0:
             facts.watched |= batch.sides
 
     learnt = [one for one in _per_token(batch, output) if one.requires_grad]
     facts.wait -= bool(learnt)
     for one in learnt:
         one.register_hook(look)
-    if training and not learnt:
+    if training and not learnt and torch.is_grad_enabled():  # else a second pass may have one
         facts.say("no gradient reaches it, which would show if padded columns are read")
     return output

@@ -289,7 +289,7 @@ def register_beside(own: str) -> str:
         **options: Any,
     ) -> tuple[Tensor, Tensor | None]:
         if options.get(ARGUMENT) is None:
-            found: tuple[Tensor, Tensor | None] = _own_attention(own, module)(
+            found: tuple[Tensor, Tensor | None] = own_attention(own, module)(
                 module, query, key, value, attention_mask, **options
             )
             return found
@@ -313,7 +313,8 @@ def own_implementation(name: str | None) -> str | None:
     return name.removeprefix(_PREFIX) if name else name
 
 
-def _own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
+def own_attention(own: str, module: nn.Module) -> Callable[..., Any]:
+    """Return the attention of transformers that an implementation names for a module."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if own != "eager":

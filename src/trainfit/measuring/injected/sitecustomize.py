@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from importlib.util import module_from_spec
 from pathlib import Path
@@ -81,6 +82,8 @@ if _OBSERVE:
     _awaited[_OPTIMIZERS] = _observe
 if _SPEED_UP:
     _awaited |= dict.fromkeys(_TRAINERS, _speed_up)
+    with suppress(OSError):
+        Path(_SPEED_UP, "began").touch()
 if _awaited:
     sys.meta_path.insert(0, _Waiting(_awaited))
 _run_hidden()
