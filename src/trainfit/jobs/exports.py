@@ -40,6 +40,7 @@ from trainfit.jobs.models.gpt_model import Gpt
 from trainfit.jobs.models.sources import without_bars
 from trainfit.jobs.standard_export import (
     from_gpt2,
+    keep_soft_cap,
     part_of,
     plain_tensors,
     save_adapter,
@@ -141,6 +142,7 @@ def _write_encoder(
 ) -> None:
     if not getattr(encoder, "_hf_peft_config_loaded", False):
         encoder.save_pretrained(folder / "encoder", state_dict=state)
+        keep_soft_cap(folder / "encoder", encoder.config)
         return
     save_adapter(folder / "adapter", encoder, state)
     if base is not None and _linked(base / "encoder", folder / "encoder"):
@@ -156,6 +158,7 @@ def _write_encoder(
         encoder.save_pretrained(folder / "encoder", state_dict=weights)
     finally:
         encoder._hf_peft_config_loaded = True
+    keep_soft_cap(folder / "encoder", encoder.config)
 
 
 def _linked(source: Path, target: Path) -> bool:
