@@ -77,6 +77,8 @@ def write_classifier(
     state = {**widened_state(model), **(weights or {})}
     with written_whole(folder) as unfinished:
         if isinstance(model.head, OwnHead):
+            if model.head.reads == "last":
+                facts = facts | {"pad_id": _padding(tokenizer, facts["pad_id"])}
             known = facts | {"learned_tokenizer": is_learned(tokenizer)}
             write_standard(unfinished, model, state, known)
             _write_tokenizer(unfinished, tokenizer, model, facts)
@@ -85,6 +87,17 @@ def write_classifier(
             _write_tokenizer(unfinished, tokenizer, model)
         if card is not None:
             write_whole(unfinished / "README.md", card)
+
+
+def _padding(tokenizer: Tokenizer, pad: int) -> int:
+    """Token to pad with where a head looks for the last token that is no padding.
+
+    Some tokenizers, such as Qwen3-Embedding's, end each text with their padding token.
+    """
+    around = tokenizer("")["input_ids"]
+    if pad not in around[-1:]:
+        return pad
+    return next((one for one in tokenizer.all_special_ids if one not in around), pad)
 
 
 def _write_parts(
@@ -192,7 +205,7 @@ def _write_tokenizer(
     settings["model_input_names"] = names
     if facts is not None:
         settings |= {"model_max_length": facts["max_length"], "padding_side": "right"}
-        if tokenizer.pad_token is None:
+        if tokenizer.pad_token_id != facts["pad_id"]:
             settings["pad_token"] = tokenizer.convert_ids_to_tokens(facts["pad_id"])
     path.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
 
