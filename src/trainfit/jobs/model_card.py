@@ -59,7 +59,7 @@ encoder = AutoModel.from_pretrained("./encoder").eval()
 {adapter}head = load_file("head.safetensors")
 tokens = tokenizer({texts}, truncation=True, max_length={length}, return_tensors="pt")
 with torch.no_grad():
-    hidden = encoder(**tokens).last_hidden_state
+    hidden = encoder(**tokens).last_hidden_state.float()
 logits = {pooled} @ head["head.weight"].T + head["head.bias"]
 print({shown})
 """
